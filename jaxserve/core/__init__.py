@@ -1,0 +1,1 @@
+"""Requests, completions, settings, errors, time: what every other room speaks about."""

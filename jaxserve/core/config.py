@@ -1,0 +1,87 @@
+"""Settings of an engine: frozen, validated once, shared by device and simulated executors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from jaxserve.core.errors import InvalidConfigError
+
+
+def _power_of_two_buckets(largest: int, smallest: int) -> tuple[int, ...]:
+    sizes = []
+    size = smallest
+    while size < largest:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, largest)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes that executables are compiled for.
+
+    Attributes:
+      page_size: tokens a page.
+      num_pages: pages of the pool, the null page (page 0) included.
+      max_slots: sequences that run at once.
+      max_context: most tokens of prompt and output together of one sequence.
+      max_step_tokens: most tokens of one mixed step (prefill chunks and decode rows).
+      max_decode_iterations: most iterations of one on-device decode loop.
+      token_buckets: compiled sizes of a mixed step; empty for a default ladder.
+      slot_buckets: compiled sizes of the decode window and the sampling head; likewise.
+    """
+
+    page_size: int = 32
+    num_pages: int
+    max_slots: int = 32
+    max_context: int = 2048
+    max_step_tokens: int = 512
+    max_decode_iterations: int = 8
+    token_buckets: tuple[int, ...] = ()
+    slot_buckets: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "max_slots", "max_context", "max_decode_iterations"):
+            if getattr(self, name) < 1:
+                raise InvalidConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_pages < 2:
+            raise InvalidConfigError(
+                f"num_pages={self.num_pages}: the pool needs the null page and at least one more; "
+                "give more kv_memory"
+            )
+        if self.max_step_tokens < self.max_slots:
+            raise InvalidConfigError(
+                f"max_step_tokens={self.max_step_tokens} is less than max_slots={self.max_slots}: "
+                "one step must be able to decode every slot; raise it or lower max_slots"
+            )
+        if not self.token_buckets:
+            ladder = []
+            size = self.max_step_tokens
+            while size >= 32:
+                ladder.append(size)
+                size //= 4
+            buckets = tuple(reversed(ladder)) or (self.max_step_tokens,)
+            object.__setattr__(self, "token_buckets", buckets)
+        if not self.slot_buckets:
+            object.__setattr__(self, "slot_buckets", _power_of_two_buckets(self.max_slots, 1))
+        for name, top in (
+            ("token_buckets", self.max_step_tokens),
+            ("slot_buckets", self.max_slots),
+        ):
+            sizes = getattr(self, name)
+            if list(sizes) != sorted(set(sizes)) or sizes[0] < 1 or sizes[-1] != top:
+                raise InvalidConfigError(f"{name}={sizes} must be increasing and end with {top}")
+
+    @property
+    def max_pages_per_sequence(self) -> int:
+        return -(-self.max_context // self.page_size)
+
+
+def bucket(size: int, buckets: tuple[int, ...]) -> int:
+    """The smallest of `buckets` (increasing) that holds `size`."""
+    for candidate in buckets:
+        if size <= candidate:
+            return candidate
+    raise InvalidConfigError(f"size {size} is over the largest bucket {buckets[-1]}")

@@ -1,0 +1,114 @@
+"""Every error that jaxserve raises on purpose.
+
+A message says what was given, what is allowed, and what to do.
+
+    JaxserveError
+    ├── InvalidRequestError        this request alone is refused
+    │   ├── EmptyPromptError
+    │   ├── PromptTooLongError         longer than the context, or than the whole page pool
+    │   ├── TokenOutOfRangeError
+    │   └── InvalidSamplingParamsError
+    ├── NumericalError             the model produced NaN or infinite logits for this request
+    ├── ModelError
+    │   ├── UnknownModelError
+    │   ├── UnsupportedModelError      an architecture or option that no family here implements
+    │   └── CheckpointError            every problem of a checkpoint, collected
+    ├── ModelCacheError            the model cache cannot be written (disk full, read-only)
+    ├── DeviceMemoryError          weights or page pool do not fit
+    ├── InvalidConfigError         a runtime, policy or mesh setting
+    ├── MissingExtraError          an optional package; names the extra to install
+    ├── CompilationAfterWarmupError  strict mode: something compiled after warm-up
+    └── RuntimeClosedError
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class JaxserveError(Exception):
+    """Base of every error that jaxserve raises on purpose."""
+
+
+class InvalidRequestError(JaxserveError, ValueError):
+    """A request that cannot be served as given; its neighbours are unaffected."""
+
+
+class EmptyPromptError(InvalidRequestError):
+    """A prompt without a single token."""
+
+
+class PromptTooLongError(InvalidRequestError):
+    """A prompt that leaves no room for one output token, in the context or in the page pool."""
+
+
+class TokenOutOfRangeError(InvalidRequestError):
+    """A token id outside the model's vocabulary."""
+
+
+class InvalidSamplingParamsError(InvalidRequestError):
+    """Sampling parameters out of range, or that contradict each other."""
+
+
+class NumericalError(JaxserveError, ArithmeticError):
+    """The model's logits for this request were not finite."""
+
+
+class ModelError(JaxserveError):
+    """A model that cannot be found, understood or read."""
+
+
+class UnknownModelError(ModelError):
+    """A model name that is neither registered nor a folder or GGUF file."""
+
+
+class UnsupportedModelError(ModelError):
+    """An architecture, or an option of one, that no model family here implements."""
+
+
+class CheckpointError(ModelError):
+    """A checkpoint that does not hold what its configuration promises.
+
+    `problems` lists every missing, surplus, misshapen or unreadable tensor, not just the first.
+    """
+
+    def __init__(self, where: str, problems: Sequence[str], remedy: str):
+        self.where = where
+        self.problems = tuple(problems)
+        self.remedy = remedy
+        listed = "\n".join(f"  - {problem}" for problem in self.problems)
+        super().__init__(
+            f"checkpoint {where} has {len(self.problems)} problem(s):\n{listed}\n{remedy}"
+        )
+
+
+class ModelCacheError(JaxserveError, OSError):
+    """The model cache cannot be written or read."""
+
+
+class DeviceMemoryError(JaxserveError, MemoryError):
+    """Weights, step temporaries and page pool do not fit in the device's memory."""
+
+
+class InvalidConfigError(JaxserveError, ValueError):
+    """A runtime, policy or mesh setting that is out of range or unknown."""
+
+
+class MissingExtraError(JaxserveError, ImportError):
+    """An optional package is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str):
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed; "
+            f"install it with: pip install 'jaxserve[{extra}]'"
+        )
+        self.package = package
+        self.extra = extra
+
+
+class CompilationAfterWarmupError(JaxserveError):
+    """Strict mode only: an executable was compiled while serving."""
+
+
+class RuntimeClosedError(JaxserveError):
+    """The runtime was closed; its device memory is gone."""

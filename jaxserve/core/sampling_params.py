@@ -1,0 +1,164 @@
+"""How one request wants its tokens chosen, and when it ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from jaxserve.core.errors import InvalidSamplingParamsError
+
+# Sizes of per-slot device arrays; requests that need more are refused at construction.
+MAX_STOP_TOKEN_IDS = 16
+MAX_LOGIT_BIAS = 128
+MAX_LOGPROBS = 20
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request, validated once, at construction.
+
+    Order of application, as in vLLM: penalties, logit bias, `min_tokens`, temperature, top-k,
+    top-p over what top-k left, min-p. Tokens tied at a top-k or top-p threshold are all kept.
+
+    Attributes:
+      max_tokens: most output tokens; None means until the context is full.
+      min_tokens: stop tokens are forbidden before this many output tokens.
+      temperature: 0 is greedy.
+      top_k: keep the k likeliest tokens; 0 keeps all.
+      top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
+      min_p: drop tokens less likely than this times the likeliest one, in [0, 1).
+      repetition_penalty: divides positive (multiplies negative) logits of tokens seen in prompt
+        or output; 1 is off.
+      presence_penalty, frequency_penalty: subtracted once, or per occurrence, for output tokens.
+      logit_bias: token id -> added to its logit; at most 128 ids.
+      seed: the random stream depends on it and on the position only, never on the batch.
+      n: independent samples of one prompt; they share the prompt's pages.
+      stop: strings that end the output; not part of it.
+      stop_token_ids: tokens that end the output beside the model's own end token; at most 16
+        in all, the model's own included.
+      ignore_eos: go on past the model's end token (it may appear in the output, as in vLLM).
+      logprobs: None for none, 0 for the sampled token's, k for the k likeliest beside it.
+        Log-probabilities are the model's own: before penalties, bias and temperature.
+      prompt_logprobs: the same for every prompt token but the first.
+      skip_special_tokens: leave special tokens out of `text`.
+
+    Raises:
+      InvalidSamplingParamsError: naming the field, what was given and what is allowed.
+    """
+
+    max_tokens: int | None = 256
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    n: int = 1
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        self._check_ranges()
+        self._check_contradictions()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def _check_ranges(self) -> None:
+        top = MAX_LOGPROBS
+        inf = math.inf
+        _whole("max_tokens", self.max_tokens, 1, inf, optional=True)
+        _whole("min_tokens", self.min_tokens, 0, inf)
+        _whole("top_k", self.top_k, 0, inf)
+        _whole("n", self.n, 1, 1024)
+        _whole("seed", self.seed, 0, 2**32 - 1, optional=True)
+        _whole("logprobs", self.logprobs, 0, top, optional=True)
+        _whole("prompt_logprobs", self.prompt_logprobs, 0, top, optional=True)
+        _real("temperature", self.temperature, 0.0, 100.0)
+        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _real("min_p", self.min_p, 0.0, 1.0, open_high=True)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _real("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _real("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        for token_id in self.stop_token_ids:
+            _whole("stop_token_ids", token_id, 0, inf)
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise InvalidSamplingParamsError(
+                f"stop={self.stop!r} holds an item that is not a non-empty string; remove it"
+            )
+        for token_id, bias in (self.logit_bias or {}).items():
+            _whole("a logit_bias token id", token_id, 0, inf)
+            _real(f"logit_bias[{token_id}]", bias, -1e9, 1e9)
+
+    def _check_contradictions(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidSamplingParamsError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
+                "raise max_tokens or lower min_tokens"
+            )
+        if self.is_greedy and self.n > 1:
+            raise InvalidSamplingParamsError(
+                f"n={self.n} with temperature=0 would give {self.n} identical samples; "
+                "set a temperature above 0, or n=1"
+            )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidSamplingParamsError(
+                f"{len(self.stop_token_ids)} stop_token_ids given, at most {MAX_STOP_TOKEN_IDS} "
+                "are allowed; use `stop` strings for the rest"
+            )
+        if len(self.logit_bias or ()) > MAX_LOGIT_BIAS:
+            raise InvalidSamplingParamsError(
+                f"logit_bias names {len(self.logit_bias or ())} tokens, at most {MAX_LOGIT_BIAS} "
+                "are allowed; keep those that matter most"
+            )
+
+
+def _whole(name: str, value: object, low: float, high: float, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    is_int = hasattr(value, "__index__") and not isinstance(value, bool)
+    if not is_int or not low <= value <= high:  # type: ignore[operator]
+        most = "" if high == math.inf else f" and at most {high}"
+        none = ", or None" if optional else ""
+        raise InvalidSamplingParamsError(
+            f"{name}={value!r} is not allowed; give a whole number of at least {low}{most}{none}"
+        )
+
+
+def _real(
+    name: str,
+    value: object,
+    low: float,
+    high: float,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
+) -> None:
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    above = number > low if open_low else number >= low
+    below = number < high if open_high else number <= high
+    if not (above and below):
+        bounds = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
+        raise InvalidSamplingParamsError(
+            f"{name}={value!r} is not allowed; give a number in {bounds}"
+        )

@@ -1,0 +1,1 @@
+"""Flax model families, their weights and their tokenizers."""

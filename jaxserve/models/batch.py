@@ -1,0 +1,86 @@
+"""What a decoder is called with besides its tokens: where they stand and where their KV goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import jax
+
+from pallas_kernels import Rows, kv_write, paged_attention
+
+
+@final
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("positions", "page", "offset", "rows"),
+    meta_fields=("max_query_length",),
+)
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Positions, KV destinations and rows of a flat ragged batch.
+
+    Attributes:
+      positions: int32 [tokens].
+      page, offset: int32 [tokens], where each token's KV is written; page 0 for padding.
+      rows: see `pallas_kernels.Rows`.
+      max_query_length: static; 1 for a pure decode batch, None otherwise.
+    """
+
+    positions: jax.Array
+    page: jax.Array
+    offset: jax.Array
+    rows: Rows
+    max_query_length: int | None
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of every layer, in pages.
+
+    Either one buffer with all layers or one buffer a layer: the platform's choice, made where the
+    cache is created and nowhere else.
+
+    Attributes:
+      k_pages, v_pages: tuples of [layers in the buffer, pages, kv_heads, page_size, head_dim].
+    """
+
+    k_pages: tuple[jax.Array, ...]
+    v_pages: tuple[jax.Array, ...]
+
+    def attend(
+        self,
+        layer: int | jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        batch: AttentionBatch,
+        **options: object,
+    ) -> tuple[jax.Array, KVCache]:
+        """Write this step's `k`, `v` [tokens, kv_heads, head_dim] and attend with `q`.
+
+        Returns [tokens, q_heads, head_dim] and the cache with the new keys and values. A traced
+        `layer` (scanned layers) needs the single-buffer form. `options` go to `paged_attention`.
+        """
+        buffer, index = (0, layer) if len(self.k_pages) == 1 else (layer, 0)
+        k_pages = kv_write(self.k_pages[buffer], index, k, batch.page, batch.offset)
+        v_pages = kv_write(self.v_pages[buffer], index, v, batch.page, batch.offset)
+        out = paged_attention(
+            q,
+            k_pages,
+            v_pages,
+            index,
+            batch.rows,
+            max_query_length=batch.max_query_length,
+            **options,
+        )
+        return out, KVCache(
+            _replaced(self.k_pages, buffer, k_pages), _replaced(self.v_pages, buffer, v_pages)
+        )
+
+
+def _replaced(buffers: tuple[jax.Array, ...], index: int, new: jax.Array) -> tuple[jax.Array, ...]:
+    return (*buffers[:index], new, *buffers[index + 1 :])

@@ -1,0 +1,1 @@
+"""How long will the answer be: length buckets, and later the classifier that fills them."""
