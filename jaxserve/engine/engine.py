@@ -1,0 +1,79 @@
+"""The host loop: plan, submit, collect the step before."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import final
+
+from jaxserve.core.clock import Clock
+from jaxserve.core.request import Request
+from jaxserve.engine.executor import Executor, StepHandle
+from jaxserve.engine.stats import EngineStats
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.scheduler import Progress, Scheduler
+from jaxserve.scheduling.sequence import Sequence
+
+
+@final
+@dataclass(frozen=True)
+class _InFlight:
+    plan: StepPlan
+    handle: StepHandle
+
+
+@final
+class Engine:
+    """Drives an executor with a policy's plans. Not thread-safe: one loop owns it.
+
+    Args:
+      executor: a device or a simulation.
+      policy: who runs, when, and with how much memory.
+      clock: the executor's own clock when it is simulated.
+      max_in_flight: steps submitted but not read; 2 keeps the device busy while the host plans.
+    """
+
+    def __init__(self, executor: Executor, policy: Policy, clock: Clock, *, max_in_flight: int = 2):
+        self.scheduler = Scheduler(executor.config, policy, clock)
+        self.stats = EngineStats(clock)
+        self._executor = executor
+        self._max_in_flight = max_in_flight
+        self._in_flight: deque[_InFlight] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Take in a validated request; its samples wait for their turn."""
+        return self.scheduler.add(request)
+
+    def step(self) -> list[Progress]:
+        """Submit the next step, then read the oldest one that is due; returns its news.
+
+        The plan for the next step is made and submitted before the step before it is read, so the
+        device has work while the host catches up.
+        """
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.stats.before_submit(self._newest_handle())
+            self._in_flight.append(_InFlight(plan, self._executor.submit(plan)))
+            self.stats.after_submit(plan, self.scheduler)
+        if not self._in_flight:
+            if self.has_work:
+                raise AssertionError("work is left, but no step can be planned")
+            return []
+        if plan is not None and len(self._in_flight) < self._max_in_flight:
+            return []
+        oldest = self._in_flight.popleft()
+        result = oldest.handle.collect()
+        self.stats.after_collect(self._newest_handle())
+        return self.scheduler.apply(oldest.plan, result)
+
+    def abandon(self) -> None:
+        """Forget what is in flight; for shutting down."""
+        self._in_flight.clear()
+
+    def _newest_handle(self) -> StepHandle | None:
+        return self._in_flight[-1].handle if self._in_flight else None

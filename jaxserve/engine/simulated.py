@@ -1,0 +1,178 @@
+"""An executor without a device: a virtual clock, and a model that reads its context.
+
+The simulated model's next token is a hash of the context *as read through the page table*. A page
+that was lost, overwritten or shared wrongly changes the tokens, so scheduling and memory can be
+tested for correctness by the thousand cases a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import final
+
+import numpy as np
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.request import Request
+from jaxserve.memory.page_pool import NULL_PAGE
+from jaxserve.scheduling.plan import StepPlan, StepResult
+
+END_TOKEN = 0
+_MASK = (1 << 61) - 1
+
+# (request, sample index) -> number of output tokens after which the model ends by itself
+AnswerLength = Callable[[Request, int], int]
+
+
+@final
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of one step: a constant, and a share for each token computed."""
+
+    per_step_s: float = 1e-3
+    per_token_s: float = 1e-5
+
+    def seconds(self, num_tokens: int, num_iterations: int) -> float:
+        return self.per_step_s * num_iterations + self.per_token_s * num_tokens
+
+
+@final
+@dataclass
+class _Slot:
+    tokens: list[int]
+    request: Request
+    sample_index: int
+    max_length: int
+    is_inert: bool = False
+    page_table: dict[int, int] = field(default_factory=dict)
+
+
+@final
+class _SimulatedHandle:
+    def __init__(self, result: StepResult, ready_s: float, clock: VirtualClock):
+        self._result, self._ready_s, self._clock = result, ready_s, clock
+
+    def is_ready(self) -> bool:
+        return self._clock.now() >= self._ready_s
+
+    def collect(self) -> StepResult:
+        self._clock.advance_to(self._ready_s)
+        return self._result
+
+
+@final
+class SimulatedExecutor:
+    """Carries out plans at once, but delivers them when the virtual clock says so.
+
+    Args:
+      config: as for a device.
+      clock: advanced to a step's end when the step is collected.
+      answer_length: when the model itself ends an answer; never by default.
+      cost: of a step, in virtual seconds.
+      vocab_size: tokens are drawn from 1 to vocab_size - 1; 0 is the end token.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: VirtualClock,
+        *,
+        answer_length: AnswerLength | None = None,
+        cost: StepCost | None = None,
+        vocab_size: int = 1000,
+    ):
+        self.config = config
+        self._clock = clock
+        self._answer_length = answer_length
+        self._cost = cost or StepCost()
+        self._vocab_size = vocab_size
+        self._slots: dict[int, _Slot] = {}
+        # What is written at (page, offset): a hash of the whole context up to there.
+        self._cells = np.zeros((config.num_pages, config.page_size), np.int64)
+        self._free_at_s = 0.0
+
+    def submit(self, plan: StepPlan) -> _SimulatedHandle:
+        self._edit_slots(plan)
+        shape = (len(plan.rows), plan.num_iterations)
+        tokens = np.zeros(shape, np.int32)
+        counts = np.zeros(len(plan.rows), np.int32)
+        for _ in range(plan.num_iterations):
+            for index, row in enumerate(plan.rows):
+                slot = self._slots[row.slot]
+                if slot.is_inert:
+                    continue
+                start = len(slot.tokens) - 1 if plan.is_decode_loop else row.start
+                context = self._write(slot, start, row.num_tokens)
+                if row.samples:
+                    if start + row.num_tokens != len(slot.tokens):
+                        raise AssertionError("a sampling row must end at the newest token")
+                    tokens[index, counts[index]] = self._append(slot, context)
+                    counts[index] += 1
+        self._free_at_s = max(self._free_at_s, self._clock.now()) + self._cost.seconds(
+            plan.num_tokens, plan.num_iterations
+        )
+        finite = np.ones(len(plan.rows), bool)
+        return _SimulatedHandle(StepResult(tokens, counts, finite), self._free_at_s, self._clock)
+
+    def close(self) -> None:
+        self._slots.clear()
+
+    def _edit_slots(self, plan: StepPlan) -> None:
+        for slot in plan.releases:
+            self._slots[slot].is_inert = True
+        for source, target in plan.moves:
+            if target in self._slots and not self._slots[target].is_inert:
+                raise AssertionError(f"slot {target} is moved onto while it is live")
+            self._slots[target] = self._slots.pop(source)
+        for new in plan.admissions:
+            if new.slot in self._slots and not self._slots[new.slot].is_inert:
+                raise AssertionError(f"slot {new.slot} is admitted into while it is live")
+            self._slots[new.slot] = _Slot(
+                new.tokens.tolist(), new.request, new.sample_index, new.max_length
+            )
+        for slot, index, page in plan.page_updates:
+            self._slots[slot].page_table[index] = page
+        self._check_window(plan)
+
+    def _check_window(self, plan: StepPlan) -> None:
+        window = range(plan.window_start, plan.window_start + plan.window_size)
+        if plan.is_decode_loop and any(row.slot not in window for row in plan.rows):
+            raise AssertionError("a decoding slot lies outside the window")
+
+    def _write(self, slot: _Slot, start: int, count: int) -> int:
+        """Write `count` tokens from `start` on; returns the hash of the context read back."""
+        context = self._read(slot, start - 1) if start else 1
+        for position in range(start, start + count):
+            context = _mix(context, slot.tokens[position])
+            page, offset = self._cell(slot, position)
+            self._cells[page, offset] = context
+        return context
+
+    def _read(self, slot: _Slot, position: int) -> int:
+        return int(self._cells[self._cell(slot, position)])
+
+    def _cell(self, slot: _Slot, position: int) -> tuple[int, int]:
+        page = slot.page_table.get(position // self.config.page_size, NULL_PAGE)
+        if page == NULL_PAGE:
+            raise AssertionError(f"position {position} lies outside the page table")
+        return page, position % self.config.page_size
+
+    def _append(self, slot: _Slot, context: int) -> int:
+        request = slot.request
+        num_outputs = len(slot.tokens) - len(request.prompt) + 1
+        stream = 0 if request.params.is_greedy else _mix(request.seed, slot.sample_index)
+        token = 1 + _mix(context, stream) % (self._vocab_size - 1)
+        if self._answer_length is not None:
+            if num_outputs >= self._answer_length(request, slot.sample_index):
+                token = END_TOKEN
+        slot.tokens.append(token)
+        ended = token in request.stop_token_ids or len(slot.tokens) >= slot.max_length
+        slot.is_inert = ended
+        return token
+
+
+def _mix(a: int, b: int) -> int:
+    value = (a * 6364136223846793005 + b * 1442695040888963407 + 1013904223) & _MASK
+    return (value ^ (value >> 29)) & _MASK

@@ -1,0 +1,75 @@
+"""Counters of the host loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+from jaxserve.core.clock import Clock
+from jaxserve.engine.executor import StepHandle
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.scheduler import Scheduler
+
+
+@final
+@dataclass
+class EngineStats:
+    """What the loop did so far.
+
+    The host gap is the time the device had nothing to do although work waited. It is bounded from
+    above: a device found idle at a submission is taken to have been idle since it was last seen
+    busy.
+
+    Attributes:
+      num_steps, num_decode_loops, num_iterations: submitted.
+      num_tokens: prompt and output tokens computed, iterations past an early end included.
+      num_padding_tokens: computed for nobody (idle slots in the window; mixed steps not counted).
+      num_preemptions: sequences sent back to the pool.
+      max_pages_owned: most pages in use at once.
+      busy_s: seconds with work on hand.
+      host_gap_s: of these, seconds the device may have idled.
+    """
+
+    clock: Clock
+    num_steps: int = 0
+    num_decode_loops: int = 0
+    num_iterations: int = 0
+    num_tokens: int = 0
+    num_padding_tokens: int = 0
+    num_preemptions: int = 0
+    max_pages_owned: int = 0
+    busy_s: float = 0.0
+    host_gap_s: float = 0.0
+    _busy_since_s: float | None = field(default=None, repr=False)
+    _seen_busy_s: float = field(default=0.0, repr=False)
+
+    def start_busy_period(self) -> None:
+        """Work arrived after a pause."""
+        if self._busy_since_s is None:
+            self._busy_since_s = self._seen_busy_s = self.clock.now()
+
+    def end_busy_period(self) -> None:
+        """Nothing is left to do."""
+        if self._busy_since_s is not None:
+            self.busy_s += self.clock.now() - self._busy_since_s
+            self._busy_since_s = None
+
+    def before_submit(self, newest: StepHandle | None) -> None:
+        self.start_busy_period()
+        if newest is None or newest.is_ready():
+            self.host_gap_s += self.clock.now() - self._seen_busy_s
+
+    def after_submit(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        self._seen_busy_s = self.clock.now()
+        self.num_steps += 1
+        self.num_iterations += plan.num_iterations
+        self.num_decode_loops += plan.is_decode_loop
+        self.num_tokens += plan.num_tokens
+        if plan.is_decode_loop:
+            self.num_padding_tokens += plan.num_iterations * (plan.window_size - len(plan.rows))
+        self.max_pages_owned = max(self.max_pages_owned, scheduler.pool.num_owned)
+
+    def after_collect(self, newest: StepHandle | None) -> None:
+        """A step that just ended was busy until now; so is one that still runs."""
+        if newest is None or not newest.is_ready():
+            self._seen_busy_s = self.clock.now()

@@ -1,0 +1,85 @@
+"""The pages of one sequence, and what it has been promised."""
+
+from __future__ import annotations
+
+from typing import final
+
+from jaxserve.memory.page_pool import PagePool
+
+
+@final
+class PageTable:
+    """Maps a sequence's positions to pages: position p lies in `pages[p // page_size]`.
+
+    The reservation is the number of pages owned or promised. `reserve` raises it, `grow` draws
+    on it, `close` ends both.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int):
+        self._pool = pool
+        self._page_size = page_size
+        self._pages: list[int] = []
+        self._num_promised = 0
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        return tuple(self._pages)
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._pages)
+
+    @property
+    def num_reserved(self) -> int:
+        """Pages owned or promised."""
+        return len(self._pages) + self._num_promised
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size)
+
+    def missing(self, num_tokens: int) -> int:
+        """How many pages beyond the reservation `num_tokens` would take."""
+        return max(0, self.pages_for(num_tokens) - self.num_reserved)
+
+    def reserve(self, num_tokens: int) -> bool:
+        """Raise the reservation to `num_tokens` tokens; False, unchanged, if the pool cannot."""
+        missing = self.missing(num_tokens)
+        if not self._pool.promise(missing):
+            return False
+        self._num_promised += missing
+        return True
+
+    def grow(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Own pages for `num_tokens` tokens, all of them reserved before.
+
+        Returns:
+          The new entries as (index in the table, page).
+        """
+        count = self.pages_for(num_tokens) - len(self._pages)
+        if count <= 0:
+            return []
+        if count > self._num_promised:
+            raise ValueError(f"{count} pages wanted, {self._num_promised} reserved; reserve first")
+        self._num_promised -= count
+        first = len(self._pages)
+        self._pages += self._pool.draw(count)
+        return list(enumerate(self._pages[first:], first))
+
+    def share_prefix(self, other: PageTable, num_pages: int) -> list[tuple[int, int]]:
+        """Begin this empty table with the first `num_pages` pages of `other`, shared.
+
+        Nobody may write to a shared page. Returns the new entries as `grow` does.
+        """
+        if self._pages:
+            raise ValueError("only an empty page table can begin with shared pages")
+        shared = other._pages[:num_pages]
+        self._pool.share(shared)
+        self._pages += shared
+        return list(enumerate(shared))
+
+    def close(self) -> None:
+        """Release every page and promise; the table is empty and usable again."""
+        self._pool.release(self._pages)
+        self._pool.withdraw(self._num_promised)
+        self._pages = []
+        self._num_promised = 0

@@ -1,0 +1,1 @@
+"""How much memory to reserve: one strategy a file."""

@@ -1,0 +1,26 @@
+"""Reserve what is there and grow page by page, as vLLM does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from jaxserve.scheduling.sequence import Sequence
+
+
+@final
+@dataclass(frozen=True)
+class OnDemand:
+    """Pages are taken as tokens come; when they run out, the last in order is preempted.
+
+    `watermark` of the pool stays available at an admission, so that those running can grow for a
+    while before somebody has to go.
+    """
+
+    watermark: float = 0.01
+
+    def reserve_tokens(self, sequence: Sequence) -> int:
+        return sequence.planned_length + 1
+
+    def headroom_pages(self, num_usable: int, num_running: int) -> int:
+        return int(self.watermark * num_usable) if num_running else 0

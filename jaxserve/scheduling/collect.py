@@ -1,0 +1,43 @@
+"""Taking a step's arrays apart, sequence by sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.core.request import TokenLogprob
+from jaxserve.scheduling.plan import PromptLogprobs, StepResult
+from jaxserve.scheduling.sequence import Sequence
+
+
+def append_outputs(sequence: Sequence, result: StepResult, row: int, count: int) -> None:
+    """Append `count` tokens of `row`, and their log-probabilities where asked for."""
+    tokens = result.tokens[row, :count].tolist()
+    sequence.output += tokens
+    wanted = sequence.request.params.logprobs
+    if wanted is None:
+        return
+    assert result.logprobs is not None
+    for i, token_id in enumerate(tokens):
+        top: tuple[tuple[int, float], ...] = ()
+        if wanted:
+            assert result.top_ids is not None and result.top_logprobs is not None
+            top = _pairs(result.top_ids[row, i, :wanted], result.top_logprobs[row, i, :wanted])
+        logprob = float(result.logprobs[row, i])
+        sequence.logprobs.append(TokenLogprob(token_id=token_id, logprob=logprob, top=top))
+
+
+def append_prompt_logprobs(sequence: Sequence, start: int, part: PromptLogprobs) -> None:
+    """Keep what a prefill row says about the prompt tokens that follow its own."""
+    wanted = sequence.request.params.prompt_logprobs or 0
+    prompt = sequence.request.prompt
+    for i in range(len(part.logprobs)):
+        position = start + i + 1
+        if position < len(prompt):
+            top = _pairs(part.top_ids[i, :wanted], part.top_logprobs[i, :wanted])
+            sequence.prompt_logprobs[position] = TokenLogprob(
+                token_id=prompt[position], logprob=float(part.logprobs[i]), top=top
+            )
+
+
+def _pairs(ids: np.ndarray, logprobs: np.ndarray) -> tuple[tuple[int, float], ...]:
+    return tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))

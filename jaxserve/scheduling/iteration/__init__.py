@@ -1,0 +1,1 @@
+"""Who advances in the next step: one strategy a file."""

@@ -1,0 +1,30 @@
+"""Iteration-level scheduling, prefill first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from jaxserve.scheduling.iteration.decode_loop import decode_iterations
+from jaxserve.scheduling.policy import StepBuilder
+
+
+@final
+@dataclass(frozen=True)
+class IterationLevel:
+    """New requests join at the next iteration: their prompts are computed in a step of their own.
+
+    While a prompt is computed no answer advances. A prompt longer than a step is cut.
+    """
+
+    def select(self, step: StepBuilder) -> None:
+        for sequence in step.prefilling:
+            if step.num_tokens_left == 0:
+                break
+            step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
+        for sequence in step.waiting:
+            if step.num_tokens_left == 0 or not step.admit(sequence):
+                break
+            step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
+        if step.num_tokens_left == step.config.max_step_tokens:
+            step.add_decode_loop(decode_iterations(step))

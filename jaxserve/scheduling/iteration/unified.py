@@ -1,0 +1,45 @@
+"""Prefill chunks and decode tokens in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from jaxserve.scheduling.iteration.decode_loop import decode_iterations
+from jaxserve.scheduling.policy import StepBuilder
+from jaxserve.scheduling.sequence import Sequence
+
+
+@final
+@dataclass(frozen=True)
+class Unified:
+    """Every running answer advances by one token; what is left of the step goes to prompts.
+
+    Pensieve's unified batch (section 3.4.2 of the thesis) with chunked prefill. `chunk_tokens`
+    bounds the prompt tokens of one step, 0 for all that fit; without prompts to compute, the
+    step is a decode loop.
+    """
+
+    chunk_tokens: int = 0
+
+    def select(self, step: StepBuilder) -> None:
+        prompts_wait = bool(step.prefilling) or self._can_admit(step)
+        if not prompts_wait:
+            step.add_decode_loop(decode_iterations(step))
+            return
+        for sequence in step.decoding:
+            step.add_row(sequence, 1)
+        budget = min(step.num_tokens_left, self.chunk_tokens or step.num_tokens_left)
+        for sequence in step.prefilling:
+            budget -= self._add_chunk(step, sequence, budget)
+        for sequence in step.waiting:
+            if budget == 0 or not step.admit(sequence):
+                break
+            budget -= self._add_chunk(step, sequence, budget)
+
+    def _add_chunk(self, step: StepBuilder, sequence: Sequence, budget: int) -> int:
+        count = min(sequence.num_uncomputed, budget)
+        return count if count and step.add_row(sequence, count) else 0
+
+    def _can_admit(self, step: StepBuilder) -> bool:
+        return bool(step.waiting) and step.can_admit(step.waiting[0])

@@ -1,0 +1,1 @@
+"""Who goes first: one strategy a file."""

@@ -1,0 +1,17 @@
+"""First come, first served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from jaxserve.scheduling.sequence import Sequence
+
+
+@final
+@dataclass(frozen=True)
+class FCFS:
+    """By arrival; a preempted sequence keeps its place."""
+
+    def key(self, sequence: Sequence) -> tuple[float, int]:
+        return (sequence.request.arrival_s, sequence.key)

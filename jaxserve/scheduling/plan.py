@@ -1,0 +1,132 @@
+"""What the scheduler asks of an executor, and what comes back. NumPy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from jaxserve.core.request import Request
+
+
+@final
+@dataclass(frozen=True)
+class Admission:
+    """A slot begins to serve a sequence.
+
+    Attributes:
+      tokens: int32 [known tokens], prompt and, after a preemption, the output so far.
+      max_length: the device ends the sequence when it has this many tokens.
+    """
+
+    slot: int
+    request: Request
+    sample_index: int
+    tokens: np.ndarray
+    max_length: int
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """`num_tokens` tokens of one slot from position `start` on, taken from the slot's own history.
+
+    `samples`: the row ends at the slot's newest token, and the step appends the next one.
+    """
+
+    slot: int
+    sequence_key: int
+    start: int
+    num_tokens: int
+    samples: bool
+    wants_prompt_logprobs: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class Needs:
+    """What some row of a step asks of the sampler; what nobody asks for is not computed."""
+
+    random: bool = False
+    truncation: bool = False
+    penalties: bool = False
+    constraints: bool = False
+    logprobs: bool = False
+    top_logprobs: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class StepPlan:
+    """One step, carried out in the order of the fields.
+
+    A plan depends on lengths only, never on token values, so it can be submitted before the
+    step before it has been read. Slots that ended on the device in the meantime are inert: their
+    rows write to the null page and deliver nothing.
+
+    Attributes:
+      releases: slots that serve nobody from now on.
+      moves: (from, to) slots, compaction; every `to` is free and every `from` becomes free.
+      admissions: slots that begin to serve a sequence.
+      page_updates: (slot, index in the slot's page table, page).
+      rows: the step's work, one row a sequence at most.
+      num_iterations: 1 for a mixed step; N for a decode loop (each row one token, sampling).
+      window_start, window_size: the slots that a decode loop runs over; size 0 for a mixed step.
+    """
+
+    index: int
+    releases: tuple[int, ...]
+    moves: tuple[tuple[int, int], ...]
+    admissions: tuple[Admission, ...]
+    page_updates: tuple[tuple[int, int, int], ...]
+    rows: tuple[Row, ...]
+    num_iterations: int
+    window_start: int
+    window_size: int
+    needs: Needs
+
+    @property
+    def is_decode_loop(self) -> bool:
+        return self.window_size > 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed: prefilled ones, and one an iteration for each decoding row."""
+        return self.num_iterations * sum(row.num_tokens for row in self.rows)
+
+
+@final
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Of one row: entry i belongs to the token at position `start + i + 1` of its sequence.
+
+    logprobs f32 [tokens], top_ids i32 [tokens, MAX_LOGPROBS], top_logprobs f32 likewise.
+    """
+
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+@final
+@dataclass(frozen=True)
+class StepResult:
+    """Tokens of one step, row by row in the plan's order.
+
+    Attributes:
+      tokens: int32 [rows, iterations].
+      num_tokens: int32 [rows], how many of them are valid: fewer where the slot ended early.
+      finite: bool [rows], False where the model's logits were not.
+      logprobs: float32 [rows, iterations], or None when nobody asked.
+      top_ids, top_logprobs: [rows, iterations, MAX_LOGPROBS], or None.
+      prompt_logprobs: row index -> its prompt log-probabilities.
+    """
+
+    tokens: np.ndarray
+    num_tokens: np.ndarray
+    finite: np.ndarray
+    logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    prompt_logprobs: dict[int, PromptLogprobs] | None = None

@@ -1,0 +1,106 @@
+"""The four choices of a policy, as protocols; a preset names one of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.scheduling.sequence import Sequence
+
+
+class Admission(Protocol):
+    """How much memory to reserve for a sequence."""
+
+    def reserve_tokens(self, sequence: Sequence) -> int:
+        """Tokens to reserve before the sequence may run; at least one more than it has."""
+        ...
+
+    def headroom_pages(self, num_usable: int, num_running: int) -> int:
+        """Pages that must stay available after an admission, for those that run to grow into."""
+        ...
+
+
+class Order(Protocol):
+    """Who goes first. The last in this order is preempted first."""
+
+    def key(self, sequence: Sequence) -> Any:
+        """Sort key; a total order that does not change while a sequence waits or runs."""
+        ...
+
+
+class Retention(Protocol):
+    """What happens to a sequence's pages after its answer."""
+
+    def on_finish(self, sequence: Sequence) -> None: ...
+
+
+class StepBuilder(Protocol):
+    """What an iteration shape may do to the step being planned."""
+
+    config: EngineConfig
+
+    @property
+    def decoding(self) -> Seq[Sequence]:
+        """Running sequences with one uncomputed token, in order."""
+        ...
+
+    @property
+    def prefilling(self) -> Seq[Sequence]:
+        """Running sequences with more than one uncomputed token, in order."""
+        ...
+
+    @property
+    def waiting(self) -> Seq[Sequence]:
+        """Sequences that could be admitted now, in order."""
+        ...
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that still fit in this step."""
+        ...
+
+    def can_admit(self, sequence: Sequence) -> bool:
+        """Whether `admit` would succeed now."""
+        ...
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence a slot and its reservation; False if either lacks."""
+        ...
+
+    def add_row(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Add the sequence's next `num_tokens` tokens to a mixed step.
+
+        Takes pages, preempting later sequences where they lack; False when the sequence itself
+        had to be preempted.
+        """
+        ...
+
+    def add_decode_loop(self, max_iterations: int) -> None:
+        """Make this step a decode loop over every decoding sequence.
+
+        Runs as many iterations as fit in memory, at most `max_iterations` and never past the
+        first sequence's length limit.
+        """
+        ...
+
+
+class IterationShape(Protocol):
+    """Which sequences advance in the next step, and by how much."""
+
+    def select(self, step: StepBuilder) -> None:
+        """Fill `step`; leaving it empty means that there is nothing to do."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class Policy:
+    """A named combination of the four choices."""
+
+    name: str
+    admission: Admission
+    order: Order
+    iteration: IterationShape
+    retention: Retention

@@ -1,0 +1,40 @@
+"""Named policies."""
+
+from __future__ import annotations
+
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.scheduling.admission.max_length import MaxLength
+from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.iteration.iteration_level import IterationLevel
+from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.retention.stateless import Stateless
+
+PRESETS: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        # ORCA: iteration-level scheduling, memory reserved for the longest possible answer.
+        Policy("orca", MaxLength(), FCFS(), IterationLevel(), Stateless()),
+        # vLLM: pages on demand, preemption by recomputation, chunked prefill beside decode.
+        Policy("vllm_like", OnDemand(), FCFS(), Unified(), Stateless()),
+        # Ours; until answers' lengths are predicted it makes the same choices as vllm_like.
+        Policy("auto", OnDemand(), FCFS(), Unified(), Stateless()),
+    )
+}
+
+
+def get_policy(policy: str | Policy) -> Policy:
+    """The preset of that name, or the policy itself.
+
+    Raises:
+      InvalidConfigError: no preset has that name.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if policy not in PRESETS:
+        raise InvalidConfigError(
+            f"policy={policy!r} is not a preset; choose one of {', '.join(sorted(PRESETS))}, "
+            "or build a jaxserve.scheduling.policy.Policy"
+        )
+    return PRESETS[policy]

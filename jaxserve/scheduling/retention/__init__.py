@@ -1,0 +1,1 @@
+"""What becomes of the pages after the answer: one strategy a file."""

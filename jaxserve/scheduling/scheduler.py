@@ -1,0 +1,272 @@
+"""Sequences in, step plans out."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from typing import Any, final
+
+from jaxserve.core.clock import Clock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import JaxserveError, NumericalError
+from jaxserve.core.request import FinishReason, Request
+from jaxserve.memory.page_pool import PagePool
+from jaxserve.memory.page_table import PageTable
+from jaxserve.scheduling.collect import append_outputs, append_prompt_logprobs
+from jaxserve.scheduling.plan import StepPlan, StepResult
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.sequence import Phase, Sequence
+from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.step import Step
+
+
+@final
+@dataclass(frozen=True)
+class Progress:
+    """News of one sequence from one step: `num_new` tokens, and perhaps its end."""
+
+    sequence: Sequence
+    num_new: int
+
+
+@final
+class Scheduler:
+    """Owns every sequence from submission to its end, and the pages and slots they hold.
+
+    `plan` decides the next step from lengths alone and advances the sequences as if it had
+    already run; `apply` takes in what a step delivered. Plans are applied in the order in which
+    they were made; any number of them may lie in between.
+    """
+
+    def __init__(self, config: EngineConfig, policy: Policy, clock: Clock):
+        self.config = config
+        self.policy = policy
+        self.pool = PagePool(config.num_pages)
+        self.slots = SlotTable(config.max_slots, config.slot_buckets)
+        self.running: list[Sequence] = []
+        self._clock = clock
+        self._waiting: list[Sequence] = []
+        self._sequences: dict[int, Sequence] = {}
+        self._pending_releases: list[int] = []
+        self._num_plans = 0
+        self._next_key = 0
+
+    # ---- requests ----
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some sequence has not ended."""
+        return bool(self._sequences)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Put a request's samples into the waiting pool."""
+        params = request.params
+        context = min(self.config.max_context, self.pool.num_usable * self.config.page_size)
+        max_length = context
+        if params.max_tokens is not None:
+            max_length = min(context, len(request.prompt) + params.max_tokens)
+        samples: list[Sequence] = []
+        for index in range(params.n):
+            sequence = Sequence(
+                key=self._next_key,
+                request=request,
+                sample_index=index,
+                max_length=max_length,
+                table=PageTable(self.pool, self.config.page_size),
+                leader=samples[0] if samples else None,
+            )
+            self._next_key += 1
+            self._sequences[sequence.key] = sequence
+            self._wait(sequence)
+            samples.append(sequence)
+        return samples
+
+    def end(
+        self, sequence: Sequence, reason: FinishReason, error: JaxserveError | None = None
+    ) -> None:
+        """End a sequence now, wherever it stands; what is in flight of it will be ignored."""
+        if sequence.phase is Phase.FINISHED:
+            return
+        if sequence.phase is Phase.WAITING:
+            self._waiting.remove(sequence)
+        if sequence.phase is Phase.RUNNING:
+            self._leave_slot(sequence)
+        sequence.phase = Phase.FINISHED
+        sequence.finish_reason = reason
+        sequence.error = error
+        sequence.finished_s = self._clock.now()
+        self.policy.retention.on_finish(sequence)
+        if sequence.num_in_flight == 0:
+            del self._sequences[sequence.key]
+
+    # ---- one step ----
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can advance before results are applied."""
+        step = Step(self)
+        self.policy.iteration.select(step)
+        if not step.has_rows:
+            return None
+        plan = step.finish(self._num_plans, tuple(self._pending_releases))
+        self._num_plans += 1
+        self._pending_releases.clear()
+        for sequence in step.sequences:
+            if sequence.num_outputs_left == 0:
+                self._close(sequence)
+        return plan
+
+    def apply(self, plan: StepPlan, result: StepResult) -> list[Progress]:
+        """Take in what `plan` delivered; returns the news in the order of the rows."""
+        news = []
+        for index, row in enumerate(plan.rows):
+            sequence = self._sequences[row.sequence_key]
+            sequence.num_in_flight -= 1
+            if sequence.phase is Phase.FINISHED:
+                if sequence.num_in_flight == 0:
+                    del self._sequences[sequence.key]
+                continue
+            news.append(Progress(sequence, self._take(sequence, index, plan, result)))
+        return news
+
+    def _take(self, sequence: Sequence, index: int, plan: StepPlan, result: StepResult) -> int:
+        row = plan.rows[index]
+        if not result.finite[index]:
+            self.end(sequence, "error", _not_finite(sequence, row.start))
+            return 0
+        if result.prompt_logprobs is not None and index in result.prompt_logprobs:
+            append_prompt_logprobs(sequence, row.start, result.prompt_logprobs[index])
+        count = int(result.num_tokens[index])
+        if not count:
+            return 0
+        append_outputs(sequence, result, index, count)
+        if sequence.first_token_s is None:
+            sequence.first_token_s = self._clock.now()
+        if sequence.output[-1] in sequence.request.stop_token_ids:
+            self.end(sequence, "stop")
+        elif sequence.prompt_length + len(sequence.output) >= sequence.max_length:
+            self.end(sequence, "length")
+        return count
+
+    # ---- what a step being built may do ----
+
+    def order_key(self, sequence: Sequence) -> Any:
+        return self.policy.order.key(sequence)
+
+    def admissible(self) -> list[Sequence]:
+        """Waiting sequences in order, up to the first whose tokens are still in flight."""
+        ready = []
+        for sequence in self._waiting:
+            if sequence.num_in_flight:
+                break
+            if not _waits_for_leader(sequence, self.config.page_size):
+                ready.append(sequence)
+        return ready
+
+    def can_admit(self, sequence: Sequence) -> bool:
+        tokens, num_shared = self._entry_terms(sequence)
+        missing = sequence.table.pages_for(tokens) - num_shared
+        headroom = self.policy.admission.headroom_pages(self.pool.num_usable, len(self.running))
+        return self.slots.num_free > 0 and missing + headroom <= self.pool.num_available
+
+    def admit(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Move a waiting sequence that `can_admit` allows into a slot.
+
+        Returns (index, page) of the pages it begins with, shared with its leader.
+        """
+        tokens, num_shared = self._entry_terms(sequence)
+        entries: list[tuple[int, int]] = []
+        if num_shared and sequence.leader is not None:
+            entries = sequence.table.share_prefix(sequence.leader.table, num_shared)
+        if not sequence.table.reserve(tokens):
+            raise AssertionError("admit() was called although can_admit() is False")
+        self._waiting.remove(sequence)
+        sequence.num_computed = num_shared * self.config.page_size
+        sequence.slot = self.slots.take()
+        sequence.phase = Phase.RUNNING
+        if sequence.admitted_s is None:
+            sequence.admitted_s = self._clock.now()
+        bisect.insort(self.running, sequence, key=self.order_key)
+        return entries
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Back to the pool; its KV will be recomputed, its tokens are kept."""
+        self._leave_slot(sequence)
+        sequence.table.close()
+        sequence.num_computed = 0
+        sequence.num_preemptions += 1
+        self._wait(sequence)
+
+    # ---- transitions ----
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.WAITING
+        bisect.insort(self._waiting, sequence, key=self.order_key)
+
+    def _close(self, sequence: Sequence) -> None:
+        self._leave_slot(sequence)
+        sequence.phase = Phase.CLOSING
+        self.policy.retention.on_finish(sequence)
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self.running.remove(sequence)
+        self.slots.release(sequence.slot)
+        self._pending_releases.append(sequence.slot)
+        sequence.slot = None
+
+    def _entry_terms(self, sequence: Sequence) -> tuple[int, int]:
+        """(tokens to reserve, leading pages shared with the leader)."""
+        wanted = self.policy.admission.reserve_tokens(sequence)
+        tokens = min(max(wanted, sequence.planned_length + 1), sequence.max_length)
+        leader = sequence.leader
+        if leader is None or leader.phase is not Phase.RUNNING:
+            return tokens, 0
+        return tokens, _num_shareable(sequence, self.config.page_size)
+
+    # ---- invariants ----
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when an invariant of DESIGN.md section 4 is broken."""
+        self.pool.check_integrity()
+        owned: dict[int, int] = {}
+        promised = 0
+        for sequence in self._sequences.values():
+            holds = sequence.table.num_reserved > 0
+            assert holds == (sequence.phase is Phase.RUNNING), f"{sequence.phase} holds={holds}"
+            promised += sequence.table.num_reserved - sequence.table.num_pages
+            assert sequence.num_computed <= sequence.table.num_pages * self.config.page_size or (
+                sequence.phase is not Phase.RUNNING
+            ), "computed tokens lie outside the page table"
+            for page in sequence.table.pages:
+                owned[page] = owned.get(page, 0) + 1
+        assert promised == self.pool.num_promised, "promises do not add up"
+        assert len(owned) == self.pool.num_owned, "owned pages do not add up"
+        for page, count in owned.items():
+            assert self.pool.refcount(page) == count, f"page {page}: wrong reference count"
+        taken = [sequence.slot for sequence in self.running]
+        assert len(set(taken)) == len(taken) == self.slots.num_live, "slots do not add up"
+
+
+def _num_shareable(sequence: Sequence, page_size: int) -> int:
+    """Full prompt pages; at least one prompt token stays to be computed."""
+    return (sequence.prompt_length - 1) // page_size
+
+
+def _waits_for_leader(sequence: Sequence, page_size: int) -> bool:
+    leader = sequence.leader
+    if leader is None or leader.phase in (Phase.CLOSING, Phase.FINISHED):
+        return False
+    shareable = _num_shareable(sequence, page_size) * page_size
+    return leader.phase is Phase.WAITING or leader.num_computed < shareable
+
+
+def _not_finite(sequence: Sequence, position: int) -> NumericalError:
+    return NumericalError(
+        f"request {sequence.request.id}: the model's logits were NaN or infinite in the step from "
+        f"position {position} on ({len(sequence.output)} tokens were generated before). Check the "
+        "weights, or load the model with dtype='float32'"
+    )
