@@ -8,13 +8,15 @@ from typing import final
 from jaxserve.core.errors import InvalidConfigError
 
 
-def _power_of_two_buckets(largest: int, smallest: int) -> tuple[int, ...]:
-    sizes = []
-    size = smallest
-    while size < largest:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, largest)
+def _ladder(largest: int, *, smallest: int, ratio: int = 4) -> tuple[int, ...]:
+    """Sizes from `largest` down by `ratio` to about `smallest`, increasing.
+
+    Coarse on purpose: every size is an executable to compile and keep.
+    """
+    sizes = [largest]
+    while sizes[-1] // ratio >= smallest:
+        sizes.append(sizes[-1] // ratio)
+    return tuple(reversed(sizes))
 
 
 @final
@@ -30,7 +32,8 @@ class EngineConfig:
       max_step_tokens: most tokens of one mixed step (prefill chunks and decode rows).
       max_decode_iterations: most iterations of one on-device decode loop.
       token_buckets: compiled sizes of a mixed step; empty for a default ladder.
-      slot_buckets: compiled sizes of the decode window and the sampling head; likewise.
+      slot_buckets: compiled sizes of the decode window; likewise.
+      head_buckets: compiled sizes of the sampling head of a mixed step; likewise.
     """
 
     page_size: int = 32
@@ -41,6 +44,7 @@ class EngineConfig:
     max_decode_iterations: int = 8
     token_buckets: tuple[int, ...] = ()
     slot_buckets: tuple[int, ...] = ()
+    head_buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_slots", "max_context", "max_decode_iterations"):
@@ -56,21 +60,17 @@ class EngineConfig:
                 f"max_step_tokens={self.max_step_tokens} is less than max_slots={self.max_slots}: "
                 "one step must be able to decode every slot; raise it or lower max_slots"
             )
-        if not self.token_buckets:
-            ladder = []
-            size = self.max_step_tokens
-            while size >= 32:
-                ladder.append(size)
-                size //= 4
-            buckets = tuple(reversed(ladder)) or (self.max_step_tokens,)
-            object.__setattr__(self, "token_buckets", buckets)
-        if not self.slot_buckets:
-            object.__setattr__(self, "slot_buckets", _power_of_two_buckets(self.max_slots, 1))
-        for name, top in (
-            ("token_buckets", self.max_step_tokens),
-            ("slot_buckets", self.max_slots),
-        ):
-            sizes = getattr(self, name)
+        defaults = {
+            "token_buckets": _ladder(self.max_step_tokens, smallest=32),
+            "slot_buckets": tuple(
+                sorted({1, *_ladder(self.max_slots, smallest=4), -(-self.max_slots // 2)})
+            ),
+            "head_buckets": _ladder(self.max_slots, smallest=4, ratio=8),
+        }
+        largest = (self.max_step_tokens, self.max_slots, self.max_slots)
+        for (name, ladder), top in zip(defaults.items(), largest, strict=True):
+            sizes = getattr(self, name) or ladder
+            object.__setattr__(self, name, sizes)
             if list(sizes) != sorted(set(sizes)) or sizes[0] < 1 or sizes[-1] != top:
                 raise InvalidConfigError(f"{name}={sizes} must be increasing and end with {top}")
 

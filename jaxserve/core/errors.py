@@ -18,6 +18,7 @@ A message says what was given, what is allowed, and what to do.
     ├── InvalidConfigError         a runtime, policy or mesh setting
     ├── MissingExtraError          an optional package; names the extra to install
     ├── CompilationAfterWarmupError  strict mode: something compiled after warm-up
+    ├── EngineFailedError          the device or the loop failed; ends whatever was running
     └── RuntimeClosedError
 """
 
@@ -108,6 +109,10 @@ class MissingExtraError(JaxserveError, ImportError):
 
 class CompilationAfterWarmupError(JaxserveError):
     """Strict mode only: an executable was compiled while serving."""
+
+
+class EngineFailedError(JaxserveError):
+    """The device or the engine's loop failed; every running request ended with this."""
 
 
 class RuntimeClosedError(JaxserveError):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Literal, final
 
 import jax
+import jax.numpy as jnp
 
+from jaxserve.models.config import LlamaConfig
 from pallas_kernels import Rows, kv_write, paged_attention
 
 
@@ -84,3 +86,24 @@ class KVCache:
 
 def _replaced(buffers: tuple[jax.Array, ...], index: int, new: jax.Array) -> tuple[jax.Array, ...]:
     return (*buffers[:index], new, *buffers[index + 1 :])
+
+
+def empty_cache(
+    config: LlamaConfig,
+    num_pages: int,
+    page_size: int,
+    dtype: jax.typing.DTypeLike,
+    layer_layout: Literal["unrolled", "scanned"],
+) -> KVCache:
+    """A cache of zeros: one buffer a layer when `unrolled`, one for all when `scanned`.
+
+    `num_pages` counts the null page (page 0). Abstract under `jax.eval_shape`.
+    """
+    buffers, layers = (
+        (config.num_layers, 1) if layer_layout == "unrolled" else (1, config.num_layers)
+    )
+    shape = (layers, num_pages, config.num_kv_heads, page_size, config.head_dim)
+    return KVCache(
+        k_pages=tuple(jnp.zeros(shape, dtype) for _ in range(buffers)),
+        v_pages=tuple(jnp.zeros(shape, dtype) for _ in range(buffers)),
+    )

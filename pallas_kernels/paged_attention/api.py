@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+import logging
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import jax
 
+from pallas_kernels.paged_attention import reference, xla
 from pallas_kernels.paged_attention.rows import Rows
 
 Implementation = Literal["reference", "xla"]
+
+_IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "reference": reference.paged_attention,
+    "xla": xla.paged_attention,
+}
+_logger = logging.getLogger(__name__)
 
 
 def paged_attention(
@@ -47,5 +57,49 @@ def paged_attention(
 
     Raises:
       NotImplementedError: the implementation asked for cannot serve this case; says why.
+      ValueError: the shapes contradict each other, or the implementation is unknown.
     """
-    raise NotImplementedError
+    _check_shapes(q, k_pages, v_pages, rows, max_query_length)
+    name = implementation or "xla"
+    if name not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation={name!r} is unknown; give one of {get_args(Implementation)}"
+        )
+    _log_choice(name, "asked for" if implementation else "the only one for this platform so far")
+    return _IMPLEMENTATIONS[name](
+        q,
+        k_pages,
+        v_pages,
+        layer,
+        rows,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
+        max_query_length=max_query_length,
+    )
+
+
+@functools.cache
+def _log_choice(name: str, reason: str) -> None:
+    _logger.info("paged_attention: %s on %s (%s)", name, jax.default_backend(), reason)
+
+
+def _check_shapes(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows, max_query_length: int | None
+) -> None:
+    if q.ndim != 3 or k_pages.ndim != 5 or k_pages.shape != v_pages.shape:
+        raise ValueError(
+            f"q{q.shape}, k_pages{k_pages.shape}, v_pages{v_pages.shape}: expected "
+            "[tokens, q_heads, head_dim] and twice [layers, pages, kv_heads, page_size, head_dim]"
+        )
+    if q.shape[2] != k_pages.shape[4] or q.shape[1] % k_pages.shape[2]:
+        raise ValueError(
+            f"q{q.shape} and k_pages{k_pages.shape}: head_dim must agree, and q_heads be a "
+            "multiple of kv_heads"
+        )
+    if max_query_length == 1 and q.shape[0] != rows.query_length.shape[0]:
+        raise ValueError(
+            f"max_query_length=1 promises one token a row, but there are {q.shape[0]} tokens and "
+            f"{rows.query_length.shape[0]} rows"
+        )

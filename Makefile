@@ -1,0 +1,51 @@
+# Everything runs inside .venv, made on first use. Override the interpreter with PYTHON=python3.11.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+
+# A stamp says which extras .venv holds for the present pyproject.toml.
+DEMO_STAMP := $(VENV)/.installed-demo
+TEST_STAMP := $(VENV)/.installed-test
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help: ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+demo: $(DEMO_STAMP) ## install, fetch a 135M instruct model, answer eight prompts in one batch
+	@$(BIN)/python scripts/demo.py
+
+test: lint ## install the test tools, then lint, type check and run every test
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(TEST_STAMP) ## formatting, lint and types, changing nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(TEST_STAMP) ## format the code and mend what lint can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove .venv and everything built (downloaded models stay)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "jaxserve needs Python 3.11 or newer, and $(PYTHON) is older or missing;" \
+	         "name one, for example: make demo PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(DEMO_STAMP): pyproject.toml | $(BIN)/python
+	@echo "Installing jaxserve into $(VENV) (a minute or two, once)"
+	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[gguf]'
+	@touch $@
+
+$(TEST_STAMP): pyproject.toml | $(BIN)/python
+	@echo "Installing jaxserve and its test tools into $(VENV) (a few minutes, once)"
+	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[test]'
+	@touch $@

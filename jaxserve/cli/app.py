@@ -1,0 +1,47 @@
+"""The commands put together. What is slow to import waits inside the commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from jaxserve.cli.bench import bench
+from jaxserve.cli.chat import chat
+from jaxserve.cli.generate import generate
+from jaxserve.cli.models import models_app
+
+app = typer.Typer(
+    name="jaxserve",
+    help="A JAX-native inference runtime for generative language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+app.command()(chat)
+app.command()(bench)
+app.add_typer(models_app, name="models")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from jaxserve import __version__
+
+        typer.echo(f"jaxserve {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the `jaxserve` script."""
+    app()

@@ -1,0 +1,75 @@
+"""`jaxserve bench`: a small offline measurement on random prompts."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated
+
+import typer
+
+from jaxserve.cli import options as opt
+
+
+def bench(
+    num_requests: Annotated[int, typer.Option("--num-requests", help="Requests, at once.")] = 32,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Of each prompt.")] = 64,
+    output_tokens: Annotated[int, typer.Option("--output-tokens", help="Of each answer.")] = 64,
+    seed: Annotated[int, typer.Option("--seed", help="Of the random prompts.")] = 0,
+    model: opt.Model = opt.DEFAULT_MODEL,
+    policy: opt.Policy = "auto",
+    load: opt.Load = "auto",
+    dtype: opt.DType = None,
+    kv_memory: opt.KvMemory = None,
+    max_slots: opt.MaxSlots = None,
+    max_context: opt.MaxContext = None,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Measure throughput and latency on random prompts; prints one JSON object.
+
+    Every answer has exactly the asked length. For real prompts and the matching rooflines, use
+    `python -m benchmarks.offline` from a checkout.
+    """
+    with opt.exit_codes():
+        from jaxserve.core.metrics import summarise
+        from jaxserve.workload import random_items
+
+        started_s = time.perf_counter()
+        with opt.open_runtime(
+            model,
+            policy=policy,
+            load=load,
+            dtype=dtype,
+            kv_memory=kv_memory,
+            max_slots=max_slots,
+            max_context=max_context,
+            quiet=quiet,
+        ) as rt:
+            ready_s = time.perf_counter()
+            items = random_items(
+                num_requests,
+                num_prompt_tokens=prompt_tokens,
+                num_output_tokens=output_tokens,
+                vocab_size=rt.vocab_size,
+                seed=seed,
+            )
+            begin_s = time.perf_counter()
+            done = rt.generate(
+                [list(item.prompt_token_ids) for item in items],
+                [item.params() for item in items],
+                progress=not quiet,
+            )
+            wall_s = time.perf_counter() - begin_s
+        for error in {opt.describe(item.error) for item in done if item.error is not None}:
+            typer.echo(error, err=True)
+    report = {
+        "workload": f"random({prompt_tokens}, {output_tokens})",
+        "model": model,
+        "policy": policy,
+        "seed": seed,
+        "startup_s": ready_s - started_s,
+        **summarise(done, wall_s),
+    }
+    typer.echo(json.dumps(report))
+    if any(item.error is not None for item in done):
+        raise typer.Exit(opt.EXIT_FAILED)

@@ -1,0 +1,174 @@
+"""`jaxserve generate`: a batch of prompts in, JSON lines out."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+from jaxserve.cli import options as opt
+from jaxserve.cli import prompts
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.request import Completion
+from jaxserve.core.sampling_params import SamplingParams
+
+
+def generate(
+    prompt: Annotated[list[str] | None, typer.Argument(help="Prompts, one an argument.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Prompts, one a line; blank lines skipped.")
+    ] = None,
+    jsonl: Annotated[
+        Path | None,
+        typer.Option(
+            "--jsonl",
+            help='Prompts as JSON lines: {"prompt": text or token ids} or {"messages": [...]}, '
+            "with an id and sampling parameters if wanted.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write JSON lines here, not to stdout.")
+    ] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print only the answers' text.")] = False,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Wrap text prompts in the chat template, or not. [default: if the model has one]",
+            show_default=False,
+        ),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", help="System message for chat prompts.")
+    ] = None,
+    max_tokens: opt.MaxTokens = 256,
+    min_tokens: opt.MinTokens = 0,
+    temperature: opt.Temperature = 0.0,
+    top_k: opt.TopK = 0,
+    top_p: opt.TopP = 1.0,
+    min_p: opt.MinP = 0.0,
+    repetition_penalty: opt.RepetitionPenalty = 1.0,
+    presence_penalty: opt.PresencePenalty = 0.0,
+    frequency_penalty: opt.FrequencyPenalty = 0.0,
+    seed: opt.Seed = None,
+    n: Annotated[
+        int, typer.Option("--n", help="Samples a prompt.", rich_help_panel="Sampling")
+    ] = 1,
+    stop: opt.Stop = None,
+    ignore_eos: opt.IgnoreEos = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--logprobs",
+            help="Also give log-probabilities: 0 for the token's own, k for the k likeliest.",
+            rich_help_panel="Sampling",
+        ),
+    ] = None,
+    model: opt.Model = opt.DEFAULT_MODEL,
+    policy: opt.Policy = "auto",
+    load: opt.Load = "auto",
+    dtype: opt.DType = None,
+    kv_memory: opt.KvMemory = None,
+    max_slots: opt.MaxSlots = None,
+    max_context: opt.MaxContext = None,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Answer a batch of prompts from arguments or a file, as JSON lines in the same order.
+
+    Ctrl-C writes what is finished and exits with 130.
+    """
+    with opt.exit_codes():
+        params = opt.sampling_params(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            seed=seed,
+            n=n,
+            stop=tuple(stop or ()),
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+        )
+        jobs = _read_jobs(prompt, file, jsonl, params)
+        with (
+            _sink(output) as sink,
+            opt.open_runtime(
+                model,
+                policy=policy,
+                load=load,
+                dtype=dtype,
+                kv_memory=kv_memory,
+                max_slots=max_slots,
+                max_context=max_context,
+                quiet=quiet,
+            ) as rt,
+        ):
+            wants_chat = rt.tokenizer.chat_template is not None if chat is None else chat
+            if wants_chat:
+                jobs = [prompts.as_chat(job, system) for job in jobs]
+            done = rt.generate(
+                [job.prompt for job in jobs], [job.params for job in jobs], progress=not quiet
+            )
+            _write(jobs, done, sink, text_only=text)
+    code = _exit_code(done)
+    if code:
+        raise typer.Exit(code)
+
+
+def _read_jobs(
+    arguments: list[str] | None, file: Path | None, jsonl: Path | None, params: SamplingParams
+) -> list[prompts.Job]:
+    given = [source for source in (arguments, file, jsonl) if source]
+    if len(given) != 1:
+        raise InvalidConfigError(
+            "give prompts in exactly one way: as arguments, with --file, or with --jsonl"
+        )
+    if file:
+        jobs = prompts.from_text_file(file, params)
+    elif jsonl:
+        jobs = prompts.from_jsonl(jsonl, params)
+    else:
+        jobs = prompts.from_arguments(arguments or [], params)
+    if not jobs:
+        raise InvalidConfigError(f"{file or jsonl} holds no prompts; put one on each line")
+    return jobs
+
+
+def _sink(output: Path | None) -> AbstractContextManager[TextIO]:
+    if output is None:
+        return nullcontext(sys.stdout)
+    try:
+        return output.open("w", encoding="utf-8")
+    except OSError as error:
+        raise InvalidConfigError(
+            f"cannot write --output: {error}; name a file in a folder that can be written"
+        ) from error
+
+
+def _write(
+    jobs: list[prompts.Job], done: list[Completion], sink: TextIO, *, text_only: bool
+) -> None:
+    """Every answer that ended by itself or failed; cancelled ones are left out."""
+    for job, completion in zip(jobs, done, strict=True):
+        if completion.error is not None:
+            typer.echo(f"prompt {job.id}: {opt.describe(completion.error)}", err=True)
+        elif completion.finish_reason == "cancelled":
+            continue
+        if not text_only:
+            print(prompts.to_json_line(job, completion), file=sink)
+        elif completion.error is None:
+            print("\n".join(sample.text for sample in completion.samples), file=sink)
+
+
+def _exit_code(done: list[Completion]) -> int:
+    if any(item.error is None and item.finish_reason == "cancelled" for item in done):
+        return opt.EXIT_INTERRUPTED
+    return opt.EXIT_FAILED if any(item.error is not None for item in done) else 0

@@ -1,0 +1,108 @@
+"""Options that several commands share, and what turns errors into exit codes.
+
+Exit codes: 0 done, 1 something failed (a request of a batch, memory, the cache), 2 bad input,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jaxserve.core.errors import (
+    CheckpointError,
+    InvalidConfigError,
+    InvalidRequestError,
+    JaxserveError,
+    MissingExtraError,
+    ModelError,
+)
+from jaxserve.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.runtime import Runtime
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+DEFAULT_MODEL = "smollm2-135m"
+
+_SAMPLING = "Sampling"
+_RUNTIME = "Runtime"
+
+
+def _sampling(name: str, text: str) -> typer.models.OptionInfo:
+    return typer.Option(name, help=text, rich_help_panel=_SAMPLING)
+
+
+def _runtime(*names: str, text: str) -> typer.models.OptionInfo:
+    return typer.Option(*names, help=text, rich_help_panel=_RUNTIME)
+
+
+MaxTokens = Annotated[int, _sampling("--max-tokens", "Most output tokens of an answer.")]
+MinTokens = Annotated[int, _sampling("--min-tokens", "No end before this many output tokens.")]
+Temperature = Annotated[float, _sampling("--temperature", "0 is greedy.")]
+TopK = Annotated[int, _sampling("--top-k", "Keep the k likeliest tokens; 0 keeps all.")]
+TopP = Annotated[float, _sampling("--top-p", "Keep the smallest set of this probability.")]
+MinP = Annotated[float, _sampling("--min-p", "Drop tokens less likely than this x the likeliest.")]
+RepetitionPenalty = Annotated[float, _sampling("--repetition-penalty", "1 is off.")]
+PresencePenalty = Annotated[float, _sampling("--presence-penalty", "0 is off.")]
+FrequencyPenalty = Annotated[float, _sampling("--frequency-penalty", "0 is off.")]
+Seed = Annotated[int | None, _sampling("--seed", "Same seed, same answer.")]
+Stop = Annotated[list[str] | None, _sampling("--stop", "Text that ends an answer; repeatable.")]
+IgnoreEos = Annotated[bool, _sampling("--ignore-eos", "Go on past the model's end token.")]
+
+Model = Annotated[
+    str, _runtime("--model", "-m", text="A name (see `jaxserve models list`), folder or GGUF file.")
+]
+Policy = Annotated[str, _runtime("--policy", text="Scheduling preset: auto, orca, vllm_like.")]
+Load = Annotated[str, _runtime("--load", text="auto, or random for weights made up on the spot.")]
+DType = Annotated[str | None, _runtime("--dtype", text="Of weights and cache, e.g. bfloat16.")]
+KvMemory = Annotated[str | None, _runtime("--kv-memory", text="Size of the KV pool, e.g. 2GiB.")]
+MaxSlots = Annotated[int | None, _runtime("--max-slots", text="Most sequences that run at once.")]
+MaxContext = Annotated[
+    int | None, _runtime("--max-context", text="Most tokens of prompt and answer together.")
+]
+Quiet = Annotated[bool, _runtime("--quiet", "-q", text="No progress bars.")]
+
+
+def sampling_params(**fields: object) -> SamplingParams:
+    """Parameters from options; those left at None keep their defaults.
+
+    Raises:
+      InvalidSamplingParamsError: naming the option's field.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    return SamplingParams(**given)  # type: ignore[arg-type]
+
+
+def open_runtime(model: str, *, quiet: bool, **settings: object) -> Runtime:
+    """The runtime that the options describe; bars go to stderr."""
+    from jaxserve.runtime import Runtime
+
+    given = {name: value for name, value in settings.items() if value is not None}
+    return Runtime.from_pretrained(model, progress=not quiet, **given)  # type: ignore[arg-type]
+
+
+def describe(error: JaxserveError) -> str:
+    """One error as the user reads it: its type, and what it says."""
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turn typed errors and Ctrl-C into a message on stderr and an exit code, never a traceback."""
+    try:
+        yield
+    except JaxserveError as error:
+        typer.echo(describe(error), err=True)
+        bad_input = (InvalidRequestError, InvalidConfigError, ModelError, MissingExtraError)
+        is_bad_input = isinstance(error, bad_input) and not isinstance(error, CheckpointError)
+        raise typer.Exit(EXIT_BAD_INPUT if is_bad_input else EXIT_FAILED) from error
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -1,0 +1,69 @@
+"""Figures of a finished run, computed from its completions alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from jaxserve.core.request import Completion
+
+
+def summarise(completions: Sequence[Completion], wall_s: float) -> dict[str, object]:
+    """Throughput and latency of completions that took `wall_s` seconds together.
+
+    Rates count output tokens of every sample. `time_per_output_token_s` is the time between the
+    first and the last token over the tokens after the first, of requests with two or more.
+    """
+    done = [item for item in completions if item.error is None]
+    num_output = sum(len(sample.token_ids) for item in done for sample in item.samples)
+    return {
+        "num_requests": len(completions),
+        "num_failed": len(completions) - len(done),
+        "prompt_tokens": sum(len(item.prompt_token_ids) for item in done),
+        "output_tokens": num_output,
+        "wall_s": wall_s,
+        "output_tokens_per_s": num_output / wall_s,
+        "requests_per_s": len(done) / wall_s,
+        "time_to_first_token_s": spread(
+            [
+                item.timing.time_to_first_token_s
+                for item in done
+                if item.timing.time_to_first_token_s is not None
+            ]
+        ),
+        "time_per_output_token_s": spread(
+            [rate for item in done if (rate := _time_per_output_token_s(item)) is not None]
+        ),
+        "latency_s": spread(
+            [item.timing.latency_s for item in done if item.timing.latency_s is not None]
+        ),
+        "num_preemptions": sum(item.timing.num_preemptions for item in done),
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean, median and 90th percentile; None for no values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return {
+        "mean": statistics.fmean(ordered),
+        "p50": _percentile(ordered, 0.5),
+        "p90": _percentile(ordered, 0.9),
+    }
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    """Linear interpolation between the two nearest ranks."""
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def _time_per_output_token_s(item: Completion) -> float | None:
+    longest = max((len(sample.token_ids) for sample in item.samples), default=0)
+    first, last = item.timing.first_token_s, item.timing.finished_s
+    if longest < 2 or first is None or last is None:
+        return None
+    return (last - first) / (longest - 1)

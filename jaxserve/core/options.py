@@ -1,0 +1,70 @@
+"""How a runtime is set up: what a user may choose, validated before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, final
+
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.sizes import parse_bytes
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RuntimeOptions:
+    """Options of `Runtime`; None means the platform's default.
+
+    Attributes:
+      policy: name of a preset, or a `jaxserve.scheduling.policy.Policy`.
+      kv_memory: of the page pool, in bytes or as "4GiB"; by default what memory is left.
+      max_slots: sequences that run at once.
+      max_context: most tokens of prompt and output together; the model's own limit by default.
+      max_step_tokens: most tokens of a step with prompts in it (the prefill chunk).
+      max_decode_iterations: most tokens a sequence may get between two looks of the host.
+      page_size: tokens a page.
+      seed: of the requests that bring none.
+      warmup: compile everything at the start; otherwise when first needed.
+      strict: raise when something compiles after warm-up.
+      progress: show progress bars for anything longer than two seconds.
+    """
+
+    policy: Any = "auto"
+    kv_memory: int | str | None = None
+    max_slots: int | None = None
+    max_context: int | None = None
+    max_step_tokens: int | None = None
+    max_decode_iterations: int | None = None
+    page_size: int = 32
+    seed: int = 0
+    warmup: bool = True
+    strict: bool = False
+    progress: bool = True
+
+    @classmethod
+    def parse(cls, options: dict[str, Any]) -> RuntimeOptions:
+        """Options by name.
+
+        Raises:
+          InvalidConfigError: an unknown name, or a size that is not a positive whole number.
+        """
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise InvalidConfigError(
+                f"unknown runtime option(s) {', '.join(unknown)}; known are {', '.join(known)}"
+            )
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_slots",
+            "max_context",
+            "max_step_tokens",
+            "max_decode_iterations",
+            "page_size",
+        ):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise InvalidConfigError(f"{name}={value!r}; give a whole number of at least 1")
+        if self.kv_memory is not None:
+            parse_bytes(self.kv_memory)

@@ -1,0 +1,173 @@
+"""From sequences on the move to pieces and completions that a user sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import final
+
+from jaxserve.core.errors import JaxserveError
+from jaxserve.core.request import Completion, FinishReason, Request, Sample, Timing
+from jaxserve.engine.text import StreamDecoder, TextAssembler
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Phase
+from jaxserve.scheduling.sequence import Sequence as Running
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """New text and tokens of one sample, as they came from one step."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    sample_index: int = 0
+    finish_reason: FinishReason | None = None
+
+
+PieceSink = Callable[[Piece], None]
+DecoderFactory = Callable[[], StreamDecoder]
+
+
+@final
+class Answer:
+    """One request's samples until all have ended; then `future` holds the completion.
+
+    The future is resolved exactly once, with a `Completion` also for failed and cancelled
+    requests. `sink` gets the pieces, on the engine's thread; it must not block.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        decoder: DecoderFactory | None = None,
+        sink: PieceSink | None = None,
+    ):
+        self.request = request
+        self.future: Future[Completion] = Future()
+        self.sequences: list[Running] = []
+        self._sink = sink
+        count = request.params.n
+        stops = request.params.stop
+        self._assemblers = (
+            [TextAssembler(decoder(), stops) for _ in range(count)] if decoder else []
+        )
+        self._num_delivered = [0] * count
+        self._was_cut = [False] * count
+        self._reported_end = [False] * count
+
+    def deliver(self, sequence: Running, scheduler: Scheduler) -> None:
+        """Take in what is new of `sequence`; ends it when a stop string is complete."""
+        i = sequence.sample_index
+        new = sequence.output[self._num_delivered[i] :]
+        if self._assemblers and not self._was_cut[i]:
+            used = self._assemblers[i].push(_without_stop_token(sequence, new))
+            if used is not None:
+                self._cut(sequence, self._num_delivered[i] + used, scheduler)
+                new = new[:used]
+        self._num_delivered[i] += len(new)
+        self._emit(sequence, new)
+
+    def settle(self) -> bool:
+        """Resolve the future if every sample has ended; returns whether it did."""
+        if any(sequence.phase is not Phase.FINISHED for sequence in self.sequences):
+            return False
+        for sequence in self.sequences:
+            self._emit(sequence, [])
+        if not self.future.done():
+            self.future.set_result(self._completion())
+        return True
+
+    def fail(self, error: JaxserveError, now_s: float) -> None:
+        """The engine itself failed: the request ends with `error`, without output."""
+        timing = Timing(arrival_s=self.request.arrival_s, finished_s=now_s)
+        if not self.future.done():
+            self.future.set_result(
+                failed_completion(self.request.id, self.request.prompt, error, timing)
+            )
+        if self._sink is not None:
+            self._sink(Piece(text="", token_ids=(), finish_reason="error"))
+
+    def _cut(self, sequence: Running, num_tokens: int, scheduler: Scheduler) -> None:
+        self._was_cut[sequence.sample_index] = True
+        del sequence.output[num_tokens:]
+        del sequence.logprobs[num_tokens:]
+        if sequence.phase is Phase.FINISHED:  # its end token came in the same step
+            sequence.finish_reason = "stop"
+        scheduler.end(sequence, "stop")
+
+    def _emit(self, sequence: Running, new: Sequence[int]) -> None:
+        i = sequence.sample_index
+        ended = sequence.phase is Phase.FINISHED
+        if self._reported_end[i]:
+            return
+        if ended and self._assemblers and not self._was_cut[i]:
+            self._assemblers[i].finish()
+        self._reported_end[i] = ended
+        if self._sink is None:
+            return
+        text = self._assemblers[i].take(is_final=ended) if self._assemblers else ""
+        reason = sequence.finish_reason if ended else None
+        if text or new or ended:
+            self._sink(Piece(text=text, token_ids=tuple(new), sample_index=i, finish_reason=reason))
+
+    def _completion(self) -> Completion:
+        first = self.sequences[0]
+        wants_prompt = self.request.params.prompt_logprobs is not None
+        positions = range(len(self.request.prompt))
+        return Completion(
+            request_id=self.request.id,
+            prompt_token_ids=self.request.prompt,
+            samples=tuple(self._sample(sequence) for sequence in self.sequences),
+            timing=_timing(self.request, self.sequences),
+            prompt_logprobs=tuple(first.prompt_logprobs.get(p) for p in positions)
+            if wants_prompt
+            else None,
+            error=next((s.error for s in self.sequences if s.error is not None), None),
+        )
+
+    def _sample(self, sequence: Running) -> Sample:
+        assert sequence.finish_reason is not None
+        i = sequence.sample_index
+        return Sample(
+            text=self._assemblers[i].text if self._assemblers else "",
+            token_ids=tuple(sequence.output),
+            finish_reason=sequence.finish_reason,
+            logprobs=tuple(sequence.logprobs) if self.request.params.logprobs is not None else None,
+        )
+
+
+def failed_completion(
+    request_id: str, prompt: tuple[int, ...], error: JaxserveError, timing: Timing
+) -> Completion:
+    """A completion without output that carries `error`."""
+    sample = Sample(text="", token_ids=(), finish_reason="error")
+    return Completion(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        samples=(sample,),
+        timing=timing,
+        error=error,
+    )
+
+
+def _without_stop_token(sequence: Running, new: list[int]) -> list[int]:
+    """The token that ends an answer is not part of its text."""
+    ended_by_token = new and new[-1] in sequence.request.stop_token_ids
+    return new[:-1] if ended_by_token else new
+
+
+def _timing(request: Request, sequences: Sequence[Running]) -> Timing:
+    def earliest(times: list[float | None]) -> float | None:
+        return min((t for t in times if t is not None), default=None)
+
+    ends = [s.finished_s for s in sequences if s.finished_s is not None]
+    return Timing(
+        arrival_s=request.arrival_s,
+        admitted_s=earliest([s.admitted_s for s in sequences]),
+        first_token_s=earliest([s.first_token_s for s in sequences]),
+        finished_s=max(ends, default=None),
+        num_preemptions=sum(s.num_preemptions for s in sequences),
+    )

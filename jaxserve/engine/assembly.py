@@ -1,0 +1,157 @@
+"""From a Flax model to a warmed-up engine: sizes, memory, executables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import jax
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from jaxserve.core.assets import cache_folder
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.sizes import parse_bytes
+from jaxserve.engine.device_executor import DeviceExecutor
+from jaxserve.engine.memory_plan import PoolSize, plan_pool
+from jaxserve.engine.programs import Programs
+from jaxserve.models.batch import empty_cache
+from sharding.rules import replicated
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PlatformDefaults:
+    """What to use where the user says nothing.
+
+    Attributes:
+      dtype: of parameters, activations and KV. bfloat16 is slower than float32 on CPUs in XLA.
+      layer_layout: scanning over layers measured three times slower than unrolling on the CPU.
+    """
+
+    dtype: str
+    layer_layout: str
+    max_slots: int
+    max_step_tokens: int
+    max_decode_iterations: int
+
+
+_CPU = PlatformDefaults(
+    dtype="float32",
+    layer_layout="unrolled",
+    max_slots=32,
+    max_step_tokens=256,
+    max_decode_iterations=4,
+)
+_GPU = PlatformDefaults(
+    dtype="bfloat16",
+    layer_layout="scanned",
+    max_slots=256,
+    max_step_tokens=2048,
+    max_decode_iterations=16,
+)
+
+
+def platform_defaults() -> PlatformDefaults:
+    return _CPU if jax.default_backend() == "cpu" else _GPU
+
+
+def enable_compilation_cache(folder: Path | None = None) -> None:
+    """Keep every executable across processes, however fast it compiled.
+
+    A folder that the user gave to JAX is left as it is.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder or cache_folder() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def build_executor(
+    graphdef: nnx.GraphDef,
+    params: Any,
+    model_config: Any,
+    layer_layout: str,
+    options: RuntimeOptions,
+) -> tuple[DeviceExecutor, PoolSize]:
+    """Size the pool, create cache and slots beside the parameters, compile.
+
+    Args:
+      model_config: of the model: layers, KV heads, head_dim, max_position_embeddings.
+
+    Raises:
+      DeviceMemoryError, InvalidConfigError
+    """
+    leaf = jax.tree.leaves(params)[0]
+    sharding = _replicated_like(leaf.sharding)
+
+    def new_cache(num_pages: int) -> Any:
+        return empty_cache(model_config, num_pages, options.page_size, leaf.dtype, layer_layout)
+
+    draft = _engine_config(model_config, options, num_pages=2)
+    pages_a_sequence = draft.max_pages_per_sequence
+    abstract = jax.eval_shape(lambda: new_cache(2))
+    page_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract)) // 2
+    size = plan_pool(
+        next(iter(sharding.device_set)),
+        page_bytes=page_bytes,
+        step_bytes=Programs(graphdef, draft).largest_step_bytes(params, abstract),
+        wanted_pages=1 + draft.max_slots * pages_a_sequence,
+        min_pages=2,
+        kv_bytes=None if options.kv_memory is None else parse_bytes(options.kv_memory),
+    )
+    config = _engine_config(model_config, options, num_pages=size.num_pages)
+    cache = jax.jit(new_cache, static_argnums=0, out_shardings=sharding)(size.num_pages)
+    executor = DeviceExecutor(
+        graphdef,
+        params,
+        cache,
+        config,
+        place=lambda tree: jax.device_put(tree, sharding),
+        strict=options.strict,
+    )
+    if options.warmup:
+        warm_up(executor, progress=options.progress)
+    return executor, size
+
+
+def warm_up(executor: DeviceExecutor, *, progress: bool) -> None:
+    """Compile every executable behind a progress bar."""
+    steps = executor.warmup_steps()
+    with tqdm(steps, desc="compiling", leave=False, delay=2, disable=not progress) as bar:
+        for name, compile_step in bar:
+            bar.set_postfix_str(name)
+            compile_step()
+    executor.finish_warmup()
+
+
+def _engine_config(model_config: Any, options: RuntimeOptions, *, num_pages: int) -> EngineConfig:
+    defaults = platform_defaults()
+    max_slots = options.max_slots or defaults.max_slots
+    max_step_tokens = options.max_step_tokens or max(defaults.max_step_tokens, max_slots)
+    return EngineConfig(
+        page_size=options.page_size,
+        num_pages=num_pages,
+        max_slots=max_slots,
+        max_context=min(
+            options.max_context or model_config.max_position_embeddings,
+            model_config.max_position_embeddings,
+        ),
+        max_step_tokens=max_step_tokens,
+        max_decode_iterations=options.max_decode_iterations or defaults.max_decode_iterations,
+    )
+
+
+def _replicated_like(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """A whole copy on every device that a parameter lives on."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return replicated(sharding.mesh)  # pyright: ignore[reportArgumentType]
+    return sharding
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of every array in a pytree."""
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -1,0 +1,278 @@
+"""Carries out plans on a JAX device or mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, final
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxserve.core.config import EngineConfig, bucket
+from jaxserve.core.errors import CompilationAfterWarmupError, RuntimeClosedError
+from jaxserve.engine.compilations import CompilationCounter
+from jaxserve.engine.device_handle import DeviceHandle, PromptPart
+from jaxserve.engine.programs import MixedBatch, Programs
+from jaxserve.engine.sampler import SamplingNeeds
+from jaxserve.engine.slots import (
+    ADMISSIONS_A_CALL,
+    PAGE_UPDATES_A_CALL,
+    empty_slots,
+    pack_admissions,
+)
+from jaxserve.models.batch import KVCache
+from jaxserve.scheduling.plan import Needs, Row, StepPlan
+
+_Item = TypeVar("_Item")
+
+
+@final
+class DeviceExecutor:
+    """Owns the page cache and the slots on the device; borrows the parameters.
+
+    Args:
+      graphdef, params: a decoder as `nnx.split` gives it; see `Programs`.
+      cache: all zeros; the executor donates it from step to step.
+      config: `num_pages` and `page_size` must be the cache's.
+      place: puts a pytree of host or device arrays where the executables expect it.
+      strict: raise on any compilation after `warmup`.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        params: Any,
+        cache: KVCache,
+        config: EngineConfig,
+        *,
+        place: Callable[[Any], Any],
+        strict: bool = False,
+    ):
+        self.config = config
+        self._params = params
+        self._cache: KVCache | None = cache
+        self._slots = place(empty_slots(config))
+        self._programs = Programs(graphdef, config)
+        self._compilations = CompilationCounter()
+        self._strict = strict
+        self._is_warm = False
+
+    @property
+    def num_compilations(self) -> int:
+        """Executables compiled (or read from the persistent cache) by `warmup` and `submit`."""
+        return self._compilations.count
+
+    def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
+        """(name, function) of every executable; running a function compiles it, harmlessly.
+
+        Every slot is inert, so nothing but the null page is written. Call `finish_warmup` last.
+        """
+        config = self.config
+        steps: list[tuple[str, Callable[[], None]]] = [("slot edits", self._warm_edits)]
+        for num_tokens in reversed(config.token_buckets):
+            steps.append((f"mixed step, {num_tokens} tokens", _bind(self._warm_body, num_tokens)))
+        for num_rows in reversed(config.head_buckets):
+            steps.append((f"sampling, {num_rows} rows", _bind(self._warm_head, num_rows)))
+        for num_rows in reversed(config.slot_buckets):
+            steps.append((f"decode loop, {num_rows} slots", _bind(self._warm_decode, num_rows)))
+        return steps
+
+    def finish_warmup(self) -> None:
+        """From here on a compilation is a stall (and in strict mode an error)."""
+        jax.block_until_ready((self._cache, self._slots))
+        self._is_warm = True
+
+    def submit(self, plan: StepPlan) -> DeviceHandle:
+        if self._cache is None:
+            raise RuntimeClosedError("the executor was closed; create a new runtime")
+        before = self._compilations.count
+        with self._compilations.watch():
+            self._edit_slots(plan)
+            handle = self._decode(plan) if plan.is_decode_loop else self._mixed(plan)
+        if self._strict and self._is_warm and self._compilations.count > before:
+            raise CompilationAfterWarmupError(
+                f"step {plan.index} ({len(plan.rows)} rows, {plan.num_tokens} tokens) compiled "
+                f"{self._compilations.count - before} executables after warm-up; report this as a "
+                "bug, or serve without strict=True"
+            )
+        return handle
+
+    def close(self) -> None:
+        if self._cache is not None:
+            for leaf in jax.tree.leaves((self._cache, self._slots)):
+                leaf.delete()
+            self._compilations.close()
+        self._cache = self._params = self._slots = None
+
+    # ---- slots ----
+
+    def _edit_slots(self, plan: StepPlan) -> None:
+        releases = plan.releases
+        if plan.moves or plan.admissions:  # page updates belong to what comes after these
+            if releases:
+                self._edit(releases, ())
+                releases = ()
+            if plan.moves:
+                self._move(plan.moves)
+            for some in _chunks(plan.admissions, ADMISSIONS_A_CALL):
+                index, rows = pack_admissions(self.config, some)
+                self._slots = self._programs.admit(self._slots, index, rows)
+        for updates in _chunks(plan.page_updates, PAGE_UPDATES_A_CALL):
+            self._edit(releases, updates)
+            releases = ()
+        if releases:
+            self._edit(releases, ())
+
+    def _edit(self, releases: Sequence[int], updates: Sequence[tuple[int, int, int]]) -> None:
+        released = np.zeros(self.config.max_slots, np.bool_)
+        released[list(releases)] = True
+        entries = np.full((PAGE_UPDATES_A_CALL, 3), self.config.max_slots, np.int32)
+        if updates:
+            entries[: len(updates)] = updates
+        self._slots = self._programs.edit(self._slots, released, entries)
+
+    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
+        source = np.arange(self.config.max_slots, dtype=np.int32)
+        vacated = np.zeros(self.config.max_slots, np.bool_)
+        for start, target in moves:
+            source[target] = start
+            vacated[start] = True
+        self._slots = self._programs.move(self._slots, source, vacated)
+
+    # ---- steps ----
+
+    def _decode(self, plan: StepPlan) -> DeviceHandle:
+        self._cache, self._slots, outputs = self._programs.decode_loop(
+            self._params,
+            self._cache,
+            self._slots,
+            np.int32(plan.window_start),
+            np.int32(plan.num_iterations),
+            _needs(plan.needs),
+            num_rows=plan.window_size,
+        )
+        output_rows = np.array([row.slot - plan.window_start for row in plan.rows], np.int32)
+        return DeviceHandle(plan, outputs.tokens, outputs, output_rows)
+
+    def _mixed(self, plan: StepPlan) -> DeviceHandle:
+        order = sorted(range(len(plan.rows)), key=lambda i: not plan.rows[i].samples)
+        rows = [plan.rows[i] for i in order]
+        batch, starts = self._pack_rows(rows)
+        self._cache, hidden, row_hidden = self._programs.mixed_body(
+            self._params, self._cache, self._slots, batch
+        )
+        prompt_parts = self._prompt_parts(plan, order, starts, batch, hidden)
+        num_sampling = sum(row.samples for row in rows)
+        if num_sampling == 0:
+            return DeviceHandle(plan, row_hidden, None, np.empty(0, np.int32), prompt_parts)
+        self._slots, outputs = self._programs.mixed_head(
+            self._params,
+            self._slots,
+            row_hidden,
+            batch,
+            _needs(plan.needs),
+            num_rows=bucket(num_sampling, self.config.head_buckets),
+        )
+        output_rows = np.full(len(rows), -1, np.int32)
+        output_rows[order[:num_sampling]] = np.arange(num_sampling)
+        return DeviceHandle(plan, outputs.tokens, outputs, output_rows, prompt_parts)
+
+    def _pack_rows(self, rows: Sequence[Row]) -> tuple[MixedBatch, list[int]]:
+        num_slots = self.config.max_slots
+        size = bucket(max(1, sum(row.num_tokens for row in rows)), self.config.token_buckets)
+        token_row = np.full(size, num_slots, np.int32)
+        slot, start, query_start, length = np.zeros((4, num_slots), np.int32)
+        used = 0
+        starts = []
+        for i, row in enumerate(rows):
+            token_row[used : used + row.num_tokens] = i
+            slot[i], start[i], query_start[i], length[i] = row.slot, row.start, used, row.num_tokens
+            starts.append(used)
+            used += row.num_tokens
+        num_sampling = np.int32(sum(row.samples for row in rows))
+        # NumPy in place of the device arrays that jit makes of them.
+        batch: Any = MixedBatch(token_row, slot, start, query_start, length, num_sampling)  # pyright: ignore[reportArgumentType]
+        return batch, starts
+
+    def _prompt_parts(
+        self,
+        plan: StepPlan,
+        order: Sequence[int],
+        starts: Sequence[int],
+        batch: MixedBatch,
+        hidden: jax.Array,
+    ) -> PromptPart | None:
+        if not any(row.wants_prompt_logprobs for row in plan.rows):
+            return None
+        arrays = self._programs.prompt_logprobs(self._params, self._slots, hidden, batch)
+        spans = {
+            i: slice(start, start + plan.rows[i].num_tokens)
+            for i, start in zip(order, starts, strict=True)
+            if plan.rows[i].wants_prompt_logprobs
+        }
+        return PromptPart(arrays, spans)
+
+    # ---- warm-up ----
+
+    def _warm_edits(self) -> None:
+        num_slots = self.config.max_slots
+        self._edit((), ())
+        self._slots = self._programs.move(
+            self._slots, np.arange(num_slots, dtype=np.int32), np.zeros(num_slots, np.bool_)
+        )
+        index, rows = pack_admissions(self.config, ())
+        self._slots = self._programs.admit(self._slots, index, rows)
+
+    def _warm_body(self, num_tokens: int) -> None:
+        batch = self._idle_batch(num_tokens)
+        self._cache, hidden, _ = self._programs.mixed_body(
+            self._params, self._cache, self._slots, batch
+        )
+        self._programs.prompt_logprobs(self._params, self._slots, hidden, batch)
+
+    def _warm_head(self, num_rows: int) -> None:
+        batch = self._idle_batch(self.config.token_buckets[0])
+        self._cache, _, row_hidden = self._programs.mixed_body(
+            self._params, self._cache, self._slots, batch
+        )
+        self._slots, _ = self._programs.mixed_head(
+            self._params, self._slots, row_hidden, batch, _needs(Needs()), num_rows=num_rows
+        )
+
+    def _warm_decode(self, num_rows: int) -> None:
+        self._cache, self._slots, _ = self._programs.decode_loop(
+            self._params,
+            self._cache,
+            self._slots,
+            np.int32(0),
+            np.int32(1),
+            _needs(Needs()),
+            num_rows=num_rows,
+        )
+
+    def _idle_batch(self, num_tokens: int) -> MixedBatch:
+        batch, _ = self._pack_rows(())
+        token_row: Any = np.full(num_tokens, self.config.max_slots, np.int32)
+        return MixedBatch(
+            token_row,
+            batch.slot,
+            batch.start,
+            batch.query_start,
+            batch.query_length,
+            batch.num_sampling,
+        )
+
+
+def _needs(needs: Needs) -> SamplingNeeds:
+    flags: dict[str, Any] = {name: np.bool_(value) for name, value in vars(needs).items()}
+    return SamplingNeeds(**flags)
+
+
+def _chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def _bind(function: Callable[[int], None], size: int) -> Callable[[], None]:
+    return lambda: function(size)

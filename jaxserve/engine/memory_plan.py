@@ -1,0 +1,105 @@
+"""How many pages fit: what the device has, less weights and the largest step's temporaries."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import final
+
+import jax
+
+from jaxserve.core.errors import DeviceMemoryError
+
+_log = logging.getLogger(__name__)
+
+# Shares of the free memory that a pool may take. A CPU's memory belongs to others too.
+_SHARE = {"cpu": 0.125}
+_DEFAULT_SHARE = 0.92
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PoolSize:
+    """The page pool's size and what it was derived from.
+
+    Attributes:
+      num_pages: with the null page.
+      page_bytes: keys and values of one page in all layers.
+      free_bytes: of the device, before pool and temporaries.
+      step_bytes: temporaries of the largest step.
+    """
+
+    num_pages: int
+    page_bytes: int
+    free_bytes: int
+    step_bytes: int
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+
+def free_device_bytes(device: jax.Device) -> int:
+    """Memory nobody uses yet: the allocator's word on a GPU, the system's on a CPU."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return _available_host_bytes()
+
+
+def plan_pool(
+    device: jax.Device,
+    *,
+    page_bytes: int,
+    step_bytes: int,
+    wanted_pages: int,
+    min_pages: int,
+    kv_bytes: int | None,
+) -> PoolSize:
+    """Size the pool.
+
+    Args:
+      page_bytes: of one page, all layers, keys and values.
+      step_bytes: temporaries of the largest step.
+      wanted_pages: more would never be used.
+      min_pages: fewer are of no use.
+      kv_bytes: the user's wish; None for what is left.
+
+    Raises:
+      DeviceMemoryError: the wish is not there, or not even `min_pages` fit.
+    """
+    free = free_device_bytes(device)
+    left = free - step_bytes
+    if kv_bytes is None:
+        budget = int(left * _SHARE.get(device.platform, _DEFAULT_SHARE))
+        num_pages = min(wanted_pages, budget // page_bytes)
+    else:
+        if kv_bytes > left:
+            raise DeviceMemoryError(
+                f"kv_memory={kv_bytes:,} bytes do not fit on {device}: {free:,} are free and the "
+                f"largest step needs {step_bytes:,}; give at most {max(0, left):,}, or lower "
+                "max_step_tokens"
+            )
+        num_pages = min(wanted_pages, kv_bytes // page_bytes)
+    if num_pages < min_pages:
+        raise DeviceMemoryError(
+            f"{num_pages} pages of {page_bytes:,} bytes fit, at least {min_pages} are needed: "
+            f"{free:,} bytes are free on {device}, the largest step needs {step_bytes:,}"
+            + ("" if kv_bytes is None else f", and kv_memory={kv_bytes:,}")
+            + "; give more kv_memory, a smaller page_size, or a smaller model or dtype"
+        )
+    return PoolSize(
+        num_pages=num_pages, page_bytes=page_bytes, free_bytes=free, step_bytes=step_bytes
+    )
+
+
+def _available_host_bytes() -> int:
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        _log.debug("no /proc/meminfo; asking sysconf")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

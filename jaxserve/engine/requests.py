@@ -1,0 +1,166 @@
+"""What a user may hand in as a prompt, turned into validated requests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard, final
+
+from jaxserve.core.errors import (
+    EmptyPromptError,
+    InvalidRequestError,
+    InvalidSamplingParamsError,
+    PromptTooLongError,
+    TokenOutOfRangeError,
+)
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxserve.models.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+def is_single(prompts: Any) -> TypeGuard[Prompt]:
+    """Whether this is one prompt (a text, token ids, a chat) and not a batch of them."""
+    if isinstance(prompts, str):
+        return True
+    first = next(iter(prompts), None)
+    return isinstance(first, Mapping) or hasattr(first, "__index__")
+
+
+@final
+class RequestBuilder:
+    """Makes requests for one model: tokenizes, adds its end tokens, checks every limit.
+
+    Args:
+      tokenizer: None when the model has none; then prompts are token ids.
+      eos_token_ids: the model's end tokens.
+      vocab_size: token ids lie below it.
+      max_prompt_tokens: longest prompt that leaves room for one output token.
+      seed: of the requests that bring none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        max_prompt_tokens: int,
+        seed: int,
+    ):
+        self._tokenizer = tokenizer
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._vocab_size = vocab_size
+        self._max_prompt_tokens = max_prompt_tokens
+        self._seed = seed
+        self._numbers = itertools.count()
+
+    def build(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        arrival_s: float,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        conversation_id: str | None = None,
+    ) -> Request:
+        """A request that the engine can serve.
+
+        Raises:
+          InvalidRequestError: one of its subclasses, for this prompt alone.
+        """
+        number = next(self._numbers)
+        stop_token_ids = self._check_params(params)
+        tokens = self._tokens(prompt)
+        self._check_tokens(tokens)
+        seed = params.seed
+        if seed is None:
+            seed = (self._seed * 0x85EBCA6B + number * 0xC2B2AE35 + 1) % 2**32
+        return Request(
+            id=request_id if request_id is not None else f"request-{number}",
+            prompt=tokens,
+            params=params,
+            arrival_s=arrival_s,
+            stop_token_ids=stop_token_ids,
+            seed=seed,
+            priority=priority,
+            deadline_s=deadline_s,
+            conversation_id=conversation_id,
+        )
+
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        if not isinstance(prompt, (str, Sequence)):
+            prompt = list(prompt) if hasattr(prompt, "__iter__") else prompt
+        if isinstance(prompt, str):
+            if not prompt:
+                raise EmptyPromptError("the prompt is an empty string; give at least one character")
+            return tuple(self._need_tokenizer("a text prompt").encode(prompt))
+        if not isinstance(prompt, Sequence):
+            raise InvalidRequestError(
+                f"a prompt of type {type(prompt).__name__} is not understood; give a string, a "
+                "list of token ids, or a list of chat messages"
+            )
+        if not prompt:
+            raise EmptyPromptError("the prompt is empty; give at least one token or message")
+        if all(isinstance(item, Mapping) for item in prompt):
+            messages: Any = prompt
+            return tuple(self._need_tokenizer("a chat").apply_chat_template(messages))
+        if all(hasattr(item, "__index__") and not isinstance(item, bool) for item in prompt):
+            ids: Any = prompt
+            return tuple(int(item) for item in ids)
+        raise InvalidRequestError(
+            "a prompt is either all token ids (whole numbers) or all chat messages "
+            f"({{'role': ..., 'content': ...}}); this list starts with {prompt[0]!r}"
+        )
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                f"{what} needs a tokenizer and this runtime has none; give token ids, or pass "
+                "tokenizer= to Runtime"
+            )
+        return self._tokenizer
+
+    def _check_tokens(self, tokens: tuple[int, ...]) -> None:
+        if not tokens:
+            raise EmptyPromptError(
+                "the prompt has no tokens after tokenization; give some text that is not empty"
+            )
+        bad = [token for token in tokens if not 0 <= token < self._vocab_size]
+        if bad:
+            raise TokenOutOfRangeError(
+                f"token id {bad[0]} ({len(bad)} such in the prompt) is outside the vocabulary of "
+                f"{self._vocab_size}; ids run from 0 to {self._vocab_size - 1}"
+            )
+        if len(tokens) > self._max_prompt_tokens:
+            raise PromptTooLongError(
+                f"the prompt has {len(tokens)} tokens; at most {self._max_prompt_tokens} leave "
+                "room for an answer in this runtime's context and page pool. Shorten it, or raise "
+                "max_context or kv_memory"
+            )
+
+    def _check_params(self, params: SamplingParams) -> tuple[int, ...]:
+        named = [*params.stop_token_ids, *(params.logit_bias or {})]
+        bad = [token for token in named if token >= self._vocab_size]
+        if bad:
+            raise TokenOutOfRangeError(
+                f"stop_token_ids or logit_bias name token {bad[0]}, outside the vocabulary of "
+                f"{self._vocab_size}"
+            )
+        if params.stop and self._tokenizer is None:
+            raise InvalidSamplingParamsError(
+                f"stop={params.stop!r} needs a tokenizer and this runtime has none; use "
+                "stop_token_ids"
+            )
+        eos = () if params.ignore_eos else self._eos_token_ids
+        stop_token_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
+        if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidSamplingParamsError(
+                f"{len(stop_token_ids)} stop tokens with the model's own {len(eos)}, at most "
+                f"{MAX_STOP_TOKEN_IDS} are allowed; use `stop` strings for the rest"
+            )
+        return stop_token_ids

@@ -1,0 +1,157 @@
+"""Converted models kept on disk: parameters by Orbax, beside configuration and tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import jax
+from flax import nnx
+
+from jaxserve.core.errors import ModelCacheError
+from jaxserve.models.registry import cache_errors, cache_root
+from jaxserve.models.tokenizer import Tokenizer
+
+# Raise it whenever the parameters' names, shapes or meaning change.
+FORMAT_VERSION = 1
+_log = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What an entry holds beside the parameters."""
+
+    config: Mapping[str, Any]
+    tokenizer: Tokenizer
+
+
+@final
+class ConvertedModel:
+    """The entry of one source file in one variant (dtype and layout).
+
+    One folder an entry, written aside and renamed into place. An entry counts only for the file
+    it was made from (path, size, modification time) and while every file of it has its size; a
+    damaged one is reported as absent, with a warning, and overwritten by the next `save`.
+    """
+
+    def __init__(self, name: str, source: Path, variant: str):
+        self._source = source.resolve()
+        key = hashlib.sha256(str(self._source).encode()).hexdigest()[:12]
+        self.folder = cache_root() / "converted" / f"{name}-{variant}-{key}"
+
+    def read_header(self) -> Header | None:
+        """Configuration and tokenizer; None when there is no valid entry."""
+        if not self.folder.is_dir():
+            return None
+        try:
+            entry = json.loads((self.folder / "entry.json").read_text(encoding="utf-8"))
+            if entry["made_from"] != self._identity():
+                return None
+            if entry["files"] != _sizes(self.folder):
+                raise ValueError("files are missing or cut off")
+            return Header(config=entry["config"], tokenizer=Tokenizer.load(self.folder))
+        except Exception as error:  # whatever a damaged file provokes
+            self._warn_damaged(error)
+            return None
+
+    def restore(self, abstract: nnx.State, shardings: nnx.State | None) -> nnx.State | None:
+        """The parameters, straight onto their devices; None when they cannot be read."""
+        import orbax.checkpoint as ocp
+
+        flat = dict(nnx.to_flat_state(abstract))
+        places = None if shardings is None else dict(nnx.to_flat_state(shardings))
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        target = {}
+        for path, variable in flat.items():
+            shape = variable.get_value()
+            place = here if places is None else places[path].get_value()
+            target[_key(path)] = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+        try:
+            with _checkpointer() as checkpointer:
+                arrays = checkpointer.restore(
+                    self.folder / "params",
+                    args=ocp.args.PyTreeRestore(
+                        item=target,
+                        restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+                    ),
+                )
+        except Exception as error:  # Orbax and TensorStore raise many kinds
+            self._warn_damaged(error)
+            return None
+        return nnx.from_flat_state(
+            [(path, variable.replace(arrays[_key(path)])) for path, variable in flat.items()]
+        )
+
+    def save(self, config: Mapping[str, Any], tokenizer: Tokenizer, params: nnx.State) -> None:
+        """Write the entry; a failure is only warned about, for the model itself is loaded."""
+        try:
+            with cache_errors("keeping the converted weights"):
+                self._write(config, tokenizer, params)
+        except ModelCacheError as error:
+            _log.warning("%s. The model is served all the same; the next start converts again",
+                         error)  # fmt: skip
+
+    def _write(self, config: Mapping[str, Any], tokenizer: Tokenizer, params: nnx.State) -> None:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        arrays = {_key(path): v.get_value() for path, v in nnx.to_flat_state(params)}
+        aside = Path(tempfile.mkdtemp(prefix=".save-", dir=self.folder.parent))
+        try:
+            _require_space(aside, sum(array.nbytes for array in arrays.values()))
+            try:
+                with _checkpointer() as checkpointer:
+                    checkpointer.save(aside / "params", arrays)
+                tokenizer.save(aside)
+            except OSError:
+                raise
+            except Exception as error:  # Orbax and TensorStore have their own kinds
+                raise OSError(f"cannot save: {error}") from error
+            entry = {"made_from": self._identity(), "config": dict(config), "files": _sizes(aside)}
+            (aside / "entry.json").write_text(json.dumps(entry), encoding="utf-8")
+            if self.folder.exists():
+                shutil.rmtree(self.folder)
+            os.replace(aside, self.folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _identity(self) -> list[Any]:
+        about = self._source.stat()
+        return [FORMAT_VERSION, str(self._source), about.st_size, about.st_mtime_ns]
+
+    def _warn_damaged(self, error: Exception) -> None:
+        _log.warning(
+            "the converted model %s is damaged (%s: %s); converting again",
+            self.folder, type(error).__name__, str(error).partition("\n")[0],
+        )  # fmt: skip
+
+
+def _checkpointer() -> Any:
+    import orbax.checkpoint as ocp
+
+    # Uncompressed, an array a file: the fastest to read of the forms measured.
+    return ocp.Checkpointer(
+        ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
+    )
+
+
+def _key(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "entry.json")
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
+
+
+def _require_space(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise OSError(28, f"No space left on device: {num_bytes} bytes needed, {free} free")

@@ -1,0 +1,136 @@
+"""Rotary position embeddings, in the rotate-half form of Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.core.errors import UnsupportedModelError
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context; hashable.
+
+    `low_freq_factor` and `high_freq_factor` belong to llama3, `beta_fast`, `beta_slow`,
+    `attention_factor` and `truncate` to yarn; `original_max_position_embeddings` to both.
+    """
+
+    kind: str
+    factor: float
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+    @classmethod
+    def from_hf(cls, given: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling | None:
+        """From `rope_scaling` or `rope_parameters` of a config.json; None when nothing is scaled.
+
+        Raises:
+          UnsupportedModelError: a kind of scaling that is not implemented, or a missing number.
+        """
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind not in SUPPORTED_ROPE_TYPES:
+            raise UnsupportedModelError(
+                f"RoPE scaling {kind!r} is not supported; supported are {SUPPORTED_ROPE_TYPES}"
+            )
+        if given.get("partial_rotary_factor", 1.0) != 1.0:
+            raise UnsupportedModelError(
+                f"partial_rotary_factor={given['partial_rotary_factor']} is not supported in the "
+                "Llama family; only 1.0 is"
+            )
+        if kind == "default":
+            return None
+        original = given.get("original_max_position_embeddings") or max_position_embeddings
+        factor = given.get("factor")
+        if factor is None and kind == "yarn":
+            factor = max_position_embeddings / original
+        needed = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ()
+        missing = [name for name in needed if name not in given]
+        if factor is None or missing:
+            raise UnsupportedModelError(
+                f"RoPE scaling {kind!r} lacks {missing or ['factor']} in config.json: {dict(given)}"
+            )
+        return cls(
+            kind=kind,
+            factor=float(factor),
+            original_max_position_embeddings=int(original),
+            low_freq_factor=float(given.get("low_freq_factor", 1.0)),
+            high_freq_factor=float(given.get("high_freq_factor", 4.0)),
+            beta_fast=float(given.get("beta_fast") or 32),
+            beta_slow=float(given.get("beta_slow") or 1),
+            attention_factor=_yarn_attention_factor(given, factor) if kind == "yarn" else 1.0,
+            truncate=bool(given.get("truncate", True)),
+        )
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Radians a position, [head_dim / 2] in float64.
+
+    llama3 as in Llama 3.1's release; yarn as in Peng et al., "YaRN" (arXiv:2309.00071), section 3.
+    """
+    frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    original = scaling.original_max_position_embeddings
+    if scaling.kind == "llama3":
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        turns = original * frequencies / (2 * np.pi)
+        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    else:
+
+        def dimension_of(rotations: float) -> float:
+            return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+        first, last = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        width = last - first or 0.001
+        kept = 1.0 - np.clip((np.arange(head_dim // 2) - first) / width, 0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+
+
+def rope_tables(
+    positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines, float32 [tokens, head_dim / 2] each, of int32 `positions` [tokens]."""
+    frequencies = jnp.asarray(inverse_frequencies(head_dim, theta, scaling), jnp.float32)
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    factor = 1.0 if scaling is None else scaling.attention_factor
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate `x` [tokens, ..., head_dim] in float32; returns x's dtype."""
+    shape = (x.shape[0], *(1,) * (x.ndim - 2), -1)
+    cos, sin = (table.reshape(shape) for table in tables)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return magnitude(given["mscale"]) / magnitude(given["mscale_all_dim"])
+    return magnitude(1.0)

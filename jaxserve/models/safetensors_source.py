@@ -1,0 +1,97 @@
+"""Weights from a Hugging Face folder of safetensors files, whole or sharded; no PyTorch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors then uses
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxserve.core.errors import CheckpointError, UnknownModelError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_REMEDY = "the download is probably incomplete: fetch the files named above again"
+
+
+@final
+class SafetensorsSource:
+    """A `WeightSource` over `folder`; files are memory-mapped and opened once.
+
+    Raises:
+      UnknownModelError: the folder has no safetensors file.
+      CheckpointError: files that the index names are missing, cut short, or not safetensors;
+        all of them together.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.where = str(folder)
+        self._files: list[Any] = []
+        self._by_name: dict[str, Any] = {}
+        problems = []
+        expected = _files_and_tensors(Path(folder))
+        for file_name, names in expected.items():
+            path = Path(folder) / file_name
+            if not path.is_file():
+                problems.append(f"file {file_name} is missing")
+                continue
+            try:
+                opened = safe_open(path, framework="numpy")
+            except (SafetensorError, OSError) as error:
+                problems.append(f"file {file_name} is unreadable: {error}")
+                continue
+            self._files.append(opened)
+            held = set(opened.keys())
+            for name in sorted(names - held if names else ()):
+                problems.append(f"tensor {name} is not in {file_name}, where the index puts it")
+            self._by_name.update(dict.fromkeys(held, opened))
+        if problems:
+            raise CheckpointError(self.where, problems, _REMEDY)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor, from the headers."""
+        return {
+            name: tuple(file.get_slice(name).get_shape()) for name, file in self._by_name.items()
+        }
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """The tensor, or its part at `index`, in its stored dtype (bfloat16 from ml_dtypes).
+
+        Raises:
+          CheckpointError: no such tensor, or its data cannot be read.
+        """
+        if name not in self._by_name:
+            raise CheckpointError(self.where, [f"tensor {name} is missing"], _REMEDY)
+        try:
+            file = self._by_name[name]
+            return file.get_tensor(name) if not index else file.get_slice(name)[index]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                self.where, [f"tensor {name} is unreadable: {error}"], _REMEDY
+            ) from error
+
+
+def _files_and_tensors(folder: Path) -> dict[str, set[str]]:
+    """File name -> tensors that the index promises in it; an empty set promises nothing."""
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                str(folder), [f"file {_INDEX} is unreadable: {error!r}"], _REMEDY
+            ) from error
+        files: dict[str, set[str]] = {}
+        for name, file_name in weight_map.items():
+            files.setdefault(file_name, set()).add(name)
+        return files
+    if (folder / _SINGLE).is_file():
+        return {_SINGLE: set()}
+    raise UnknownModelError(
+        f"{folder} holds neither {_SINGLE} nor {_INDEX}; give a Hugging Face checkpoint folder "
+        "with safetensors weights (convert .bin files with transformers' save_pretrained)"
+    )

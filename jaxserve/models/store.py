@@ -1,0 +1,220 @@
+"""From a name or path to a model ready to serve; converted GGUF weights are kept with Orbax."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+
+from jaxserve.core.errors import CheckpointError, InvalidConfigError, UnknownModelError
+from jaxserve.models.config import LlamaConfig
+from jaxserve.models.converted import ConvertedModel
+from jaxserve.models.gguf_source import GGUFSource
+from jaxserve.models.llama import LayerLayout
+from jaxserve.models.loading import Progress, abstract_llama, load_params, random_params
+from jaxserve.models.registry import pull, resolve
+from jaxserve.models.safetensors_source import SafetensorsSource
+from jaxserve.models.source import WeightSource
+from jaxserve.models.tokenizer import Tokenizer, declared_end_ids
+from sharding import state_shardings
+
+_log = logging.getLogger(__name__)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """Everything the engine needs of a model.
+
+    Attributes:
+      graphdef, params: `nnx.merge(graphdef, params)` is the `Llama`.
+      tokenizer: None for a folder or configuration without one; prompts are token ids then.
+      eos_token_ids: tokens that end an answer, the model's own first; may be empty.
+      source_path: the folder or file it came from; None for a bare configuration.
+    """
+
+    name: str
+    config: LlamaConfig
+    graphdef: nnx.GraphDef
+    params: nnx.State
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+    source_path: Path | None
+
+
+def load_model(
+    name_or_path: str | Path | LlamaConfig,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    load: Literal["auto", "random"] = "auto",
+    seed: int = 0,
+    layer_layout: LayerLayout = "unrolled",
+    mesh: Mesh | None = None,
+    cache: bool = True,
+    progress: bool = True,
+) -> LoadedModel:
+    """Load a model, pulling a registered one first if need be.
+
+    Args:
+      name_or_path: registered name, Hugging Face folder, GGUF file, or (with `load="random"`) a
+        configuration.
+      dtype: of the parameters.
+      load: `random` draws the weights from `seed`; only a config.json is needed then.
+      mesh: where the parameters go, by the rules of `sharding`; None for the default device.
+      cache: keep the converted form of a GGUF file, so that the next start need not convert.
+      progress: show bars on stderr.
+
+    Raises:
+      ModelError: unknown, unsupported or damaged model.
+      InvalidConfigError: `load` unknown, or the mesh does not divide the model.
+      ModelCacheError: a registered model cannot be pulled. A converted form that cannot be saved
+        is only warned about.
+    """
+    if load not in ("auto", "random"):
+        raise InvalidConfigError(f"load={load!r} is unknown; give 'auto' or 'random'")
+    how = _How(jnp.dtype(dtype), layer_layout, mesh, progress)
+    if isinstance(name_or_path, LlamaConfig):
+        if load != "random":
+            raise InvalidConfigError(
+                "a configuration has no weights; give load='random', or a model's name or path"
+            )
+        return _random("random", name_or_path, seed, how, None, (), None)
+    resolved = resolve(name_or_path)
+    path = pull(resolved.name, progress=progress) if resolved.registered else resolved.path
+    if resolved.kind == "folder":
+        config = LlamaConfig.from_hf(_config_json(path))
+        tokenizer, ends = _folder_tokenizer(path)
+        if load == "random":
+            return _random(resolved.name, config, seed, how, tokenizer, ends, path)
+        graphdef, params = _converted(config, SafetensorsSource(path), how)
+        return _loaded(resolved.name, config, graphdef, params, tokenizer, ends, path)
+    if load == "random":
+        source = GGUFSource(path)
+        config, tokenizer = LlamaConfig.from_hf(source.config), Tokenizer.from_gguf(source)
+        return _random(resolved.name, config, seed, how, tokenizer, tokenizer.eos_token_ids, path)
+    return _gguf(resolved.name, path, how, cache)
+
+
+@final
+@dataclass(frozen=True)
+class _How:
+    dtype: jnp.dtype
+    layer_layout: LayerLayout
+    mesh: Mesh | None
+    progress: bool
+
+    def abstract(self, config: LlamaConfig) -> tuple[nnx.GraphDef, nnx.State, nnx.State | None]:
+        """Graph definition, abstract parameters, and where they go."""
+        graphdef, state = abstract_llama(config, dtype=self.dtype, layer_layout=self.layer_layout)
+        if self.mesh is None:
+            return graphdef, state, None
+        try:
+            return graphdef, state, state_shardings(state, self.mesh)
+        except ValueError as error:
+            raise InvalidConfigError(str(error)) from error
+
+
+def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
+    kept = ConvertedModel(name, path, f"{how.dtype.name}-{how.layer_layout}") if cache else None
+    if kept is not None and (header := kept.read_header()) is not None:
+        config, tokenizer = LlamaConfig.from_hf(header.config), header.tokenizer
+        graphdef, abstract, shardings = how.abstract(config)
+        params = kept.restore(abstract, shardings)
+        if params is not None:
+            ends = tokenizer.eos_token_ids
+            return _loaded(name, config, graphdef, params, tokenizer, ends, path)
+    source = GGUFSource(path)
+    config, tokenizer = LlamaConfig.from_hf(source.config), Tokenizer.from_gguf(source)
+    graphdef, params = _converted(config, source, how)
+    if kept is not None:
+        kept.save(source.config, tokenizer, params)
+    return _loaded(name, config, graphdef, params, tokenizer, tokenizer.eos_token_ids, path)
+
+
+def _converted(
+    config: LlamaConfig, source: WeightSource, how: _How
+) -> tuple[nnx.GraphDef, nnx.State]:
+    graphdef, abstract, shardings = how.abstract(config)
+    with _bar("Loading weights", how.progress) as report:
+        return graphdef, load_params(abstract, config, source, shardings, how.dtype, report)
+
+
+def _random(
+    name: str,
+    config: LlamaConfig,
+    seed: int,
+    how: _How,
+    tokenizer: Tokenizer | None,
+    ends: tuple[int, ...],
+    path: Path | None,
+) -> LoadedModel:
+    graphdef, _, shardings = how.abstract(config)
+    params = random_params(config, seed, dtype=how.dtype, layer_layout=how.layer_layout)
+    if shardings is not None:
+        params = jax.device_put(params, shardings)
+    return _loaded(name, config, graphdef, params, tokenizer, ends, path)
+
+
+def _loaded(
+    name: str,
+    config: LlamaConfig,
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    tokenizer: Tokenizer | None,
+    ends: tuple[int, ...],
+    path: Path | None,
+) -> LoadedModel:
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            str(path),
+            [f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}"],
+            "the tokenizer belongs to another model; use the one the model came with",
+        )
+    return LoadedModel(
+        name=name,
+        config=config,
+        graphdef=graphdef,
+        params=params,
+        tokenizer=tokenizer,
+        eos_token_ids=tuple(i for i in ends if i < config.vocab_size),
+        source_path=path,
+    )
+
+
+def _config_json(folder: Path) -> Mapping[str, Any]:
+    try:
+        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            str(folder), [f"config.json cannot be read: {error}"], "fetch config.json again"
+        ) from error
+    if not isinstance(given, dict):
+        raise UnknownModelError(f"{folder / 'config.json'} is not a model's configuration")
+    return given
+
+
+def _folder_tokenizer(folder: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        _log.warning("%s has no tokenizer: prompts must be token ids", folder)
+        return None, tuple(declared_end_ids(folder))
+    tokenizer = Tokenizer.from_folder(folder)
+    return tokenizer, tokenizer.eos_token_ids
+
+
+@contextmanager
+def _bar(doing: str, progress: bool) -> Iterator[Progress]:
+    with ProgressBar(console=Console(stderr=True), transient=True, disable=not progress) as bar:
+        task = bar.add_task(doing)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

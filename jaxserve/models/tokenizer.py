@@ -1,0 +1,304 @@
+"""Text to token ids and back, for Hugging Face folders and GGUF files alike."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import tokenizers
+
+from jaxserve.core.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from jaxserve.models.gguf_source import GGUFSource
+from jaxserve.models.gguf_tokenizer import END_TEXTS, read_gguf_tokenizer
+
+_TOKENIZER_FILE, _SETTINGS_FILE = "tokenizer.json", "jaxserve_tokenizer.json"
+# Stand-ins for control tokens spelt out in chat messages: private-use characters.
+_MARK, _FIRST_STAND_IN = "\ue000", 0xF0000
+
+
+@final
+class Tokenizer:
+    """Encodes, decodes and renders chats; safe to share between threads.
+
+    Attributes:
+      eos_token_ids: tokens that end an answer, the model's own first.
+      chat_template: Jinja source, or None.
+      special_tokens: names that a chat template may use (`bos_token`, ...) and their texts.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_token_ids: Sequence[int],
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ):
+        self._backend = backend
+        # `encode_special_tokens` is a setting of the backend, not an argument of its `encode`.
+        self._lock = threading.Lock()
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.chat_template = chat_template
+        self.special_tokens = dict(special_tokens or {})
+        added = backend.get_added_tokens_decoder().values()
+        self._control_texts = sorted((t.content for t in added if t.special), key=len, reverse=True)
+
+    @classmethod
+    def from_gguf(cls, source: str | Path | GGUFSource) -> Tokenizer:
+        """From the metadata of a GGUF file; ids equal llama.cpp's.
+
+        Raises:
+          CheckpointError, UnsupportedModelError: see `read_gguf_tokenizer`.
+        """
+        source = source if isinstance(source, GGUFSource) else GGUFSource(source)
+        read = read_gguf_tokenizer(source.file.metadata, source.where)
+        return cls(
+            read.backend,
+            eos_token_ids=read.eos_token_ids,
+            chat_template=read.chat_template,
+            special_tokens=read.special_tokens,
+        )
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """From a Hugging Face folder; end tokens also from generation_config.json and config.json.
+
+        Raises:
+          CheckpointError: no tokenizer there, or it cannot be read.
+          UnsupportedModelError: a tokenizer without a fast (`tokenizers`) form.
+        """
+        folder = Path(folder)
+        from transformers import AutoTokenizer  # seconds to import: only where it is needed
+
+        try:
+            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # transformers raises many kinds for a missing or bad file
+            raise CheckpointError(
+                str(folder),
+                [f"its tokenizer cannot be loaded: {error}"],
+                "put the model's tokenizer.json and tokenizer_config.json into the folder",
+            ) from error
+        backend = getattr(loaded, "backend_tokenizer", None)
+        if backend is None:
+            raise UnsupportedModelError(
+                f"the tokenizer of {folder} ({type(loaded).__name__}) has no fast form; "
+                "convert it to a tokenizer.json"
+            )
+        template = loaded.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        special = {name: str(text) for name, text in loaded.special_tokens_map.items()}
+        ends = [
+            *declared_end_ids(folder),
+            *([] if loaded.eos_token_id is None else [loaded.eos_token_id]),
+            *(
+                token_id
+                for token_id, token in backend.get_added_tokens_decoder().items()
+                if token.special and token.content in END_TEXTS
+            ),
+        ]
+        return cls(
+            backend,
+            eos_token_ids=tuple(dict.fromkeys(ends)),
+            chat_template=template,
+            special_tokens=special,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; the model's embedding may have more rows."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, parse_special: bool = True
+    ) -> list[int]:
+        """Token ids of `text`.
+
+        Args:
+          add_special_tokens: put begin and end tokens around it, where the model wants them.
+          parse_special: control tokens spelt out in the text ("<|im_end|>") become those tokens;
+            otherwise they are read as ordinary text.
+        """
+        with self._lock:
+            self._backend.encode_special_tokens = not parse_special
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD. No clean-up of spaces."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
+        """A decoder for one sequence whose tokens come little by little."""
+        return StreamDecoder(self, skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a chat, ready for the model's answer.
+
+        Control tokens spelt out inside a message are encoded as ordinary text: a message cannot
+        end its own turn or open another's.
+
+        Raises:
+          InvalidRequestError: the model has no chat template, or it refuses these messages.
+        """
+        if self.chat_template is None:
+            raise InvalidRequestError(
+                "this model has no chat template; send a plain text prompt, or use an "
+                "instruction-tuned model"
+            )
+        shielded, marker = self._shielded(messages)
+        rendered = self._rendered(shielded, add_generation_prompt)
+        if marker is None:
+            return self.encode(rendered, add_special_tokens=False)
+        token_ids: list[int] = []
+        for i, part in enumerate(re.split(marker, rendered)):
+            if i % 2:
+                part = self._control_texts[ord(part) - _FIRST_STAND_IN]
+            if part:
+                token_ids += self.encode(part, add_special_tokens=False, parse_special=not i % 2)
+        return token_ids
+
+    def save(self, folder: str | Path) -> None:
+        """Write what `load` reads back, into an existing folder."""
+        settings = {
+            "eos_token_ids": self.eos_token_ids,
+            "chat_template": self.chat_template,
+            "special_tokens": self.special_tokens,
+        }
+        self._backend.save(str(Path(folder) / _TOKENIZER_FILE), pretty=False)
+        (Path(folder) / _SETTINGS_FILE).write_text(json.dumps(settings), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Read what `save` wrote; whatever a damaged file raises is passed on."""
+        settings = json.loads((Path(folder) / _SETTINGS_FILE).read_text(encoding="utf-8"))
+        return cls(tokenizers.Tokenizer.from_file(str(Path(folder) / _TOKENIZER_FILE)), **settings)
+
+    def _rendered(self, messages: Any, add_generation_prompt: bool) -> str:
+        # Imports transformers: only chats pay for it.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered, _ = render_jinja_template(
+                conversations=[messages],
+                chat_template=self.chat_template,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )
+        except Exception as error:  # Jinja's own kinds, and KeyError and the like from templates
+            raise InvalidRequestError(
+                f"the model's chat template refuses these messages: {error}; give a list of "
+                "{'role': ..., 'content': ...}"
+            ) from error
+        return rendered[0]
+
+    def _shielded(self, messages: Any) -> tuple[Any, str | None]:
+        """`messages` with a stand-in for every control token, and the pattern that finds those.
+
+        The pattern is None when there was nothing to shield.
+        """
+        if not self._control_texts:
+            return messages, None
+        everything = "\n".join(_strings(messages))
+        control = re.compile("|".join(map(re.escape, self._control_texts)))
+        if not control.search(everything):
+            return messages, None
+        mark = _MARK
+        while mark in everything:
+            mark += _MARK
+        stand_in = {t: mark + chr(_FIRST_STAND_IN + i) for i, t in enumerate(self._control_texts)}
+
+        def shield(value: Any) -> Any:
+            if isinstance(value, str):
+                return control.sub(lambda found: stand_in[found[0]], value)
+            if isinstance(value, Mapping):
+                return {key: shield(item) for key, item in value.items()}
+            if isinstance(value, Sequence):
+                return [shield(item) for item in value]
+            return value
+
+        last = chr(_FIRST_STAND_IN + len(self._control_texts) - 1)
+        return shield(messages), f"{mark}([{chr(_FIRST_STAND_IN)}-{last}])"
+
+
+@final
+class StreamDecoder:
+    """Decodes one sequence token by token.
+
+    The pieces that `push` and `flush` return, joined, equal `decode` of all tokens. No piece ends
+    inside a character: its bytes are held back until they are whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._byte_ids = _byte_fallback_ids(tokenizer)
+        # The last tokens that gave text, as context for the decoder, and those after them.
+        self._ids: list[int] = []
+        self._num_read = 0
+        self._context = ""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Text that `token_ids` complete; "" while a character is still in parts."""
+        return "".join(map(self._push_one, token_ids))
+
+    def flush(self) -> str:
+        """What was held back, U+FFFD for incomplete characters. The decoder starts anew."""
+        rest = self._decode(self._ids)[len(self._context) :]
+        self._ids, self._num_read, self._context = [], 0, ""
+        return rest
+
+    def _push_one(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        # A run of byte tokens is judged as a whole: one bad byte spoils all of it.
+        if token_id in self._byte_ids:
+            return ""
+        text = self._decode(self._ids)
+        if len(text) <= len(self._context) or text.endswith("\ufffd"):
+            return ""
+        piece = text[len(self._context) :]
+        self._ids = self._ids[self._num_read :]
+        self._num_read = len(self._ids)
+        self._context = self._decode(self._ids)
+        return piece
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skip_special_tokens)
+
+
+def _byte_fallback_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids of "<0x00>" to "<0xFF>" where the decoder joins them to characters; else none."""
+    backend = tokenizer._backend
+    ids = [backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+    letter = ids[ord("A")]
+    if letter is None or backend.decode([letter]) != "A":
+        return frozenset()
+    return frozenset(token_id for token_id in ids if token_id is not None)
+
+
+def declared_end_ids(folder: Path) -> list[int]:
+    """`eos_token_id` of generation_config.json, else of config.json; a number or a list."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            given = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError):
+            continue
+        if given is not None:
+            return list(given) if isinstance(given, list) else [given]
+    return []
+
+
+def _strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _strings(item)

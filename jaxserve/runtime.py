@@ -1,0 +1,429 @@
+"""The facade: one object that owns a model, its memory and the loop that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self, cast, final, overload
+
+from flax import nnx
+from tqdm import tqdm
+
+from jaxserve.engine.assembly import (
+    build_executor,
+    enable_compilation_cache,
+    nbytes,
+    platform_defaults,
+)
+from jaxserve.core.clock import WallClock
+from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.request import Completion, Request, Timing
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Answer, Piece, PieceSink, failed_completion
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.requests import Prompt, RequestBuilder, is_single
+from jaxserve.scheduling.presets import get_policy
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RuntimeStats:
+    """Counters since the start, and what memory is used for; see `EngineStats`."""
+
+    num_steps: int
+    num_decode_loops: int
+    num_iterations: int
+    num_tokens: int
+    num_padding_tokens: int
+    num_preemptions: int
+    num_compilations: int
+    busy_s: float
+    host_gap_s: float
+    num_pages: int
+    max_pages_owned: int
+    page_size: int
+    pool_bytes: int
+    weights_bytes: int
+    step_bytes: int
+
+
+@final
+class Pending:
+    """A submitted request."""
+
+    def __init__(self, runtime: Runtime, answer: Answer):
+        self._runtime = runtime
+        self._answer = answer
+
+    @property
+    def request_id(self) -> str:
+        return self._answer.request.id
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """Wait for the completion. Raises TimeoutError; the request then goes on."""
+        return self._answer.future.result(timeout_s)
+
+    def cancel(self) -> None:
+        """End it as it stands; `result` then returns what was generated."""
+        self._runtime.cancel(self.request_id)
+
+
+@final
+class Runtime:
+    """Serves one model from one process. Thread-safe; use as a context manager or `close` it.
+
+    Args:
+      model: a Flax NNX decoder (`jaxserve.models`), its parameters in place or abstract.
+      params: the parameters as an `nnx.State`, shared and not copied; the model's own if None.
+      tokenizer: None restricts prompts to token ids, and answers to token ids.
+      eos_token_ids: end tokens; the tokenizer's by default.
+      options: see `RuntimeOptions`.
+
+    Raises:
+      InvalidConfigError, DeviceMemoryError
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        params: nnx.State | None = None,
+        *,
+        tokenizer: Any = None,
+        eos_token_ids: Sequence[int] | None = None,
+        **options: Any,
+    ):
+        self.options = RuntimeOptions.parse(options)
+        policy = get_policy(self.options.policy)
+        enable_compilation_cache()
+        graphdef, own_params = nnx.split(model)
+        decoder = cast(Any, model)
+        self.tokenizer = tokenizer
+        self.model_config = decoder.config
+        self._clock = WallClock()
+        used = own_params if params is None else params
+        self._executor, self._pool_size = build_executor(
+            graphdef, used, decoder.config, decoder.layer_layout, self.options
+        )
+        self._weights_bytes = nbytes(used)
+        self.config = self._executor.config
+        self._engine = Engine(self._executor, policy, self._clock)
+        if eos_token_ids is None:
+            eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
+        self._requests = RequestBuilder(
+            tokenizer,
+            eos_token_ids=eos_token_ids,
+            vocab_size=decoder.config.vocab_size,
+            max_prompt_tokens=min(
+                self.config.max_context,
+                (self.config.num_pages - 1) * self.config.page_size,
+            )
+            - 1,
+            seed=self.options.seed,
+        )
+        self._loop = EngineLoop(self._engine, self._clock)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        *,
+        load: Literal["auto", "random"] = "auto",
+        dtype: str | None = None,
+        **options: Any,
+    ) -> Runtime:
+        """A runtime around a registered model, a Hugging Face folder or a GGUF file.
+
+        Args:
+          load: "random" makes random weights for the folder's config.json instead of reading any.
+          dtype: "float32", "bfloat16" or "float16"; by default the platform's.
+          options: see `RuntimeOptions`.
+
+        Raises:
+          UnknownModelError, UnsupportedModelError, CheckpointError, ModelCacheError,
+          InvalidConfigError, DeviceMemoryError
+        """
+        from jaxserve.models.store import load_model
+
+        parsed = RuntimeOptions.parse(options)
+        get_policy(parsed.policy)
+        enable_compilation_cache()
+        defaults = platform_defaults()
+        loaded = load_model(
+            name_or_path,
+            dtype=dtype or defaults.dtype,
+            load=load,
+            seed=parsed.seed,
+            layer_layout=cast(Any, defaults.layer_layout),
+            progress=parsed.progress,
+        )
+        return cls(
+            nnx.merge(loaded.graphdef, loaded.params),
+            tokenizer=loaded.tokenizer,
+            eos_token_ids=loaded.eos_token_ids,
+            **options,
+        )
+
+    # ---- answers ----
+
+    @overload
+    def generate(
+        self, prompts: str, params: Params = None, *, progress: bool | None = None
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self, prompts: Any, params: Params = None, *, progress: bool | None = None
+    ) -> Any: ...
+
+    def generate(
+        self, prompts: Any, params: Params = None, *, progress: bool | None = None
+    ) -> Completion | list[Completion]:
+        """Answer one prompt, or a batch of them in their order.
+
+        A prompt is a text (taken as it is), a list of token ids, or a list of chat messages (put
+        through the model's chat template). In a batch, a request that fails is a `Completion`
+        with its `error`; the others are unharmed. A single prompt's error is raised.
+
+        Ctrl-C returns what there is: requests that had not ended have `finish_reason` "cancelled".
+
+        Args:
+          params: for all prompts, or one a prompt; greedy and 256 tokens by default.
+          progress: show a bar when it takes over two seconds; `options.progress` by default.
+        """
+        if is_single(prompts):
+            completion = self._run([prompts], [_only(params)], progress)[0]
+            if completion.error is not None:
+                raise completion.error
+            return completion
+        batch = list(prompts)
+        return self._run(batch, _for_each(params, len(batch)), progress)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> Pending:
+        """Hand in one request and return at once.
+
+        Args:
+          request_id: unique among running requests; one is made up by default.
+          priority: higher goes first under a priority order.
+          deadline_s: seconds from now; breaks ties of priority.
+
+        Raises:
+          InvalidRequestError: one of its subclasses.
+        """
+        now = self._clock.now()
+        request = self._requests.build(
+            prompt,
+            params or SamplingParams(),
+            now,
+            request_id=request_id,
+            priority=priority,
+            deadline_s=None if deadline_s is None else now + deadline_s,
+        )
+        answer = self._answer(request)
+        self._loop.submit(answer)
+        return Pending(self, answer)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Yield an answer piece by piece; leaving the loop early cancels the request."""
+        pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        answer = self._start(prompt, params, pieces.put)
+        open_samples = answer.request.params.n
+        try:
+            while open_samples:
+                piece = pieces.get()
+                open_samples = _still_open(open_samples, piece)
+                yield piece
+        finally:
+            if open_samples:
+                self.cancel(answer.request.id)
+        _raise_error(answer)
+
+    async def agenerate(self, prompts: Any, params: Params = None) -> Any:
+        """`generate` for asyncio; cancelling the task cancels its requests."""
+        single = is_single(prompts)
+        batch = [prompts] if single else list(prompts)
+        each = [_only(params)] if single else _for_each(params, len(batch))
+        answers = self._submit_all(batch, each)
+        running = [a for a in answers if isinstance(a, Answer)]
+        try:
+            await asyncio.gather(*(asyncio.wrap_future(a.future) for a in running))
+        except asyncio.CancelledError:
+            for answer in running:
+                self.cancel(answer.request.id)
+            raise
+        done = [a.future.result() if isinstance(a, Answer) else a for a in answers]
+        if single and done[0].error is not None:
+            raise done[0].error
+        return done[0] if single else done
+
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncIterator[Piece]:
+        """`stream` for asyncio."""
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        answer = self._start(
+            prompt, params, lambda piece: loop.call_soon_threadsafe(pieces.put_nowait, piece)
+        )
+        open_samples = answer.request.params.n
+        try:
+            while open_samples:
+                piece = await pieces.get()
+                open_samples = _still_open(open_samples, piece)
+                yield piece
+        finally:
+            if open_samples:
+                self.cancel(answer.request.id)
+        _raise_error(answer)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request as it stands; one that has ended already is left alone."""
+        self._loop.cancel(request_id)
+
+    # ---- the runtime itself ----
+
+    def stats(self) -> RuntimeStats:
+        """A snapshot of the counters."""
+        stats = self._engine.stats
+        return RuntimeStats(
+            num_steps=stats.num_steps,
+            num_decode_loops=stats.num_decode_loops,
+            num_iterations=stats.num_iterations,
+            num_tokens=stats.num_tokens,
+            num_padding_tokens=stats.num_padding_tokens,
+            num_preemptions=stats.num_preemptions,
+            num_compilations=self._executor.num_compilations,
+            busy_s=stats.busy_s,
+            host_gap_s=stats.host_gap_s,
+            num_pages=self.config.num_pages,
+            max_pages_owned=stats.max_pages_owned,
+            page_size=self.config.page_size,
+            pool_bytes=self._pool_size.pool_bytes,
+            weights_bytes=self._weights_bytes,
+            step_bytes=self._pool_size.step_bytes,
+        )
+
+    def close(self) -> None:
+        """Cancel what is left and free the page pool; parameters stay with who else holds them."""
+        self._loop.close()
+        self._executor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- inside ----
+
+    def _run(
+        self, batch: list[Any], params: Sequence[SamplingParams], progress: bool | None
+    ) -> list[Completion]:
+        answers = self._submit_all(batch, params)
+        running = [a for a in answers if isinstance(a, Answer)]
+        show = self.options.progress if progress is None else progress
+        try:
+            self._wait(running, show)
+        except KeyboardInterrupt:
+            for answer in running:
+                self.cancel(answer.request.id)
+            self._wait(running, False)
+        return [a.future.result() if isinstance(a, Answer) else a for a in answers]
+
+    def _submit_all(
+        self, batch: list[Any], params: Sequence[SamplingParams]
+    ) -> list[Answer | Completion]:
+        """Requests that cannot be served become failed completions; the rest start together."""
+        answers: list[Answer | Completion] = []
+        for prompt, each in zip(batch, params, strict=True):
+            now = self._clock.now()
+            try:
+                answers.append(self._answer(self._requests.build(prompt, each, now)))
+            except InvalidRequestError as error:
+                timing = Timing(arrival_s=now, finished_s=now)
+                answers.append(failed_completion("refused", (), error, timing))
+        self._loop.submit(*(a for a in answers if isinstance(a, Answer)))
+        return answers
+
+    def _wait(self, answers: Sequence[Answer], show: bool) -> None:
+        waiting = {answer.future for answer in answers}
+        num_tokens = 0
+        with tqdm(
+            total=len(waiting),
+            desc="generating",
+            unit="req",
+            leave=False,
+            delay=2,
+            disable=not show,
+        ) as bar:
+            while waiting:
+                done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
+                num_tokens += sum(len(s.token_ids) for f in done for s in f.result().samples)
+                elapsed = bar.format_dict["elapsed"] or 1.0
+                bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
+                bar.update(len(done))
+
+    def _start(self, prompt: Prompt, params: SamplingParams | None, sink: PieceSink) -> Answer:
+        request = self._requests.build(prompt, params or SamplingParams(), self._clock.now())
+        answer = self._answer(request, sink)
+        self._loop.submit(answer)
+        return answer
+
+    def _answer(self, request: Request, sink: PieceSink | None = None) -> Answer:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return Answer(request, sink=sink)
+        skip = request.params.skip_special_tokens
+        return Answer(request, decoder=lambda: tokenizer.stream_decoder(skip), sink=sink)
+
+
+def _only(params: Params) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if isinstance(params, SamplingParams):
+        return params
+    if len(params) == 1:
+        return params[0]
+    raise InvalidConfigError(f"{len(params)} SamplingParams for one prompt; give one")
+
+
+def _for_each(params: Params, count: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidConfigError(
+            f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each"
+        )
+    return params
+
+
+def _still_open(open_samples: int, piece: Piece) -> int:
+    if piece.finish_reason == "error":
+        return 0
+    return open_samples - (piece.finish_reason is not None)
+
+
+def _raise_error(answer: Answer) -> None:
+    error = answer.future.result().error
+    if error is not None:
+        raise error

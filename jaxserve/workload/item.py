@@ -1,0 +1,28 @@
+"""One request of a workload: what to ask, and how long the answer shall be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from jaxserve.core.sampling_params import SamplingParams
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WorkloadItem:
+    """A prompt and the forced length of its answer.
+
+    Attributes:
+      prompt_token_ids: at least one.
+      num_output_tokens: exactly this many are generated; hidden from the scheduler.
+      arrival_s: seconds after the start of the run; 0 for all at once.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    num_output_tokens: int
+    arrival_s: float = 0.0
+
+    def params(self) -> SamplingParams:
+        """Greedy, and past the model's end token until the length is reached."""
+        return SamplingParams(max_tokens=self.num_output_tokens, ignore_eos=True)

@@ -1,0 +1,52 @@
+"""Paged attention, dense and slow: what every other implementation must agree with."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.paged_attention.rows import Rows
+
+
+def paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layer: int | jax.Array,
+    rows: Rows,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    alibi_slopes: jax.Array | None,
+    max_query_length: int | None,
+) -> jax.Array:
+    """See `api.paged_attention`. Loops in NumPy float64, query by query; cannot be traced."""
+    del max_query_length
+    if isinstance(q, jax.core.Tracer):
+        raise NotImplementedError("the reference runs outside jit only; use implementation='xla'")
+    queries, keys, values = (np.asarray(x, np.float64) for x in (q, k_pages[layer], v_pages[layer]))
+    tables = np.asarray(rows.page_table)
+    page_size = keys.shape[2]
+    group = queries.shape[1] // keys.shape[1]
+    out = np.zeros(queries.shape)
+    for row in range(tables.shape[0]):
+        for i in range(int(rows.query_length[row])):
+            token = int(rows.query_start[row]) + i
+            position = int(rows.first_position[row]) + i
+            first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            seen = np.arange(first, min(position + 1, int(rows.context_length[row])))
+            page, offset = tables[row, seen // page_size], seen % page_size
+            for head in range(queries.shape[1]):
+                # [seen, head_dim]
+                k = keys[page, head // group, offset]
+                v = values[page, head // group, offset]
+                logits = k @ queries[token, head] * scale
+                if soft_cap is not None:
+                    logits = soft_cap * np.tanh(logits / soft_cap)
+                if alibi_slopes is not None:
+                    logits = logits + float(alibi_slopes[head]) * (seen - position)
+                weights = np.exp(logits - logits.max())
+                out[token, head] = (weights / weights.sum()) @ v
+    return jnp.asarray(out, q.dtype)

@@ -1,0 +1,208 @@
+"""Paged attention in plain XLA: the CPU path, and the fallback elsewhere.
+
+Cost follows the contexts, not the width of the page tables: keys are read a chunk of pages at a
+time, in a loop whose trip count is known only when it runs, with the online softmax of
+Milakov and Gimelshein (arXiv:1805.02867) in float32. Single-token rows go through the loop
+together; longer rows are cut into tiles of queries that go one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.paged_attention.rows import Rows
+
+# Measured on two AVX-512 cores (benchmarks/); a chunk is as many pages as hold these tokens.
+DECODE_CHUNK_TOKENS = 128
+TILE_CHUNK_TOKENS = 256
+TILE_QUERIES = 64
+
+# Stands in for minus infinity: exp(_MASKED - maximum) is 0, and _MASKED - _MASKED is not NaN.
+_MASKED = -1e30
+
+
+def paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layer: int | jax.Array,
+    rows: Rows,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    alibi_slopes: jax.Array | None,
+    max_query_length: int | None,
+) -> jax.Array:
+    """See `api.paged_attention`."""
+    tokens, num_heads, head_dim = q.shape
+    kv_heads = k_pages.shape[2]
+    shape = (kv_heads, num_heads // kv_heads)
+    attend = partial(
+        _attend,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        layer=layer,
+        options=_Options(
+            sliding_window,
+            soft_cap,
+            None if alibi_slopes is None else alibi_slopes.astype(jnp.float32).reshape(shape),
+        ),
+    )
+    scaled = (q.astype(jnp.float32) * scale).reshape(tokens, *shape, head_dim)
+    if max_query_length == 1:
+        out = _single_token_rows(scaled, rows, attend)
+    else:
+        out = _mixed_rows(scaled, rows, attend)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+@final
+@dataclass(frozen=True)
+class _Options:
+    sliding_window: int | None
+    soft_cap: float | None
+    alibi_slopes: jax.Array | None  # [kv_heads, group]
+
+
+def _single_token_rows(q: jax.Array, rows: Rows, attend) -> jax.Array:
+    """`q` [rows, kv_heads, group, head_dim], one query a row; unused rows read nothing."""
+    context = jnp.where(rows.query_length > 0, rows.context_length, 0)
+    out = attend(
+        q[:, None],
+        position=rows.first_position[:, None],
+        context=context,
+        page_table=rows.page_table,
+        chunk_tokens=DECODE_CHUNK_TOKENS,
+    )
+    return out[:, 0]
+
+
+def _mixed_rows(q: jax.Array, rows: Rows, attend) -> jax.Array:
+    """`q` [tokens, kv_heads, group, head_dim], rows of any length."""
+    tokens = q.shape[0]
+    tile = min(TILE_QUERIES, tokens)
+    # Tiles of rows with two or more queries, numbered row by row: ends[r] is one past row r's.
+    single = rows.query_length == 1
+    num_tiles = jnp.where(single, 0, -(-rows.query_length // tile))
+    ends = jnp.cumsum(num_tiles)
+    padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0), (0, 0)))
+
+    def one_tile(index: jax.Array, out: jax.Array) -> jax.Array:
+        row = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+        skipped = (index - (ends[row] - num_tiles[row])) * tile
+        start = rows.query_start[row] + skipped
+        live = jnp.arange(tile) < rows.query_length[row] - skipped
+        position = rows.first_position[row] + skipped + jnp.arange(tile)
+        # Queries past the row's end look where its last one looks; their result is dropped.
+        last = rows.first_position[row] + rows.query_length[row] - 1
+        block = attend(
+            lax.dynamic_slice_in_dim(padded, start, tile)[None],
+            position=jnp.minimum(position, last)[None],
+            context=rows.context_length[row][None],
+            page_table=lax.dynamic_slice_in_dim(rows.page_table, row, 1),
+            chunk_tokens=TILE_CHUNK_TOKENS,
+        )[0]
+        old = lax.dynamic_slice_in_dim(out, start, tile)
+        block = jnp.where(live[:, None, None, None], block, old)
+        return lax.dynamic_update_slice_in_dim(out, block, start, axis=0)
+
+    out = lax.fori_loop(0, ends[-1], one_tile, jnp.zeros_like(padded))[:tokens]
+    first = jnp.where(single, rows.query_start, 0)
+    alone = _single_token_rows(
+        q[first],
+        Rows(
+            query_start=first,
+            query_length=single.astype(jnp.int32),
+            first_position=rows.first_position,
+            context_length=rows.context_length,
+            page_table=rows.page_table,
+        ),
+        attend,
+    )
+    return out.at[jnp.where(single, rows.query_start, tokens)].set(alone, mode="drop")
+
+
+def _attend(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layer: int | jax.Array,
+    options: _Options,
+    position: jax.Array,
+    context: jax.Array,
+    page_table: jax.Array,
+    chunk_tokens: int,
+) -> jax.Array:
+    """Attention of several blocks of queries, each over the pages of one sequence.
+
+    Args:
+      q: float32 [blocks, queries, kv_heads, group, head_dim], already scaled.
+      k_pages, v_pages: [layers, pages, kv_heads, page_size, head_dim].
+      position: int32 [blocks, queries], increasing along a block.
+      context: int32 [blocks]; 0 for a block that reads nothing.
+      page_table: int32 [blocks, pages].
+
+    Returns:
+      float32, q's shape; zeros where nothing was seen.
+    """
+    page_size = k_pages.shape[3]
+    pages = max(1, min(chunk_tokens // page_size, page_table.shape[1]))
+    page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))
+    tokens = pages * page_size
+    end = jnp.minimum(context, position[:, -1] + 1)
+    start = jnp.zeros_like(end)
+    if options.sliding_window is not None:
+        start = jnp.clip(position[:, 0] - options.sliding_window + 1, 0, end)
+    first_chunk = jnp.min(jnp.where(end > 0, start, jnp.iinfo(jnp.int32).max)) // tokens
+
+    def one_chunk(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        maximum, total, weighted = carry
+        table = lax.dynamic_slice_in_dim(page_table, chunk * pages, pages, axis=1)
+        # [blocks, pages, kv_heads, page_size, head_dim]
+        k = k_pages.at[layer, table].get(mode="promise_in_bounds").astype(jnp.float32)
+        v = v_pages.at[layer, table].get(mode="promise_in_bounds").astype(jnp.float32)
+        # [blocks, pages, page_size]
+        key = (chunk * tokens + jnp.arange(tokens)).reshape(1, pages, page_size)
+        exists = key < end[:, None, None]
+        v = jnp.where(exists[:, :, None, :, None], v, 0.0)
+        # [blocks, kv_heads, group, queries, pages, page_size]
+        logits = jnp.einsum("bqhgd,bphsd->bhgqps", q, k)
+        if options.soft_cap is not None:
+            logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
+        distance = key[:, None] - position[:, :, None, None]
+        if options.alibi_slopes is not None:
+            slopes = options.alibi_slopes[None, :, :, None, None, None]
+            logits += slopes * distance[:, None, None].astype(jnp.float32)
+        seen = exists[:, None] & (distance <= 0)
+        if options.sliding_window is not None:
+            seen &= distance > -options.sliding_window
+        logits = jnp.where(seen[:, None, None], logits, _MASKED)
+        new_maximum = jnp.maximum(maximum, logits.max((-1, -2)))
+        weights = jnp.where(
+            seen[:, None, None], jnp.exp(logits - new_maximum[..., None, None]), 0.0
+        )
+        kept = jnp.exp(maximum - new_maximum)
+        return (
+            new_maximum,
+            total * kept + weights.sum((-1, -2)),
+            weighted * kept[..., None] + jnp.einsum("bhgqps,bphsd->bhgqd", weights, v),
+        )
+
+    blocks, queries, kv_heads, group, head_dim = q.shape
+    shape = (blocks, kv_heads, group, queries)
+    initial = (
+        jnp.full(shape, _MASKED),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, head_dim), jnp.float32),
+    )
+    last_chunk = -(-jnp.max(end) // tokens)
+    _, total, weighted = lax.fori_loop(first_chunk, last_chunk, one_chunk, initial)
+    out = weighted / jnp.where(total == 0.0, 1.0, total)[..., None]
+    return jnp.moveaxis(out, 3, 1)

@@ -1,0 +1,1 @@
+"""Programs for a checkout: run them from its root."""

@@ -1,0 +1,105 @@
+"""Which mesh axis each logical axis of a parameter or cache is split over: the one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+LOGICAL_AXES = ("vocab", "embed", "heads", "kv_heads", "mlp", "layers")
+
+# Logical axis -> mesh axis; None is replicated.
+DEFAULT_RULES: Mapping[str, str | None] = MappingProxyType(
+    {
+        "vocab": "tensor",
+        "embed": None,
+        "heads": "tensor",
+        "kv_heads": "tensor",
+        "mlp": "tensor",
+        "layers": "stage",
+    }
+)
+
+
+def partition_spec(
+    logical_axes: Sequence[str | None], rules: Mapping[str, str | None] = DEFAULT_RULES
+) -> PartitionSpec:
+    """The mesh axes of an array whose dimensions carry these logical names (None: unnamed).
+
+    Raises:
+      ValueError: a name that the rules do not know, or a mesh axis used for two dimensions.
+    """
+    unknown = [axis for axis in logical_axes if axis is not None and axis not in rules]
+    if unknown:
+        raise ValueError(f"logical axes {unknown} are unknown; known are {sorted(rules)}")
+    mesh_axes = [None if axis is None else rules[axis] for axis in logical_axes]
+    used = [axis for axis in mesh_axes if axis is not None]
+    if len(set(used)) != len(used):
+        raise ValueError(
+            f"logical axes {tuple(logical_axes)} map to mesh axes {tuple(mesh_axes)}: a mesh axis "
+            "can split one dimension only; rename one or change the rules"
+        )
+    return PartitionSpec(*mesh_axes)
+
+
+def named_sharding(
+    mesh: Mesh,
+    shape: Sequence[int],
+    logical_axes: Sequence[str | None],
+    rules: Mapping[str, str | None] = DEFAULT_RULES,
+) -> NamedSharding:
+    """Where an array of this shape lives on `mesh`.
+
+    Mesh axes that `mesh` lacks replicate. Raises ValueError when the names do not fit the shape,
+    or when a dimension does not divide by its mesh axis.
+    """
+    if len(logical_axes) != len(shape):
+        raise ValueError(f"logical axes {tuple(logical_axes)} do not fit the shape {tuple(shape)}")
+    entries = [axis if axis in mesh.shape else None for axis in partition_spec(logical_axes, rules)]
+    for size, name, axis in zip(shape, logical_axes, entries, strict=True):
+        if axis is not None and size % mesh.shape[axis]:
+            raise ValueError(
+                f"logical axis {name!r} of size {size} does not divide by mesh axis {axis!r} of "
+                f"size {mesh.shape[axis]}; use a mesh whose {axis!r} size divides it"
+            )
+    return NamedSharding(mesh, PartitionSpec(*entries))
+
+
+def state_shardings(
+    state: nnx.State, mesh: Mesh, rules: Mapping[str, str | None] = DEFAULT_RULES
+) -> nnx.State:
+    """The NamedSharding of every variable of `state` (abstract or not), in the same structure.
+
+    Variables say their axes in the metadata `logical_axes`, a tuple with one name (or None) a
+    dimension; those without it are replicated.
+
+    Raises:
+      ValueError: as `named_sharding`, naming the variable.
+    """
+
+    def place(path: tuple[object, ...], variable: nnx.Variable) -> nnx.Variable:
+        shape = variable.get_value().shape
+        axes = variable.get_metadata().get("logical_axes") or (None,) * len(shape)
+        try:
+            return variable.replace(named_sharding(mesh, shape, axes, rules))
+        except ValueError as error:
+            raise ValueError(f"{'.'.join(map(str, path))}: {error}") from error
+
+    return nnx.map_state(place, state)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """A whole copy on every device of `mesh`."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def shard_count(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> int:
+    """How many distinct parts an array of this shape is cut into."""
+    part = sharding.shard_shape(tuple(shape))
+    count = 1
+    for whole, piece in zip(shape, part, strict=True):
+        count *= whole // piece if piece else 1
+    return count

@@ -1,0 +1,50 @@
+"""Figures of a run, on completions whose times are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.core.errors import EmptyPromptError
+from jaxserve.core.metrics import spread, summarise
+from jaxserve.core.request import Completion, Sample, Timing
+
+
+def _completion(num_output: int, first_s: float, last_s: float) -> Completion:
+    return Completion(
+        request_id="r",
+        prompt_token_ids=(1, 2, 3),
+        samples=(Sample(text="", token_ids=(5,) * num_output, finish_reason="length"),),
+        timing=Timing(arrival_s=10.0, first_token_s=10 + first_s, finished_s=10 + last_s),
+    )
+
+
+def test_rates_and_latencies():
+    """Rates divide by the wall time; the time per token leaves the first token out."""
+    figures = summarise([_completion(11, 1.0, 3.0), _completion(1, 2.0, 2.0)], wall_s=4.0)
+    assert figures["output_tokens"] == 12
+    assert figures["prompt_tokens"] == 6
+    assert figures["output_tokens_per_s"] == 3.0
+    assert figures["requests_per_s"] == 0.5
+    assert figures["time_to_first_token_s"] == {"mean": 1.5, "p50": 1.5, "p90": pytest.approx(1.9)}
+    assert figures["time_per_output_token_s"] == pytest.approx({"mean": 0.2, "p50": 0.2, "p90": 0.2})
+
+
+def test_failed_requests_count_as_failed_only():
+    """A failed request adds to no rate and no latency."""
+    failed = Completion(
+        request_id="r",
+        prompt_token_ids=(),
+        samples=(Sample(text="", token_ids=(), finish_reason="error"),),
+        timing=Timing(arrival_s=10.0),
+        error=EmptyPromptError("no tokens"),
+    )
+    figures = summarise([failed], wall_s=1.0)
+    assert (figures["num_requests"], figures["num_failed"]) == (1, 1)
+    assert figures["output_tokens"] == 0
+    assert figures["latency_s"] is None
+
+
+def test_spread_interpolates():
+    """The 90th percentile of 0 to 10 is 9; one value is all three."""
+    assert spread([float(x) for x in range(11)]) == {"mean": 5.0, "p50": 5.0, "p90": 9.0}
+    assert spread([2.0]) == {"mean": 2.0, "p50": 2.0, "p90": 2.0}

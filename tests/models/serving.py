@@ -1,0 +1,95 @@
+"""Drives a `Llama` over its paged cache, a step at a time, as the engine will."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.models.batch import AttentionBatch, empty_cache
+from jaxserve.models.config import LlamaConfig
+from jaxserve.models.loading import abstract_llama, load_params
+from jaxserve.models.safetensors_source import SafetensorsSource
+from pallas_kernels import Rows
+
+PAGE_SIZE = 4
+PAGES_PER_SEQUENCE = 16
+NUM_SEQUENCES = 3
+NUM_TOKENS = 48
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=4)
+def _step(graphdef, state, tokens, batch, cache):
+    model = nnx.merge(graphdef, state)
+    hidden, cache = model(tokens, batch, cache)
+    return model.logits(hidden), cache
+
+
+class Server:
+    """A model, its cache, and a page table for each of `NUM_SEQUENCES` sequences.
+
+    Sizes are the same for all, so that tests of one configuration share their executables.
+    """
+
+    def __init__(self, graphdef, params, config, layer_layout="unrolled"):
+        self._graphdef, self._params = graphdef, params
+        pages = 1 + NUM_SEQUENCES * PAGES_PER_SEQUENCE
+        self._cache = empty_cache(config, pages, PAGE_SIZE, jnp.float32, layer_layout)
+        # The null page holds garbage in real life.
+        self._cache = jax.tree.map(lambda x: x.at[:, 0].set(jnp.nan), self._cache)
+        order = np.random.default_rng(3).permutation(np.arange(1, pages, dtype=np.int32))
+        self._tables = order.reshape(NUM_SEQUENCES, PAGES_PER_SEQUENCE)
+        self._lengths = [0] * NUM_SEQUENCES
+
+    @classmethod
+    def from_folder(cls, folder: Path, layer_layout="unrolled") -> Server:
+        config = LlamaConfig.from_hf(json.loads((folder / "config.json").read_text()))
+        graphdef, abstract = abstract_llama(config, layer_layout=layer_layout)
+        params = load_params(abstract, config, SafetensorsSource(folder))
+        return cls(graphdef, params, config, layer_layout)
+
+    def step(self, rows: list[tuple[int, np.ndarray]]) -> list[np.ndarray]:
+        """Append tokens to sequences, in one padded mixed batch; logits of each row's tokens."""
+        return self._run(rows, NUM_TOKENS, None)
+
+    def decode(self, tokens: dict[int, int]) -> list[np.ndarray]:
+        """Append one token to some sequences, in one decode batch; logits of each, [1, vocab]."""
+        return self._run([(i, np.asarray([t])) for i, t in tokens.items()], NUM_SEQUENCES, 1)
+
+    def _run(
+        self, rows: list[tuple[int, np.ndarray]], num_tokens: int, max_query_length: int | None
+    ) -> list[np.ndarray]:
+        tokens = np.zeros(num_tokens, np.int32)
+        positions, page, offset = np.zeros((3, num_tokens), np.int32)
+        fields = np.zeros((4, NUM_SEQUENCES), np.int32)
+        tables = np.zeros((NUM_SEQUENCES, PAGES_PER_SEQUENCE), np.int32)
+        places, at = [], 0
+        for row, (sequence, new) in enumerate(rows):
+            first, size = self._lengths[sequence], len(new)
+            place = slice(at, at + size)
+            tokens[place] = new
+            positions[place] = np.arange(first, first + size)
+            page[place] = self._tables[sequence, positions[place] // PAGE_SIZE]
+            offset[place] = positions[place] % PAGE_SIZE
+            fields[:, row] = (at, size, first, first + size)
+            tables[row] = self._tables[sequence]
+            places.append(place)
+            self._lengths[sequence] += size
+            at += size
+        batch = AttentionBatch(
+            positions=jnp.asarray(positions),
+            page=jnp.asarray(page),
+            offset=jnp.asarray(offset),
+            rows=Rows(*map(jnp.asarray, fields), page_table=jnp.asarray(tables)),
+            max_query_length=max_query_length,
+        )
+        logits, self._cache = _step(
+            self._graphdef, self._params, jnp.asarray(tokens), batch, self._cache
+        )
+        logits = np.asarray(logits)
+        return [logits[place] for place in places]

@@ -1,0 +1,73 @@
+"""The Llama family gives the logits that PyTorch transformers gives for the same checkpoint."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.hf_checkpoints import FAMILIES, VOCAB_SIZE, torch_logits, write_checkpoint
+from tests.models.serving import Server
+
+PROMPT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 37)
+
+
+def _relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    model = write_checkpoint(request.param, folder)
+    return folder, torch_logits(model, PROMPT)
+
+
+def test_prefill_in_one_go(checkpoint):
+    """A whole prompt in one step, with padding behind it, has PyTorch's logits."""
+    folder, wanted = checkpoint
+    (got,) = Server.from_folder(folder).step([(0, PROMPT)])
+    assert _relative_error(got, wanted) < 1e-4
+
+
+def test_chunked_prefill_then_decode(checkpoint):
+    """Chunks of a prompt, then single tokens, through the paged cache have PyTorch's logits."""
+    folder, wanted = checkpoint
+    server = Server.from_folder(folder)
+    got = [*server.step([(0, PROMPT[:14])]), *server.step([(0, PROMPT[14:29])])]
+    for i in range(29, 37):
+        got += server.decode({0: PROMPT[i]})
+    assert _relative_error(np.concatenate(got), wanted) < 1e-4
+
+
+def test_mixed_batch(tmp_path):
+    """A sequence that decodes beside another's prefill has the logits it has alone."""
+    model = write_checkpoint("mistral", tmp_path)
+    server = Server.from_folder(tmp_path)
+    wanted = torch_logits(model, PROMPT)
+    server.step([(0, PROMPT[:20]), (1, PROMPT[:3])])
+    got = server.step([(0, PROMPT[20:21]), (1, PROMPT[3:12]), (2, PROMPT[:17])])
+    for logits, part in zip(got, (slice(20, 21), slice(3, 12), slice(0, 17)), strict=True):
+        assert _relative_error(logits, wanted[part]) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama3_rope", "mistral"])
+def test_scanned_layers(tmp_path, family):
+    """Scanned layers over one cache buffer have PyTorch's logits too."""
+    model = write_checkpoint(family, tmp_path)
+    server = Server.from_folder(tmp_path, layer_layout="scanned")
+    got = server.step([(0, PROMPT[:36])]) + server.decode({0: PROMPT[36]})
+    assert _relative_error(np.concatenate(got), torch_logits(model, PROMPT)) < 1e-4
+
+
+def test_bfloat16_checkpoint_computed_in_float32(tmp_path):
+    """bfloat16 weights widen to float32 without loss, so the logits agree as tightly."""
+    model = write_checkpoint("smollm2", tmp_path, torch.bfloat16)
+    (got,) = Server.from_folder(tmp_path).step([(0, PROMPT)])
+    assert _relative_error(got, torch_logits(model, PROMPT)) < 1e-4
+
+
+def test_sharded_checkpoint_is_tested(tmp_path):
+    """At least one of the families above is written as several safetensors files."""
+    write_checkpoint("llama3_rope", tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
