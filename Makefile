@@ -16,7 +16,7 @@ help: ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 demo: $(DEMO_STAMP) ## install, fetch a 135M instruct model, answer eight prompts in one batch
-	@$(BIN)/python scripts/demo.py
+	@$(BIN)/python -m scripts.demo
 
 test: lint ## install the test tools, then lint, type check and run every test
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)

@@ -44,6 +44,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """One measured run, and everything that is needed to repeat it."""
     from benchmarks import environment, startup
     from jaxserve import Runtime
+    from jaxserve.engine.assembly import platform_defaults
 
     settings = _runtime_settings(options)
     starts = startup.measure(options.model, settings) if options.cold else None
@@ -62,8 +63,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         peak_host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         counters = asdict(rt.stats())
         config = rt.model_config
-        dtype = rt.dtype
-        sizes = (rt.engine_config.max_slots, rt.engine_config.max_step_tokens)
+        sizes = (rt.config.max_slots, rt.config.max_step_tokens)
+    dtype = options.dtype or platform_defaults().dtype
     figures = summarise(done, wall_s)
     return {
         "benchmark": "offline",
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "num_requests": options.num_requests,
         "seed": options.seed,
         "model": options.model,
-        "precision": str(dtype),
+        "precision": dtype,
         "policy": options.policy,
         "settings": settings,
         **figures,
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _bound(config: Any, sizes: tuple[int, int], dtype: Any, figures: dict) -> dict[str, float]:
+def _bound(config: Any, sizes: tuple[int, int], dtype: str, figures: dict) -> dict[str, float]:
     from benchmarks import roofline
 
     print("timing the matrix products alone", file=sys.stderr)
@@ -110,7 +111,7 @@ def _workload(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
             options.num_requests,
             num_prompt_tokens=options.prompt_tokens,
             num_output_tokens=options.output_tokens,
-            vocab_size=rt.vocab_size,
+            vocab_size=rt.model_config.vocab_size,
             seed=options.seed,
         )
     from jaxserve.workload import sharegpt

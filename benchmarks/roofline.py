@@ -55,7 +55,7 @@ def measure(
     dtype: jax.typing.DTypeLike,
     repeats: int = 5,
 ) -> Bound:
-    """Time the products with random weights: layers unrolled, weights [in, out], fused as served."""
+    """Time the products with random weights: layers unrolled, [in, out], fused as served."""
     weights = _weights(config, dtype)
 
     @jax.jit

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 import time
 
 from rich.console import Console
 from rich.panel import Panel
+from rich.text import Text
 
-from jaxserve import JaxserveError, Runtime, SamplingParams
+from jaxserve import Completion, JaxserveError, Runtime, SamplingParams
 from jaxserve.core.metrics import summarise
 from jaxserve.core.sizes import format_bytes
+from jaxserve.runtime import RuntimeStats
 
 MODEL = "smollm2-135m"
-MAX_TOKENS = 64
+MAX_TOKENS = 96
 QUESTIONS = (
     "What is the capital of France?",
     "Why is the sky blue?",
@@ -21,7 +25,7 @@ QUESTIONS = (
     "Write a short poem about the sea.",
     "What is the difference between a cat and a dog?",
     "How do I boil an egg?",
-    "Tell me a fun fact about the Moon.",
+    "What is photosynthesis?",
     "What does a compiler do?",
 )
 
@@ -32,23 +36,42 @@ def main() -> int:
     started_s = time.perf_counter()
     with Runtime.from_pretrained(MODEL, max_slots=len(QUESTIONS), max_context=512) as rt:
         ready_s = time.perf_counter()
-        prompts = [[{"role": "user", "content": question}] for question in QUESTIONS]
-        answers = rt.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS))
+        chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        answers = rt.generate(chats, SamplingParams(max_tokens=MAX_TOKENS))
         wall_s = time.perf_counter() - ready_s
-        memory = rt.stats()
+        stats = rt.stats()
     for question, answer in zip(QUESTIONS, answers, strict=True):
-        text = answer.text.strip() if answer.error is None else str(answer.error)
-        more = " …" if answer.finish_reason == "length" else ""
-        console.print(Panel(text + more, title=question, title_align="left"), markup=False)
+        console.print(Panel(_text(answer), title=Text(question), title_align="left"))
     figures = summarise(answers, wall_s)
     console.print(
-        f"{figures['output_tokens']} tokens for {len(QUESTIONS)} prompts in {wall_s:.1f} s: "
-        f"{figures['output_tokens_per_s']:.0f} tokens/s, after {ready_s - started_s:.1f} s to start"
+        f"{figures['output_tokens']} tokens for {len(QUESTIONS)} prompts in one batch, "
+        f"{wall_s:.1f} s: {figures['output_tokens_per_s']:.0f} tokens/s "
+        f"({ready_s - started_s:.1f} s to start)",
+        highlight=False,
     )
+    console.print(_memory(stats), highlight=False)
     return 1 if any(answer.error is not None for answer in answers) else 0
 
 
+def _text(answer: Completion) -> Text:
+    if answer.error is not None:
+        return Text(str(answer.error), style="red")
+    return Text(answer.text.strip() + (" …" if answer.finish_reason == "length" else ""))
+
+
+def _memory(stats: RuntimeStats) -> str:
+    used = stats.max_pages_owned * (stats.pool_bytes // stats.num_pages)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (
+        f"memory: weights {format_bytes(stats.weights_bytes)}, KV pool "
+        f"{format_bytes(stats.pool_bytes)} (at most {format_bytes(used)} in use), process at its "
+        f"peak {format_bytes(peak)}"
+    )
+
+
 if __name__ == "__main__":
+    # transformers would advise to install PyTorch, which nothing here uses.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         sys.exit(main())
     except JaxserveError as error:

@@ -50,7 +50,7 @@ def bench(
                 num_requests,
                 num_prompt_tokens=prompt_tokens,
                 num_output_tokens=output_tokens,
-                vocab_size=rt.vocab_size,
+                vocab_size=rt.model_config.vocab_size,
                 seed=seed,
             )
             begin_s = time.perf_counter()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -11,7 +12,10 @@ from jaxserve.core.errors import JaxserveError
 from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from jaxserve.cli.prompts import Message
+    from jaxserve.engine.answers import Piece
     from jaxserve.runtime import Runtime
 
 HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer."
@@ -93,17 +97,17 @@ def _ask() -> str | None:
 def _answer(rt: Runtime, params: SamplingParams, history: list[Message]) -> list[Message]:
     """Print the answer as it comes; the history with it, or without the question if refused."""
     pieces: list[str] = []
-    stream = rt.stream(history, params)
+    # Closing the generator is what cancels an answer that is still being made.
+    stream = cast("Generator[Piece]", rt.stream(history, params))
     try:
-        for piece in stream:
-            pieces.append(piece.text)
-            typer.echo(piece.text, nl=False)
+        with closing(stream):
+            for piece in stream:
+                pieces.append(piece.text)
+                typer.echo(piece.text, nl=False)
         typer.echo()
     except KeyboardInterrupt:
         typer.echo(" (stopped)")
     except JaxserveError as error:
         typer.echo(f"{opt.describe(error)} (/reset starts anew)", err=True)
         return history[:-1]
-    finally:
-        stream.close()
     return [*history, {"role": "assistant", "content": "".join(pieces)}]

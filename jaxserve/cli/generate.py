@@ -111,8 +111,8 @@ def generate(
                 quiet=quiet,
             ) as rt,
         ):
-            wants_chat = rt.tokenizer.chat_template is not None if chat is None else chat
-            if wants_chat:
+            has_template = rt.tokenizer is not None and rt.tokenizer.chat_template is not None
+            if has_template if chat is None else chat:
                 jobs = [prompts.as_chat(job, system) for job in jobs]
             done = rt.generate(
                 [job.prompt for job in jobs], [job.params for job in jobs], progress=not quiet

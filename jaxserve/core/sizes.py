@@ -8,10 +8,11 @@ from jaxserve.core.errors import InvalidConfigError
 
 _UNITS = {
     "": 1,
-    "b": 1,
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
-    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
 }
+_SPELLING = {unit.lower(): unit for unit in _UNITS}
 
 
 def parse_bytes(size: int | str) -> int:
@@ -21,8 +22,8 @@ def parse_bytes(size: int | str) -> int:
       InvalidConfigError: anything else, or less than one byte.
     """
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(size))
-    unit = _UNITS.get(found[2].lower()) if found else None
-    num_bytes = int(float(found[1]) * unit) if found and unit else 0
+    unit = _SPELLING.get(found[2].lower()) if found else None
+    num_bytes = int(float(found[1]) * _UNITS[unit]) if found and unit is not None else 0
     if num_bytes < 1:
         raise InvalidConfigError(
             f'{size!r} is not a size of memory; give bytes, or a number and a unit such as "4GiB"'

@@ -70,6 +70,7 @@ class SimulatedExecutor:
       config: as for a device.
       clock: advanced to a step's end when the step is collected.
       answer_length: when the model itself ends an answer; never by default.
+      fault_length: after how many output tokens its logits are no longer finite; never by default.
       cost: of a step, in virtual seconds.
       vocab_size: tokens are drawn from 1 to vocab_size - 1; 0 is the end token.
     """
@@ -80,12 +81,14 @@ class SimulatedExecutor:
         clock: VirtualClock,
         *,
         answer_length: AnswerLength | None = None,
+        fault_length: AnswerLength | None = None,
         cost: StepCost | None = None,
         vocab_size: int = 1000,
     ):
         self.config = config
         self._clock = clock
         self._answer_length = answer_length
+        self._fault_length = fault_length
         self._cost = cost or StepCost()
         self._vocab_size = vocab_size
         self._slots: dict[int, _Slot] = {}
@@ -98,6 +101,7 @@ class SimulatedExecutor:
         shape = (len(plan.rows), plan.num_iterations)
         tokens = np.zeros(shape, np.int32)
         counts = np.zeros(len(plan.rows), np.int32)
+        finite = np.ones(len(plan.rows), np.bool_)
         for _ in range(plan.num_iterations):
             for index, row in enumerate(plan.rows):
                 slot = self._slots[row.slot]
@@ -108,12 +112,14 @@ class SimulatedExecutor:
                 if row.samples:
                     if start + row.num_tokens != len(slot.tokens):
                         raise AssertionError("a sampling row must end at the newest token")
+                    if self._has_fault(slot):
+                        finite[index], slot.is_inert = False, True
+                        continue
                     tokens[index, counts[index]] = self._append(slot, context)
                     counts[index] += 1
         self._free_at_s = max(self._free_at_s, self._clock.now()) + self._cost.seconds(
             plan.num_tokens, plan.num_iterations
         )
-        finite = np.ones(len(plan.rows), bool)
         return _SimulatedHandle(StepResult(tokens, counts, finite), self._free_at_s, self._clock)
 
     def close(self) -> None:
@@ -159,6 +165,12 @@ class SimulatedExecutor:
             raise AssertionError(f"position {position} lies outside the page table")
         return page, position % self.config.page_size
 
+    def _has_fault(self, slot: _Slot) -> bool:
+        if self._fault_length is None:
+            return False
+        num_outputs = len(slot.tokens) - len(slot.request.prompt)
+        return num_outputs >= self._fault_length(slot.request, slot.sample_index)
+
     def _append(self, slot: _Slot, context: int) -> int:
         request = slot.request
         num_outputs = len(slot.tokens) - len(request.prompt) + 1
@@ -168,8 +180,7 @@ class SimulatedExecutor:
             if num_outputs >= self._answer_length(request, slot.sample_index):
                 token = END_TOKEN
         slot.tokens.append(token)
-        ended = token in request.stop_token_ids or len(slot.tokens) >= slot.max_length
-        slot.is_inert = ended
+        slot.is_inert = token in request.stop_token_ids or len(slot.tokens) >= slot.max_length
         return token
 
 

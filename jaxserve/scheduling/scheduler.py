@@ -134,18 +134,16 @@ class Scheduler:
 
     def _take(self, sequence: Sequence, index: int, plan: StepPlan, result: StepResult) -> int:
         row = plan.rows[index]
-        if not result.finite[index]:
-            self.end(sequence, "error", _not_finite(sequence, row.start))
-            return 0
         if result.prompt_logprobs is not None and index in result.prompt_logprobs:
             append_prompt_logprobs(sequence, row.start, result.prompt_logprobs[index])
         count = int(result.num_tokens[index])
-        if not count:
-            return 0
-        append_outputs(sequence, result, index, count)
-        if sequence.first_token_s is None:
-            sequence.first_token_s = self._clock.now()
-        if sequence.output[-1] in sequence.request.stop_token_ids:
+        if count:
+            append_outputs(sequence, result, index, count)
+            if sequence.first_token_s is None:
+                sequence.first_token_s = self._clock.now()
+        if not result.finite[index]:
+            self.end(sequence, "error", _not_finite(sequence))
+        elif count and sequence.output[-1] in sequence.request.stop_token_ids:
             self.end(sequence, "stop")
         elif sequence.prompt_length + len(sequence.output) >= sequence.max_length:
             self.end(sequence, "length")
@@ -264,9 +262,9 @@ def _waits_for_leader(sequence: Sequence, page_size: int) -> bool:
     return leader.phase is Phase.WAITING or leader.num_computed < shareable
 
 
-def _not_finite(sequence: Sequence, position: int) -> NumericalError:
+def _not_finite(sequence: Sequence) -> NumericalError:
     return NumericalError(
-        f"request {sequence.request.id}: the model's logits were NaN or infinite in the step from "
-        f"position {position} on ({len(sequence.output)} tokens were generated before). Check the "
-        "weights, or load the model with dtype='float32'"
+        f"request {sequence.request.id}: the model's logits were NaN or infinite, or bias and "
+        f"penalties left no token to choose, after {len(sequence.output)} output tokens. Check "
+        "the weights, or load the model with dtype='float32'"
     )

@@ -1,0 +1,68 @@
+"""The invariants of DESIGN.md section 4, over thousands of random traces without a device.
+
+The simulated model's tokens depend on its context as read through the page table, so equal tokens
+mean that no page was lost, overwritten or shared wrongly.
+"""
+
+import pytest
+
+from jaxserve.scheduling.admission.max_length import MaxLength
+from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.iteration.iteration_level import IterationLevel
+from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.order.priority import Priority
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.retention.stateless import Stateless
+from tests.engine.traces import Outcome, Trace
+
+POLICIES = [
+    PRESETS["orca"],
+    PRESETS["vllm_like"],
+    Policy("by_priority", OnDemand(watermark=0.0), Priority(), IterationLevel(), Stateless()),
+    Policy("small_chunks", MaxLength(), Priority(), Unified(chunk_tokens=3), Stateless()),
+]
+SEEDS = [range(start, start + 100) for start in range(0, 600, 100)]
+
+
+def _agrees(got: Outcome, alone: Outcome) -> bool:
+    """Same tokens and end; a cancelled request has a beginning of them."""
+    if got.finish_reason == "cancelled":
+        return got.output == alone.output[: len(got.output)]
+    return (got.output, got.finish_reason) == (alone.output, alone.finish_reason)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_every_request_ends_once_with_the_tokens_it_has_alone(policy, seeds):
+    """Whatever the batch, the preemptions, cancellations and faults around it."""
+    num_preemptions = 0
+    for seed in seeds:
+        trace = Trace(seed, with_faults=seed % 2 == 0)
+        together = trace.run(policy, cancel_rate=0.02 if seed % 3 else 0.0)
+        assert len(together) == sum(request.params.n for request in trace.requests)
+        for request in trace.requests:
+            for key, alone in trace.alone(PRESETS["orca"], request).items():
+                assert _agrees(together[key], alone), f"seed {seed}, sequence {key}"
+        num_preemptions += sum(outcome.num_preemptions for outcome in together.values())
+    reserves_all = isinstance(policy.admission, MaxLength)
+    assert (num_preemptions == 0) == reserves_all, "only on-demand admission preempts, and it must"
+
+
+def test_samples_share_the_full_pages_of_their_prompt():
+    """Three samples of one prompt own its full pages once."""
+    for seed in range(200):
+        trace = Trace(seed)
+        request = next((r for r in trace.requests if r.params.n == 3), None)
+        if request is None or trace.config.max_slots < 3:
+            continue
+        engine = trace.engine(PRESETS["vllm_like"])
+        sequences = engine.add(request)
+        shared = (len(request.prompt) - 1) // trace.config.page_size
+        while engine.has_work:
+            engine.step()
+            tables = [s.table.pages[:shared] for s in sequences if s.table.num_pages > shared]
+            if len(tables) == 3 and shared and not any(s.num_preemptions for s in sequences):
+                assert tables[0] == tables[1] == tables[2]
+                return
+    pytest.fail("no trace had three samples at once")

@@ -1,0 +1,144 @@
+"""Random traces on the simulated executor: a workload, a machine, and everything checked."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.simulated import END_TOKEN, SimulatedExecutor
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.sequence import Phase, Sequence
+
+# Steps that may pass without any sequence getting a token or computing one.
+MAX_IDLE_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one sequence ended."""
+
+    output: tuple[int, ...]
+    finish_reason: str
+    num_preemptions: int
+
+
+def random_config(rng: random.Random) -> EngineConfig:
+    """A small machine: few slots, few pages, odd sizes."""
+    max_slots = rng.randint(1, 9)
+    return EngineConfig(
+        page_size=rng.choice([1, 2, 4, 8]),
+        num_pages=rng.randint(6, 60),
+        max_slots=max_slots,
+        max_context=rng.randint(20, 80),
+        max_step_tokens=max_slots + rng.randint(0, 30),
+        max_decode_iterations=rng.choice([1, 4, 8]),
+    )
+
+
+def random_requests(rng: random.Random, config: EngineConfig) -> list[Request]:
+    """Requests that fit: some sampled in threes, some endless, with priorities."""
+    longest = min(config.max_context, (config.num_pages - 1) * config.page_size) - 1
+    requests = []
+    for i in range(rng.randint(1, 20)):
+        temperature = rng.choice([0.0, 1.0])
+        params = SamplingParams(
+            max_tokens=rng.choice([None, 1, 5, 30]),
+            temperature=temperature,
+            n=rng.choice([1, 1, 3]) if temperature else 1,
+        )
+        requests.append(
+            Request(
+                id=str(i),
+                prompt=tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, longest))),
+                params=params,
+                arrival_s=float(i),
+                stop_token_ids=(END_TOKEN,),
+                seed=i,
+                priority=rng.randrange(3),
+            )
+        )
+    return requests
+
+
+class Trace:
+    """One seed: machine, requests, and the lengths and faults of the simulated model."""
+
+    def __init__(self, seed: int, *, with_faults: bool = False):
+        rng = random.Random(seed)
+        self.seed = seed
+        self.config = random_config(rng)
+        self.requests = random_requests(rng, self.config)
+        self._with_faults = with_faults
+
+    def _draw(self, what: str, request: Request, sample: int, low: int, high: int) -> int:
+        return random.Random(f"{self.seed} {what} {request.id} {sample}").randint(low, high)
+
+    def engine(self, policy: Policy, config: EngineConfig | None = None) -> Engine:
+        clock = VirtualClock()
+        executor = SimulatedExecutor(
+            config or self.config,
+            clock,
+            answer_length=lambda request, i: self._draw("answer", request, i, 1, 40),
+            fault_length=(lambda request, i: self._draw("fault", request, i, 0, 90))
+            if self._with_faults
+            else None,
+        )
+        return Engine(executor, policy, clock)
+
+    def run(self, policy: Policy, *, cancel_rate: float = 0.0) -> dict[tuple[str, int], Outcome]:
+        """Arrivals and cancellations at random, every invariant checked after every step."""
+        rng = random.Random(f"{self.seed} run")
+        engine = self.engine(policy)
+        arriving, sequences = list(self.requests), []
+        idle = 0
+        while arriving or engine.has_work:
+            if arriving and rng.random() < 0.4:
+                sequences += engine.add(arriving.pop(0))
+            if sequences and rng.random() < cancel_rate:
+                engine.scheduler.end(rng.choice(sequences), "cancelled")
+            before = _advancement(sequences)
+            engine.step()
+            engine.scheduler.check_integrity()
+            idle = 0 if _advancement(sequences) != before or not engine.has_work else idle + 1
+            assert idle <= MAX_IDLE_STEPS, f"seed {self.seed}: nothing advances"
+        return self._outcomes(engine, sequences)
+
+    def alone(self, policy: Policy, request: Request) -> dict[tuple[str, int], Outcome]:
+        """One request by itself, with all the memory it could want, a token at a time."""
+        config = EngineConfig(
+            page_size=self.config.page_size,
+            num_pages=1 + 3 * -(-self.config.max_context // self.config.page_size),
+            max_slots=3,
+            max_context=min(
+                self.config.max_context, (self.config.num_pages - 1) * self.config.page_size
+            ),
+            max_step_tokens=1000,
+            max_decode_iterations=1,
+        )
+        engine = self.engine(policy, config)
+        sequences = engine.add(request)
+        while engine.has_work:
+            engine.step()
+        return self._outcomes(engine, sequences)
+
+    def _outcomes(
+        self, engine: Engine, sequences: list[Sequence]
+    ) -> dict[tuple[str, int], Outcome]:
+        assert engine.scheduler.pool.num_owned == 0, f"seed {self.seed}: pages leaked"
+        assert engine.scheduler.slots.num_live == 0, f"seed {self.seed}: slots leaked"
+        assert all(s.phase is Phase.FINISHED for s in sequences), f"seed {self.seed}"
+        return {
+            (s.request.id, s.sample_index): Outcome(
+                tuple(s.output), str(s.finish_reason), s.num_preemptions
+            )
+            for s in sequences
+        }
+
+
+def _advancement(sequences: list[Sequence]) -> list[tuple[int, int, Phase]]:
+    return [(s.num_computed, len(s.output), s.phase) for s in sequences]

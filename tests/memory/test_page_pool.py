@@ -1,0 +1,71 @@
+"""The page pool counts references and promises."""
+
+import random
+
+import pytest
+
+from jaxserve.memory.page_pool import NULL_PAGE, PagePool
+from jaxserve.memory.page_table import PageTable
+
+
+def test_promised_pages_are_available_to_nobody_else():
+    """A promise takes from what is available without naming pages."""
+    pool = PagePool(6)
+    assert pool.promise(4)
+    assert (pool.num_free, pool.num_available) == (5, 1)
+    assert not pool.promise(2)
+    pages = pool.draw(3)
+    assert NULL_PAGE not in pages and len(set(pages)) == 3
+    pool.withdraw(1)
+    assert pool.num_available == 2
+    pool.check_integrity()
+
+
+def test_shared_page_is_free_only_after_its_last_reference():
+    """Sharing adds a reference; the page returns when all are dropped."""
+    pool = PagePool(3)
+    pool.promise(1)
+    pages = pool.draw(1)
+    pool.share(pages)
+    pool.release(pages)
+    assert pool.num_owned == 1
+    pool.release(pages)
+    assert pool.num_owned == 0
+    with pytest.raises(ValueError, match="not owned"):
+        pool.release(pages)
+    with pytest.raises(ValueError, match="not owned"):
+        pool.share(pages)
+
+
+def test_random_use_keeps_every_page_in_one_state():
+    """Reserving, growing, sharing and closing at random never loses or doubles a page."""
+    rng = random.Random(0)
+    for _ in range(200):
+        pool, page_size = PagePool(rng.randint(2, 20)), rng.randint(1, 4)
+        tables = [PageTable(pool, page_size) for _ in range(4)]
+        for _ in range(40):
+            table, other = rng.sample(tables, 2)
+            action = rng.randrange(4)
+            tokens = rng.randint(1, 40)
+            if action == 0 and table.reserve(tokens):
+                assert table.missing(tokens) == 0
+            elif action == 1 and not table.missing(tokens):
+                table.grow(tokens)
+                assert table.num_pages * page_size >= tokens
+            elif action == 2 and not table.num_reserved:
+                table.share_prefix(other, rng.randint(0, other.num_pages))
+            elif action == 3:
+                table.close()
+            pool.check_integrity()
+            assert pool.num_promised == sum(t.num_reserved - t.num_pages for t in tables)
+            assert {p for t in tables for p in t.pages} == {
+                p for p in range(1, pool.num_usable + 1) if pool.refcount(p)
+            }
+
+
+def test_growing_past_the_reservation_is_refused():
+    """A table owns only what it reserved."""
+    table = PageTable(PagePool(4), 2)
+    table.reserve(2)
+    with pytest.raises(ValueError, match="reserve first"):
+        table.grow(4)
