@@ -170,7 +170,8 @@ class DeviceExecutor:
             self._params,
             self._slots,
             row_hidden,
-            batch,
+            batch.slot,
+            batch.num_sampling,
             _needs(plan.needs),
             num_rows=bucket(num_sampling, self.config.head_buckets),
         )
@@ -237,7 +238,13 @@ class DeviceExecutor:
             self._params, self._cache, self._slots, batch
         )
         self._slots, _ = self._programs.mixed_head(
-            self._params, self._slots, row_hidden, batch, _needs(Needs()), num_rows=num_rows
+            self._params,
+            self._slots,
+            row_hidden,
+            batch.slot,
+            batch.num_sampling,
+            _needs(Needs()),
+            num_rows=num_rows,
         )
 
     def _warm_decode(self, num_rows: int) -> None:

@@ -148,7 +148,8 @@ def _mixed_head(
     params: Params,
     slots: SlotState,
     row_hidden: jax.Array,  # [S, E]
-    batch: MixedBatch,
+    slot: jax.Array,  # int32 [S], slot of each row, the sampling rows first
+    num_sampling: jax.Array,  # int32 scalar
     needs: SamplingNeeds,
     *,
     num_rows: int,
@@ -157,8 +158,8 @@ def _mixed_head(
 ) -> tuple[SlotState, Outputs]:
     """Sample the next token of the first `num_rows` rows and append it to their slots."""
     model = nnx.merge(graphdef, params)
-    index = batch.slot[:num_rows]
-    live = (jnp.arange(num_rows) < batch.num_sampling) & ~slots.done[index]
+    index = slot[:num_rows]
+    live = (jnp.arange(num_rows) < num_sampling) & ~slots.done[index]
     sampled = sample(
         model.logits(row_hidden[:num_rows]),
         jax.tree.map(lambda leaf: leaf[index], slots.sampling),

@@ -44,8 +44,10 @@ class Tokenizer:
         self.eos_token_ids = tuple(eos_token_ids)
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})
-        added = backend.get_added_tokens_decoder().values()
-        self._control_texts = sorted((t.content for t in added if t.special), key=len, reverse=True)
+        control = {i: t.content for i, t in backend.get_added_tokens_decoder().items() if t.special}
+        self._control_ids = frozenset(control)
+        self._control_texts = sorted(control.values(), key=len, reverse=True)
+        self._byte_fallback_ids = _byte_fallback_ids(backend)
 
     @classmethod
     def from_gguf(cls, source: str | Path | GGUFSource) -> Tokenizer:
@@ -179,6 +181,12 @@ class Tokenizer:
         settings = json.loads((Path(folder) / _SETTINGS_FILE).read_text(encoding="utf-8"))
         return cls(tokenizers.Tokenizer.from_file(str(Path(folder) / _TOKENIZER_FILE)), **settings)
 
+    def _is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """Whether `decode` passes over this token altogether."""
+        if token_id in self._control_ids:
+            return skip_special_tokens
+        return self._backend.id_to_token(token_id) is None
+
     def _rendered(self, messages: Any, add_generation_prompt: bool) -> str:
         # Imports transformers: only chats pay for it.
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -237,7 +245,7 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._byte_ids = _byte_fallback_ids(tokenizer)
+        self._byte_ids = tokenizer._byte_fallback_ids
         # The last tokens that gave text, as context for the decoder, and those after them.
         self._ids: list[int] = []
         self._num_read = 0
@@ -254,6 +262,8 @@ class StreamDecoder:
         return rest
 
     def _push_one(self, token_id: int) -> str:
+        if self._tokenizer._is_silent(token_id, self._skip_special_tokens):
+            return ""
         self._ids.append(token_id)
         # A run of byte tokens is judged as a whole: one bad byte spoils all of it.
         if token_id in self._byte_ids:
@@ -271,18 +281,17 @@ class StreamDecoder:
         return self._tokenizer.decode(token_ids, self._skip_special_tokens)
 
 
-def _byte_fallback_ids(tokenizer: Tokenizer) -> frozenset[int]:
+def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
     """Ids of "<0x00>" to "<0xFF>" where the decoder joins them to characters; else none."""
-    backend = tokenizer._backend
-    ids = [backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
-    letter = ids[ord("A")]
+    letter = backend.token_to_id("<0x41>")
     if letter is None or backend.decode([letter]) != "A":
         return frozenset()
+    ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return frozenset(token_id for token_id in ids if token_id is not None)
 
 
 def declared_end_ids(folder: Path) -> list[int]:
-    """`eos_token_id` of generation_config.json, else of config.json; a number or a list."""
+    """`eos_token_id` of a folder's generation_config.json, else of its config.json."""
     for name in ("generation_config.json", "config.json"):
         try:
             given = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")

@@ -2,8 +2,8 @@
 
 Cost follows the contexts, not the width of the page tables: keys are read a chunk of pages at a
 time, in a loop whose trip count is known only when it runs, with the online softmax of
-Milakov and Gimelshein (arXiv:1805.02867) in float32. Single-token rows go through the loop
-together; longer rows are cut into tiles of queries that go one after the other.
+Milakov and Gimelshein (arXiv:1805.02867) in float32. Single-token rows go through the loop in
+blocks; longer rows are cut into tiles of queries that go one after the other.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from jax import lax
 
 from pallas_kernels.paged_attention.rows import Rows
 
-# Measured on two AVX-512 cores (benchmarks/); a chunk is as many pages as hold these tokens.
+# Measured on two AVX-512 cores; a chunk is as many pages as hold these tokens.
 DECODE_CHUNK_TOKENS = 128
+DECODE_BLOCK_ROWS = 8
 TILE_CHUNK_TOKENS = 256
 TILE_QUERIES = 64
 
@@ -72,16 +73,35 @@ class _Options:
 
 
 def _single_token_rows(q: jax.Array, rows: Rows, attend) -> jax.Array:
-    """`q` [rows, kv_heads, group, head_dim], one query a row; unused rows read nothing."""
-    context = jnp.where(rows.query_length > 0, rows.context_length, 0)
-    out = attend(
-        q[:, None],
-        position=rows.first_position[:, None],
-        context=context,
-        page_table=rows.page_table,
-        chunk_tokens=DECODE_CHUNK_TOKENS,
-    )
-    return out[:, 0]
+    """`q` [rows, kv_heads, group, head_dim], one query a row; unused rows read nothing.
+
+    Blocks of rows go one after the other, so that a short context does not wait for the longest.
+    """
+    num_rows = q.shape[0]
+    block = min(DECODE_BLOCK_ROWS, num_rows)
+    missing = -num_rows % block
+
+    def padded(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)))
+
+    query = padded(q)[:, None]
+    position = padded(rows.first_position)[:, None]
+    context = padded(jnp.where(rows.query_length > 0, rows.context_length, 0))
+    page_table = padded(rows.page_table)
+
+    def one_block(index: jax.Array, out: jax.Array) -> jax.Array:
+        part = partial(lax.dynamic_slice_in_dim, start_index=index * block, slice_size=block)
+        attended = attend(
+            part(query),
+            position=part(position),
+            context=part(context),
+            page_table=part(page_table),
+            chunk_tokens=DECODE_CHUNK_TOKENS,
+        )
+        return lax.dynamic_update_slice_in_dim(out, attended, index * block, axis=0)
+
+    out = lax.fori_loop(0, query.shape[0] // block, one_block, jnp.zeros_like(query))
+    return out[:num_rows, 0]
 
 
 def _mixed_rows(q: jax.Array, rows: Rows, attend) -> jax.Array:
@@ -152,7 +172,8 @@ def _attend(
     Returns:
       float32, q's shape; zeros where nothing was seen.
     """
-    page_size = k_pages.shape[3]
+    num_pages, kv_heads, page_size, head_dim = k_pages.shape[1:]
+    blocks, queries, _, group, _ = q.shape
     pages = max(1, min(chunk_tokens // page_size, page_table.shape[1]))
     page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))
     tokens = pages * page_size
@@ -161,48 +182,54 @@ def _attend(
     if options.sliding_window is not None:
         start = jnp.clip(position[:, 0] - options.sliding_window + 1, 0, end)
     first_chunk = jnp.min(jnp.where(end > 0, start, jnp.iinfo(jnp.int32).max)) // tokens
+    last_chunk = -(-jnp.max(end) // tokens)
+    # One product a page and KV head leaves the pages as they lie: no transposed copy of the keys.
+    paged_q = jnp.moveaxis(q, 1, 3)[:, None]
+    paged_q = jnp.broadcast_to(paged_q, (blocks, pages, *paged_q.shape[2:]))
+
+    def read(cache: jax.Array, table: jax.Array) -> jax.Array:
+        # A page as one flat row of a two-dimensional array is what XLA gathers fastest.
+        flat = cache.reshape(-1, kv_heads * page_size * head_dim)
+        got = flat.at[table + layer * num_pages].get(mode="promise_in_bounds")
+        return got.astype(jnp.float32).reshape(blocks, pages, kv_heads, page_size, head_dim)
 
     def one_chunk(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         maximum, total, weighted = carry
         table = lax.dynamic_slice_in_dim(page_table, chunk * pages, pages, axis=1)
-        # [blocks, pages, kv_heads, page_size, head_dim]
-        k = k_pages.at[layer, table].get(mode="promise_in_bounds").astype(jnp.float32)
-        v = v_pages.at[layer, table].get(mode="promise_in_bounds").astype(jnp.float32)
+        k, v = read(k_pages, table), read(v_pages, table)
         # [blocks, pages, page_size]
         key = (chunk * tokens + jnp.arange(tokens)).reshape(1, pages, page_size)
         exists = key < end[:, None, None]
         v = jnp.where(exists[:, :, None, :, None], v, 0.0)
-        # [blocks, kv_heads, group, queries, pages, page_size]
-        logits = jnp.einsum("bqhgd,bphsd->bhgqps", q, k)
+        # [blocks, pages, kv_heads, group, queries, page_size]
+        logits = jnp.einsum("bphgqd,bphsd->bphgqs", paged_q, k)
         if options.soft_cap is not None:
             logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
-        distance = key[:, None] - position[:, :, None, None]
+        # [blocks, pages, 1, 1, queries, page_size]
+        distance = key[:, :, None, None, None] - position[:, None, None, None, :, None]
         if options.alibi_slopes is not None:
-            slopes = options.alibi_slopes[None, :, :, None, None, None]
-            logits += slopes * distance[:, None, None].astype(jnp.float32)
-        seen = exists[:, None] & (distance <= 0)
+            slopes = options.alibi_slopes[None, None, :, :, None, None]
+            logits += slopes * distance.astype(jnp.float32)
+        seen = exists[:, :, None, None, None] & (distance <= 0)
         if options.sliding_window is not None:
             seen &= distance > -options.sliding_window
-        logits = jnp.where(seen[:, None, None], logits, _MASKED)
-        new_maximum = jnp.maximum(maximum, logits.max((-1, -2)))
-        weights = jnp.where(
-            seen[:, None, None], jnp.exp(logits - new_maximum[..., None, None]), 0.0
-        )
+        logits = jnp.where(seen, logits, _MASKED)
+        new_maximum = jnp.maximum(maximum, logits.max((1, -1)))
+        weights = jnp.exp(logits - new_maximum[:, None, ..., None])
+        weights = jnp.where(seen, weights, 0.0)
         kept = jnp.exp(maximum - new_maximum)
         return (
             new_maximum,
-            total * kept + weights.sum((-1, -2)),
-            weighted * kept[..., None] + jnp.einsum("bhgqps,bphsd->bhgqd", weights, v),
+            total * kept + weights.sum((1, -1)),
+            weighted * kept[..., None] + jnp.einsum("bphgqs,bphsd->bhgqd", weights, v),
         )
 
-    blocks, queries, kv_heads, group, head_dim = q.shape
     shape = (blocks, kv_heads, group, queries)
     initial = (
         jnp.full(shape, _MASKED),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, head_dim), jnp.float32),
     )
-    last_chunk = -(-jnp.max(end) // tokens)
     _, total, weighted = lax.fori_loop(first_chunk, last_chunk, one_chunk, initial)
     out = weighted / jnp.where(total == 0.0, 1.0, total)[..., None]
     return jnp.moveaxis(out, 3, 1)

@@ -1,0 +1,111 @@
+"""Named shapes that the tests and the benchmarks of paged attention share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.paged_attention.rows import Rows
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """One ragged batch: `rows` is (queries, context) of each row, context in tokens.
+
+    A row's queries are the last ones of its context. `page_table_width` in pages; at least what
+    the longest context needs.
+    """
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    rows: tuple[tuple[int, int], ...]
+    page_table_width: int = 0
+
+    @property
+    def is_decode(self) -> bool:
+        return all(queries == 1 for queries, _ in self.rows)
+
+
+def _decode_contexts(count: int, low: int, high: int) -> tuple[tuple[int, int], ...]:
+    contexts = np.random.default_rng(0).integers(low, high, count)
+    return tuple((1, int(context)) for context in contexts)
+
+
+_SMOLLM2 = dict(num_heads=9, num_kv_heads=3, head_dim=64, page_size=32, page_table_width=64)
+_TINY = dict(num_heads=4, num_kv_heads=2, head_dim=8, page_size=4)
+_DECODE_32 = _decode_contexts(32, 300, 500)
+
+# Small enough for the reference.
+TEST_SHAPES = (
+    AttentionShape(name="one_token", rows=((1, 1),), **_TINY),
+    AttentionShape(name="decode", rows=((1, 1), (1, 4), (1, 5), (1, 37), (0, 0)), **_TINY),
+    AttentionShape(name="prefill", rows=((29, 29), (0, 0)), **_TINY),
+    AttentionShape(name="chunk", rows=((7, 31), (150, 163)), **_TINY, page_table_width=64),
+    AttentionShape(name="mixed", rows=((1, 9), (12, 12), (0, 0), (1, 30), (70, 75)), **_TINY),
+    AttentionShape(
+        name="multi_query",
+        num_heads=5,
+        num_kv_heads=1,
+        head_dim=16,
+        page_size=8,
+        rows=((3, 20), (1, 33)),
+    ),
+    AttentionShape(
+        name="multi_head",
+        num_heads=3,
+        num_kv_heads=3,
+        head_dim=16,
+        page_size=1,
+        rows=((1, 6), (5, 5)),
+    ),
+)
+
+BENCHMARK_SHAPES = (
+    AttentionShape(name="smollm2_decode_32", rows=_DECODE_32, **_SMOLLM2),
+    AttentionShape(name="smollm2_prefill_256", rows=((256, 256),), **_SMOLLM2),
+    AttentionShape(name="smollm2_prefill_512", rows=((512, 512),), **_SMOLLM2),
+    AttentionShape(name="smollm2_mixed", rows=(*_DECODE_32[:31], (225, 600)), **_SMOLLM2),
+)
+
+
+def make_inputs(
+    shape: AttentionShape, seed: int, *, layers: int = 2, padding: int = 0
+) -> tuple[jax.Array, jax.Array, jax.Array, Rows]:
+    """Random float32 `q`, `k_pages`, `v_pages` and rows, on scattered pages; page 0 unused.
+
+    Unused entries of the page tables are the null page. `padding` tokens at the end belong to
+    no row.
+    """
+    random = np.random.default_rng(seed)
+    needed = [-(-context // shape.page_size) for _, context in shape.rows]
+    num_pages = 2 + sum(needed)
+    pages = random.permutation(np.arange(1, num_pages))
+    table = np.zeros((len(shape.rows), max(1, shape.page_table_width, *needed)), np.int32)
+    used = 0
+    for row, count in enumerate(needed):
+        table[row, :count] = pages[used : used + count]
+        used += count
+    length = np.asarray([queries for queries, _ in shape.rows], np.int32)
+    context = np.asarray([context for _, context in shape.rows], np.int32)
+    rows = Rows(
+        query_start=jnp.asarray(np.cumsum(length) - length, jnp.int32),
+        query_length=jnp.asarray(length),
+        first_position=jnp.asarray(context - length),
+        context_length=jnp.asarray(context),
+        page_table=jnp.asarray(table),
+    )
+    tokens = len(shape.rows) if shape.is_decode else int(length.sum()) + padding
+
+    def normal(*size: int) -> jax.Array:
+        return jnp.asarray(random.standard_normal(size), jnp.float32)
+
+    cache = (layers, num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
+    return normal(tokens, shape.num_heads, shape.head_dim), normal(*cache), normal(*cache), rows

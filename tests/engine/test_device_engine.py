@@ -1,0 +1,291 @@
+"""The engine on a device: the same tokens however a request was batched, and nothing compiles."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve.core.clock import WallClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import CompilationAfterWarmupError, NumericalError, RuntimeClosedError
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.assembly import warm_up
+from jaxserve.engine.device_executor import DeviceExecutor
+from jaxserve.engine.engine import Engine
+from jaxserve.models.batch import empty_cache
+from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.sequence import Sequence
+from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts, tiny_llama
+
+CONFIG = EngineConfig(
+    page_size=8,
+    num_pages=600,
+    max_slots=64,
+    max_context=MAX_CONTEXT,
+    max_step_tokens=192,
+    max_decode_iterations=4,
+    token_buckets=(64, 192),
+    slot_buckets=(1, 8, 64),
+    head_buckets=(8, 64),
+)
+
+
+def _new_executor(model, config: EngineConfig = CONFIG) -> DeviceExecutor:
+    graphdef, params = nnx.split(model)
+    cache = empty_cache(model.config, config.num_pages, config.page_size, jnp.float32, "unrolled")
+    device = jax.devices()[0]
+    return DeviceExecutor(
+        graphdef,
+        params,
+        jax.device_put(cache, device),
+        config,
+        place=lambda tree: jax.device_put(tree, device),
+        strict=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def executor():
+    """One warmed-up executor for all tests of this module; each leaves every slot inert."""
+    executor = _new_executor(tiny_llama())
+    warm_up(executor, progress=False)
+    yield executor
+    executor.close()
+
+
+@dataclass
+class _SmallerPool:
+    """The same executor, for a scheduler that is told of fewer pages or slots."""
+
+    executor: DeviceExecutor
+    config: EngineConfig
+
+    def submit(self, plan: StepPlan):
+        return self.executor.submit(plan)
+
+    def close(self) -> None:
+        raise AssertionError("the shared executor stays open")
+
+
+def _request(number: int, prompt, params: SamplingParams, stop_token_ids=()) -> Request:
+    return Request(
+        id=f"{number}",
+        prompt=tuple(prompt),
+        params=params,
+        arrival_s=float(number),
+        stop_token_ids=tuple(stop_token_ids),
+        seed=number,
+    )
+
+
+def _serve(executor, policy: Policy, requests, *, num_pages=None, arrive=None) -> list[Sequence]:
+    """All sequences, ended; `arrive(i)` steps pass before request i comes."""
+    config = executor.config if num_pages is None else replace(CONFIG, num_pages=num_pages)
+    engine = Engine(_SmallerPool(executor, config), policy, WallClock())
+    sequences: list[Sequence] = []
+    waiting = list(requests)
+    while waiting or engine.has_work:
+        while waiting and (arrive is None or arrive()):
+            sequences += engine.add(waiting.pop(0))
+        engine.step()
+        engine.scheduler.check_integrity()
+    return sequences
+
+
+GREEDY = SamplingParams(max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return [_request(i, p, GREEDY) for i, p in enumerate(random_prompts(64))]
+
+
+@pytest.fixture(scope="module")
+def alone(executor, requests):
+    """Output tokens of each request served by itself."""
+    return [_serve(executor, PRESETS["orca"], [request])[0].output for request in requests]
+
+
+def test_answers_are_lively(alone):
+    """The tiny model's answers vary, so that equal tokens mean something."""
+    assert len({token for output in alone for token in output}) > VOCAB_SIZE // 2
+    assert len({tuple(output) for output in alone}) > 60
+
+
+@pytest.mark.parametrize("size", [2, 7, 33, 64])
+@pytest.mark.parametrize("preset", ["orca", "vllm_like"])
+def test_same_tokens_in_a_batch_of_any_size(executor, requests, alone, preset, size):
+    """A request's greedy tokens do not depend on who shares the batch."""
+    sequences = _serve(executor, PRESETS[preset], requests[:size])
+    assert [s.output for s in sequences] == alone[:size]
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 16, 100])
+def test_same_tokens_with_chunked_prefill(executor, requests, alone, chunk_tokens):
+    """However prompts are cut, while other requests come and decode beside them."""
+    policy = Policy("chunks", OnDemand(), FCFS(), Unified(chunk_tokens), Stateless())
+    rng = random.Random(chunk_tokens)
+    sequences = _serve(executor, policy, requests[:24], arrive=lambda: rng.random() < 0.3)
+    assert [s.output for s in sequences] == alone[:24]
+
+
+@pytest.mark.parametrize("num_pages", [14, 40])
+def test_same_tokens_after_preemption(executor, requests, alone, num_pages):
+    """Sequences whose pages were taken away go on where they were."""
+    sequences = _serve(executor, PRESETS["vllm_like"], requests[:24], num_pages=num_pages)
+    assert sum(s.num_preemptions for s in sequences) > 0
+    assert [s.output for s in sequences] == alone[:24]
+
+
+def test_sampled_tokens_depend_on_seed_and_position_only(executor):
+    """Random answers, with every option in use, are the same alone and in a preempted batch."""
+    rng = np.random.default_rng(5)
+    requests = []
+    for i, prompt in enumerate(random_prompts(20, seed=5)):
+        params = SamplingParams(
+            max_tokens=20,
+            temperature=float(rng.choice([0.0, 0.7, 1.5])),
+            top_k=int(rng.choice([0, 3, 20])),
+            top_p=float(rng.choice([1.0, 0.8])),
+            min_p=float(rng.choice([0.0, 0.05])),
+            repetition_penalty=float(rng.choice([1.0, 1.3])),
+            presence_penalty=float(rng.choice([0.0, 0.5])),
+            frequency_penalty=float(rng.choice([0.0, 0.5])),
+            min_tokens=int(rng.choice([0, 5])),
+            logit_bias={3: 1.0} if i % 3 == 0 else None,
+        )
+        requests.append(_request(i, prompt, params, stop_token_ids=range(8)))
+    alone = [_serve(executor, PRESETS["orca"], [request])[0] for request in requests]
+    together = _serve(executor, PRESETS["vllm_like"], requests, num_pages=40)
+    assert [s.output for s in together] == [s.output for s in alone]
+    assert {s.finish_reason for s in together} == {"stop", "length"}
+    for sequence in together:
+        early = sequence.output[: sequence.request.params.min_tokens]
+        assert not set(early) & set(range(8))
+
+
+def test_samples_of_one_prompt_differ_and_are_reproducible(executor):
+    """Each of n samples has its own random stream; sharing prompt pages does not change it."""
+    prompt = random_prompts(1, seed=9, longest=60)[0] * 2
+    params = SamplingParams(max_tokens=12, temperature=1.0, n=4)
+    first = _serve(executor, PRESETS["vllm_like"], [_request(1, prompt[:60], params)])
+    again = _serve(executor, PRESETS["orca"], [_request(1, prompt[:60], params)])
+    assert len({tuple(s.output) for s in first}) == 4
+    assert [s.output for s in first] == [s.output for s in again]
+
+
+def test_stop_token_ends_a_decode_loop_early(executor, alone, requests):
+    """The answer ends with its stop token, and what the device did past it is never seen."""
+    stop = alone[0][6]
+    cut = alone[0].index(stop) + 1
+    request = _request(0, requests[0].prompt, GREEDY, stop_token_ids=[stop])
+    sequence = _serve(executor, PRESETS["vllm_like"], [request])[0]
+    assert sequence.output == alone[0][:cut]
+    assert sequence.finish_reason == "stop"
+
+
+def test_logprobs_do_not_depend_on_chunks_or_batch(executor):
+    """Output and prompt log-probabilities agree between a single run and a chunked batch."""
+    params = SamplingParams(max_tokens=6, logprobs=3, prompt_logprobs=2)
+    requests = [_request(i, p, params) for i, p in enumerate(random_prompts(6, seed=2))]
+    policy = Policy("chunks", OnDemand(), FCFS(), Unified(7), Stateless())
+    for request, together in zip(requests, _serve(executor, policy, requests), strict=True):
+        single = _serve(executor, PRESETS["orca"], [request])[0]
+        assert len(single.logprobs) == 6
+        assert sorted(single.prompt_logprobs) == list(range(1, len(request.prompt)))
+        for a, b in zip(single.logprobs, together.logprobs, strict=True):
+            assert a.token_id == b.token_id and a.logprob == pytest.approx(b.logprob, rel=1e-4)
+            assert a.top[0][0] == a.token_id  # greedy
+        for position, a in single.prompt_logprobs.items():
+            b = together.prompt_logprobs[position]
+            assert a.token_id == request.prompt[position] == b.token_id
+            assert a.logprob == pytest.approx(b.logprob, rel=1e-4)
+            assert [t for t, _ in a.top] == [t for t, _ in b.top]
+
+
+def test_nothing_compiles_over_a_random_workload(executor):
+    """After warm-up a random workload with arrivals, cancellations and all options is quiet."""
+    rng = random.Random(0)
+    before = executor.num_compilations
+    engine = Engine(executor, PRESETS["vllm_like"], WallClock())
+    sequences: list[Sequence] = []
+    for i, prompt in enumerate(random_prompts(80, seed=3)):
+        params = SamplingParams(
+            max_tokens=rng.randint(1, 40),
+            temperature=rng.choice([0.0, 1.0]),
+            top_p=rng.choice([0.9, 1.0]),
+            logprobs=rng.choice([None, 2]),
+            prompt_logprobs=rng.choice([None, 1]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
+        )
+        sequences += engine.add(_request(i, prompt, params))
+        for _ in range(rng.randint(0, 4)):
+            engine.step()
+        if rng.random() < 0.2:
+            engine.scheduler.end(rng.choice(sequences), "cancelled")
+    while engine.has_work:
+        engine.step()
+    assert executor.num_compilations == before
+    assert engine.stats.num_decode_loops > 10
+
+
+def test_strict_mode_raises_on_a_compilation():
+    """An executable that warm-up did not make is an error that names the step."""
+    executor = _new_executor(tiny_llama(), replace(CONFIG, num_pages=20))
+    executor.finish_warmup()
+    engine = Engine(executor, PRESETS["orca"], WallClock())
+    engine.add(_request(0, [1, 2], GREEDY))
+    with pytest.raises(CompilationAfterWarmupError, match="step 0"):
+        engine.step()
+    executor.close()
+    with pytest.raises(RuntimeClosedError):
+        engine.step()
+
+
+def test_not_finite_logits_fail_one_request_alone(executor, requests, alone):
+    """A prompt that meets a poisoned embedding fails; its neighbours' tokens are as ever."""
+    model = tiny_llama()
+    poisoned = VOCAB_SIZE - 1
+    model.embedding[...] = model.embedding[...].at[poisoned].set(jnp.nan)
+    graphdef, params = nnx.split(model)
+    clean = executor._params
+    executor._params = params
+    try:
+        neighbours = [i for i in range(20) if poisoned not in requests[i].prompt + tuple(alone[i])]
+        bad = _request(100, [1, 2, poisoned, 3], GREEDY)
+        served = [*(requests[i] for i in neighbours), bad]
+        *others, failed = _serve(executor, PRESETS["vllm_like"], served)
+    finally:
+        executor._params = clean
+    assert failed.finish_reason == "error" and isinstance(failed.error, NumericalError)
+    assert len(neighbours) >= 5
+    assert [s.output for s in others] == [alone[i] for i in neighbours]
+
+
+def test_no_copy_of_the_cache_in_any_step(executor):
+    """A larger page pool needs no larger temporaries: it is updated in place."""
+    model_config = tiny_llama().config
+
+    def needed(num_pages: int) -> tuple[int, int]:
+        cache = jax.eval_shape(
+            lambda: empty_cache(model_config, num_pages, CONFIG.page_size, jnp.float32, "unrolled")
+        )
+        cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+        return cache_bytes, executor._programs.largest_step_bytes(executor._params, cache)
+
+    small_bytes, small_needs = needed(1000)
+    large_bytes, large_needs = needed(20000)
+    assert large_needs - small_needs < 0.01 * (large_bytes - small_bytes)

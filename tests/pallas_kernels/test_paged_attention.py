@@ -1,0 +1,191 @@
+"""Every implementation of paged attention agrees with the dense reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Rows, kv_write, paged_attention
+from pallas_kernels.paged_attention.shapes import TEST_SHAPES, AttentionShape, make_inputs
+
+OPTIONS = {
+    "plain": {},
+    "window": dict(sliding_window=6),
+    "soft_cap": dict(soft_cap=1.5, scale=0.7),
+    "alibi": dict(alibi=True),
+    "all": dict(sliding_window=19, soft_cap=2.0, alibi=True),
+}
+
+
+def _options(name: str, shape: AttentionShape) -> dict:
+    options = dict(OPTIONS[name])
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = jnp.linspace(0.05, 0.4, shape.num_heads)
+    return options
+
+
+def _check(inputs, layer=1, max_query_length=None, **options) -> None:
+    """Compare the rows' tokens in relative norm; the other tokens must be finite."""
+    q, k_pages, v_pages, rows = inputs
+    attend = partial(paged_attention, max_query_length=max_query_length, **options)
+    got = np.asarray(jax.jit(attend, static_argnums=3)(q, k_pages, v_pages, layer, rows))
+    wanted = np.asarray(attend(q, k_pages, v_pages, layer, rows, implementation="reference"))
+    owned = np.zeros(len(q), bool)
+    for start, length in zip(rows.query_start, rows.query_length, strict=True):
+        owned[int(start) : int(start) + int(length)] = True
+    error = np.linalg.norm(got[owned] - wanted[owned]) / np.linalg.norm(wanted[owned])
+    assert error < 2e-6
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("shape", TEST_SHAPES, ids=lambda shape: shape.name)
+def test_agrees_with_the_reference(shape):
+    """Ragged batches agree in the mixed form, with every option at once."""
+    _check(make_inputs(shape, seed=1, padding=5), **_options("all", shape))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_each_option_alone(options):
+    """Each option alone agrees, in the mixed form and in the decode form."""
+    _check(make_inputs(_shape("mixed"), seed=1), **_options(options, _shape("mixed")))
+    shape = _shape("decode")
+    _check(_decode_inputs(shape, seed=2), max_query_length=1, **_options(options, shape))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_ragged_batches(seed):
+    """Random rows, contexts, pages and options agree; the seed is the test's name."""
+    random = np.random.default_rng(seed)
+    kv_heads = int(random.integers(1, 4))
+    rows = []
+    for _ in range(random.integers(1, 7)):
+        queries = int(random.choice([0, 1, 1, random.integers(2, 90)]))
+        rows.append((queries, queries + int(random.integers(0, 300)) * bool(queries)))
+    if not any(queries for queries, _ in rows):
+        rows.append((2, 3))
+    shape = AttentionShape(
+        name="random",
+        num_heads=kv_heads * int(random.integers(1, 5)),
+        num_kv_heads=kv_heads,
+        head_dim=int(random.choice([4, 16])),
+        page_size=int(random.choice([1, 8, 32])),
+        rows=tuple(rows),
+    )
+    name = str(random.choice(list(OPTIONS)))
+    _check(make_inputs(shape, seed, padding=3), **_options(name, shape))
+
+
+@pytest.mark.parametrize("max_query_length", [None, 1])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_garbage_outside_the_context_is_never_seen(poison, max_query_length):
+    """Not-a-number in the null page, unused pages and page tails leaves the output alone."""
+    if max_query_length == 1:
+        q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=3)
+    else:
+        q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=3)
+    page_size = k_pages.shape[3]
+    held = np.zeros((k_pages.shape[1], page_size), bool)
+    for table, context in zip(np.asarray(rows.page_table), rows.context_length, strict=True):
+        position = np.arange(int(context))
+        held[table[position // page_size], position % page_size] = True
+    held = jnp.asarray(held)[None, :, None, :, None]
+    poisoned = (jnp.where(held, pages, poison) for pages in (k_pages, v_pages))
+    _check((q, *poisoned, rows), max_query_length=max_query_length)
+
+
+def test_one_row_with_not_a_number_leaves_the_others_alone():
+    """A sequence whose own values are not numbers does not reach the rest of the batch."""
+    q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=4)
+    run = partial(paged_attention, layer=0, rows=rows, max_query_length=1)
+    wanted = run(q, k_pages, v_pages)
+    victim = int(rows.page_table[3, 0])
+    got = run(q, k_pages.at[:, victim].set(jnp.nan), v_pages.at[:, victim].set(jnp.nan))
+    assert np.isnan(got[3]).all()
+    np.testing.assert_allclose(got[:3], wanted[:3], rtol=1e-6)
+
+
+def test_several_rows_share_one_page_table():
+    """A recomputed leading range and a new prompt of one sequence see each other's keys."""
+    shape = dataclasses.replace(_shape("prefill"), rows=((0, 40), (0, 40), (0, 40)))
+    _, k_pages, v_pages, rows = make_inputs(shape, seed=5)
+    rows = Rows(
+        query_start=jnp.asarray([0, 6, 17], jnp.int32),
+        query_length=jnp.asarray([6, 11, 1], jnp.int32),
+        first_position=jnp.asarray([2, 28, 20], jnp.int32),
+        context_length=jnp.asarray([40, 40, 40], jnp.int32),
+        page_table=jnp.tile(rows.page_table[1:2], (3, 1)),
+    )
+    q = jax.random.normal(jax.random.key(0), (20, shape.num_heads, shape.head_dim))
+    _check((q, k_pages, v_pages, rows))
+
+
+def test_bfloat16_is_computed_in_float32():
+    """bfloat16 queries and pages give the float32 answer, rounded once."""
+    q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=6)
+    half = [x.astype(jnp.bfloat16) for x in (q, k_pages, v_pages)]
+    got = paged_attention(*half, 1, rows)
+    wanted = paged_attention(*(x.astype(jnp.float32) for x in half), 1, rows)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), wanted, rtol=2**-7, atol=1e-6)
+
+
+def test_layer_may_be_traced():
+    """A traced layer index reads the same layer as a static one."""
+    q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=7)
+    static = paged_attention(q, k_pages, v_pages, 1, rows)
+    traced = jax.jit(paged_attention)(q, k_pages, v_pages, jnp.int32(1), rows)
+    np.testing.assert_allclose(static, traced, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_query_length", [None, 1])
+def test_the_cache_is_not_copied(max_query_length):
+    """With donated pages, writing and attending need far less memory than the cache itself."""
+    shape = AttentionShape(
+        name="large_cache",
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        page_size=32,
+        rows=((1, 300),) * 4,
+    )
+    q, k_pages, v_pages, rows = _decode_inputs(shape, seed=8)
+    k_pages, v_pages = (jnp.tile(x, (1, 100, 1, 1, 1)) for x in (k_pages, v_pages))
+    new = jnp.zeros((len(q), 2, 64))
+    where = jnp.zeros(len(q), jnp.int32)
+
+    def step(k_pages, v_pages):
+        k_pages = kv_write(k_pages, 1, new, where, where)
+        v_pages = kv_write(v_pages, 1, new, where, where)
+        out = paged_attention(q, k_pages, v_pages, 1, rows, max_query_length=max_query_length)
+        return out, k_pages, v_pages
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(k_pages, v_pages).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < k_pages.nbytes / 4
+
+
+def test_contradictory_shapes_are_refused():
+    """Shapes that cannot belong together, and unknown implementations, are errors that say so."""
+    q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=9)
+    with pytest.raises(ValueError, match="multiple of kv_heads"):
+        paged_attention(q[:, :3], k_pages, v_pages, 0, rows)
+    with pytest.raises(ValueError, match="promises one token a row"):
+        paged_attention(q, k_pages, v_pages, 0, rows, max_query_length=1)
+    with pytest.raises(ValueError, match="unknown"):
+        paged_attention(q, k_pages, v_pages, 0, rows, implementation="cuda")
+
+
+def _shape(name: str) -> AttentionShape:
+    return next(shape for shape in TEST_SHAPES if shape.name == name)
+
+
+def _decode_inputs(shape: AttentionShape, seed: int):
+    """Inputs in the decode form: token i is row i, unused rows' tokens included."""
+    q, k_pages, v_pages, rows = make_inputs(shape, seed)
+    starts = jnp.arange(len(shape.rows), dtype=jnp.int32)
+    q = jax.random.normal(jax.random.key(seed), (len(shape.rows), *q.shape[1:]))
+    return q, k_pages, v_pages, dataclasses.replace(rows, query_start=starts)

@@ -1,0 +1,209 @@
+"""The command line, on a tiny model with random weights."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+from typer.testing import CliRunner
+
+from jaxserve.cli import app
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1 << 16,
+}
+SMALL = ("--load", "random", "--max-slots", "2", "--max-context", "64", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A folder with a configuration and a byte-level tokenizer, but no weights."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate(alphabet)} | {"<end>": len(alphabet)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<end>",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+def _run(*arguments: str, given: str | None = None):
+    return CliRunner().invoke(app, list(arguments), input=given)
+
+
+def test_help_names_the_commands():
+    """The first page lists every command."""
+    shown = _run("--help")
+    assert shown.exit_code == 0
+    for command in ("generate", "chat", "bench", "models"):
+        assert command in shown.stdout
+
+
+def test_help_is_quick():
+    """Nothing slow is imported before a command runs."""
+    program = (
+        "import sys, jaxserve.cli\n"
+        "sys.exit(', '.join({'jax', 'transformers', 'numpy'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"loaded: {done.stderr}"
+
+
+def _file(folder: Path, text: str) -> str:
+    path = folder / "prompts"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "said"),
+    [
+        (("hi", "--temperature", "-1"), "", "InvalidSamplingParamsError: temperature=-1"),
+        (("hi", "--n", "2"), "", "identical samples"),
+        (("hi", "--model", "no-such-model"), "", "UnknownModelError: 'no-such-model'"),
+        (("hi", "--policy", "best"), "", "InvalidConfigError: policy='best'"),
+        (("hi", "--kv-memory", "much"), "", "InvalidConfigError"),
+        (("hi", "--output", "no-such-folder/out"), "", "cannot write --output"),
+        (("hi", "--max-tokens", "many"), "", "--max-tokens"),
+        (("hi", "--no-such-option"), "", "--no-such-option"),
+        ((), "", "exactly one way"),
+        (("hi", "--file", "{file}"), "hello", "exactly one way"),
+        (("--file", "{file}"), "\n \n", "holds no prompts"),
+        (("--file", "{file}.missing"), "", "cannot read prompts"),
+        (("--jsonl", "{file}"), '{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON"),
+        (("--jsonl", "{file}"), '"just text"', "line 1: a line must be an object"),
+        (("--jsonl", "{file}"), '{"prompt": "a", "top": 3}', "unknown field(s) top"),
+        (("--jsonl", "{file}"), '{"prompt": "a", "messages": []}', "exactly one of prompt"),
+        (("--jsonl", "{file}"), '{"prompt": 3}', "prompt=3 is not allowed"),
+        (("--jsonl", "{file}"), '{"prompt": "a", "top_p": 2}', "line 1: top_p=2"),
+        (("--jsonl", "{file}"), '{"prompt": "a", "logit_bias": {"x": 1}}', "not a token id"),
+    ],
+)
+def test_bad_input_of_generate(tmp_path, arguments, text, said):
+    """A bad option or file exits with 2 and one message, without a traceback."""
+    file = _file(tmp_path, text)
+    done = _run("generate", *(argument.replace("{file}", file) for argument in arguments))
+    assert done.exit_code == 2
+    assert said in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_generate_answers_in_order(model, tmp_path):
+    """Each line of JSON has its answer, with its own parameters; a bad one harms no other."""
+    lines = [
+        {"id": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
+        {"id": "empty", "prompt": []},
+        {"id": "tokens", "prompt": [5, 6, 7], "max_tokens": 4, "logprobs": 1},
+        {"prompt": "text", "n": 2, "temperature": 1.0, "seed": 1, "max_tokens": 2},
+    ]
+    file = _file(tmp_path, "\n".join(json.dumps(line) for line in lines))
+    out = tmp_path / "answers.jsonl"
+    done = _run(
+        *("generate", "--jsonl", file, "--output", str(out), "--ignore-eos", "--raw"),
+        *("--model", model, *SMALL),
+    )
+    assert done.exit_code == 1, done.stderr
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [answer["id"] for answer in answers] == ["chat", "empty", "tokens", 3]
+    chat, empty, tokens, samples = answers
+    assert (chat["output_tokens"], chat["prompt_tokens"]) == (3, len("user: hi\nassistant: "))
+    assert (empty["finish_reason"], empty["error"]["type"]) == ("error", "EmptyPromptError")
+    assert (tokens["prompt_tokens"], len(tokens["logprobs"])) == (3, 4)
+    assert [sample["output_tokens"] for sample in samples["samples"]] == [2, 2]
+    assert "prompt empty: EmptyPromptError" in done.stderr
+
+
+def test_text_prompts_become_chats(model):
+    """A model with a chat template gets it by default, and not with --raw."""
+    arguments = ("generate", "hi", "--max-tokens", "2", "--model", model, *SMALL)
+    chat = json.loads(_run(*arguments, "--system", "be").stdout)
+    assert chat["prompt_tokens"] == len("system: be\nuser: hi\nassistant: ")
+    raw = json.loads(_run(*arguments, "--raw").stdout)
+    assert (raw["prompt_tokens"], raw["prompt"]) == (2, "hi")
+
+
+def test_chat_converses(model):
+    """The terminal loop answers, forgets on /reset, names unknown commands, and leaves."""
+    done = _run(
+        *("chat", "--model", model, "--max-context", "64", "--max-tokens", "4", "--quiet"),
+        *("--load", "random"),
+        given="hi\n/reset\n/dance\n" + "x" * 80 + "\nho\n/exit\nnever\n",
+    )
+    assert done.exit_code == 0, done.stderr
+    assert "(a new conversation)" in done.stderr
+    assert "unknown command /dance" in done.stderr
+    assert "PromptTooLongError" in done.stderr
+    assert done.stdout.count("> ") == 6
+
+
+def test_bench_prints_one_object(model):
+    """The small measurement prints one JSON object with the asked number of tokens."""
+    done = _run(
+        *("bench", "--num-requests", "3", "--prompt-tokens", "5", "--output-tokens", "4"),
+        *("--model", model, *SMALL),
+    )
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["output_tokens"], report["prompt_tokens"]) == (12, 15)
+    assert report["output_tokens_per_s"] > 0
+
+
+def test_models_are_listed_and_described(model):
+    """`models list` names the default model, `models show` reads a folder's configuration."""
+    assert "smollm2-135m" in _run("models", "list").stdout
+    shown = _run("models", "show", model)
+    assert shown.exit_code == 0, shown.stderr
+    assert "hidden_size" in shown.stdout
+    unknown = _run("models", "show", "no-such-model")
+    assert (unknown.exit_code, "UnknownModelError" in unknown.stderr) == (2, True)
+
+
+def test_interrupt_keeps_what_is_finished(model, tmp_path):
+    """Ctrl-C writes the answers that are finished and exits with 130."""
+    jobs = [{"prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 60_000}]
+    file = _file(tmp_path, "\n".join(json.dumps(job) for job in jobs))
+    command = [
+        *(sys.executable, "-m", "jaxserve", "generate", "--jsonl", file, "--ignore-eos", "--raw"),
+        *("--model", model, "--load", "random", "--max-slots", "2"),
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0
+    )
+    assert process.stderr is not None
+    said = ""
+    # The bar appears two seconds after the start of generation.
+    while "generating" not in said and (letter := process.stderr.read(1)):
+        said += letter
+    process.send_signal(signal.SIGINT)
+    out, rest = process.communicate(timeout=60)
+    assert process.returncode == 130, said + rest
+    assert [json.loads(line)["id"] for line in out.splitlines()] == [0]
+    assert "Traceback" not in said + rest

@@ -1,0 +1,41 @@
+"""A tiny Llama with lively answers, and the machine that serves it in tests."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.models.config import LlamaConfig
+from jaxserve.models.llama import Llama
+
+VOCAB_SIZE = 97
+MAX_CONTEXT = 128
+
+
+def tiny_llama(seed: int = 0, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
+    """Two layers, grouped queries. Weights are large, so that greedy answers do not repeat."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position_embeddings=MAX_CONTEXT,
+    )
+    model = Llama(config, rngs=nnx.Rngs(seed), dtype=dtype)
+    for block in model.blocks:
+        for name in ("wqkv", "wo", "gate_up", "down"):
+            weight = getattr(block, name)
+            weight[...] = weight[...] * 3
+    return model
+
+
+def random_prompts(count: int, seed: int = 0, longest: int = 70) -> list[tuple[int, ...]]:
+    """Prompts of 1 to `longest` tokens."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, longest + 1, count)
+    return [tuple(rng.integers(0, VOCAB_SIZE, length).tolist()) for length in lengths]
