@@ -28,7 +28,7 @@ CONFIG = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1 << 16,
 }
-SMALL = ("--load", "random", "--max-slots", "2", "--max-context", "64", "--quiet")
+SMALL = ("--load", "random", "--max-slots", "1", "--max-context", "64", "--quiet")
 
 
 @pytest.fixture(scope="module")
@@ -188,11 +188,11 @@ def test_models_are_listed_and_described(model):
 
 def test_interrupt_keeps_what_is_finished(model, tmp_path):
     """Ctrl-C writes the answers that are finished and exits with 130."""
-    jobs = [{"prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 60_000}]
+    jobs = [{"prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 15_000}]
     file = _file(tmp_path, "\n".join(json.dumps(job) for job in jobs))
     command = [
         *(sys.executable, "-m", "jaxserve", "generate", "--jsonl", file, "--ignore-eos", "--raw"),
-        *("--model", model, "--load", "random", "--max-slots", "2"),
+        *("--model", model, "--load", "random", "--max-slots", "1", "--max-context", "16384"),
     ]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0

@@ -5,10 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 from flax import nnx
 
 from jaxserve.models.config import LlamaConfig
 from jaxserve.models.llama import Llama
+from jaxserve.models.tokenizer import Tokenizer
 
 VOCAB_SIZE = 97
 MAX_CONTEXT = 128
@@ -39,3 +41,13 @@ def random_prompts(count: int, seed: int = 0, longest: int = 70) -> list[tuple[i
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, longest + 1, count)
     return [tuple(rng.integers(0, VOCAB_SIZE, length).tolist()) for length in lengths]
+
+
+def letter_tokenizer() -> Tokenizer:
+    """A tokenizer with one token a character, and a chat template."""
+    letters = [" ", *map(chr, range(33, 127)), "é", "ü"]
+    vocab = {letter: i for i, letter in enumerate(letters)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.decoder = tokenizers.decoders.Fuse()
+    template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+    return Tokenizer(backend, eos_token_ids=(), chat_template=template)

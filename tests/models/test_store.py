@@ -1,0 +1,235 @@
+"""Loading by name or path, and the cache of converted weights."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve.core.errors import CheckpointError, InvalidConfigError, UnknownModelError
+from jaxserve.models import converted
+from jaxserve.models.config import LlamaConfig
+from jaxserve.models.gguf_source import GGUFSource
+from jaxserve.models.store import LoadedModel, load_model
+from sharding import make_mesh
+from tests.models.gguf_models import TOKENIZER, VOCAB, write_gguf
+from tests.models.hf_checkpoints import write_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    write_gguf(tmp_path / "tiny.gguf", tokenizer=TOKENIZER, tied=True)
+    return tmp_path / "tiny.gguf"
+
+
+def _load(path, **options) -> LoadedModel:
+    return load_model(path, progress=False, **options)
+
+
+def _assert_same_params(one: LoadedModel, other: LoadedModel) -> None:
+    assert one.graphdef == other.graphdef
+    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+
+
+def _entries(cache: Path) -> list[Path]:
+    return sorted((cache / "converted").iterdir())
+
+
+def _blank_the_weights(path: Path) -> None:
+    """Zero the tensors of a GGUF file, which keeps its size and modification time."""
+    about = path.stat()
+    start = min(info.offset for info in GGUFSource(path).file.tensors.values())
+    with open(path, "r+b") as file:
+        file.seek(start)
+        file.write(bytes(about.st_size - start))
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": jnp.bfloat16, "layer_layout": "scanned"}])
+def test_the_second_load_restores_what_the_first_converted(path, cache, options):
+    """The second load equals the first and does not touch the tensors of the GGUF file."""
+    first = _load(path, **options)
+    assert first.params["embedding"][...].dtype == options.get("dtype", jnp.float32)
+    assert first.name == "tiny" and first.source_path == path
+    _blank_the_weights(path)
+    second = _load(path, **options)
+    _assert_same_params(first, second)
+    assert (second.config, second.eos_token_ids) == (first.config, (VOCAB - 2,))
+    assert second.tokenizer.encode("ab, c") == first.tokenizer.encode("ab, c")
+    chat = [{"role": "user", "content": "abc"}]
+    assert second.tokenizer.apply_chat_template(chat) == first.tokenizer.encode("abc")
+    assert len(_entries(cache)) == 1
+    assert not np.asarray(_load(path, cache=False, **options).params["embedding"][...]).any()
+
+
+def test_a_changed_file_is_converted_again(path, cache):
+    """Another file at the same path replaces the entry."""
+    first = _load(path)
+    write_gguf(path, tokenizer=TOKENIZER, tied=True, seed=1)
+    second = _load(path)
+    assert not np.array_equal(first.params["norm"][...], second.params["norm"][...])
+    _assert_same_params(second, _load(path))
+    assert len(_entries(cache)) == 1
+
+
+def test_dtype_and_layout_have_entries_of_their_own(path, cache):
+    """Variants of one file do not overwrite each other."""
+    _load(path)
+    _load(path, layer_layout="scanned")
+    _load(path, dtype=jnp.bfloat16)
+    assert len(_entries(cache)) == 3
+
+
+def _cut(entry: Path) -> None:
+    largest = max((f for f in (entry / "params").rglob("*") if f.is_file()), key=_size)
+    os.truncate(largest, _size(largest) // 2)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _cut,
+        lambda entry: (entry / "tokenizer.json").unlink(),
+        lambda entry: (entry / "entry.json").write_text('{"half": '),
+        lambda entry: (entry / "entry.json").unlink(),
+    ],
+    ids=["cut", "no tokenizer", "half an index", "no index"],
+)
+def test_a_damaged_entry_is_noticed_and_rebuilt(path, cache, damage, caplog):
+    """Loading warns, converts again, and leaves a good entry."""
+    first = _load(path)
+    (entry,) = _entries(cache)
+    damage(entry)
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        _assert_same_params(first, _load(path))
+    assert "is damaged" in caplog.text
+    _blank_the_weights(path)
+    _assert_same_params(first, _load(path))
+
+
+def test_parameters_that_orbax_cannot_read_are_rebuilt(path, cache, caplog):
+    """Damage that sizes do not show, in Orbax's own metadata, is noticed on restoring."""
+    first = _load(path)
+    (entry,) = _entries(cache)
+    for metadata in (entry / "params").rglob("zarr.json"):
+        metadata.write_bytes(b"x" * _size(metadata))
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        _assert_same_params(first, _load(path))
+    assert "is damaged" in caplog.text
+
+
+def test_a_full_disk_while_saving_still_serves(path, cache, monkeypatch, caplog):
+    """The model loads; the log says what happened and what to do; no partial entry stays."""
+
+    class Full:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def save(self, folder, arrays):
+            folder.mkdir()
+            (folder / "part").touch()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(converted, "_checkpointer", Full)
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        model = _load(path)
+    assert model.params["embedding"][...].any()
+    assert "free some space" in caplog.text and "JAXSERVE_CACHE" in caplog.text
+    assert _entries(cache) == []
+
+
+def test_an_unwritable_cache_still_serves(path, tmp_path, monkeypatch, caplog):
+    """A cache root that cannot be made is only warned about."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(path / "below-a-file"))
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        assert _load(path).tokenizer.encode("a")
+    assert "set JAXSERVE_CACHE" in caplog.text
+
+
+def test_a_mesh_places_the_parameters(path):
+    """Cold and from the cache, every parameter is where the rules put it."""
+    mesh = make_mesh()
+    for _ in range(2):
+        params = _load(path, mesh=mesh).params
+        for leaf in jax.tree.leaves(params):
+            assert isinstance(leaf.sharding, jax.sharding.NamedSharding)
+            assert leaf.sharding.mesh == mesh
+
+
+def test_a_hugging_face_folder_loads_without_conversion(tmp_path, cache):
+    """Safetensors are read directly; without a tokenizer, end tokens come from the config."""
+    write_checkpoint("llama", tmp_path / "hf")
+    model = _load(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert model.config == LlamaConfig.from_hf(config)
+    assert model.tokenizer is None and model.eos_token_ids == (config["eos_token_id"],)
+    assert not cache.exists()
+
+
+def test_random_weights_need_only_a_configuration(tmp_path, path):
+    """A folder with config.json alone, a LlamaConfig, or a GGUF file; the seed decides."""
+    (tmp_path / "hf").mkdir()
+    given = {"model_type": "llama", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8}
+    given |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(given))
+    one = _load(tmp_path / "hf", load="random", seed=3)
+    other = _load(LlamaConfig.from_hf(given), load="random", seed=3)
+    _assert_same_params(one, other)
+    assert other.source_path is None and other.tokenizer is None
+    different = _load(LlamaConfig.from_hf(given), load="random", seed=4)
+    assert not np.array_equal(one.params["embedding"][...], different.params["embedding"][...])
+    placed = _load(path, load="random", mesh=make_mesh())
+    assert placed.tokenizer is not None and placed.config.vocab_size == VOCAB
+    assert isinstance(nnx.merge(placed.graphdef, placed.params).embedding[...], jax.Array)
+
+
+def test_wrong_options_and_names_are_refused(tmp_path):
+    """Each gets a typed error that says what to give instead."""
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+    )
+    with pytest.raises(InvalidConfigError, match="load='random'"):
+        _load(config)
+    with pytest.raises(InvalidConfigError, match="'auto' or 'random'"):
+        _load(config, load="dummy")
+    with pytest.raises(UnknownModelError):
+        _load("no-such-model")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        _load(tmp_path)
+
+
+def test_a_foreign_tokenizer_is_refused(tmp_path):
+    """A vocabulary larger than the embedding would index past it."""
+    tokens = [*TOKENIZER["ggml.tokens"], "extra"]
+    tokenizer = TOKENIZER | {"ggml.tokens": tokens, "ggml.token_type": [1] * len(tokens)}
+    write_gguf(tmp_path / "m.gguf", tokenizer=tokenizer)
+    with pytest.raises(CheckpointError, match="41 tokens, the model 40"):
+        _load(tmp_path / "m.gguf")

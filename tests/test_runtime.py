@@ -1,0 +1,365 @@
+"""The facade: prompts in, completions out, and every kind of bad input refused alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import (
+    DeviceMemoryError,
+    EmptyPromptError,
+    EngineFailedError,
+    InvalidConfigError,
+    InvalidRequestError,
+    InvalidSamplingParamsError,
+    NumericalError,
+    PromptTooLongError,
+    RuntimeClosedError,
+    TokenOutOfRangeError,
+    UnknownModelError,
+)
+from jaxserve.models.tokenizer import Tokenizer
+from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, letter_tokenizer, random_prompts, tiny_llama
+
+OPTIONS = {
+    "max_slots": 8,
+    "max_step_tokens": 64,
+    "page_size": 8,
+    "kv_memory": "100KB",
+    "progress": False,
+}
+GREEDY = SamplingParams(max_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    """One runtime around a tiny model, with a tokenizer of letters."""
+    with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), strict=True, **OPTIONS) as runtime:
+        yield runtime
+
+
+def test_batch_keeps_its_order_and_single_prompts_their_shape(runtime):
+    """A batch gives a list in the order of the prompts; one prompt gives one completion."""
+    prompts = random_prompts(20)
+    batch = runtime.generate(prompts, GREEDY)
+    assert [c.prompt_token_ids for c in batch] == prompts
+    single = runtime.generate(prompts[3], GREEDY)
+    assert single.token_ids == batch[3].token_ids
+    assert single.finish_reason == "length"
+    assert len(single.token_ids) == 20
+    assert runtime.generate([], GREEDY) == []
+
+
+def test_text_token_ids_and_chats_are_prompts(runtime):
+    """A text is tokenized; a chat goes through the template; both may share a batch."""
+    text, ids, chat = runtime.generate(
+        ["hello", [1, 2, 3], [{"role": "user", "content": "hi"}]], GREEDY
+    )
+    assert text.prompt_token_ids == tuple(runtime.tokenizer.encode("hello"))
+    assert ids.prompt_token_ids == (1, 2, 3)
+    assert len(chat.prompt_token_ids) > 2
+    assert text.text == runtime.tokenizer.decode(list(text.token_ids))
+
+
+def test_parameters_for_each_prompt(runtime):
+    """A list of parameters belongs to the prompts one by one."""
+    params = [SamplingParams(max_tokens=n) for n in (1, 7, 3)]
+    completions = runtime.generate(random_prompts(3), params)
+    assert [len(c.token_ids) for c in completions] == [1, 7, 3]
+    with pytest.raises(InvalidConfigError, match="3 SamplingParams for 2 prompts"):
+        runtime.generate(random_prompts(2), params)
+
+
+def test_generation_ends_at_the_context(runtime):
+    """Without max_tokens an answer goes on until the context is full."""
+    completion = runtime.generate([5] * 100, SamplingParams(max_tokens=None))
+    assert len(completion.token_ids) == MAX_CONTEXT - 100
+    assert completion.finish_reason == "length"
+
+
+def test_stop_string_ends_text_before_it(runtime):
+    """Tokens include the one that completed the stop string, the text ends before it."""
+    free = runtime.generate([1, 2, 3], SamplingParams(max_tokens=20))
+    stop = free.text[8:10]
+    cut = runtime.generate([1, 2, 3], SamplingParams(max_tokens=20, stop=stop))
+    assert cut.finish_reason == "stop"
+    assert cut.text == free.text[: free.text.find(stop)]
+    assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
+    assert len(cut.token_ids) == free.text.find(stop) + 2
+
+
+def test_samples_of_one_prompt(runtime):
+    """n samples come in one completion."""
+    params = SamplingParams(max_tokens=10, temperature=1.0, n=3, seed=4)
+    completion = runtime.generate([1, 2, 3], params)
+    assert len({s.token_ids for s in completion.samples}) == 3
+    again = runtime.generate([1, 2, 3], params)
+    assert again.samples == completion.samples
+
+
+def test_logprobs_where_asked_for(runtime):
+    """Log-probabilities of output and prompt come with the completion, others have None."""
+    with_them, without = runtime.generate(
+        [[1, 2, 3], [4, 5]],
+        [SamplingParams(max_tokens=4, logprobs=2, prompt_logprobs=0), SamplingParams(max_tokens=4)],
+    )
+    assert [entry.token_id for entry in with_them.logprobs] == list(with_them.token_ids)
+    assert all(len(entry.top) == 2 for entry in with_them.logprobs)
+    assert with_them.prompt_logprobs[0] is None
+    assert [e.token_id for e in with_them.prompt_logprobs[1:]] == [2, 3]
+    assert without.logprobs is None and without.prompt_logprobs is None
+
+
+def test_streamed_pieces_join_to_the_completion(runtime):
+    """Pieces carry all tokens and all text; the last one says why it ended."""
+    whole = runtime.generate("stream me", GREEDY)
+    pieces = list(runtime.stream("stream me", GREEDY))
+    assert "".join(p.text for p in pieces) == whole.text
+    assert tuple(t for p in pieces for t in p.token_ids) == whole.token_ids
+    assert [p.finish_reason for p in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == "length"
+
+
+def test_leaving_a_stream_cancels_its_request(runtime):
+    """After the loop is left nothing runs any more."""
+    for _ in runtime.stream([1, 2], SamplingParams(max_tokens=None)):
+        break
+    _wait_until_idle(runtime)
+
+
+def test_asyncio_twins_agree(runtime):
+    """`agenerate` and `astream` give what `generate` gives."""
+
+    async def both():
+        batch = await runtime.agenerate(random_prompts(4), GREEDY)
+        pieces = [piece async for piece in runtime.astream(random_prompts(4)[2], GREEDY)]
+        with pytest.raises(EmptyPromptError):
+            await runtime.agenerate("", GREEDY)
+        return batch, tuple(t for p in pieces for t in p.token_ids)
+
+    batch, streamed = asyncio.run(both())
+    expected = runtime.generate(random_prompts(4), GREEDY)
+    assert [c.token_ids for c in batch] == [c.token_ids for c in expected]
+    assert streamed == expected[2].token_ids
+
+
+def test_many_threads_may_submit_at_once(runtime):
+    """Concurrent callers get their own answers."""
+    prompts = random_prompts(12, seed=8)
+    expected = [c.token_ids for c in runtime.generate(prompts, GREEDY)]
+    got: dict[int, tuple[int, ...]] = {}
+
+    def ask(i: int) -> None:
+        got[i] = runtime.generate(prompts[i], GREEDY).token_ids
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [got[i] for i in range(len(prompts))] == expected
+
+
+def test_cancel_returns_what_was_generated(runtime):
+    """A cancelled request ends as it stands; unknown ids are ignored."""
+    pending = runtime.submit([1, 2, 3], SamplingParams(max_tokens=None), request_id="mine")
+    assert pending.request_id == "mine"
+    pending.cancel()
+    completion = pending.result(30)
+    assert completion.finish_reason == "cancelled"
+    runtime.cancel("nobody")
+    _wait_until_idle(runtime)
+
+
+def test_ctrl_c_returns_what_is_finished(runtime, monkeypatch):
+    """An interrupt during generate cancels the rest and returns every request."""
+    calls = iter([KeyboardInterrupt])
+    original = Runtime._wait
+
+    def interrupted(self, answers, show):
+        answers[0].future.result(30)
+        error = next(calls, None)
+        if error is not None:
+            raise error
+        original(self, answers, show)
+
+    monkeypatch.setattr(Runtime, "_wait", interrupted)
+    params = [SamplingParams(max_tokens=2), *[SamplingParams(max_tokens=None)] * 20]
+    completions = runtime.generate(random_prompts(21, longest=20), params)
+    assert completions[0].finish_reason == "length"
+    assert "cancelled" in {c.finish_reason for c in completions[1:]}
+    assert len(completions) == 21
+
+
+BAD_PROMPTS = {
+    "empty text": ("", EmptyPromptError, "empty"),
+    "no tokens": ([], EmptyPromptError, "empty"),
+    "too long": ([1] * MAX_CONTEXT, PromptTooLongError, f"{MAX_CONTEXT} tokens"),
+    "token too large": ([1, VOCAB_SIZE], TokenOutOfRangeError, f"{VOCAB_SIZE}"),
+    "negative token": ([-1, 2], TokenOutOfRangeError, "-1"),
+    "mixed list": ([1, "a"], InvalidRequestError, "all token ids"),
+    "number": (3.5, InvalidRequestError, "float"),
+    "none": (None, InvalidRequestError, "NoneType"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PROMPTS)
+def test_bad_prompt_is_refused_alone(runtime, name):
+    """Its typed error says what was given; its neighbours are answered as ever."""
+    prompt, error, said = BAD_PROMPTS[name]
+    good = random_prompts(2)
+    before = runtime.generate(good, GREEDY)
+    first, refused, last = runtime.generate([good[0], prompt, good[1]], GREEDY)
+    assert [first.token_ids, last.token_ids] == [c.token_ids for c in before]
+    assert refused.finish_reason == "error" and type(refused.error) is error
+    assert said in str(refused.error)
+    with pytest.raises(error):
+        runtime.submit(prompt)
+
+
+BAD_PARAMS = {
+    "no tokens": {"max_tokens": 0},
+    "negative temperature": {"temperature": -1.0},
+    "nan": {"temperature": float("nan")},
+    "top_p of zero": {"top_p": 0.0},
+    "min_p of one": {"min_p": 1.0},
+    "min over max": {"min_tokens": 9, "max_tokens": 4},
+    "greedy samples": {"n": 2},
+    "many stops": {"stop_token_ids": tuple(range(17))},
+    "empty stop": {"stop": ""},
+    "true for a number": {"top_k": True},
+    "text for a number": {"top_p": "0.5"},
+    "too many logprobs": {"logprobs": 21},
+    "huge bias": {"logit_bias": {1: float("inf")}},
+}
+
+
+@pytest.mark.parametrize("name", BAD_PARAMS)
+def test_contradictory_sampling_parameters_are_refused(name):
+    """At construction, naming the field."""
+    with pytest.raises(InvalidSamplingParamsError) as raised:
+        SamplingParams(**BAD_PARAMS[name])
+    assert any(field in str(raised.value) for field in BAD_PARAMS[name])
+
+
+def test_parameters_that_only_the_model_can_judge(runtime):
+    """Stop tokens and biases outside the vocabulary are refused at submission."""
+    with pytest.raises(TokenOutOfRangeError, match="stop_token_ids"):
+        runtime.generate([1], SamplingParams(stop_token_ids=(VOCAB_SIZE,)))
+    with pytest.raises(TokenOutOfRangeError):
+        runtime.generate([1], SamplingParams(logit_bias={VOCAB_SIZE: 1.0}))
+
+
+def test_bad_options_are_refused_before_anything_is_loaded():
+    """Unknown options, policies, sizes and models name what is allowed."""
+    with pytest.raises(InvalidConfigError, match=r"max_slot\b.*known are"):
+        Runtime.from_pretrained("smollm2-135m", max_slot=4)
+    with pytest.raises(InvalidConfigError, match="vllm_like"):
+        Runtime.from_pretrained("smollm2-135m", policy="vlm")
+    with pytest.raises(InvalidConfigError, match="4GiB"):
+        Runtime(tiny_llama(), kv_memory="lots")
+    with pytest.raises(InvalidConfigError, match="max_slots=0"):
+        Runtime(tiny_llama(), max_slots=0)
+    with pytest.raises(UnknownModelError, match="smollm2-135m"):
+        Runtime.from_pretrained("smollm3")
+
+
+def test_no_memory_says_what_would_fit():
+    """A pool that the machine does not have, or one of no use, is refused with the sizes."""
+    with pytest.raises(DeviceMemoryError, match="at most"):
+        Runtime(tiny_llama(), kv_memory="900TiB", progress=False)
+    with pytest.raises(DeviceMemoryError, match="at least 2"):
+        Runtime(tiny_llama(), kv_memory=10, progress=False)
+
+
+def test_poisoned_weights_fail_requests_and_not_the_runtime():
+    """NaN logits are a typed error of the request; the runtime goes on."""
+    model = tiny_llama()
+    model.norm[...] = model.norm[...] * jnp.nan
+    with Runtime(model, warmup=False, **OPTIONS) as runtime:
+        for _ in range(2):
+            completions = runtime.generate([[1, 2], [3]], GREEDY)
+            assert all(isinstance(c.error, NumericalError) for c in completions)
+
+
+def test_closed_runtime_refuses_and_frees():
+    """Close resolves what was running, frees the pool, and later calls say so; twice is fine."""
+    runtime = Runtime(tiny_llama(), warmup=False, **OPTIONS)
+    cache = jax.tree.leaves(runtime._executor._cache)
+    pending = runtime.submit([1, 2, 3], SamplingParams(max_tokens=None))
+    runtime.close()
+    runtime.close()
+    assert pending.result(10).finish_reason in ("error", "length")
+    assert all(array.is_deleted() for array in cache)
+    with pytest.raises(RuntimeClosedError):
+        runtime.generate([1, 2])
+
+
+def test_failure_of_the_engine_ends_every_request(monkeypatch):
+    """When the device fails nobody hangs: each future gets the typed error, and so do later calls."""
+    runtime = Runtime(tiny_llama(), warmup=False, **OPTIONS)
+
+    def broken(plan):
+        raise OSError("the device fell off the bus")
+
+    monkeypatch.setattr(runtime._executor, "submit", broken)
+    completions = runtime.generate(random_prompts(3), GREEDY)
+    assert all(isinstance(c.error, EngineFailedError) for c in completions)
+    assert "fell off the bus" in str(completions[0].error)
+    with pytest.raises(EngineFailedError):
+        runtime.generate([1, 2])
+    runtime.close()
+
+
+def test_random_weights_for_a_config(tmp_path):
+    """load="random" needs a config.json only, and gives a runtime for token ids."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = OPTIONS | {"warmup": False}
+    with Runtime.from_pretrained(str(tmp_path), load="random", **options) as runtime:
+        assert len(runtime.generate([1, 2, 3], GREEDY).token_ids) == 20
+        with pytest.raises(InvalidRequestError, match="tokenizer"):
+            runtime.generate("text")
+
+
+def test_parameters_are_shared_with_their_owner():
+    """The runtime uses the caller's arrays, without a copy, and leaves them after close."""
+    model = tiny_llama()
+    _, params = nnx.split(model)
+    runtime = Runtime(model, params, warmup=False, **OPTIONS)
+    used = jax.tree.leaves(runtime._executor._params)
+    assert all(a is b for a, b in zip(used, jax.tree.leaves(params), strict=True))
+    runtime.close()
+    assert not any(array.is_deleted() for array in jax.tree.leaves(params))
+
+
+def _wait_until_idle(runtime: Runtime) -> None:
+    for _ in range(300):
+        if not runtime._engine.has_work:
+            return
+        time.sleep(0.05)
+    pytest.fail("the engine still has work")
+
+
+def test_letter_tokenizer_is_a_real_one():
+    """The tests' tokenizer is the class that users get."""
+    assert isinstance(letter_tokenizer(), Tokenizer)
