@@ -13,18 +13,18 @@ from typing import Any, Literal, Self, cast, final, overload
 from flax import nnx
 from tqdm import tqdm
 
-from jaxserve.engine.assembly import (
-    build_executor,
-    enable_compilation_cache,
-    nbytes,
-    platform_defaults,
-)
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, Piece, PieceSink, failed_completion
+from jaxserve.engine.assembly import (
+    build_executor,
+    enable_compilation_cache,
+    nbytes,
+    platform_defaults,
+)
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.requests import Prompt, RequestBuilder, is_single

@@ -304,7 +304,7 @@ def test_closed_runtime_refuses_and_frees():
 
 
 def test_failure_of_the_engine_ends_every_request(monkeypatch):
-    """When the device fails nobody hangs: each future gets the typed error, and so do later calls."""
+    """When the device fails nobody hangs: every request, and later ones, get the typed error."""
     runtime = Runtime(tiny_llama(), warmup=False, **OPTIONS)
 
     def broken(plan):

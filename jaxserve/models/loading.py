@@ -87,14 +87,9 @@ def random_params(
 
     Every matrix is drawn in `dtype`, so bfloat16 never has a float32 copy.
     """
-
-    @jax.jit
-    def create(key: jax.Array) -> nnx.State:
-        rngs = nnx.Rngs(params=key)
-        model = Llama(config, rngs=rngs, dtype=dtype, layer_layout=layer_layout)
-        return nnx.state(model, nnx.Param)
-
-    return create(jax.random.key(seed))
+    # Not under one jit: drawing array by array compiles once a shape, not once a parameter.
+    model = Llama(config, rngs=nnx.Rngs(params=seed), dtype=dtype, layer_layout=layer_layout)
+    return nnx.state(model, nnx.Param)
 
 
 def abstract_llama(
