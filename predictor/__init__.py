@@ -1,1 +1,1 @@
-"""How long will the answer be: length buckets, and later the classifier that fills them."""
+"""How long will the answer be: the length predictor goes here. Nothing yet."""

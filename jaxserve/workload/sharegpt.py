@@ -139,7 +139,7 @@ def sample(
     if len(items) < num:
         raise InvalidConfigError(
             f"{num} requests were asked for, and {path} holds {len(items)} first turns with "
-            f"prompts of {MIN_TOKENS} to {max_prompt_tokens} tokens; ask for fewer, or allow longer "
-            "prompts"
+            f"prompts of {MIN_TOKENS} to {max_prompt_tokens} tokens; ask for fewer, or "
+            "allow longer prompts"
         )
     return items
