@@ -115,11 +115,10 @@ class Runtime:
         self._weights_bytes = nbytes(used)
         self.config = self._executor.config
         self._engine = Engine(self._executor, policy, self._clock)
-        if eos_token_ids is None:
-            eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
+        tokenizer_ends: Sequence[int] = () if tokenizer is None else tokenizer.eos_token_ids
         self._requests = RequestBuilder(
             tokenizer,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=tokenizer_ends if eos_token_ids is None else eos_token_ids,
             vocab_size=decoder.config.vocab_size,
             max_prompt_tokens=min(
                 self.config.max_context,
@@ -277,9 +276,11 @@ class Runtime:
         """`stream` for asyncio."""
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
-        answer = self._start(
-            prompt, params, lambda piece: loop.call_soon_threadsafe(pieces.put_nowait, piece)
-        )
+
+        def put(piece: Piece) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        answer = self._start(prompt, params, put)
         open_samples = answer.request.params.n
         try:
             while open_samples:

@@ -19,6 +19,7 @@ from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.memory_plan import PoolSize, plan_pool
 from jaxserve.engine.programs import Programs
 from jaxserve.models.batch import empty_cache
+from jaxserve.models.llama import LayerLayout
 from sharding.rules import replicated
 
 
@@ -64,7 +65,7 @@ def enable_compilation_cache(folder: Path | None = None) -> None:
 
     A folder that the user gave to JAX is left as it is.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder or cache_folder() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
@@ -74,7 +75,7 @@ def build_executor(
     graphdef: nnx.GraphDef,
     params: Any,
     model_config: Any,
-    layer_layout: str,
+    layer_layout: LayerLayout,
     options: RuntimeOptions,
 ) -> tuple[DeviceExecutor, PoolSize]:
     """Size the pool, create cache and slots beside the parameters, compile.

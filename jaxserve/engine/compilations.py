@@ -36,6 +36,6 @@ class CompilationCounter:
         self._thread = None
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
-    def _on_event(self, event: str, duration_s: float, **_: object) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _EVENT and self._thread == threading.get_ident():
             self.count += 1

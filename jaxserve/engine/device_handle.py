@@ -51,7 +51,7 @@ class DeviceHandle:
             array.copy_to_host_async()
 
     def is_ready(self) -> bool:
-        return self._marker.is_ready()
+        return self._marker.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
     def collect(self) -> StepResult:
         num_rows = len(self._plan.rows)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from typing import final
-
-import jax
+from typing import Any, final
 
 from jaxserve.core.errors import DeviceMemoryError
 
@@ -40,8 +38,8 @@ class PoolSize:
         return self.num_pages * self.page_bytes
 
 
-def free_device_bytes(device: jax.Device) -> int:
-    """Memory nobody uses yet: the allocator's word on a GPU, the system's on a CPU."""
+def free_device_bytes(device: Any) -> int:
+    """What nobody uses yet of a `jax.Device`: its allocator's word, the system's on a CPU."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -49,7 +47,7 @@ def free_device_bytes(device: jax.Device) -> int:
 
 
 def plan_pool(
-    device: jax.Device,
+    device: Any,  # a jax.Device
     *,
     page_bytes: int,
     step_bytes: int,

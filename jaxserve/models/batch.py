@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -60,14 +60,14 @@ class KVCache:
         k: jax.Array,
         v: jax.Array,
         batch: AttentionBatch,
-        **options: object,
+        **options: Any,
     ) -> tuple[jax.Array, KVCache]:
         """Write this step's `k`, `v` [tokens, kv_heads, head_dim] and attend with `q`.
 
         Returns [tokens, q_heads, head_dim] and the cache with the new keys and values. A traced
         `layer` (scanned layers) needs the single-buffer form. `options` go to `paged_attention`.
         """
-        buffer, index = (0, layer) if len(self.k_pages) == 1 else (layer, 0)
+        buffer, index = self._place(layer)
         k_pages = kv_write(self.k_pages[buffer], index, k, batch.page, batch.offset)
         v_pages = kv_write(self.v_pages[buffer], index, v, batch.page, batch.offset)
         out = paged_attention(
@@ -82,6 +82,14 @@ class KVCache:
         return out, KVCache(
             _replaced(self.k_pages, buffer, k_pages), _replaced(self.v_pages, buffer, v_pages)
         )
+
+    def _place(self, layer: int | jax.Array) -> tuple[int, int | jax.Array]:
+        """Which buffer a layer lies in, and where in it."""
+        if len(self.k_pages) == 1:
+            return 0, layer
+        if not isinstance(layer, int):
+            raise TypeError("a traced layer needs a cache with one buffer for all layers")
+        return layer, 0
 
 
 def _replaced(buffers: tuple[jax.Array, ...], index: int, new: jax.Array) -> tuple[jax.Array, ...]:

@@ -89,7 +89,7 @@ class Llama(nnx.Module):
             batch.positions, config.head_dim, config.rope_theta, config.rope_scaling
         )
         x = self.embedding[...][tokens]
-        if self.layer_layout == "unrolled":
+        if isinstance(self.blocks, nnx.List):
             for layer, block in enumerate(self.blocks):
                 x, cache = block(x, layer, config.sliding_windows[layer], tables, batch, cache)
         else:

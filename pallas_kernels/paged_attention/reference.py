@@ -24,7 +24,7 @@ def paged_attention(
 ) -> jax.Array:
     """See `api.paged_attention`. Loops in NumPy float64, query by query; cannot be traced."""
     del max_query_length
-    if isinstance(q, jax.core.Tracer):
+    if isinstance(q, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
         raise NotImplementedError("the reference runs outside jit only; use implementation='xla'")
     queries, keys, values = (np.asarray(x, np.float64) for x in (q, k_pages[layer], v_pages[layer]))
     tables = np.asarray(rows.page_table)
