@@ -18,6 +18,7 @@ Parameters are fused and stored [in, out]; each says its logical axes in its met
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Literal, final
 
 import jax
@@ -90,8 +91,7 @@ class Llama(nnx.Module):
         )
         x = self.embedding[...][tokens]
         if isinstance(self.blocks, nnx.List):
-            for layer, block in enumerate(self.blocks):
-                x, cache = block(x, layer, config.sliding_windows[layer], tables, batch, cache)
+            x, cache = self._unroll(x, tables, batch, cache)
         else:
             x, cache = self._scan(x, tables, batch, cache)
         return rms_norm(x, self.norm[...], config.rms_norm_eps), cache
@@ -103,6 +103,19 @@ class Llama(nnx.Module):
         else:
             weight, dims = self.lm_head[...], (((1,), (0,)), ((), ()))
         return lax.dot_general(hidden, weight, dims, preferred_element_type=jnp.float32)
+
+    def _unroll(
+        self, x: jax.Array, tables: RopeTables, batch: AttentionBatch, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        k_pages, v_pages = [], []
+        for layer, block in enumerate(self.blocks):
+            graphdef, state = nnx.split(block)
+            own = KVCache(cache.k_pages[layer : layer + 1], cache.v_pages[layer : layer + 1])
+            window = self.config.sliding_windows[layer]
+            x, own = _one_layer(graphdef, window, state, x, tables, batch, own)
+            k_pages += own.k_pages
+            v_pages += own.v_pages
+        return x, KVCache(tuple(k_pages), tuple(v_pages))
 
     def _scan(
         self, x: jax.Array, tables: RopeTables, batch: AttentionBatch, cache: KVCache
@@ -119,6 +132,20 @@ class Llama(nnx.Module):
         layers = jnp.arange(self.config.num_layers)
         (x, cache), _ = lax.scan(one_layer, (x, cache), (layers, stacked))
         return x, cache
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _one_layer(
+    graphdef: nnx.GraphDef,
+    window: int | None,
+    state: nnx.State,
+    x: jax.Array,
+    tables: RopeTables,
+    batch: AttentionBatch,
+    cache: KVCache,
+) -> tuple[jax.Array, KVCache]:
+    """One unrolled layer over its own cache buffer. Jitted so that all layers share one trace."""
+    return nnx.merge(graphdef, state)(x, 0, window, tables, batch, cache)
 
 
 @final
