@@ -9,15 +9,18 @@ from typing import Literal, get_args
 
 import jax
 
-from pallas_kernels.paged_attention import reference, xla
+from pallas_kernels.paged_attention import cpu, reference, xla
 from pallas_kernels.paged_attention.rows import Rows
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "cpu"]
 
 _IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
+    "cpu": cpu.paged_attention,
 }
+# Tried in this order; "xla" serves every case.
+_CHOICES: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "xla")}
 _logger = logging.getLogger(__name__)
 
 
@@ -50,7 +53,8 @@ def paged_attention(
       alibi_slopes: float32 [q_heads]; adds slope * (key position - query position).
       max_query_length: static bound on `rows.query_length`. 1 promises a decode batch: token i
         is the only query of row i.
-      implementation: overrides the platform's choice.
+      implementation: overrides the platform's choice, made when the call is traced and logged
+        once: on the CPU "cpu", else "xla"; elsewhere "xla".
 
     Returns:
       [tokens, q_heads, head_dim] in q's dtype.
@@ -60,29 +64,48 @@ def paged_attention(
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
     _check_shapes(q, k_pages, v_pages, rows, max_query_length)
-    name = implementation or "xla"
-    if name not in _IMPLEMENTATIONS:
+    if implementation is not None and implementation not in _IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation={name!r} is unknown; give one of {get_args(Implementation)}"
+            f"implementation={implementation!r} is unknown; give one of {get_args(Implementation)}"
         )
-    _log_choice(name, "asked for" if implementation else "the only one for this platform so far")
-    return _IMPLEMENTATIONS[name](
-        q,
-        k_pages,
-        v_pages,
-        layer,
-        rows,
+    attend = functools.partial(
+        _call,
+        q=q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        layer=layer,
+        rows=rows,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
         max_query_length=max_query_length,
     )
+    platform = jax.default_backend()
+    if implementation is not None:
+        _log_choice(implementation, platform, "asked for")
+        return attend(implementation)
+    *preferred, last = _CHOICES.get(platform, ("xla",))
+    refused = []
+    for name in preferred:
+        try:
+            out = attend(name)
+        except NotImplementedError as error:
+            refused.append(f"{name} cannot: {error}")
+        else:
+            _log_choice(name, platform, "; ".join(refused) or "the first choice")
+            return out
+    _log_choice(last, platform, "; ".join(refused) or "the only choice")
+    return attend(last)
+
+
+def _call(name: str, **arguments) -> jax.Array:
+    return _IMPLEMENTATIONS[name](**arguments)
 
 
 @functools.cache
-def _log_choice(name: str, reason: str) -> None:
-    _logger.info("paged_attention: %s on %s (%s)", name, jax.default_backend(), reason)
+def _log_choice(name: str, platform: str, reason: str) -> None:
+    _logger.info("paged_attention: %s on %s (%s)", name, platform, reason)
 
 
 def _check_shapes(

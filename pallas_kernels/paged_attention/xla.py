@@ -1,4 +1,4 @@
-"""Paged attention in plain XLA: the CPU path, and the fallback elsewhere.
+"""Paged attention in plain XLA: the fallback on every platform.
 
 Cost follows the contexts, not the width of the page tables: keys are read a chunk of pages at a
 time, in a loop whose trip count is known only when it runs, with the online softmax of
@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels.paged_attention.rows import Rows
 
-# Measured on two AVX-512 cores; a chunk is as many pages as hold these tokens.
+# A chunk is as many pages as hold these tokens.
 DECODE_CHUNK_TOKENS = 128
 DECODE_BLOCK_ROWS = 8
 TILE_CHUNK_TOKENS = 256

@@ -22,6 +22,12 @@ OPTIONS = {
 }
 
 
+@pytest.fixture(params=["xla", "cpu"])
+def attention(request):
+    """`paged_attention` by each implementation that is compared with the reference."""
+    return partial(paged_attention, implementation=request.param)
+
+
 def _options(name: str, shape: AttentionShape) -> dict:
     options = dict(OPTIONS[name])
     if options.pop("alibi", False):
@@ -29,10 +35,10 @@ def _options(name: str, shape: AttentionShape) -> dict:
     return options
 
 
-def _check(inputs, layer=1, max_query_length=None, **options) -> None:
+def _check(attention, inputs, layer=1, max_query_length=None, **options) -> None:
     """Compare the rows' tokens in relative norm; the other tokens must be finite."""
     q, k_pages, v_pages, rows = inputs
-    attend = partial(paged_attention, max_query_length=max_query_length, **options)
+    attend = partial(attention, max_query_length=max_query_length, **options)
     got = np.asarray(jax.jit(attend, static_argnums=3)(q, k_pages, v_pages, layer, rows))
     wanted = np.asarray(attend(q, k_pages, v_pages, layer, rows, implementation="reference"))
     owned = np.zeros(len(q), bool)
@@ -44,21 +50,21 @@ def _check(inputs, layer=1, max_query_length=None, **options) -> None:
 
 
 @pytest.mark.parametrize("shape", TEST_SHAPES, ids=lambda shape: shape.name)
-def test_agrees_with_the_reference(shape):
+def test_agrees_with_the_reference(attention, shape):
     """Ragged batches agree in the mixed form, with every option at once."""
-    _check(make_inputs(shape, seed=1, padding=5), **_options("all", shape))
+    _check(attention, make_inputs(shape, seed=1, padding=5), **_options("all", shape))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_each_option_alone(options):
+def test_each_option_alone(attention, options):
     """Each option alone agrees, in the mixed form and in the decode form."""
-    _check(make_inputs(_shape("mixed"), seed=1), **_options(options, _shape("mixed")))
+    _check(attention, make_inputs(_shape("mixed"), seed=1), **_options(options, _shape("mixed")))
     shape = _shape("decode")
-    _check(_decode_inputs(shape, seed=2), max_query_length=1, **_options(options, shape))
+    _check(attention, _decode_inputs(shape, seed=2), max_query_length=1, **_options(options, shape))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_ragged_batches(seed):
+def test_random_ragged_batches(attention, seed):
     """Random rows, contexts, pages and options agree; the seed is the test's name."""
     random = np.random.default_rng(seed)
     kv_heads = int(random.integers(1, 4))
@@ -72,17 +78,17 @@ def test_random_ragged_batches(seed):
         name="random",
         num_heads=kv_heads * int(random.integers(1, 5)),
         num_kv_heads=kv_heads,
-        head_dim=int(random.choice([4, 16])),
+        head_dim=int(random.choice([8, 16, 40, 64])),
         page_size=int(random.choice([1, 8, 32])),
         rows=tuple(rows),
     )
     name = str(random.choice(list(OPTIONS)))
-    _check(make_inputs(shape, seed, padding=3), **_options(name, shape))
+    _check(attention, make_inputs(shape, seed, padding=3), **_options(name, shape))
 
 
 @pytest.mark.parametrize("max_query_length", [None, 1])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_garbage_outside_the_context_is_never_seen(poison, max_query_length):
+def test_garbage_outside_the_context_is_never_seen(attention, poison, max_query_length):
     """Not-a-number in the null page, unused pages and page tails leaves the output alone."""
     if max_query_length == 1:
         q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=3)
@@ -95,13 +101,13 @@ def test_garbage_outside_the_context_is_never_seen(poison, max_query_length):
         held[table[position // page_size], position % page_size] = True
     held = jnp.asarray(held)[None, :, None, :, None]
     poisoned = (jnp.where(held, pages, poison) for pages in (k_pages, v_pages))
-    _check((q, *poisoned, rows), max_query_length=max_query_length)
+    _check(attention, (q, *poisoned, rows), max_query_length=max_query_length)
 
 
-def test_one_row_with_not_a_number_leaves_the_others_alone():
+def test_one_row_with_not_a_number_leaves_the_others_alone(attention):
     """A sequence whose own values are not numbers does not reach the rest of the batch."""
     q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=4)
-    run = jax.jit(partial(paged_attention, layer=0, rows=rows, max_query_length=1))
+    run = jax.jit(partial(attention, layer=0, rows=rows, max_query_length=1))
     wanted = run(q, k_pages, v_pages)
     victim = int(rows.page_table[3, 0])
     got = run(q, k_pages.at[:, victim].set(jnp.nan), v_pages.at[:, victim].set(jnp.nan))
@@ -109,7 +115,7 @@ def test_one_row_with_not_a_number_leaves_the_others_alone():
     np.testing.assert_allclose(got[:3], wanted[:3], rtol=1e-6)
 
 
-def test_several_rows_share_one_page_table():
+def test_several_rows_share_one_page_table(attention):
     """A recomputed leading range and a new prompt of one sequence see each other's keys."""
     shape = dataclasses.replace(_shape("prefill"), rows=((0, 40), (0, 40), (0, 40)))
     _, k_pages, v_pages, rows = make_inputs(shape, seed=5)
@@ -121,7 +127,7 @@ def test_several_rows_share_one_page_table():
         page_table=jnp.tile(rows.page_table[1:2], (3, 1)),
     )
     q = jax.random.normal(jax.random.key(0), (20, shape.num_heads, shape.head_dim))
-    _check((q, k_pages, v_pages, rows))
+    _check(attention, (q, k_pages, v_pages, rows))
 
 
 def test_bfloat16_is_computed_in_float32():
@@ -135,16 +141,16 @@ def test_bfloat16_is_computed_in_float32():
     np.testing.assert_allclose(got.astype(jnp.float32), wanted, rtol=2**-7, atol=1e-6)
 
 
-def test_layer_may_be_traced():
+def test_layer_may_be_traced(attention):
     """A traced layer index reads the same layer as a static one."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=7)
-    static = jax.jit(paged_attention, static_argnums=3)(q, k_pages, v_pages, 1, rows)
-    traced = jax.jit(paged_attention)(q, k_pages, v_pages, jnp.int32(1), rows)
+    static = jax.jit(attention, static_argnums=3)(q, k_pages, v_pages, 1, rows)
+    traced = jax.jit(attention)(q, k_pages, v_pages, jnp.int32(1), rows)
     np.testing.assert_allclose(static, traced, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("max_query_length", [None, 1])
-def test_the_cache_is_not_copied(max_query_length):
+def test_the_cache_is_not_copied(attention, max_query_length):
     """With donated pages, writing and attending need far less memory than the cache itself."""
     shape = AttentionShape(
         name="large_cache",
@@ -162,11 +168,39 @@ def test_the_cache_is_not_copied(max_query_length):
     def step(k_pages, v_pages):
         k_pages = kv_write(k_pages, 1, new, where, where)
         v_pages = kv_write(v_pages, 1, new, where, where)
-        out = paged_attention(q, k_pages, v_pages, 1, rows, max_query_length=max_query_length)
+        out = attention(q, k_pages, v_pages, 1, rows, max_query_length=max_query_length)
         return out, k_pages, v_pages
 
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(k_pages, v_pages).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < k_pages.nbytes / 4
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_a_row_has_the_same_bits_in_any_batch(decode):
+    """The compiled CPU kernel: the other rows of a batch change no bit of a row's output."""
+    shape = dataclasses.replace(_shape("chunk"), head_dim=64, rows=((1, 200), (1, 7), (1, 130)))
+    if not decode:
+        shape = dataclasses.replace(shape, rows=((40, 200), (7, 7), (130, 130)))
+    q, k_pages, v_pages, rows = make_inputs(shape, seed=10)
+    attend = partial(paged_attention, layer=1, implementation="cpu")
+    run = jax.jit(partial(attend, max_query_length=1 if decode else None))
+    together = np.asarray(run(q, k_pages, v_pages, rows=rows))
+    for row, (queries, _) in enumerate(shape.rows):
+        start = int(rows.query_start[row])
+        alone = jax.tree.map(lambda x, row=row: x[row : row + 1], rows)
+        alone = dataclasses.replace(alone, query_start=jnp.zeros(1, jnp.int32))
+        got = np.asarray(run(q[start : start + queries], k_pages, v_pages, rows=alone))
+        np.testing.assert_array_equal(got, together[start : start + queries])
+
+
+def test_rows_outside_the_cache_fail_the_call():
+    """The compiled kernel checks page ids before it reads: an error, not a crash."""
+    q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=11)
+    rows = dataclasses.replace(rows, page_table=rows.page_table + 10_000)
+    with pytest.raises(Exception, match="page id out of range"):
+        paged_attention(
+            q, k_pages, v_pages, 0, rows, max_query_length=1, implementation="cpu"
+        ).block_until_ready()
 
 
 def test_contradictory_shapes_are_refused():

@@ -1,0 +1,457 @@
+// Paged attention on the CPU, as an XLA custom call (float32). The contract is that of api.py.
+//
+// A work item is some consecutive queries of one row, all query heads of one KV head. It walks the
+// keys that its queries see in blocks of kBlock positions, aligned to position 0, with an online
+// softmax (Milakov and Gimelshein, arXiv:1805.02867): keys are transposed once in registers, so
+// that scores are vectors over keys, and weights times values are vectors over head_dim. What is
+// done for one query, and in which order, depends neither on the rest of the batch, nor on how
+// its row is cut into items: blocks that a query does not see multiply by one and add zero.
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int kBlock = 64;         // keys of one step of the online softmax
+constexpr int kTileRows = 96;      // (query, head) pairs of one item, at most, if heads allow
+constexpr float kMasked = -1e30f;  // stands in for minus infinity; its difference is not NaN
+constexpr int64_t kWorthAThread = 1 << 19;  // multiply-adds below which threads do not pay
+
+#ifdef __AVX512F__
+constexpr int kWide = 16;
+constexpr int kChunk = 4;  // vectors of head_dim that `accumulate` holds in registers
+#else
+constexpr int kWide = 8;
+constexpr int kChunk = 2;
+#endif
+
+template <int W>
+struct Simd {
+  typedef float Float __attribute__((vector_size(4 * W)));
+  typedef int32_t Int __attribute__((vector_size(4 * W)));
+};
+template <int W>
+using Float = typename Simd<W>::Float;
+template <int W>
+using Int = typename Simd<W>::Int;
+
+template <int W>
+inline Float<W> load(const float* from) {
+  Float<W> x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+
+template <typename Vector>
+inline void store(float* to, Vector x) {
+  std::memcpy(to, &x, sizeof(x));
+}
+
+// Lane l of the result is lane l ^ step of x.
+template <int step, int W, int... lane>
+inline Float<W> swapped(Float<W> x, std::integer_sequence<int, lane...>) {
+  return __builtin_shufflevector(x, x, (lane ^ step)...);
+}
+
+template <int W, int step = W / 2>
+inline float largest(Float<W> x) {
+  if constexpr (step == 0) return x[0];
+  else {
+    const Float<W> other = swapped<step, W>(x, std::make_integer_sequence<int, W>());
+    return largest<W, step / 2>(x < other ? other : x);
+  }
+}
+
+template <int W, int step = W / 2>
+inline float sum(Float<W> x) {
+  if constexpr (step == 0) return x[0];
+  else {
+    return sum<W, step / 2>(x + swapped<step, W>(x, std::make_integer_sequence<int, W>()));
+  }
+}
+
+template <int W, int... lane>
+inline Int<W> count_from(int32_t first, std::integer_sequence<int, lane...>) {
+  return Int<W>{lane...} + first;
+}
+
+// Cephes' expf, at most 2 ulp off for x in [-87, 88]; e^-87 below, NaN for NaN.
+template <int W>
+inline Float<W> exponential(Float<W> x) {
+  const Float<W> least = Float<W>{} - 87.0f;
+  x = x < least ? least : x;
+  const Float<W> magic = Float<W>{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to integers
+  const Float<W> shifted = x * 1.44269504088896341f + magic;
+  const Float<W> n = shifted - magic;
+  const Float<W> r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Float<W> y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * (r * r) + r + 1.0f;
+  return y * (Float<W>)(((Int<W>)shifted - (Int<W>)magic + 127) << 23);
+}
+
+template <int W>
+inline Float<W> hyperbolic_tangent(Float<W> x) {
+  const Float<W> most = Float<W>{} + 10.0f;
+  x = x < -most ? -most : x;
+  x = x > most ? most : x;
+  const Float<W> e = exponential<W>(x + x);
+  return (e - 1.0f) / (e + 1.0f);
+}
+
+// One step of a transposition: swaps the off-diagonal step x step squares.
+template <int step, int W, int... lane>
+inline void transpose_step(Float<W>* x, std::integer_sequence<int, lane...>) {
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i) {
+    if (i & step) continue;
+    const Float<W> a = x[i], b = x[i + step];
+    x[i] = __builtin_shufflevector(a, b, (lane & step ? W + lane - step : lane)...);
+    x[i + step] = __builtin_shufflevector(a, b, (lane & step ? W + lane : lane + step)...);
+  }
+}
+
+// out[d][i] = rows[i][d] for W rows; rows of `out` are 2 W long. Fetches `ahead` into the cache.
+template <int W>
+void transpose(const float* const* rows, const float* const* ahead, int64_t head_dim, float* out) {
+  for (int64_t d = 0; d < head_dim; d += W) {
+    constexpr auto lanes = std::make_integer_sequence<int, W>();
+    Float<W> x[W];
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) {
+      x[i] = load<W>(rows[i] + d);
+      __builtin_prefetch(ahead[i] + d, 0, 3);
+    }
+    transpose_step<1, W>(x, lanes);
+    transpose_step<2, W>(x, lanes);
+    transpose_step<4, W>(x, lanes);
+    if constexpr (W > 8) transpose_step<8, W>(x, lanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) store(out + (d + i) * 2 * W, x[i]);
+  }
+}
+
+// logits[m][s] = q[m] . k[s], for R queries and 2 W keys.
+template <int W, int R>
+void score(const float* q, const float* keys, int64_t head_dim, float* logits) {
+  Float<W> x[R][2] = {};
+  for (int64_t d = 0; d < head_dim; ++d) {
+    const Float<W> a = load<W>(keys + d * 2 * W), b = load<W>(keys + d * 2 * W + W);
+#pragma GCC unroll 4
+    for (int m = 0; m < R; ++m) {
+      x[m][0] += q[m * head_dim + d] * a;
+      x[m][1] += q[m * head_dim + d] * b;
+    }
+  }
+  for (int m = 0; m < R; ++m) {
+    store(logits + m * kBlock, x[m][0]);
+    store(logits + m * kBlock + W, x[m][1]);
+  }
+}
+
+// out[m] = kept[m] * out[m] + sum over s of weights[m][s] * v[s], for R queries and C vectors from d.
+template <int W, int R, int C>
+void accumulate(const float* weights, const float* const* v, const float* const* ahead, int begin,
+                int end, const float* kept, int64_t d, int64_t head_dim, float* out) {
+  Float<W> x[R][C];
+  for (int m = 0; m < R; ++m)
+    for (int c = 0; c < C; ++c) x[m][c] = kept[m] * load<W>(out + m * head_dim + d + c * W);
+  for (int s = begin; s < end; ++s) {
+    Float<W> value[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) {
+      value[c] = load<W>(v[s] + d + c * W);
+      if (ahead) __builtin_prefetch(ahead[s] + d + c * W, 0, 3);
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < R; ++m) {
+      const float weight = weights[m * kBlock + s];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) x[m][c] += weight * value[c];
+    }
+  }
+  for (int m = 0; m < R; ++m)
+    for (int c = 0; c < C; ++c) store(out + m * head_dim + d + c * W, x[m][c]);
+}
+
+// Calls f with each run of up to four of `count` things: the first one, and how many (static).
+template <typename F>
+inline void by_fours(int count, F&& f) {
+  int i = 0;
+  for (; i + 4 <= count; i += 4) f(i, std::integral_constant<int, 4>());
+  if (count - i == 3) f(i, std::integral_constant<int, 3>());
+  if (count - i == 2) f(i, std::integral_constant<int, 2>());
+  if (count - i == 1) f(i, std::integral_constant<int, 1>());
+}
+
+struct Problem {
+  const float *q, *k, *v;  // [tokens, heads, head_dim]; one layer: [pages, kv_heads, page_size, ...]
+  const int32_t *query_start, *query_length, *first_position, *context_length, *page_table;
+  const float* slopes;  // [heads], or null
+  float* out;           // [tokens, heads, head_dim]
+  int64_t tokens, heads, kv_heads, group, head_dim, num_pages, page_size, rows, table_width;
+  float scale, soft_cap;  // soft_cap 0: none
+  int64_t window;         // 0: none
+};
+
+struct Item {
+  int32_t row, kv_head, first, queries;  // first: of its row
+  int64_t start, end;                    // positions of the keys that some query may see
+  int64_t cost;                          // multiply-adds, about
+};
+
+template <int W>
+void attend(const Problem& p, const Item& item) {
+  const int64_t dim = p.head_dim;
+  const int count = item.queries * static_cast<int>(p.group);
+  const int64_t position = int64_t{p.first_position[item.row]} + item.first;
+  const int64_t token = int64_t{p.query_start[item.row]} + item.first;
+  const int64_t first_head = item.kv_head * p.group;
+  const int32_t* table = p.page_table + item.row * p.table_width;
+  static thread_local std::vector<float> scratch;
+  scratch.resize(count * (2 * dim + kBlock + W + 2) + dim * 2 * W + dim + 16);
+  auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64;
+  float* keys = reinterpret_cast<float*>(aligned);  // [dim, 2 W]
+  float* logits = keys + dim * 2 * W;               // [count, kBlock], then the weights
+  float* total = logits + count * kBlock;           // [count, W]
+  float* q = total + count * W;                     // [count, dim]
+  float* out = q + count * dim;                     // [count, dim]
+  float* maximum = out + count * dim;               // [count]
+  float* kept = maximum + count;                    // [count]
+  float* zeros = kept + count;                      // [dim]
+  for (int i = 0; i < item.queries; ++i) {
+    const float* from = p.q + ((token + i) * p.heads + first_head) * dim;
+    for (int64_t d = 0; d < p.group * dim; ++d) q[i * p.group * dim + d] = from[d] * p.scale;
+  }
+  std::fill_n(out, count * dim, 0.0f);
+  std::fill_n(total, count * W, 0.0f);
+  std::fill_n(maximum, count, kMasked);
+  std::fill_n(zeros, dim, 0.0f);
+
+  // Where the keys and values of a block lie; of those that the item may not see, zeros.
+  const auto locate = [&](int64_t base, const float** k, const float** v) {
+    const int begin = static_cast<int>(std::max<int64_t>(item.start - base, 0));
+    const int end = static_cast<int>(std::min<int64_t>(item.end - base, kBlock));
+    std::fill_n(k, kBlock, zeros);
+    std::fill_n(v, kBlock, zeros);
+    for (int s = begin; s < end;) {
+      const int64_t page = (base + s) / p.page_size, offset = (base + s) % p.page_size;
+      const int64_t at = ((table[page] * p.kv_heads + item.kv_head) * p.page_size + offset) * dim;
+      const int run = static_cast<int>(std::min<int64_t>(p.page_size - offset, end - s));
+      for (int i = 0; i < run; ++i, ++s) k[s] = p.k + at + i * dim, v[s] = p.v + at + i * dim;
+    }
+  };
+  const float *located[4][kBlock], **k = located[0], **v = located[1], **next_k = located[2],
+                                   **next_v = located[3];
+  const int64_t first_base = item.start / kBlock * kBlock;
+  locate(first_base, k, v);
+  for (int64_t base = first_base; base < item.end; base += kBlock) {
+    const int begin = static_cast<int>(std::max<int64_t>(item.start - base, 0));
+    const int end = static_cast<int>(std::min<int64_t>(item.end - base, kBlock));
+    locate(base + kBlock, next_k, next_v);
+    const int from = begin / (2 * W) * (2 * W), to = (end + 2 * W - 1) / (2 * W) * (2 * W);
+    for (int s = from; s < to; s += 2 * W) {
+      transpose<W>(k + s, next_k + s, dim, keys);
+      transpose<W>(k + s + W, next_k + s + W, dim, keys + W);
+      by_fours(count, [&](int m, auto n) {
+        score<W, n>(q + m * dim, keys, dim, logits + m * kBlock + s);
+      });
+    }
+    for (int m = 0; m < count; ++m) {
+      const int64_t at = position + m / p.group - base;  // of the query, from the block's start
+      const int first = p.window ? std::max<int64_t>(begin, at - p.window + 1) : begin;
+      const int last = static_cast<int>(std::min<int64_t>(end, at + 1));
+      const float slope = p.slopes ? p.slopes[first_head + m % p.group] : 0.0f;
+      float* row = logits + m * kBlock;
+      Float<W> highest = Float<W>{} + kMasked;
+      for (int s = from; s < to; s += W) {
+        Float<W> x = load<W>(row + s);
+        const Int<W> key = count_from<W>(s, std::make_integer_sequence<int, W>());
+        if (p.soft_cap > 0) x = p.soft_cap * hyperbolic_tangent<W>(x / p.soft_cap);
+        if (p.slopes) x += slope * __builtin_convertvector(key - static_cast<int32_t>(at), Float<W>);
+        if (s < first || s + W > last) x = (key >= first) & (key < last) ? x : Float<W>{} + kMasked;
+        store(row + s, x);
+        highest = highest < x ? x : highest;
+      }
+      const float before = maximum[m];
+      maximum[m] = std::max(before, largest<W>(highest));
+      kept[m] = before == maximum[m] ? 1.0f : exponential<W>(Float<W>{} + (before - maximum[m]))[0];
+      Float<W> added = {};
+      for (int s = from; s < to; s += W) {
+        Float<W> x = exponential<W>(load<W>(row + s) - maximum[m]);
+        const Int<W> key = count_from<W>(s, std::make_integer_sequence<int, W>());
+        if (s < first || s + W > last) x = (key >= first) & (key < last) ? x : Float<W>{};
+        store(row + s, x);
+        added += x;
+      }
+      store(total + m * W, kept[m] * load<W>(total + m * W) + added);
+    }
+    by_fours(count, [&](int m, auto n) {
+      const float* weights = logits + m * kBlock;
+      const float* const* ahead = m == 0 ? next_v : nullptr;
+      int64_t d = 0;
+      for (; d + kChunk * W <= dim; d += kChunk * W)
+        accumulate<W, n, kChunk>(weights, v, ahead, begin, end, kept + m, d, dim, out + m * dim);
+      if (kChunk > 2 && d + 2 * W <= dim) {
+        accumulate<W, n, 2>(weights, v, ahead, begin, end, kept + m, d, dim, out + m * dim);
+        d += 2 * W;
+      }
+      if (d < dim) accumulate<W, n, 1>(weights, v, ahead, begin, end, kept + m, d, dim, out + m * dim);
+    });
+    std::swap(k, next_k);
+    std::swap(v, next_v);
+  }
+
+  float* to = p.out + (token * p.heads + first_head) * dim;
+  for (int m = 0; m < count; ++m) {
+    const float weight = sum<W>(load<W>(total + m * W));
+    const float inverse = weight == 0.0f ? 0.0f : 1.0f / weight;  // zeros where nothing was seen
+    float* result = to + (m / p.group * p.heads + m % p.group) * dim;
+    for (int64_t d = 0; d < dim; ++d) result[d] = out[m * dim + d] * inverse;
+  }
+}
+
+// What the threads share. It outlives the call: a helper that starts late finds no item left.
+struct Work {
+  Problem problem;
+  std::vector<Item> items;
+  std::atomic<size_t> next{0}, done{0};
+  std::mutex mutex;
+  std::condition_variable all_done;
+
+  void take_items() {
+    for (size_t i; (i = next.fetch_add(1)) < items.size();) {
+      if (problem.head_dim % kWide == 0) attend<kWide>(problem, items[i]);
+      else attend<8>(problem, items[i]);
+      if (done.fetch_add(1) + 1 == items.size()) {
+        std::lock_guard<std::mutex> lock(mutex);
+        all_done.notify_one();
+      }
+    }
+  }
+};
+
+// Fills `items` and zeroes the tokens of no row; says what is wrong with the rows, if anything.
+std::string plan(const Problem& p, std::vector<Item>& items) {
+  const int64_t tile = std::max<int64_t>(1, kTileRows / p.group);
+  std::vector<bool> owned(p.tokens);
+  for (int64_t row = 0; row < p.rows; ++row) {
+    const int64_t start = p.query_start[row], length = p.query_length[row];
+    const int64_t position = p.first_position[row], context = p.context_length[row];
+    if (length == 0) continue;
+    const auto wrong = [&](const char* what) { return "row " + std::to_string(row) + ": " + what; };
+    if (length < 0 || start < 0 || start + length > p.tokens) return wrong("queries out of range");
+    if (position < 0) return wrong("negative position");
+    if (std::min(context, position + length) > p.table_width * p.page_size)
+      return wrong("keys past the end of the page table");
+    std::fill_n(owned.begin() + start, length, true);
+    for (int64_t first = 0; first < length; first += tile) {
+      const int64_t queries = std::min(tile, length - first);
+      const int64_t end = std::min(context, position + first + queries);
+      const int64_t earliest = p.window ? std::max<int64_t>(0, position + first - p.window + 1) : 0;
+      const int64_t begin = std::max<int64_t>(0, std::min(earliest, end));
+      for (int64_t page = begin / p.page_size; page * p.page_size < end; ++page) {
+        const int32_t id = p.page_table[row * p.table_width + page];
+        if (id < 0 || id >= p.num_pages) return wrong("page id out of range");
+      }
+      for (int32_t head = 0; head < p.kv_heads; ++head)
+        items.push_back({static_cast<int32_t>(row), head, static_cast<int32_t>(first),
+                         static_cast<int32_t>(queries), begin, end,
+                         (end - begin) * (queries * p.group + 4) * p.head_dim});
+    }
+  }
+  for (int64_t token = 0; token < p.tokens; ++token)
+    if (!owned[token]) std::fill_n(p.out + token * p.heads * p.head_dim, p.heads * p.head_dim, 0.0f);
+  std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+  return "";
+}
+
+using Tokens = ffi::Buffer<ffi::F32, 3>;
+using Pages = ffi::Buffer<ffi::F32, 5>;
+using Ints = ffi::Buffer<ffi::S32, 1>;
+using Table = ffi::Buffer<ffi::S32, 2>;
+using Scalar = ffi::Buffer<ffi::S32, 0>;
+using Slopes = ffi::Buffer<ffi::F32, 1>;
+
+ffi::Error paged_attention(ffi::ThreadPool pool, Tokens q, Pages k, Pages v, Scalar layer,
+                           Ints query_start, Ints query_length, Ints first_position,
+                           Ints context_length, Table page_table, Slopes slopes,
+                           ffi::Result<Tokens> out, float scale, float soft_cap, int32_t window) {
+  const auto cache = k.dimensions();  // [layers, pages, kv_heads, page_size, head_dim]
+  const int64_t at = *layer.typed_data();
+  if (at < 0 || at >= cache[0]) return ffi::Error::InvalidArgument("paged_attention: no such layer");
+  const int64_t skipped = at * cache[1] * cache[2] * cache[3] * cache[4];
+  auto work = std::make_shared<Work>();
+  Problem& p = work->problem;
+  p.q = q.typed_data();
+  p.k = k.typed_data() + skipped;
+  p.v = v.typed_data() + skipped;
+  p.query_start = query_start.typed_data();
+  p.query_length = query_length.typed_data();
+  p.first_position = first_position.typed_data();
+  p.context_length = context_length.typed_data();
+  p.page_table = page_table.typed_data();
+  p.slopes = slopes.element_count() ? slopes.typed_data() : nullptr;
+  p.out = out->typed_data();
+  p.tokens = q.dimensions()[0];
+  p.heads = q.dimensions()[1];
+  p.kv_heads = cache[2];
+  p.group = p.heads / p.kv_heads;
+  p.head_dim = cache[4];
+  p.num_pages = cache[1];
+  p.page_size = cache[3];
+  p.rows = page_table.dimensions()[0];
+  p.table_width = page_table.dimensions()[1];
+  p.scale = scale;
+  p.soft_cap = soft_cap;
+  p.window = window;
+  const std::string error = plan(p, work->items);
+  if (!error.empty()) return ffi::Error::InvalidArgument("paged_attention: " + error);
+
+  int64_t cost = 0;
+  for (const Item& item : work->items) cost += item.cost;
+  const int64_t useful = std::min<int64_t>(work->items.size(), 1 + cost / kWorthAThread);
+  const int64_t threads = std::min<int64_t>(pool.num_threads(), useful);
+  for (int64_t i = 1; i < threads; ++i) pool.Schedule([work] { work->take_items(); });
+  work->take_items();
+  // Only items that another thread is working on are waited for, so a busy pool cannot block this.
+  std::unique_lock<std::mutex> lock(work->mutex);
+  work->all_done.wait(lock, [&] { return work->done.load() == work->items.size(); });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttention, paged_attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Tokens>()
+                                  .Arg<Pages>()
+                                  .Arg<Pages>()
+                                  .Arg<Scalar>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Table>()
+                                  .Arg<Slopes>()
+                                  .Ret<Tokens>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int32_t>("window"));
