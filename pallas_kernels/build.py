@@ -16,10 +16,10 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import jaxlib
 
 COMPILE_TIMEOUT_S = 120
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread", "-w")
@@ -65,7 +65,7 @@ def compile_library(source: Path) -> Path:
     compiler = _find_compiler()
     native = _NATIVE.get(platform.machine())
     flags = (*_FLAGS, *((native,) if native else ()))
-    made_of = (source.read_text(), compiler, *flags, jaxlib.__version__, _cpu_model())
+    made_of = (source.read_text(), compiler, *flags, version("jaxlib"), _cpu_model())
     digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     folder = _cache_folder()
     library = folder / f"{source.parent.name}-{source.stem}-{digest}.so"

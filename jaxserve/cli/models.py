@@ -34,7 +34,7 @@ def list_models() -> None:
 
         table = Table("name", "in cache", "what it is", box=None, header_style="bold")
         for entry in registry.list_models():
-            table.add_row(entry.name, "yes" if entry.is_pulled else "no", entry.description)
+            table.add_row(entry.name, "yes" if entry.file.is_cached else "no", entry.description)
         Console().print(table)
 
 

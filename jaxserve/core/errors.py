@@ -13,6 +13,7 @@ A message says what was given, what is allowed, and what to do.
     │   ├── UnknownModelError
     │   ├── UnsupportedModelError      an architecture or option that no family here implements
     │   └── CheckpointError            every problem of a checkpoint, collected
+    ├── DownloadError              a file could not be fetched, or is not the published one
     ├── ModelCacheError            the model cache cannot be written (disk full, read-only)
     ├── DeviceMemoryError          weights or page pool do not fit
     ├── InvalidConfigError         a runtime, policy or mesh setting
@@ -81,6 +82,10 @@ class CheckpointError(ModelError):
         super().__init__(
             f"checkpoint {where} has {len(self.problems)} problem(s):\n{listed}\n{remedy}"
         )
+
+
+class DownloadError(JaxserveError):
+    """A file that pip could not fetch, or that is not the one that was published."""
 
 
 class ModelCacheError(JaxserveError, OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -96,21 +97,28 @@ def build_executor(
     pages_a_sequence = draft.max_pages_per_sequence
     abstract = jax.eval_shape(lambda: new_cache(2))
     page_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract)) // 2
-    size = plan_pool(
+    plan = partial(
+        plan_pool,
         next(iter(sharding.device_set)),
         page_bytes=page_bytes,
-        step_bytes=Programs(graphdef, draft).largest_step_bytes(params, abstract),
         wanted_pages=1 + draft.max_slots * pages_a_sequence,
         min_pages=2,
         kv_bytes=None if options.kv_memory is None else parse_bytes(options.kv_memory),
     )
-    config = _engine_config(model_config, options, num_pages=size.num_pages)
+    # The largest steps are compiled for as many pages as fit without them: if those still fit,
+    # what was compiled to be measured is what runs.
+    optimistic = plan(step_bytes=0).num_pages
+    programs = Programs(graphdef, _engine_config(model_config, options, num_pages=optimistic))
+    abstract = jax.eval_shape(lambda: new_cache(optimistic))
+    size = plan(step_bytes=programs.largest_step_bytes(params, abstract, sharding))
+    if size.num_pages != optimistic:
+        config = _engine_config(model_config, options, num_pages=size.num_pages)
+        programs = Programs(graphdef, config)
     cache = jax.jit(new_cache, static_argnums=0, out_shardings=sharding)(size.num_pages)
     executor = DeviceExecutor(
-        graphdef,
+        programs,
         params,
         cache,
-        config,
         place=lambda tree: jax.device_put(tree, sharding),
         strict=options.strict,
     )

@@ -7,9 +7,8 @@ from typing import Any, TypeVar, final
 
 import jax
 import numpy as np
-from flax import nnx
 
-from jaxserve.core.config import EngineConfig, bucket
+from jaxserve.core.config import bucket
 from jaxserve.core.errors import CompilationAfterWarmupError, RuntimeClosedError
 from jaxserve.engine.compilations import CompilationCounter
 from jaxserve.engine.device_handle import DeviceHandle, PromptPart
@@ -32,28 +31,27 @@ class DeviceExecutor:
     """Owns the page cache and the slots on the device; borrows the parameters.
 
     Args:
-      graphdef, params: a decoder as `nnx.split` gives it; see `Programs`.
+      programs: the executables; their config's `num_pages` and `page_size` must be the cache's.
+      params: of the programs' decoder.
       cache: all zeros; the executor donates it from step to step.
-      config: `num_pages` and `page_size` must be the cache's.
       place: puts a pytree of host or device arrays where the executables expect it.
       strict: raise on any compilation after `warmup`.
     """
 
     def __init__(
         self,
-        graphdef: nnx.GraphDef,
+        programs: Programs,
         params: Any,
         cache: KVCache,
-        config: EngineConfig,
         *,
         place: Callable[[Any], Any],
         strict: bool = False,
     ):
-        self.config = config
+        self.config = programs.config
         self._params = params
         self._cache: KVCache | None = cache
-        self._slots = place(empty_slots(config))
-        self._programs = Programs(graphdef, config)
+        self._slots = place(empty_slots(self.config))
+        self._programs = programs
         self._compilations = CompilationCounter()
         self._strict = strict
         self._is_warm = False

@@ -76,6 +76,7 @@ class Programs:
     """
 
     def __init__(self, graphdef: nnx.GraphDef, config: EngineConfig):
+        self.config = config
         bind = partial(partial, graphdef=graphdef, config=config)
         self.edit = jax.jit(slot_edits.edit, donate_argnums=0)
         self.move = jax.jit(slot_edits.move, donate_argnums=0)
@@ -88,15 +89,19 @@ class Programs:
             bind(_decode_loop), donate_argnames=("cache", "slots"), static_argnames="num_rows"
         )
         self.prompt_logprobs = jax.jit(bind(_prompt_logprobs))
-        self._config = config
 
-    def largest_step_bytes(self, params: Params, cache: KVCache) -> int:
+    def largest_step_bytes(
+        self, params: Params, cache: KVCache, sharding: jax.sharding.Sharding
+    ) -> int:
         """Memory that the largest mixed step and decode loop need beside their arguments.
 
-        Compiles both; `cache` may be abstract and of any number of pages.
+        Compiles both, as they will be called: with an abstract cache and slots on `sharding`.
         """
-        config = self._config
-        slots = jax.eval_shape(lambda: slot_edits.empty_slots(config))
+        config = self.config
+        slots, cache = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            (jax.eval_shape(lambda: slot_edits.empty_slots(config)), cache),
+        )
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         flag = jax.ShapeDtypeStruct((), jnp.bool_)
         row = jax.ShapeDtypeStruct((config.max_slots,), jnp.int32)

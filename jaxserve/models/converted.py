@@ -16,8 +16,8 @@ from typing import Any, final
 import jax
 from flax import nnx
 
+from jaxserve.core.assets import cache_errors, cache_folder
 from jaxserve.core.errors import ModelCacheError
-from jaxserve.models.registry import cache_errors, cache_root
 from jaxserve.models.tokenizer import Tokenizer
 
 # Raise it whenever the parameters' names, shapes or meaning change.
@@ -46,7 +46,7 @@ class ConvertedModel:
     def __init__(self, name: str, source: Path, variant: str):
         self._source = source.resolve()
         key = hashlib.sha256(str(self._source).encode()).hexdigest()[:12]
-        self.folder = cache_root() / "converted" / f"{name}-{variant}-{key}"
+        self.folder = cache_folder() / "converted" / f"{name}-{variant}-{key}"
 
     def read_header(self) -> Header | None:
         """Configuration and tokenizer; None when there is no valid entry."""

@@ -40,7 +40,7 @@ class Llama(nnx.Module):
     """A decoder over a flat ragged batch and a paged KV cache.
 
     Args:
-      rngs: for random weights; loading replaces them, so create abstractly with `nnx.eval_shape`.
+      rngs: for random weights; None for zeros where only shapes matter, as `nnx.eval_shape` does.
       dtype: of the parameters and of the activations.
       layer_layout: `unrolled` has a block and a cache buffer a layer; `scanned` stacks both
         ([layers, ...]) and loops with `lax.scan`.
@@ -53,7 +53,7 @@ class Llama(nnx.Module):
         self,
         config: LlamaConfig,
         *,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         dtype: jax.typing.DTypeLike = jnp.float32,
         layer_layout: LayerLayout = "unrolled",
     ):
@@ -90,7 +90,7 @@ class Llama(nnx.Module):
             batch.positions, config.head_dim, config.rope_theta, config.rope_scaling
         )
         x = self.embedding[...][tokens]
-        if isinstance(self.blocks, nnx.List):
+        if self.layer_layout == "unrolled":
             x, cache = self._unroll(x, tables, batch, cache)
         else:
             x, cache = self._scan(x, tables, batch, cache)
@@ -107,6 +107,7 @@ class Llama(nnx.Module):
     def _unroll(
         self, x: jax.Array, tables: RopeTables, batch: AttentionBatch, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
+        assert isinstance(self.blocks, nnx.List)
         k_pages, v_pages = [], []
         for layer, block in enumerate(self.blocks):
             graphdef, state = nnx.split(block)
@@ -251,7 +252,9 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 class _ParamMaker:
     """Makes parameters that know their logical axes; with `layers`, stacked along a first axis."""
 
-    def __init__(self, rngs: nnx.Rngs, dtype: jax.typing.DTypeLike, layers: int | None = None):
+    def __init__(
+        self, rngs: nnx.Rngs | None, dtype: jax.typing.DTypeLike, layers: int | None = None
+    ):
         self._rngs = rngs
         self._dtype = dtype
         self._layers = layers
@@ -275,10 +278,10 @@ class _ParamMaker:
             axes, shape_all = ("layers", *axes), (self._layers, *shape)
         else:
             shape_all = shape
-        if bias:
-            value = jnp.zeros(shape_all, self._dtype)
-        elif len(shape) == 1:
+        if len(shape) == 1 and not bias:
             value = jnp.ones(shape_all, self._dtype)
+        elif bias or self._rngs is None:
+            value = jnp.zeros(shape_all, self._dtype)
         else:
             value = jax.random.normal(self._rngs.params(), shape_all, self._dtype)
             value = value * jnp.asarray(fan_in**-0.5, self._dtype)

@@ -65,10 +65,11 @@ def load_params(
     plan = {path: list(_pieces(path, config)) for path, _ in flat}
     _check(plan, source, config)
     places = None if shardings is None else dict(nnx.to_flat_state(shardings))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     loaded = []
     for done, (path, variable) in enumerate(flat):
         shape = variable.get_value().shape
-        place = None if places is None else places[path].get_value()
+        place = here if places is None else places[path].get_value()
         kind = np.dtype(dtype or variable.get_value().dtype)
         loaded.append((path, variable.replace(_array(plan[path], source, shape, kind, place))))
         if progress is not None:
@@ -99,9 +100,7 @@ def abstract_llama(
     layer_layout: LayerLayout = "unrolled",
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Graph definition and abstract parameters; `nnx.merge` the former with loaded ones."""
-    model = nnx.eval_shape(
-        lambda: Llama(config, rngs=nnx.Rngs(0), dtype=dtype, layer_layout=layer_layout)
-    )
+    model = nnx.eval_shape(lambda: Llama(config, rngs=None, dtype=dtype, layer_layout=layer_layout))
     return nnx.split(model)
 
 
@@ -110,7 +109,7 @@ def _array(
     source: WeightSource,
     shape: tuple[int, ...],
     dtype: np.dtype,
-    place: jax.sharding.Sharding | None,
+    place: jax.sharding.Sharding,
 ) -> jax.Array:
     """The parameter; each shard's callback cuts its part out of one host copy."""
     if len(pieces) == 1 and not pieces[0].target:
@@ -119,8 +118,6 @@ def _array(
         whole = np.empty(shape, dtype)
         for piece in pieces:
             whole[piece.target] = piece.arrange(source.read(piece.name))
-    if place is None:
-        return jnp.asarray(whole)
     return jax.make_array_from_callback(shape, place, lambda index: whole[index])
 
 

@@ -79,8 +79,8 @@ def load_model(
     Raises:
       ModelError: unknown, unsupported or damaged model.
       InvalidConfigError: `load` unknown, or the mesh does not divide the model.
-      ModelCacheError: a registered model cannot be pulled. A converted form that cannot be saved
-        is only warned about.
+      DownloadError, ModelCacheError: a registered model cannot be pulled. A converted form that
+        cannot be saved is only warned about.
     """
     if load not in ("auto", "random"):
         raise InvalidConfigError(f"load={load!r} is unknown; give 'auto' or 'random'")
@@ -162,8 +162,8 @@ def _random(
 ) -> LoadedModel:
     graphdef, _, shardings = how.abstract(config)
     params = random_params(config, seed, dtype=how.dtype, layer_layout=how.layer_layout)
-    if shardings is not None:
-        params = jax.device_put(params, shardings)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = jax.device_put(params, here if shardings is None else shardings)
     return _loaded(name, config, graphdef, params, tokenizer, ends, path)
 
 

