@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from types import TracebackType
@@ -237,7 +237,7 @@ class Runtime:
         self._loop.submit(answer)
         return Pending(self, answer)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece]:
         """Yield an answer piece by piece; leaving the loop early cancels the request."""
         pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
         answer = self._start(prompt, params, pieces.put)
@@ -272,7 +272,7 @@ class Runtime:
 
     async def astream(
         self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece]:
         """`stream` for asyncio."""
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Piece] = asyncio.Queue()

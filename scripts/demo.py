@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 import time
@@ -70,8 +69,6 @@ def _memory(stats: RuntimeStats) -> str:
 
 
 if __name__ == "__main__":
-    # transformers would advise to install PyTorch, which nothing here uses.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         sys.exit(main())
     except JaxserveError as error:

@@ -13,6 +13,7 @@ import tokenizers
 from typer.testing import CliRunner
 
 from jaxserve.cli import app
+from tests.processes import heed_interrupts
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -195,7 +196,12 @@ def test_interrupt_keeps_what_is_finished(model, tmp_path):
         *("--model", model, "--load", "random", "--max-slots", "1", "--max-context", "16384"),
     ]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=0,
+        preexec_fn=heed_interrupts,
     )
     assert process.stderr is not None
     said = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
@@ -45,6 +44,4 @@ def _root(
 
 def main() -> None:
     """Entry point of the `jaxserve` script."""
-    # transformers would advise to install PyTorch, which nothing here uses.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     app()

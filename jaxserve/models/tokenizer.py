@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,8 +76,7 @@ class Tokenizer:
           UnsupportedModelError: a tokenizer without a fast (`tokenizers`) form.
         """
         folder = Path(folder)
-        from transformers import AutoTokenizer  # seconds to import: only where it is needed
-
+        AutoTokenizer = _from_transformers("transformers").AutoTokenizer
         try:
             loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # transformers raises many kinds for a missing or bad file
@@ -188,12 +189,10 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) is None
 
     def _rendered(self, messages: Any, add_generation_prompt: bool) -> str:
-        # Imports transformers: only chats pay for it.
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        templates = _from_transformers("transformers.utils.chat_template_utils")
         names: dict[str, Any] = dict(self.special_tokens)
         try:
-            rendered, _ = render_jinja_template(
+            rendered, _ = templates.render_jinja_template(
                 conversations=[messages],
                 chat_template=self.chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -312,3 +311,20 @@ def _strings(value: Any) -> Iterable[str]:
     elif isinstance(value, Sequence):
         for item in value:
             yield from _strings(item)
+
+
+def _from_transformers(module: str) -> Any:
+    """A module of transformers: seconds to import, so only where it is needed.
+
+    Without its advice to install PyTorch, which nothing here uses.
+    """
+    variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    given = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        return importlib.import_module(module)
+    finally:
+        if given is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = given

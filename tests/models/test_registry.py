@@ -18,6 +18,7 @@ from jaxserve.core import assets
 from jaxserve.core.assets import cache_folder
 from jaxserve.core.errors import DownloadError, ModelCacheError, UnknownModelError
 from jaxserve.models.registry import list_models, pull, resolve, show
+from tests.processes import heed_interrupts
 
 
 @pytest.fixture
@@ -154,7 +155,9 @@ def test_interrupting_a_pull_leaves_nothing_behind(empty_cache, tmp_path):
     script = "from jaxserve.models.registry import pull; pull('smollm2-135m', progress=False)"
     root = Path(assets.__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
-    process = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=-3)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stderr=-3, preexec_fn=heed_interrupts
+    )
     deadline = time.monotonic() + 30
     while not started.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
