@@ -74,11 +74,15 @@ def write_gguf(
     tied: bool = False,
     leave_out: str | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    extra_type: gguf.GGMLQuantizationType | None = None,
     tokenizer: dict[str, object] | None = None,
     seed: int = 0,
     **metadata: object,
 ) -> dict[str, np.ndarray]:
-    """Write a small model; returns its tensors under Hugging Face names."""
+    """Write a small model; returns its tensors under Hugging Face names.
+
+    `extra` tensors are written as they are: bytes of `extra_type` where one is given.
+    """
     writer = gguf.GGUFWriter(path, arch)
     for key, value in (METADATA | metadata).items():
         kind = gguf.GGUFValueType.get_type(value)
@@ -98,7 +102,7 @@ def write_gguf(
         else:
             writer.add_tensor(name, gguf.quantize(tensor, quantisation), raw_dtype=quantisation)
     for name, tensor in (extra or {}).items():
-        writer.add_tensor(name, tensor)
+        writer.add_tensor(name, tensor, raw_dtype=extra_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
