@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -94,12 +93,3 @@ def state_shardings(
 def replicated(mesh: Mesh) -> NamedSharding:
     """A whole copy on every device of `mesh`."""
     return NamedSharding(mesh, PartitionSpec())
-
-
-def shard_count(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> int:
-    """How many distinct parts an array of this shape is cut into."""
-    part = sharding.shard_shape(tuple(shape))
-    count = 1
-    for whole, piece in zip(shape, part, strict=True):
-        count *= whole // piece if piece else 1
-    return count
