@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 from jaxserve.core.errors import DeviceMemoryError
@@ -39,11 +41,11 @@ class PoolSize:
 
 
 def free_device_bytes(device: Any) -> int:
-    """What nobody uses yet of a `jax.Device`: its allocator's word, the system's on a CPU."""
+    """What nobody uses yet of a `jax.Device`: its allocator's word, or `available_host_bytes`."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return _available_host_bytes()
+    return available_host_bytes()
 
 
 def plan_pool(
@@ -92,12 +94,63 @@ def plan_pool(
     )
 
 
-def _available_host_bytes() -> int:
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """What the system has left, or less where a control group limits this process.
+
+    Args:
+      root: of the file system with `proc` and `sys`.
+    """
+    return max(0, min([_system_bytes(root), *_control_group_bytes(root)]))
+
+
+def _system_bytes(root: Path) -> int:
     try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
     except OSError:
         _log.debug("no /proc/meminfo; asking sysconf")
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _control_group_bytes(root: Path) -> Iterator[int]:
+    """What each limited group above this process has left, version 2 and 1.
+
+    In a container the mount may show the process's own group as its root, while
+    `/proc/self/cgroup` gives the host's path: groups that are not there are passed over.
+    """
+    groups = {"": "/", "memory": "/"}  # controllers -> path
+    try:
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            key = "memory" if "memory" in controllers.split(",") else controllers
+            groups[key] = os.path.normpath(path)
+    except OSError:
+        _log.debug("no /proc/self/cgroup; looking at the root groups")
+    mount = root / "sys/fs/cgroup"
+    yield from _left_above(mount, groups[""], "memory.max", "memory.current", "inactive_file")
+    yield from _left_above(
+        mount / "memory",
+        groups["memory"],
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    )
+
+
+def _left_above(
+    mount: Path, path: str, limit_name: str, used_name: str, cache_name: str
+) -> Iterator[int]:
+    own = mount / path.lstrip("/")
+    for folder in (own, *own.parents):
+        try:
+            limit = (folder / limit_name).read_text().strip()
+            if limit != "max":
+                used = int((folder / used_name).read_text())
+                counts = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
+                # Page cache that nobody read lately: the kernel drops it before it kills.
+                yield int(limit) - used + int(counts.get(cache_name, 0))
+        except OSError:
+            pass
+        if folder == mount:
+            return
