@@ -1,13 +1,16 @@
 """Compiling the C++ kernels on first use, and registering them with XLA.
 
 A kernel is compiled once a machine: the library's name in the cache folder is a hash of everything
-that went into it. Folder: `$PALLAS_KERNELS_CACHE`, else `$JAXSERVE_CACHE/kernels`, else
-`~/.cache/jaxserve/kernels`; a temporary one where that cannot be written.
+that went into it. The file ends in a digest of its own bytes, for loading half a library can kill
+the process; a damaged one is compiled anew. Folder: `$PALLAS_KERNELS_CACHE`, else
+`$JAXSERVE_CACHE/kernels`, else `~/.cache/jaxserve/kernels`; a temporary one where that cannot be
+written.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import logging
 import os
@@ -18,6 +21,7 @@ import tempfile
 import threading
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -38,13 +42,14 @@ def cpu_target(source: Path, symbol: str) -> str:
     registers it; later calls return the same name, or raise the same error.
 
     Raises:
-      NotImplementedError: there is no compiler, or it failed; also logged as a warning, once.
+      NotImplementedError: there is no compiler, it failed, or what it made cannot be loaded; also
+        logged as a warning, once.
     """
     with _lock:
         key = (source, symbol)
         if key not in _targets:
             try:
-                _targets[key] = _register(compile_library(source), symbol)
+                _targets[key] = _register(*load_symbol(source, symbol), symbol)
             except (NotImplementedError, OSError) as error:
                 _logger.warning("%s cannot be used: %s", source.name, error)
                 _targets[key] = NotImplementedError(str(error))
@@ -54,8 +59,29 @@ def cpu_target(source: Path, symbol: str) -> str:
     return target
 
 
-def compile_library(source: Path) -> Path:
-    """The compiled library of a C++ file, from the cache folder if it is there.
+def load_symbol(source: Path, symbol: str) -> tuple[Path, Any]:
+    """The library of a C++ file and its function `symbol`; one that does not load is made anew.
+
+    Raises:
+      NotImplementedError: as `compile_library`, or the new library does not load either.
+    """
+    library = compile_library(source)
+    try:
+        return library, getattr(ctypes.CDLL(str(library)), symbol)
+    except (OSError, AttributeError) as error:
+        _logger.warning("%s; compiling %s again", error, source.name)
+    library = compile_library(source, anew=True)
+    try:
+        # Spelled otherwise: for a path that it knows, the loader returns the library it has.
+        return library, getattr(ctypes.CDLL(f"{library.parent}/./{library.name}"), symbol)
+    except (OSError, AttributeError) as error:
+        raise NotImplementedError(f"{library} cannot be loaded: {error}") from error
+
+
+def compile_library(source: Path, *, anew: bool = False) -> Path:
+    """The compiled library of a C++ file, from the cache folder if it is there and whole.
+
+    `anew` compiles whatever is there.
 
     Processes may race: each compiles into a file of its own and renames it into place.
 
@@ -65,11 +91,14 @@ def compile_library(source: Path) -> Path:
     compiler = _find_compiler()
     native = _NATIVE.get(platform.machine())
     flags = (*_FLAGS, *((native,) if native else ()))
-    made_of = (source.read_text(), compiler, *flags, version("jaxlib"), _cpu_model())
+    made_of = (
+        *(source.read_text(), compiler, _compiler_version(compiler), *flags),
+        *(version("jaxlib"), _cpu_model()),
+    )
     digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     folder = _cache_folder()
     library = folder / f"{source.parent.name}-{source.stem}-{digest}.so"
-    if library.exists():
+    if not anew and _is_whole(library):
         return library
     handle, scratch = tempfile.mkstemp(dir=folder, prefix=f"{library.stem}-", suffix=".tmp")
     os.close(handle)
@@ -81,6 +110,8 @@ def compile_library(source: Path) -> Path:
         if done.returncode:
             said = "\n".join(done.stderr.strip().splitlines()[-20:])
             raise NotImplementedError(f"{compiler} failed with {done.returncode}: {said}")
+        with open(scratch, "r+b") as file:
+            file.write(hashlib.sha256(file.read()).digest())
         os.replace(scratch, library)
     except subprocess.TimeoutExpired as error:
         raise NotImplementedError(f"{compiler} took over {COMPILE_TIMEOUT_S} s") from error
@@ -89,13 +120,33 @@ def compile_library(source: Path) -> Path:
     return library
 
 
-def _register(library: Path, symbol: str) -> str:
-    handler = getattr(ctypes.CDLL(str(library)), symbol)
+def _register(library: Path, handler: Any, symbol: str) -> str:
     # The hash in the name keeps an executable of XLA's persistent cache from calling another
     # version of the handler than the one it was compiled for.
     target = f"pallas_kernels.{symbol}.{library.stem.rsplit('-', 1)[1]}"
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu", api_version=1)
     return target
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the file is there and ends in the digest of what comes before."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return content[-32:] == hashlib.sha256(content[:-32]).digest()
+
+
+@functools.cache
+def _compiler_version(compiler: str) -> str:
+    """What it says of itself: an upgrade keeps the path."""
+    try:
+        done = subprocess.run(
+            [compiler, "--version"], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotImplementedError(f"{compiler} does not run: {error}") from error
+    return done.stdout
 
 
 def _find_compiler() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from functools import partial
 
 import jax
@@ -53,3 +54,61 @@ def test_a_failing_compiler_is_quoted(fresh, monkeypatch):
     with pytest.raises(NotImplementedError, match="error"):
         build.compile_library(source)
     assert not list((fresh / "cache").iterdir())
+
+
+@pytest.fixture
+def small(fresh, monkeypatch):
+    """A source that compiles in no time."""
+    source = fresh / "kernels" / "small.cc"
+    source.parent.mkdir()
+    source.write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setenv("PALLAS_KERNELS_CACHE", str(fresh / "cache"))
+    return source
+
+
+@pytest.mark.parametrize("damage", ["cut", "emptied", "changed"])
+def test_a_damaged_library_is_compiled_again(small, damage):
+    """Half a library is never loaded: it is replaced by a whole one, which serves."""
+    library = build.compile_library(small)
+    content = library.read_bytes()
+    half = len(content) // 2
+    damaged = {"cut": content[:half], "emptied": b"", "changed": content[:half] + bytes(half)}
+    library.write_bytes(damaged[damage])
+    again, answer = build.load_symbol(small, "answer")
+    assert again == library and answer() == 42
+    assert len(library.read_bytes()) == len(content)
+    assert list(library.parent.iterdir()) == [library]
+
+
+def test_a_library_without_the_symbol_is_compiled_again(small, caplog):
+    """A whole library that is another one is replaced, though the process has loaded it."""
+    other = small.with_name("other.cc")
+    other.write_text('extern "C" int question() { return 0; }')
+    library = build.compile_library(small)
+    shutil.move(build.compile_library(other), library)
+    with caplog.at_level(logging.WARNING, "pallas_kernels"):
+        assert build.load_symbol(small, "answer")[1]() == 42
+    assert "compiling small.cc again" in caplog.text
+
+
+def test_a_library_that_never_loads_is_refused_by_name(small):
+    """After one more compilation the error names the library, the same one at every call."""
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"kernels-small-\w+\.so cannot be loaded"):
+            build.cpu_target(small, "no_such_symbol")
+
+
+def test_another_compiler_version_compiles_again(small, monkeypatch, tmp_path):
+    """The compiler is known by what it says of itself, not by its path."""
+    real = build._find_compiler()
+    compiler = tmp_path / "c++"
+    libraries = set()
+    for said in ("1.0", "2.0"):
+        compiler.write_text(
+            f'#!/bin/sh\n[ "$1" = --version ] && echo {said} && exit\nexec {real} "$@"\n'
+        )
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+        build._compiler_version.cache_clear()
+        libraries.add(build.compile_library(small))
+    assert len(libraries) == 2
