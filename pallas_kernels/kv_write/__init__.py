@@ -1,22 +1,5 @@
-"""Writing a step's keys or values into their pages."""
+"""Writing keys and values into pages: `kv_write` is the one public entry."""
 
-from __future__ import annotations
+from pallas_kernels.kv_write.api import kv_write
 
-import jax
-
-
-def kv_write(
-    pages: jax.Array, layer: int | jax.Array, values: jax.Array, page: jax.Array, offset: jax.Array
-) -> jax.Array:
-    """Write one step's keys (or values) into the paged cache, in place when `pages` is donated.
-
-    Args:
-      pages: [layers, pages, kv_heads, page_size, head_dim].
-      layer: which layer.
-      values: [tokens, kv_heads, head_dim].
-      page, offset: int32 [tokens], where each token goes; page 0 is the null page (padding).
-
-    Returns:
-      `pages` with the tokens written.
-    """
-    return pages.at[layer, page, :, offset, :].set(values.astype(pages.dtype))
+__all__ = ["kv_write"]
