@@ -63,7 +63,7 @@ def paged_attention(
       NotImplementedError: the implementation asked for cannot serve this case; says why.
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
-    _check_shapes(q, k_pages, v_pages, rows, max_query_length)
+    _check_shapes(q, k_pages, v_pages, rows, alibi_slopes, max_query_length)
     if implementation is not None and implementation not in _IMPLEMENTATIONS:
         raise ValueError(
             f"implementation={implementation!r} is unknown; give one of {get_args(Implementation)}"
@@ -109,7 +109,12 @@ def _log_choice(name: str, platform: str, reason: str) -> None:
 
 
 def _check_shapes(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows, max_query_length: int | None
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    rows: Rows,
+    alibi_slopes: jax.Array | None,
+    max_query_length: int | None,
 ) -> None:
     if q.ndim != 3 or k_pages.ndim != 5 or k_pages.shape != v_pages.shape:
         raise ValueError(
@@ -121,6 +126,17 @@ def _check_shapes(
             f"q{q.shape} and k_pages{k_pages.shape}: head_dim must agree, and q_heads be a "
             "multiple of kv_heads"
         )
+    if 0 in (*q.shape[1:], *k_pages.shape[2:]):
+        raise ValueError(f"q{q.shape} and k_pages{k_pages.shape}: no heads, or empty pages")
+    sizes = (rows.query_start, rows.query_length, rows.first_position, rows.context_length)
+    shapes = [x.shape for x in sizes]
+    if rows.page_table.ndim != 2 or set(shapes) != {rows.page_table.shape[:1]}:
+        raise ValueError(
+            f"rows of {shapes} with page_table{rows.page_table.shape}: expected four times [rows] "
+            "and [rows, pages]"
+        )
+    if alibi_slopes is not None and alibi_slopes.shape != q.shape[1:2]:
+        raise ValueError(f"alibi_slopes{alibi_slopes.shape}: expected one of {q.shape[1]} heads")
     if max_query_length == 1 and q.shape[0] != rows.query_length.shape[0]:
         raise ValueError(
             f"max_query_length=1 promises one token a row, but there are {q.shape[0]} tokens and "

@@ -357,10 +357,13 @@ std::string plan(const Problem& p, std::vector<Item>& items) {
     if (length == 0) continue;
     const auto wrong = [&](const char* what) { return "row " + std::to_string(row) + ": " + what; };
     if (length < 0 || start < 0 || start + length > p.tokens) return wrong("queries out of range");
-    if (position < 0) return wrong("negative position");
+    if (position < 0 || position + length > INT32_MAX) return wrong("positions out of range");
     if (std::min(context, position + length) > p.table_width * p.page_size)
       return wrong("keys past the end of the page table");
-    std::fill_n(owned.begin() + start, length, true);
+    for (int64_t token = start; token < start + length; ++token) {
+      if (owned[token]) return wrong("shares queries with another row");  // two threads would write
+      owned[token] = true;
+    }
     for (int64_t first = 0; first < length; first += tile) {
       const int64_t queries = std::min(tile, length - first);
       const int64_t end = std::min(context, position + first + queries);

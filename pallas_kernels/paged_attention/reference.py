@@ -37,6 +37,8 @@ def paged_attention(
             position = int(rows.first_position[row]) + i
             first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
             seen = np.arange(first, min(position + 1, int(rows.context_length[row])))
+            if not seen.size:
+                continue
             page, offset = tables[row, seen // page_size], seen % page_size
             for head in range(queries.shape[1]):
                 # [seen, head_dim]

@@ -193,14 +193,38 @@ def test_a_row_has_the_same_bits_in_any_batch(decode):
         np.testing.assert_array_equal(got, together[start : start + queries])
 
 
-def test_rows_outside_the_cache_fail_the_call():
-    """The compiled kernel checks page ids before it reads: an error, not a crash."""
-    q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=11)
-    rows = dataclasses.replace(rows, page_table=rows.page_table + 10_000)
-    with pytest.raises(Exception, match="page id out of range"):
-        paged_attention(
-            q, k_pages, v_pages, 0, rows, max_query_length=1, implementation="cpu"
-        ).block_until_ready()
+@pytest.mark.parametrize(
+    ("field", "added", "message"),
+    [
+        ("page_table", 10_000, "page id out of range"),
+        ("page_table", -10_000, "page id out of range"),
+        ("query_start", 60, "queries out of range"),
+        ("query_start", -1, "queries out of range"),
+        ("query_start", np.asarray([0, 0, 0, -3, 0]), "shares queries"),
+        ("query_length", -13, "queries out of range"),
+        ("first_position", -100, "positions out of range"),
+        ("first_position", 2**31 - 60, "positions out of range"),
+        ("context_length", np.asarray([0, 0, 0, 0, 10_000]), "past the end of the page table"),
+    ],
+)
+def test_rows_outside_the_cache_fail_the_call(field, added, message):
+    """The compiled kernel checks rows before it reads or writes: an error, not a crash."""
+    q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=11)
+    if field == "context_length":
+        rows = dataclasses.replace(rows, first_position=rows.first_position + 10_000)
+    rows = dataclasses.replace(rows, **{field: getattr(rows, field) + added})
+    with pytest.raises(Exception, match=message):
+        paged_attention(q, k_pages, v_pages, 0, rows, implementation="cpu").block_until_ready()
+
+
+@pytest.mark.parametrize("window", [None, 2, 6])
+@pytest.mark.parametrize("context", [-(2**31), -7, 0, 3])
+def test_a_context_that_ends_before_the_queries(attention, context, window):
+    """Queries past the context see what is left of it; zeros where that is nothing."""
+    q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=12)
+    rows = dataclasses.replace(rows, context_length=jnp.minimum(rows.context_length, context))
+    attend = partial(attention, q, k_pages, v_pages, 1, rows, sliding_window=window)
+    np.testing.assert_allclose(attend(), attend(implementation="reference"), atol=2e-6)
 
 
 def test_contradictory_shapes_are_refused():
@@ -212,6 +236,13 @@ def test_contradictory_shapes_are_refused():
         paged_attention(q, k_pages, v_pages, 0, rows, max_query_length=1)
     with pytest.raises(ValueError, match="unknown"):
         paged_attention(q, k_pages, v_pages, 0, rows, implementation="cuda")
+    with pytest.raises(ValueError, match="empty pages"):
+        paged_attention(q, k_pages[:, :, :, :0], v_pages[:, :, :, :0], 0, rows)
+    with pytest.raises(ValueError, match="alibi_slopes"):
+        paged_attention(q, k_pages, v_pages, 0, rows, alibi_slopes=jnp.ones(3))
+    with pytest.raises(ValueError, match="four times"):
+        short = dataclasses.replace(rows, context_length=rows.context_length[:-1])
+        paged_attention(q, k_pages, v_pages, 0, short)
 
 
 def _shape(name: str) -> AttentionShape:
