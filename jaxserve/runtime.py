@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import weakref
 from collections.abc import AsyncGenerator, Generator, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, cast, final, overload
@@ -25,9 +27,11 @@ from jaxserve.engine.assembly import (
     nbytes,
     platform_defaults,
 )
+from jaxserve.engine.device_errors import out_of_memory_as
+from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loop import EngineLoop
-from jaxserve.engine.requests import Prompt, RequestBuilder, is_single
+from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
 from jaxserve.scheduling.presets import get_policy
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -109,9 +113,13 @@ class Runtime:
         self.model_config = decoder.config
         self._clock = WallClock()
         used = own_params if params is None else params
-        self._executor, self._pool_size = build_executor(
-            graphdef, used, decoder.config, decoder.layer_layout, self.options
-        )
+        with out_of_memory_as(
+            "making the page pool and warming up",
+            "give a smaller kv_memory, max_step_tokens or max_slots",
+        ):
+            self._executor, self._pool_size = build_executor(
+                graphdef, used, decoder.config, decoder.layer_layout, self.options
+            )
         self._weights_bytes = nbytes(used)
         self.config = self._executor.config
         self._engine = Engine(self._executor, policy, self._clock)
@@ -128,6 +136,8 @@ class Runtime:
             seed=self.options.seed,
         )
         self._loop = EngineLoop(self._engine, self._clock)
+        # For runtimes that are dropped without `close`, as notebooks do.
+        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._executor)
 
     @classmethod
     def from_pretrained(
@@ -146,8 +156,8 @@ class Runtime:
           options: see `RuntimeOptions`.
 
         Raises:
-          UnknownModelError, UnsupportedModelError, CheckpointError, ModelCacheError,
-          InvalidConfigError, DeviceMemoryError
+          UnknownModelError, UnsupportedModelError, CheckpointError, DownloadError,
+          ModelCacheError, InvalidConfigError, DeviceMemoryError
         """
         from jaxserve.models.store import load_model
 
@@ -155,14 +165,15 @@ class Runtime:
         get_policy(parsed.policy)
         enable_compilation_cache()
         defaults = platform_defaults()
-        loaded = load_model(
-            name_or_path,
-            dtype=dtype or defaults.dtype,
-            load=load,
-            seed=parsed.seed,
-            layer_layout=cast(Any, defaults.layer_layout),
-            progress=parsed.progress,
-        )
+        with out_of_memory_as("loading the weights", "give a smaller dtype or a smaller model"):
+            loaded = load_model(
+                name_or_path,
+                dtype=dtype or defaults.dtype,
+                load=load,
+                seed=parsed.seed,
+                layer_layout=cast(Any, defaults.layer_layout),
+                progress=parsed.progress,
+            )
         return cls(
             nnx.merge(loaded.graphdef, loaded.params),
             tokenizer=loaded.tokenizer,
@@ -197,12 +208,12 @@ class Runtime:
           params: for all prompts, or one a prompt; greedy and 256 tokens by default.
           progress: show a bar when it takes over two seconds; `options.progress` by default.
         """
-        if is_single(prompts):
-            completion = self._run([prompts], [_only(params)], progress)[0]
+        batch, single = as_batch(prompts)
+        if single:
+            completion = self._run(batch, [_only(params)], progress)[0]
             if completion.error is not None:
                 raise completion.error
             return completion
-        batch = list(prompts)
         return self._run(batch, _for_each(params, len(batch)), progress)
 
     def submit(
@@ -254,8 +265,7 @@ class Runtime:
 
     async def agenerate(self, prompts: Any, params: Params = None) -> Any:
         """`generate` for asyncio; cancelling the task cancels its requests."""
-        single = is_single(prompts)
-        batch = [prompts] if single else list(prompts)
+        batch, single = as_batch(prompts)
         each = [_only(params)] if single else _for_each(params, len(batch))
         answers = self._submit_all(batch, each)
         running = [a for a in answers if isinstance(a, Answer)]
@@ -278,7 +288,8 @@ class Runtime:
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
 
         def put(piece: Piece) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+            with suppress(RuntimeError):  # the loop was closed: nobody listens any more
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         answer = self._start(prompt, params, put)
         open_samples = answer.request.params.n
@@ -321,8 +332,7 @@ class Runtime:
 
     def close(self) -> None:
         """Cancel what is left and free the page pool; parameters stay with who else holds them."""
-        self._loop.close()
-        self._executor.close()
+        self._finalizer()
 
     def __enter__(self) -> Self:
         return self
@@ -367,22 +377,27 @@ class Runtime:
         return answers
 
     def _wait(self, answers: Sequence[Answer], show: bool) -> None:
-        waiting = {answer.future for answer in answers}
-        num_tokens = 0
+        done: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
+        for answer in answers:
+            answer.future.add_done_callback(done.put)
+        num_waiting, num_tokens = len(answers), 0
         with tqdm(
-            total=len(waiting),
+            total=num_waiting,
             desc="generating",
             unit="req",
             leave=False,
             delay=2,
+            miniters=0,
             disable=not show,
         ) as bar:
-            while waiting:
-                done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
-                num_tokens += sum(len(s.token_ids) for f in done for s in f.result().samples)
+            while num_waiting:
+                with suppress(queue.Empty):  # the time-out lets Ctrl-C through and the bar tick
+                    completion = done.get(timeout=0.5).result()
+                    num_waiting -= 1
+                    num_tokens += sum(len(s.token_ids) for s in completion.samples)
                 elapsed = bar.format_dict["elapsed"] or 1.0
                 bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
-                bar.update(len(done))
+                bar.update(len(answers) - num_waiting - bar.n)
 
     def _start(self, prompt: Prompt, params: SamplingParams | None, sink: PieceSink) -> Answer:
         request = self._requests.build(prompt, params or SamplingParams(), self._clock.now())
@@ -396,6 +411,11 @@ class Runtime:
             return Answer(request, sink=sink)
         skip = request.params.skip_special_tokens
         return Answer(request, decoder=lambda: tokenizer.stream_decoder(skip), sink=sink)
+
+
+def _shut_down(loop: EngineLoop, executor: DeviceExecutor) -> None:
+    loop.close()
+    executor.close()
 
 
 def _only(params: Params) -> SamplingParams:

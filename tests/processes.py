@@ -1,10 +1,5 @@
 """Child processes of tests."""
 
-from __future__ import annotations
-
-import signal
-
-
-def heed_interrupts() -> None:
-    """For `preexec_fn`: Ctrl-C works even where the tests run as a shell's background job."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+# Python code to start one with, so that Ctrl-C works in it even where the tests run as a shell's
+# background job, which ignores interrupts and so do its children.
+HEED_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"

@@ -13,7 +13,7 @@ import tokenizers
 from typer.testing import CliRunner
 
 from jaxserve.cli import app
-from tests.processes import heed_interrupts
+from tests.processes import HEED_INTERRUPTS
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -192,7 +192,8 @@ def test_interrupt_keeps_what_is_finished(model, tmp_path):
     jobs = [{"prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 15_000}]
     file = _file(tmp_path, "\n".join(json.dumps(job) for job in jobs))
     command = [
-        *(sys.executable, "-m", "jaxserve", "generate", "--jsonl", file, "--ignore-eos", "--raw"),
+        *(sys.executable, "-c", f"{HEED_INTERRUPTS}; from jaxserve.cli import main; main()"),
+        *("generate", "--jsonl", file, "--ignore-eos", "--raw"),
         *("--model", model, "--load", "random", "--max-slots", "1", "--max-context", "16384"),
     ]
     process = subprocess.Popen(
@@ -201,12 +202,11 @@ def test_interrupt_keeps_what_is_finished(model, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         bufsize=0,
-        preexec_fn=heed_interrupts,
     )
     assert process.stderr is not None
     said = ""
-    # The bar appears two seconds after the start of generation.
-    while "generating" not in said and (letter := process.stderr.read(1)):
+    # The bar, which appears after two seconds, says when the first answer is finished.
+    while " 1/2 " not in said and (letter := process.stderr.read(1)):
         said += letter
     process.send_signal(signal.SIGINT)
     out, rest = process.communicate(timeout=60)

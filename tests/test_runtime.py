@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -168,6 +170,80 @@ def test_many_threads_may_submit_at_once(runtime):
     assert [got[i] for i in range(len(prompts))] == expected
 
 
+def test_arrays_and_generators_are_batches(runtime):
+    """NumPy and JAX arrays of token ids are prompts, rows are batches, generators lose nothing."""
+    prompts = [(1, 2, 3), (4, 5, 6)]
+    expected = [c.token_ids for c in runtime.generate(prompts, GREEDY)]
+    for batch in (np.array(prompts), [jnp.array(p) for p in prompts], (p for p in prompts)):
+        assert [c.token_ids for c in runtime.generate(batch, GREEDY)] == expected
+    assert runtime.generate(np.array(prompts[0]), GREEDY).token_ids == expected[0]
+
+
+def test_leaving_an_asyncio_stream_harms_nobody(runtime):
+    """A loop closed in the middle of a stream cancels that request, and others go on."""
+
+    async def leave():
+        async for _ in runtime.astream([1, 2], SamplingParams(max_tokens=None)):
+            break
+
+    async def give_up():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(runtime.agenerate([[1]] * 20, GREEDY), 0.001)
+
+    for _ in range(3):
+        asyncio.run(leave())
+        asyncio.run(give_up())
+    assert len(runtime.generate([1, 2, 3], GREEDY).token_ids) == 20
+    _wait_until_idle(runtime)
+
+
+def test_a_consumer_that_raises_gets_no_more(runtime, caplog):
+    """A sink's own error is logged; its request and the engine go on."""
+
+    def broken(piece):
+        raise ValueError("no thanks")
+
+    answer = runtime._start([1, 2, 3], GREEDY, broken)
+    assert len(answer.future.result(30).samples[0].token_ids) == 20
+    assert caplog.text.count("it gets no more") == 1
+
+
+def test_a_running_id_is_refused_again(runtime):
+    """Ids are unique among running requests, and free again afterwards."""
+    pending = runtime.submit([1], SamplingParams(max_tokens=None), request_id="twice")
+    with pytest.raises(InvalidRequestError, match="still running"):
+        runtime.submit([2], request_id="twice")
+    pending.cancel()
+    pending.result(30)
+    assert runtime.submit([2], GREEDY, request_id="twice").result(30).finish_reason == "length"
+    with pytest.raises(InvalidRequestError, match="choose another"):
+        runtime.submit([2], request_id="request-1")
+    with pytest.raises(InvalidRequestError, match="priority"):
+        runtime.submit([2], priority="high")
+
+
+def test_a_prompt_longer_than_the_pool_is_refused():
+    """The page pool, where it is smaller than the context, bounds the prompt."""
+    options = OPTIONS | {"kv_memory": "20KB", "warmup": False}
+    with Runtime(tiny_llama(), **options) as runtime:
+        most = (runtime.config.num_pages - 1) * runtime.config.page_size
+        assert most < MAX_CONTEXT
+        with pytest.raises(PromptTooLongError, match=f"at most {most - 1}.*kv_memory"):
+            runtime.generate([1] * most)
+        assert len(runtime.generate([1] * (most - 1), GREEDY).token_ids) == 1
+
+
+def test_a_dropped_runtime_frees_its_pool():
+    """Without `close`, the garbage collector ends the thread and frees the pages."""
+    runtime = Runtime(tiny_llama(), warmup=False, **OPTIONS)
+    thread = runtime._loop._thread
+    cache = jax.tree.leaves(runtime._executor._cache)
+    del runtime
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive() and all(array.is_deleted() for array in cache)
+
+
 def test_cancel_returns_what_was_generated(runtime):
     """A cancelled request ends as it stands; unknown ids are ignored."""
     pending = runtime.submit([1, 2, 3], SamplingParams(max_tokens=None), request_id="mine")
@@ -208,6 +284,10 @@ BAD_PROMPTS = {
     "mixed list": ([1, "a"], InvalidRequestError, "all token ids"),
     "number": (3.5, InvalidRequestError, "float"),
     "none": (None, InvalidRequestError, "NoneType"),
+    "message without a list": ({"role": "user", "content": "a"}, InvalidRequestError, "dict"),
+    "lone surrogate": ("a\ud83d", InvalidRequestError, "surrogate"),
+    "array of floats": (np.ones(3), InvalidRequestError, "all token ids"),
+    "matrix": (np.ones((2, 2), int), InvalidRequestError, "all token ids"),
 }
 
 
@@ -238,6 +318,11 @@ BAD_PARAMS = {
     "true for a number": {"top_k": True},
     "text for a number": {"top_p": "0.5"},
     "too many logprobs": {"logprobs": 21},
+    "top_k past int32": {"top_k": 2**31},
+    "min_tokens past int32": {"min_tokens": 2**31, "max_tokens": None},
+    "no stop": {"stop": None},
+    "a number for stop tokens": {"stop_token_ids": 3},
+    "a list for a bias": {"logit_bias": [1]},
     "huge bias": {"logit_bias": {1: float("inf")}},
 }
 
@@ -268,6 +353,8 @@ def test_bad_options_are_refused_before_anything_is_loaded():
         Runtime(tiny_llama(), kv_memory="lots")
     with pytest.raises(InvalidConfigError, match="max_slots=0"):
         Runtime(tiny_llama(), max_slots=0)
+    with pytest.raises(InvalidConfigError, match="bfloat16"):
+        Runtime.from_pretrained("smollm2-135m", dtype="flaot32")
     with pytest.raises(UnknownModelError, match="smollm2-135m"):
         Runtime.from_pretrained("smollm3")
 
@@ -297,7 +384,7 @@ def test_closed_runtime_refuses_and_frees():
     pending = runtime.submit([1, 2, 3], SamplingParams(max_tokens=None))
     runtime.close()
     runtime.close()
-    assert pending.result(10).finish_reason in ("error", "length")
+    assert pending.result(10).finish_reason in ("cancelled", "error")
     assert all(array.is_deleted() for array in cache)
     with pytest.raises(RuntimeClosedError):
         runtime.generate([1, 2])

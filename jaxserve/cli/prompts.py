@@ -80,6 +80,8 @@ def to_json_line(job: Job, completion: Completion) -> str:
     elif samples:
         record |= samples[0]
     record["prompt_tokens"] = len(completion.prompt_token_ids)
+    if completion.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [e and _logprob(e) for e in completion.prompt_logprobs]
     if completion.error is not None:
         record["finish_reason"] = "error"
         record["error"] = {
@@ -91,7 +93,7 @@ def to_json_line(job: Job, completion: Completion) -> str:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8").split("\n")  # JSON may hold other separators
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError(
             f"cannot read prompts from {path}: {error}; give a UTF-8 text file"
@@ -136,6 +138,7 @@ def _token_id(key: str) -> int:
 def _sample(sample: Sample) -> dict[str, object]:
     shown: dict[str, object] = {
         "text": sample.text,
+        "token_ids": sample.token_ids,
         "finish_reason": sample.finish_reason,
         "output_tokens": len(sample.token_ids),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from jaxserve.core.errors import InvalidSamplingParamsError
 
@@ -13,6 +13,7 @@ from jaxserve.core.errors import InvalidSamplingParamsError
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 128
 MAX_LOGPROBS = 20
+_INT32_MAX = 2**31 - 1
 
 
 @final
@@ -69,11 +70,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        self._convert("stop", stop, tuple, "a string or a list of strings")
+        self._convert("stop_token_ids", self.stop_token_ids, tuple, "a list of token ids")
         if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+            self._convert("logit_bias", self.logit_bias, dict, "a mapping of token id to number")
         self._check_ranges()
         self._check_contradictions()
 
@@ -81,12 +82,20 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    def _convert(self, name: str, value: Any, kind: type, allowed: str) -> None:
+        try:
+            object.__setattr__(self, name, kind(value))
+        except (TypeError, ValueError):
+            raise InvalidSamplingParamsError(
+                f"{name}={value!r} is not allowed; give {allowed}"
+            ) from None
+
     def _check_ranges(self) -> None:
         top = MAX_LOGPROBS
         inf = math.inf
         _whole("max_tokens", self.max_tokens, 1, inf, optional=True)
-        _whole("min_tokens", self.min_tokens, 0, inf)
-        _whole("top_k", self.top_k, 0, inf)
+        _whole("min_tokens", self.min_tokens, 0, _INT32_MAX)
+        _whole("top_k", self.top_k, 0, _INT32_MAX)
         _whole("n", self.n, 1, 1024)
         _whole("seed", self.seed, 0, 2**32 - 1, optional=True)
         _whole("logprobs", self.logprobs, 0, top, optional=True)

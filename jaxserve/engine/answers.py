@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ class Piece:
     finish_reason: FinishReason | None = None
 
 
+_log = logging.getLogger(__name__)
+
 PieceSink = Callable[[Piece], None]
 DecoderFactory = Callable[[], StreamDecoder]
 
@@ -35,7 +38,8 @@ class Answer:
     """One request's samples until all have ended; then `future` holds the completion.
 
     The future is resolved exactly once, with a `Completion` also for failed and cancelled
-    requests. `sink` gets the pieces, on the engine's thread; it must not block.
+    requests. `sink` gets the pieces, on the engine's thread; it must not block, and one that raises
+    gets no more.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class Answer:
     ):
         self.request = request
         self.future: Future[Completion] = Future()
+        # Waiters that give up (asyncio's) cannot cancel it: only `settle` and `fail` resolve it.
+        self.future.set_running_or_notify_cancel()
         self.sequences: list[Running] = []
         self._sink = sink
         count = request.params.n
@@ -87,8 +93,7 @@ class Answer:
             self.future.set_result(
                 failed_completion(self.request.id, self.request.prompt, error, timing)
             )
-        if self._sink is not None:
-            self._sink(Piece(text="", token_ids=(), finish_reason="error"))
+        self._notify(Piece(text="", token_ids=(), finish_reason="error"))
 
     def _cut(self, sequence: Running, num_tokens: int, scheduler: Scheduler) -> None:
         self._was_cut[sequence.sample_index] = True
@@ -111,7 +116,18 @@ class Answer:
         text = self._assemblers[i].take(is_final=ended) if self._assemblers else ""
         reason = sequence.finish_reason if ended else None
         if text or new or ended:
-            self._sink(Piece(text=text, token_ids=tuple(new), sample_index=i, finish_reason=reason))
+            self._notify(
+                Piece(text=text, token_ids=tuple(new), sample_index=i, finish_reason=reason)
+            )
+
+    def _notify(self, piece: Piece) -> None:
+        if self._sink is None:
+            return
+        try:
+            self._sink(piece)
+        except Exception:  # a consumer's fault must not reach the engine
+            _log.exception("the consumer of %s failed; it gets no more", self.request.id)
+            self._sink = None
 
     def _completion(self) -> Completion:
         first = self.sequences[0]

@@ -58,7 +58,7 @@ class DeviceExecutor:
 
     @property
     def num_compilations(self) -> int:
-        """Executables compiled (or read from the persistent cache) by `warmup` and `submit`."""
+        """Executables compiled (or read from the persistent cache) by `submit`."""
         return self._compilations.count
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:

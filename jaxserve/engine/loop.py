@@ -9,10 +9,12 @@ from jaxserve.core.clock import Clock
 from jaxserve.core.errors import (
     DeviceMemoryError,
     EngineFailedError,
+    InvalidRequestError,
     JaxserveError,
     RuntimeClosedError,
 )
 from jaxserve.engine.answers import Answer
+from jaxserve.engine.device_errors import is_out_of_memory
 from jaxserve.engine.engine import Engine
 
 
@@ -30,6 +32,7 @@ class EngineLoop:
         self._changed = threading.Condition()
         self._arrived: list[Answer] = []
         self._cancelled: list[str] = []
+        self._open_ids: set[str] = set()
         self._is_closing = False
         self._failure: JaxserveError | None = None
         self._answers: dict[str, Answer] = {}
@@ -43,9 +46,17 @@ class EngineLoop:
         Raises:
           RuntimeClosedError: the loop was closed.
           EngineFailedError: it failed before.
+          InvalidRequestError: a request of that id is still running.
         """
         with self._changed:
             self._raise_if_over()
+            taken = [a.request.id for a in answers if a.request.id in self._open_ids]
+            if taken:
+                raise InvalidRequestError(
+                    f"a request with the id {taken[0]!r} is still running; give another id, or "
+                    "none to have one made up"
+                )
+            self._open_ids.update(answer.request.id for answer in answers)
             self._arrived += answers
             self._changed.notify()
 
@@ -78,7 +89,7 @@ class EngineLoop:
         except Exception as cause:
             self._fail(cause)
         else:
-            self._end_all(RuntimeClosedError("the runtime was closed before this request ended"))
+            self._cancel_all()
 
     def _take_in(self) -> bool:
         """Wait for work; False when closing."""
@@ -88,11 +99,10 @@ class EngineLoop:
                 self._changed.wait()
             arrived, self._arrived = self._arrived, []
             cancelled, self._cancelled = self._cancelled, []
+            self._answers.update((answer.request.id, answer) for answer in arrived)
             if self._is_closing:
-                self._answers.update((answer.request.id, answer) for answer in arrived)
                 return False
         for answer in arrived:
-            self._answers[answer.request.id] = answer
             answer.sequences = self._engine.add(answer.request)
             self._by_sequence.update((s.key, answer) for s in answer.sequences)
         for request_id in cancelled:
@@ -126,11 +136,20 @@ class EngineLoop:
             for sequence in answer.sequences:
                 del self._by_sequence[sequence.key]
             del self._answers[answer.request.id]
+            with self._changed:
+                self._open_ids.discard(answer.request.id)
+
+    def _cancel_all(self) -> None:
+        """For closing: everyone gets what there is; who had not begun, an error."""
+        for request_id, answer in list(self._answers.items()):
+            if answer.sequences:
+                self._cancel(request_id)
+        self._end_all(RuntimeClosedError("the runtime was closed before this request began"))
 
     def _fail(self, cause: Exception) -> None:
         if isinstance(cause, JaxserveError):
             failure = cause
-        elif "RESOURCE_EXHAUSTED" in str(cause):
+        elif is_out_of_memory(cause):
             failure = DeviceMemoryError(
                 f"the device ran out of memory while serving ({cause}); give a smaller kv_memory, "
                 "max_step_tokens or max_slots"

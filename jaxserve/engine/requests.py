@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard, final
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
 
 from jaxserve.core.errors import (
     EmptyPromptError,
@@ -17,16 +18,40 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.models.tokenizer import Tokenizer
 
+_OWN_IDS = "request-"
+
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
-def is_single(prompts: Any) -> TypeGuard[Prompt]:
-    """Whether this is one prompt (a text, token ids, a chat) and not a batch of them."""
-    if isinstance(prompts, str):
-        return True
-    first = next(iter(prompts), None)
-    return isinstance(first, Mapping) or hasattr(first, "__index__")
+def as_batch(prompts: Any) -> tuple[list[Any], bool]:
+    """The prompts as a list, and whether it was a single one: a text, token ids, or a chat.
+
+    Raises:
+      InvalidRequestError: neither a prompt nor an iterable of prompts.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts], True
+    try:
+        batch = list(prompts)
+    except TypeError:
+        raise _not_a_prompt(prompts) from None
+    single = bool(batch) and (isinstance(batch[0], Mapping) or _is_token(batch[0]))
+    return ([batch], True) if single else (batch, False)
+
+
+def _is_token(item: Any) -> bool:
+    """A whole number of Python, NumPy or JAX; not an array of them."""
+    return (
+        hasattr(item, "__index__") and not isinstance(item, bool) and getattr(item, "ndim", 0) == 0
+    )
+
+
+def _not_a_prompt(given: Any) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"a prompt of type {type(given).__name__} is not understood; give a string, a list of "
+        "token ids, or a list of chat messages"
+    )
 
 
 @final
@@ -74,6 +99,13 @@ class RequestBuilder:
           InvalidRequestError: one of its subclasses, for this prompt alone.
         """
         number = next(self._numbers)
+        if request_id is not None and request_id.startswith(_OWN_IDS):
+            raise InvalidRequestError(
+                f"request_id={request_id!r}: ids that start with {_OWN_IDS!r} are made up here; "
+                "choose another"
+            )
+        if not isinstance(priority, int):
+            raise InvalidRequestError(f"priority={priority!r} is not allowed; give a whole number")
         stop_token_ids = self._check_params(params)
         tokens = self._tokens(prompt)
         self._check_tokens(tokens)
@@ -81,7 +113,7 @@ class RequestBuilder:
         if seed is None:
             seed = (self._seed * 0x85EBCA6B + number * 0xC2B2AE35 + 1) % 2**32
         return Request(
-            id=request_id if request_id is not None else f"request-{number}",
+            id=request_id if request_id is not None else f"{_OWN_IDS}{number}",
             prompt=tokens,
             params=params,
             arrival_s=arrival_s,
@@ -93,28 +125,25 @@ class RequestBuilder:
         )
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        if not isinstance(prompt, (str, Sequence)):
-            prompt = list(prompt) if hasattr(prompt, "__iter__") else prompt
         if isinstance(prompt, str):
             if not prompt:
                 raise EmptyPromptError("the prompt is an empty string; give at least one character")
-            return tuple(self._need_tokenizer("a text prompt").encode(prompt))
-        if not isinstance(prompt, Sequence):
-            raise InvalidRequestError(
-                f"a prompt of type {type(prompt).__name__} is not understood; give a string, a "
-                "list of token ids, or a list of chat messages"
-            )
-        if not prompt:
+            return _encoded(self._need_tokenizer("a text prompt").encode, prompt)
+        if isinstance(prompt, Mapping) or not hasattr(prompt, "__iter__"):
+            raise _not_a_prompt(prompt)
+        items: list[Any] = list(prompt)
+        if not items:
             raise EmptyPromptError("the prompt is empty; give at least one token or message")
-        if all(isinstance(item, Mapping) for item in prompt):
-            messages: Any = prompt
-            return tuple(self._need_tokenizer("a chat").apply_chat_template(messages))
-        if all(hasattr(item, "__index__") and not isinstance(item, bool) for item in prompt):
-            ids: Any = prompt
-            return tuple(int(item) for item in ids)
+        if all(isinstance(item, Mapping) for item in items):
+            return _encoded(self._need_tokenizer("a chat").apply_chat_template, items)
+        try:
+            if all(_is_token(item) for item in items):
+                return tuple(operator.index(item) for item in items)
+        except TypeError:  # an array of floats has the method, and refuses
+            pass
         raise InvalidRequestError(
             "a prompt is either all token ids (whole numbers) or all chat messages "
-            f"({{'role': ..., 'content': ...}}); this list starts with {prompt[0]!r}"
+            f"({{'role': ..., 'content': ...}}); this list starts with {items[0]!r}"
         )
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
@@ -164,3 +193,13 @@ class RequestBuilder:
                 f"{MAX_STOP_TOKEN_IDS} are allowed; use `stop` strings for the rest"
             )
         return stop_token_ids
+
+
+def _encoded(encode: Callable[[Any], Iterable[int]], given: Any) -> tuple[int, ...]:
+    try:
+        return tuple(encode(given))
+    except (TypeError, UnicodeError) as error:
+        raise InvalidRequestError(
+            f"the prompt cannot be encoded: {error}; give text that is valid Unicode, without "
+            "lone surrogates"
+        ) from error

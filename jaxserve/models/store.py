@@ -30,6 +30,7 @@ from jaxserve.models.tokenizer import Tokenizer, declared_end_ids
 from sharding import state_shardings
 
 _log = logging.getLogger(__name__)
+_DTYPES = ("float32", "bfloat16", "float16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -84,6 +85,12 @@ def load_model(
     """
     if load not in ("auto", "random"):
         raise InvalidConfigError(f"load={load!r} is unknown; give 'auto' or 'random'")
+    try:
+        allowed = jnp.dtype(dtype).name in _DTYPES
+    except TypeError:
+        allowed = False
+    if not allowed:
+        raise InvalidConfigError(f"dtype={dtype!r} is not allowed; give one of {_DTYPES}")
     how = _How(jnp.dtype(dtype), layer_layout, mesh, progress)
     if isinstance(name_or_path, LlamaConfig):
         if load != "random":

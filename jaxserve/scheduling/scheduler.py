@@ -44,6 +44,7 @@ class Scheduler:
         self.pool = PagePool(config.num_pages)
         self.slots = SlotTable(config.max_slots, config.slot_buckets)
         self.running: list[Sequence] = []
+        self.num_preemptions = 0
         self._clock = clock
         self._waiting: list[Sequence] = []
         self._sequences: dict[int, Sequence] = {}
@@ -155,10 +156,14 @@ class Scheduler:
         return self.policy.order.key(sequence)
 
     def admissible(self) -> list[Sequence]:
-        """Waiting sequences in order, up to the first whose tokens are still in flight."""
-        ready = []
+        """Waiting sequences in order, up to the first whose tokens are still in flight.
+
+        As many as there are free slots, and one where there is none.
+        """
+        ready: list[Sequence] = []
+        most = max(1, self.slots.num_free)
         for sequence in self._waiting:
-            if sequence.num_in_flight:
+            if sequence.num_in_flight or len(ready) == most:
                 break
             if not _waits_for_leader(sequence, self.config.page_size):
                 ready.append(sequence)
@@ -196,6 +201,7 @@ class Scheduler:
         sequence.table.close()
         sequence.num_computed = 0
         sequence.num_preemptions += 1
+        self.num_preemptions += 1
         self._wait(sequence)
 
     # ---- transitions ----

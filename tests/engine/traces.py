@@ -132,6 +132,8 @@ class Trace:
         assert engine.scheduler.pool.num_owned == 0, f"seed {self.seed}: pages leaked"
         assert engine.scheduler.slots.num_live == 0, f"seed {self.seed}: slots leaked"
         assert all(s.phase is Phase.FINISHED for s in sequences), f"seed {self.seed}"
+        counted = engine.scheduler.num_preemptions
+        assert counted == sum(s.num_preemptions for s in sequences), f"seed {self.seed}"
         return {
             (s.request.id, s.sample_index): Outcome(
                 tuple(s.output), str(s.finish_reason), s.num_preemptions

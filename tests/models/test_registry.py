@@ -18,7 +18,7 @@ from jaxserve.core import assets
 from jaxserve.core.assets import cache_folder
 from jaxserve.core.errors import DownloadError, ModelCacheError, UnknownModelError
 from jaxserve.models.registry import list_models, pull, resolve, show
-from tests.processes import heed_interrupts
+from tests.processes import HEED_INTERRUPTS
 
 
 @pytest.fixture
@@ -164,12 +164,11 @@ def test_interrupting_a_pull_leaves_nothing_behind(empty_cache, tmp_path):
     (slow_pip / "__main__.py").write_text(
         f"import pathlib, time\npathlib.Path({str(started)!r}).touch()\ntime.sleep(60)\n"
     )
-    script = "from jaxserve.models.registry import pull; pull('smollm2-135m', progress=False)"
+    script = f"{HEED_INTERRUPTS}; from jaxserve.models.registry import pull; "
+    script += "pull('smollm2-135m', progress=False)"
     root = Path(assets.__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], env=environment, stderr=-3, preexec_fn=heed_interrupts
-    )
+    process = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=-3)
     deadline = time.monotonic() + 30
     while not started.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
