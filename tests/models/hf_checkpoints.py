@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -88,3 +89,12 @@ def torch_logits(model, tokens: np.ndarray) -> np.ndarray:
     """float32 [tokens, vocab] of one sequence."""
     with torch.no_grad():
         return model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+
+
+def greedy_shortfall(model, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """How far, at most, PyTorch's logit of a token of `answer` is below its best one there.
+
+    0 means that PyTorch's own greedy answer is the same.
+    """
+    logits = torch_logits(model, np.asarray([*prompt, *answer[:-1]]))[len(prompt) - 1 :]
+    return float((logits.max(-1) - logits[np.arange(len(answer)), answer]).max())
