@@ -22,6 +22,18 @@ PACKAGES = {
 }
 VISITORS = ("scripts", "benchmarks", "notebooks", "tests")
 
+# Who may know how long a measured answer will be: never a policy, but one that is called an oracle.
+KNOW_FORCED_LENGTHS = {
+    "core/request.py",
+    "core/sampling_params.py",
+    "engine/simulated.py",
+    "engine/slots.py",
+    "scheduling/admission/oracle.py",
+    "scheduling/plan.py",
+    "scheduling/scheduler.py",
+    "workload/item.py",
+}
+
 # Rooms of jaxserve/, top to bottom; a module imports from its own room and from rows below.
 ROWS = (
     ("__main__",),
@@ -142,6 +154,14 @@ def test_rooms_import_only_from_rows_below():
             if other != room and ROW_OF[other] <= ROW_OF[room] and not is_version:
                 wrong.append(f"{found.where} ({room}) imports {found.name} ({other})")
     assert not wrong, "\n".join(wrong)
+
+
+def test_forced_lengths_are_hidden_from_policies():
+    """Only what carries out or checks an answer's end names its forced length."""
+    for module in _modules("jaxserve"):
+        text = module.read_text(encoding="utf-8")
+        if "forced_length" in text or "end_length" in text:
+            assert str(module.relative_to(ROOT / "jaxserve")) in KNOW_FORCED_LENGTHS, module
 
 
 def test_every_room_has_its_row():

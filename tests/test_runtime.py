@@ -87,6 +87,17 @@ def test_generation_ends_at_the_context(runtime):
     assert completion.finish_reason == "length"
 
 
+def test_forced_lengths(runtime):
+    """An answer has exactly its forced length, whatever max_tokens and the context allow."""
+    lengths = (1, 6, 19)
+    params = [SamplingParams(max_tokens=n and 40, forced_length=n) for n in lengths]
+    completions = runtime.generate(random_prompts(3), params)
+    assert [len(c.token_ids) for c in completions] == list(lengths)
+    assert {c.finish_reason for c in completions} == {"length"}
+    free = runtime.generate([1] * 5, SamplingParams(max_tokens=None, forced_length=7))
+    assert len(free.token_ids) == 7
+
+
 def test_stop_string_ends_text_before_it(runtime):
     """Tokens include the one that completed the stop string, the text ends before it."""
     free = runtime.generate([1, 2, 3], SamplingParams(max_tokens=20))
@@ -320,6 +331,7 @@ BAD_PARAMS = {
     "too many logprobs": {"logprobs": 21},
     "top_k past int32": {"top_k": 2**31},
     "min_tokens past int32": {"min_tokens": 2**31, "max_tokens": None},
+    "forced past max": {"forced_length": 9, "max_tokens": 4},
     "no stop": {"stop": None},
     "a number for stop tokens": {"stop_token_ids": 3},
     "a list for a bias": {"logit_bias": [1]},

@@ -38,6 +38,14 @@ class Request:
     deadline_s: float | None = None
     conversation_id: str | None = None
 
+    def end_length(self, max_length: int) -> int:
+        """Prompt and output tokens at which an answer limited to `max_length` ends.
+
+        For executors and for what they delivered; a policy that asks would know the future.
+        """
+        forced = self.params.forced_length
+        return max_length if forced is None else min(max_length, len(self.prompt) + forced)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)

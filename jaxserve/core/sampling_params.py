@@ -44,6 +44,8 @@ class SamplingParams:
       logprobs: None for none, 0 for the sampled token's, k for the k likeliest beside it.
         Log-probabilities are the model's own: before penalties, bias and temperature.
       prompt_logprobs: the same for every prompt token but the first.
+      forced_length: for measurements: exactly this many output tokens, unless a stop ends them
+        before. No policy can see it: to the scheduler the answer ends as if by itself.
       skip_special_tokens: leave special tokens out of `text`.
 
     Raises:
@@ -67,6 +69,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    forced_length: int | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -97,6 +100,7 @@ class SamplingParams:
         _whole("min_tokens", self.min_tokens, 0, _INT32_MAX)
         _whole("top_k", self.top_k, 0, _INT32_MAX)
         _whole("n", self.n, 1, 1024)
+        _whole("forced_length", self.forced_length, 1, _INT32_MAX, optional=True)
         _whole("seed", self.seed, 0, 2**32 - 1, optional=True)
         _whole("logprobs", self.logprobs, 0, top, optional=True)
         _whole("prompt_logprobs", self.prompt_logprobs, 0, top, optional=True)
@@ -121,6 +125,12 @@ class SamplingParams:
             raise InvalidSamplingParamsError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
                 "raise max_tokens or lower min_tokens"
+            )
+        most = self.forced_length if self.max_tokens is None else self.max_tokens
+        if self.forced_length is not None and self.forced_length > (most or 0):
+            raise InvalidSamplingParamsError(
+                f"forced_length={self.forced_length} is more than max_tokens={self.max_tokens}; "
+                "raise max_tokens"
             )
         if self.is_greedy and self.n > 1:
             raise InvalidSamplingParamsError(

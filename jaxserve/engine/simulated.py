@@ -136,7 +136,10 @@ class SimulatedExecutor:
             if new.slot in self._slots and not self._slots[new.slot].is_inert:
                 raise AssertionError(f"slot {new.slot} is admitted into while it is live")
             self._slots[new.slot] = _Slot(
-                new.tokens.tolist(), new.request, new.sample_index, new.max_length
+                new.tokens.tolist(),
+                new.request,
+                new.sample_index,
+                new.request.end_length(new.max_length),
             )
         for slot, index, page in plan.page_updates:
             self._slots[slot].page_table[index] = page

@@ -146,7 +146,9 @@ class Scheduler:
             self.end(sequence, "error", _not_finite(sequence))
         elif count and sequence.output[-1] in sequence.request.stop_token_ids:
             self.end(sequence, "stop")
-        elif sequence.prompt_length + len(sequence.output) >= sequence.max_length:
+        elif sequence.prompt_length + len(sequence.output) >= sequence.request.end_length(
+            sequence.max_length
+        ):
             self.end(sequence, "length")
         return count
 

@@ -139,7 +139,13 @@ def sample(
         prompt = tuple(tokenizer.encode(question))
         num_output = min(len(tokenizer.encode(answer)), max_output_tokens)
         if MIN_TOKENS <= len(prompt) <= max_prompt_tokens and num_output >= MIN_TOKENS:
-            items.append(WorkloadItem(prompt_token_ids=prompt, num_output_tokens=num_output))
+            items.append(
+                WorkloadItem(
+                    prompt_token_ids=prompt,
+                    num_output_tokens=num_output,
+                    max_tokens=max_output_tokens,
+                )
+            )
     if len(items) < num:
         raise InvalidConfigError(
             f"{num} requests were asked for, and {path} holds {len(items)} first turns with "

@@ -26,6 +26,10 @@ def random_items(
             raise InvalidConfigError(f"{name}={value} must be at least 1")
     tokens = np.random.default_rng(seed).integers(0, vocab_size, (num, num_prompt_tokens))
     return [
-        WorkloadItem(prompt_token_ids=tuple(row), num_output_tokens=num_output_tokens)
+        WorkloadItem(
+            prompt_token_ids=tuple(row),
+            num_output_tokens=num_output_tokens,
+            max_tokens=num_output_tokens,
+        )
         for row in tokens.tolist()
     ]

@@ -104,4 +104,5 @@ def test_lengths_are_forced(tmp_path):
     """An item's parameters generate exactly its length, past the model's end token."""
     path = _write(tmp_path / "one.json", [_record(0, "w " * 5, "w " * 9)])
     params = sharegpt.sample(1, 0, tokenizer=WordTokenizer(), path=path)[0].params()
-    assert (params.max_tokens, params.ignore_eos, params.is_greedy) == (9, True, True)
+    assert (params.forced_length, params.ignore_eos, params.is_greedy) == (9, True, True)
+    assert params.max_tokens == 256

@@ -1,0 +1,74 @@
+"""Forced lengths end an answer, and no policy plans differently because of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.request import Request
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.simulated import SimulatedExecutor
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.presets import PRESETS
+from tests.engine.traces import random_config, random_requests
+
+
+class Recorder:
+    """A simulated executor that keeps the plans it was given."""
+
+    def __init__(self, simulated: SimulatedExecutor):
+        self._simulated = simulated
+        self.config = simulated.config
+        self.plans: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan):
+        """Record and pass on."""
+        self.plans.append(plan)
+        return self._simulated.submit(plan)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def _with_length(request: Request, length: int) -> Request:
+    params = replace(request.params, forced_length=length, max_tokens=None, n=1)
+    return replace(request, params=params, stop_token_ids=())
+
+
+def _run(policy: str, seed: int, lengths: list[int]):
+    """What was planned, as far as a schedule goes, and the answers' lengths."""
+    rng = random.Random(seed)
+    config = random_config(rng)
+    requests = random_requests(rng, config)
+    clock = VirtualClock()
+    executor = Recorder(SimulatedExecutor(config, clock))
+    engine = Engine(executor, PRESETS[policy], clock)
+    sequences = [
+        sequence
+        for request, length in zip(requests, lengths, strict=False)
+        for sequence in engine.add(_with_length(request, length))
+    ]
+    plans_at_first_end = None
+    while engine.has_work:
+        engine.step()
+        if plans_at_first_end is None and any(s.finished_s is not None for s in sequences):
+            plans_at_first_end = len(executor.plans)
+    plans = [(p.rows, p.num_iterations, p.page_updates, p.releases) for p in executor.plans]
+    return plans, plans_at_first_end, [len(s.output) for s in sequences]
+
+
+@pytest.mark.parametrize("policy", PRESETS)
+def test_plans_do_not_depend_on_forced_lengths(policy):
+    """Until the first answer is seen to end, plans are those of endless answers."""
+    for seed in range(60):
+        rng = random.Random(f"lengths {seed}")
+        lengths = [rng.randint(1, 12) for _ in range(20)]
+        planned, until, outputs = _run(policy, seed, lengths)
+        endless, _, longest = _run(policy, seed, [10_000] * 20)
+        assert planned[:until] == endless[:until], f"seed {seed}"
+        assert outputs == [min(n, m) for n, m in zip(lengths, longest, strict=False)], (
+            f"seed {seed}"
+        )
