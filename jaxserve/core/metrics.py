@@ -12,7 +12,8 @@ def summarise(completions: Sequence[Completion], wall_s: float) -> dict[str, obj
     """Throughput and latency of completions that took `wall_s` seconds together.
 
     Rates count output tokens of every sample. `time_per_output_token_s` is the time between the
-    first and the last token over the tokens after the first, of requests with two or more.
+    first and the last token over the tokens after the first, of requests with two or more;
+    `normalised_latency_s` is the whole latency over all output tokens.
     """
     done = [item for item in completions if item.error is None]
     num_output = sum(len(sample.token_ids) for item in done for sample in item.samples)
@@ -37,12 +38,15 @@ def summarise(completions: Sequence[Completion], wall_s: float) -> dict[str, obj
         "latency_s": spread(
             [item.timing.latency_s for item in done if item.timing.latency_s is not None]
         ),
+        "normalised_latency_s": spread(
+            [rate for item in done if (rate := _normalised_latency_s(item)) is not None]
+        ),
         "num_preemptions": sum(item.timing.num_preemptions for item in done),
     }
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, median and 90th percentile; None for no values."""
+    """Mean, median, 90th and 99th percentile; None for no values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -50,6 +54,7 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
         "mean": statistics.fmean(ordered),
         "p50": _percentile(ordered, 0.5),
         "p90": _percentile(ordered, 0.9),
+        "p99": _percentile(ordered, 0.99),
     }
 
 
@@ -59,6 +64,13 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def _normalised_latency_s(item: Completion) -> float | None:
+    """Seconds from arrival to end, over the output tokens (as ORCA and vLLM report it)."""
+    num_output = sum(len(sample.token_ids) for sample in item.samples)
+    latency_s = item.timing.latency_s
+    return latency_s / num_output if latency_s is not None and num_output else None
 
 
 def _time_per_output_token_s(item: Completion) -> float | None:

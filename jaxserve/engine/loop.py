@@ -94,9 +94,10 @@ class EngineLoop:
     def _take_in(self) -> bool:
         """Wait for work; False when closing."""
         with self._changed:
-            while not (self._arrived or self._cancelled or self._is_closing or self._has_work()):
+            while not (self._arrived or self._cancelled or self._is_closing or self._is_due()):
                 self._engine.stats.end_busy_period()
-                self._changed.wait()
+                wake_s = self._engine.idle_until_s if self._engine.has_work else None
+                self._changed.wait(None if wake_s is None else wake_s - self._clock.now())
             arrived, self._arrived = self._arrived, []
             cancelled, self._cancelled = self._cancelled, []
             self._answers.update((answer.request.id, answer) for answer in arrived)
@@ -109,8 +110,9 @@ class EngineLoop:
             self._cancel(request_id)
         return True
 
-    def _has_work(self) -> bool:
-        return self._engine.has_work
+    def _is_due(self) -> bool:
+        wake_s = self._engine.idle_until_s
+        return self._engine.has_work and (wake_s is None or wake_s <= self._clock.now())
 
     def _iterate(self) -> None:
         if not self._engine.has_work:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.sequence import Sequence
@@ -42,6 +42,16 @@ class StepBuilder(Protocol):
     config: EngineConfig
 
     @property
+    def now_s(self) -> float:
+        """The engine's clock."""
+        ...
+
+    @property
+    def running(self) -> Seq[Sequence]:
+        """Every sequence with a slot, in order."""
+        ...
+
+    @property
     def decoding(self) -> Seq[Sequence]:
         """Running sequences with one uncomputed token, in order."""
         ...
@@ -77,17 +87,30 @@ class StepBuilder(Protocol):
         """
         ...
 
-    def add_decode_loop(self, max_iterations: int) -> None:
+    def add_decode_loop(self, max_iterations: int, *, compacts: bool = True) -> None:
         """Make this step a decode loop over every decoding sequence.
+
+        `compacts`: bring the live slots together first, so that fewer rows are computed.
 
         Runs as many iterations as fit in memory, at most `max_iterations` and never past the
         first sequence's length limit.
         """
         ...
 
+    def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> None:
+        """Make this step a decode loop over one decoding sequence; the others stand still."""
+        ...
+
+    def wait_until(self, time_s: float) -> None:
+        """Of a step left empty although sequences wait: ask again at this time, or at news."""
+        ...
+
 
 class IterationShape(Protocol):
     """Which sequences advance in the next step, and by how much."""
+
+    keeps_finished_rows: ClassVar[bool]
+    """Whether a sequence that ended keeps its row in the batch until all of them have."""
 
     def select(self, step: StepBuilder) -> None:
         """Fill `step`; leaving it empty means that there is nothing to do."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.scheduling.admission.max_length import MaxLength
 from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.admission.oracle import Oracle
+from jaxserve.scheduling.iteration.concurrent import Concurrent
 from jaxserve.scheduling.iteration.iteration_level import IterationLevel
+from jaxserve.scheduling.iteration.static import Static
 from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.order.fcfs import FCFS
 from jaxserve.scheduling.policy import Policy
@@ -16,8 +19,20 @@ PRESETS: dict[str, Policy] = {
     for policy in (
         # ORCA: iteration-level scheduling, memory reserved for the longest possible answer.
         Policy("orca", MaxLength(), FCFS(), IterationLevel(), Stateless()),
+        # FasterTransformer: whatever waits when the device is free becomes a batch.
+        Policy("fastertransformer", MaxLength(), FCFS(), Static(), Stateless()),
+        # Triton's dynamic batching, with the window of the Flover paper's figure 1.
+        Policy("triton_window", MaxLength(), FCFS(), Static(window_s=0.5), Stateless()),
+        # FasterTransformer's concurrent instances.
+        Policy("concurrent_instances", MaxLength(), FCFS(), Concurrent(), Stateless()),
+        # Flover: requests are fused into the running batch the iteration after they arrive. Its
+        # memory shuffle is the engine's slot compaction, which every policy enjoys; so here its
+        # choices are ORCA's.
+        Policy("flover", MaxLength(), FCFS(), IterationLevel(), Stateless()),
         # vLLM: pages on demand, preemption by recomputation, chunked prefill beside decode.
         Policy("vllm_like", OnDemand(), FCFS(), Unified(), Stateless()),
+        # As vllm_like, but it knows how long every answer will be, and never preempts.
+        Policy("oracle", Oracle(), FCFS(), Unified(), Stateless()),
         # Ours; until answers' lengths are predicted it makes the same choices as vllm_like.
         Policy("auto", OnDemand(), FCFS(), Unified(), Stateless()),
     )

@@ -45,6 +45,8 @@ class Scheduler:
         self.slots = SlotTable(config.max_slots, config.slot_buckets)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        # When to plan again if nothing else happens: the policy lets the device idle until then.
+        self.wake_s: float | None = None
         self._clock = clock
         self._waiting: list[Sequence] = []
         self._sequences: dict[int, Sequence] = {}
@@ -95,7 +97,7 @@ class Scheduler:
         if sequence.phase is Phase.WAITING:
             self._waiting.remove(sequence)
         if sequence.phase is Phase.RUNNING:
-            self._leave_slot(sequence)
+            self._leave_slot(sequence, has_ended=True)
         sequence.phase = Phase.FINISHED
         sequence.finish_reason = reason
         sequence.error = error
@@ -110,6 +112,7 @@ class Scheduler:
         """The next step, or None when nothing can advance before results are applied."""
         step = Step(self)
         self.policy.iteration.select(step)
+        self.wake_s = step.wake_s
         if not step.has_rows:
             return None
         plan = step.finish(self._num_plans, tuple(self._pending_releases))
@@ -153,6 +156,9 @@ class Scheduler:
         return count
 
     # ---- what a step being built may do ----
+
+    def now(self) -> float:
+        return self._clock.now()
 
     def order_key(self, sequence: Sequence) -> Any:
         return self.policy.order.key(sequence)
@@ -199,7 +205,7 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Back to the pool; its KV will be recomputed, its tokens are kept."""
-        self._leave_slot(sequence)
+        self._leave_slot(sequence, has_ended=False)
         sequence.table.close()
         sequence.num_computed = 0
         sequence.num_preemptions += 1
@@ -213,14 +219,19 @@ class Scheduler:
         bisect.insort(self._waiting, sequence, key=self.order_key)
 
     def _close(self, sequence: Sequence) -> None:
-        self._leave_slot(sequence)
+        self._leave_slot(sequence, has_ended=True)
         sequence.phase = Phase.CLOSING
         self.policy.retention.on_finish(sequence)
 
-    def _leave_slot(self, sequence: Sequence) -> None:
+    def _leave_slot(self, sequence: Sequence, *, has_ended: bool) -> None:
         assert sequence.slot is not None
         self.running.remove(sequence)
-        self.slots.release(sequence.slot)
+        if has_ended and self.policy.iteration.keeps_finished_rows:
+            self.slots.hold(sequence.slot)
+        else:
+            self.slots.release(sequence.slot)
+        if not self.running:
+            self.slots.release_held()
         self._pending_releases.append(sequence.slot)
         sequence.slot = None
 
@@ -254,7 +265,8 @@ class Scheduler:
         for page, count in owned.items():
             assert self.pool.refcount(page) == count, f"page {page}: wrong reference count"
         taken = [sequence.slot for sequence in self.running]
-        assert len(set(taken)) == len(taken) == self.slots.num_live, "slots do not add up"
+        num_taken = self.slots.num_live - self.slots.num_held
+        assert len(set(taken)) == len(taken) == num_taken, "slots do not add up"
 
 
 def _num_shareable(sequence: Sequence, page_size: int) -> int:

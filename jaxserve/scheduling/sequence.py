@@ -36,6 +36,7 @@ class Sequence:
       table: the sequence's pages.
       leader: the sample whose prompt pages this one shares; None for the first.
       num_computed: tokens whose KV is written by the steps planned so far.
+      last_step: index of the newest step with a row of it; -1 for none.
       num_in_flight: steps submitted that may still deliver tokens of it.
     """
 
@@ -50,6 +51,7 @@ class Sequence:
     num_computed: int = 0
     num_planned_outputs: int = 0
     num_in_flight: int = 0
+    last_step: int = -1
     num_preemptions: int = 0
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -30,11 +30,17 @@ class SlotTable:
 
     def __init__(self, num_slots: int, buckets: tuple[int, ...]):
         self._live = [False] * num_slots
+        self._held: list[int] = []
         self._buckets = buckets
 
     @property
     def num_live(self) -> int:
         return sum(self._live)
+
+    @property
+    def num_held(self) -> int:
+        """Of the live slots, those whose sequences have ended."""
+        return len(self._held)
 
     @property
     def num_free(self) -> int:
@@ -57,11 +63,28 @@ class SlotTable:
             raise ValueError(f"slot {slot} is not live")
         self._live[slot] = False
 
+    def hold(self, slot: int) -> None:
+        """Keep the slot of a sequence that has ended in the batch, until `release_held`."""
+        self._held.append(slot)
+
+    def release_held(self) -> None:
+        for slot in self._held:
+            self.release(slot)
+        self._held.clear()
+
     def window(self) -> tuple[int, int]:
         """(start, size) of the smallest compiled window over every live slot."""
         low, high = self._span() or (0, 1)
         size = bucket(high - low, self._buckets)
         return min(low, len(self._live) - size), size
+
+    def window_of_one(self, slot: int) -> tuple[int, int] | None:
+        """(start, size) of the smallest compiled window with `slot` as its only live one."""
+        size = self._buckets[0]
+        for start in range(max(0, slot - size + 1), min(slot, len(self._live) - size) + 1):
+            if sum(self._live[start : start + size]) == 1:
+                return start, size
+        return None
 
     def compact(self) -> list[tuple[int, int]]:
         """Bring the live slots into the smallest window that holds their number.

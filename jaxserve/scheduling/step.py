@@ -29,10 +29,21 @@ class Step:
         self._num_iterations = 1
         self._is_decode_loop = False
         self._has_preempted = False
+        self._compacts = True
+        self._window: tuple[int, int] | None = None
+        self.wake_s: float | None = None
 
     @property
     def has_rows(self) -> bool:
         return bool(self.sequences)
+
+    @property
+    def now_s(self) -> float:
+        return self._scheduler.now()
+
+    @property
+    def running(self) -> Seq[Sequence]:
+        return tuple(self._scheduler.running)
 
     @property
     def decoding(self) -> Seq[Sequence]:
@@ -62,33 +73,52 @@ class Step:
         self._admitted.append(sequence)
         return True
 
-    def add_row(self, sequence: Sequence, num_tokens: int) -> bool:
+    def add_row(self, sequence: Sequence, num_tokens: int, *, is_decode_loop: bool = False) -> bool:
         if sequence.slot is None or not self._secure(sequence, num_tokens):
             return False
+        self._is_decode_loop |= is_decode_loop
         self._advance(sequence, num_tokens)
         return True
 
-    def add_decode_loop(self, max_iterations: int) -> None:
+    def add_decode_loop(self, max_iterations: int, *, compacts: bool = True) -> None:
         assert not self.sequences, "a decode loop is a step of its own"
         if not self.decoding:
             return
         count = min(max_iterations, *(s.num_outputs_left for s in self.decoding))
         while count > 1 and not self._fits(count):
             count //= 2
-        self._is_decode_loop = True
+        self._compacts = compacts
         self._num_iterations = count
         for sequence in self.decoding:
-            self.add_row(sequence, count)
+            self.add_row(sequence, count, is_decode_loop=True)
+
+    def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> None:
+        assert not self.sequences and sequence.slot is not None
+        self._window = self._scheduler.slots.window_of_one(sequence.slot)
+        if self._window is None:
+            self.add_row(sequence, 1)
+            return
+        count = min(max_iterations, sequence.num_outputs_left)
+        missing = sequence.table.missing(sequence.num_computed + count)
+        if missing > self._scheduler.pool.num_available:
+            count = 1
+        self._num_iterations = count
+        self.add_row(sequence, count, is_decode_loop=True)
+
+    def wait_until(self, time_s: float) -> None:
+        self.wake_s = time_s
 
     def finish(self, index: int, releases: tuple[int, ...]) -> StepPlan:
         """The plan; slots are compacted before a decode loop."""
         moves: tuple[tuple[int, int], ...] = ()
         window_start, window_size = 0, 0
         if self._is_decode_loop:
-            moves = tuple(self._compact())
-            window_start, window_size = self._scheduler.slots.window()
+            if self._window is None and self._compacts:
+                moves = tuple(self._compact())
+            window_start, window_size = self._window or self._scheduler.slots.window()
         for sequence in self.sequences:
             sequence.num_in_flight += 1
+            sequence.last_step = index
         return StepPlan(
             index=index,
             releases=releases,

@@ -9,27 +9,45 @@ from jaxserve.workload.item import WorkloadItem
 
 
 def random_items(
-    num: int, *, num_prompt_tokens: int, num_output_tokens: int, vocab_size: int, seed: int
+    num: int,
+    *,
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    min_output_tokens: int | None = None,
+    vocab_size: int,
+    seed: int,
 ) -> list[WorkloadItem]:
-    """`num` prompts of uniformly random token ids, all of the same lengths.
+    """`num` prompts of uniformly random token ids, all of the same length.
+
+    Args:
+      num_output_tokens: of every answer; with `min_output_tokens`, answers are uniformly between
+        the two (section VI-D of the Flover paper), and the scheduler knows the upper one only.
 
     Raises:
-      InvalidConfigError: a count below one.
+      InvalidConfigError: a count below one, or bounds the wrong way round.
     """
+    least = num_output_tokens if min_output_tokens is None else min_output_tokens
     for name, value in (
         ("num", num),
         ("num_prompt_tokens", num_prompt_tokens),
         ("num_output_tokens", num_output_tokens),
+        ("min_output_tokens", least),
         ("vocab_size", vocab_size),
     ):
         if value < 1:
             raise InvalidConfigError(f"{name}={value} must be at least 1")
-    tokens = np.random.default_rng(seed).integers(0, vocab_size, (num, num_prompt_tokens))
+    if least > num_output_tokens:
+        raise InvalidConfigError(
+            f"min_output_tokens={least} is more than num_output_tokens={num_output_tokens}"
+        )
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, vocab_size, (num, num_prompt_tokens))
+    lengths = rng.integers(least, num_output_tokens + 1, num)
     return [
         WorkloadItem(
             prompt_token_ids=tuple(row),
-            num_output_tokens=num_output_tokens,
+            num_output_tokens=length,
             max_tokens=num_output_tokens,
         )
-        for row in tokens.tolist()
+        for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)
     ]

@@ -25,9 +25,10 @@ def test_rates_and_latencies():
     assert figures["prompt_tokens"] == 6
     assert figures["output_tokens_per_s"] == 3.0
     assert figures["requests_per_s"] == 0.5
-    waits = {"mean": 1.5, "p50": 1.5, "p90": 1.9}
+    waits = {"mean": 1.5, "p50": 1.5, "p90": 1.9, "p99": 1.99}
     assert figures["time_to_first_token_s"] == pytest.approx(waits)
-    rates = {"mean": 0.2, "p50": 0.2, "p90": 0.2}
+    rates = {"mean": 0.2, "p50": 0.2, "p90": 0.2, "p99": 0.2}
+    assert figures["normalised_latency_s"]["p50"] == pytest.approx((3 / 11 + 2 / 1) / 2)
     assert figures["time_per_output_token_s"] == pytest.approx(rates)
 
 
@@ -47,6 +48,11 @@ def test_failed_requests_count_as_failed_only():
 
 
 def test_spread_interpolates():
-    """The 90th percentile of 0 to 10 is 9; one value is all three."""
-    assert spread([float(x) for x in range(11)]) == {"mean": 5.0, "p50": 5.0, "p90": 9.0}
-    assert spread([2.0]) == {"mean": 2.0, "p50": 2.0, "p90": 2.0}
+    """The 90th percentile of 0 to 10 is 9; one value is all of them."""
+    assert spread([float(x) for x in range(11)]) == {
+        "mean": 5.0,
+        "p50": 5.0,
+        "p90": 9.0,
+        "p99": 9.9,
+    }
+    assert spread([2.0]) == {"mean": 2.0, "p50": 2.0, "p90": 2.0, "p99": 2.0}

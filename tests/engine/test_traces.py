@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.scheduling.admission.max_length import MaxLength
 from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.admission.oracle import Oracle
 from jaxserve.scheduling.iteration.iteration_level import IterationLevel
 from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.order.priority import Priority
@@ -22,7 +23,10 @@ POLICIES = [
     Policy("by_priority", OnDemand(watermark=0.0), Priority(), IterationLevel(), Stateless()),
     Policy("small_chunks", MaxLength(), Priority(), Unified(chunk_tokens=3), Stateless()),
 ]
+BASELINES = ("fastertransformer", "triton_window", "concurrent_instances", "oracle")
 SEEDS = [range(start, start + 100) for start in range(0, 600, 100)]
+CASES = [(policy, seeds) for policy in POLICIES for seeds in SEEDS]
+CASES += [(PRESETS[name], seeds) for name in BASELINES for seeds in SEEDS[:2]]
 
 
 def _agrees(got: Outcome, alone: Outcome) -> bool:
@@ -32,8 +36,9 @@ def _agrees(got: Outcome, alone: Outcome) -> bool:
     return (got.output, got.finish_reason) == (alone.output, alone.finish_reason)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+@pytest.mark.parametrize(
+    "policy, seeds", CASES, ids=lambda value: getattr(value, "name", str(value))
+)
 def test_every_request_ends_once_with_the_tokens_it_has_alone(policy, seeds):
     """Whatever the batch, the preemptions, cancellations and faults around it."""
     num_preemptions = 0
@@ -45,7 +50,7 @@ def test_every_request_ends_once_with_the_tokens_it_has_alone(policy, seeds):
             for key, alone in trace.alone(PRESETS["orca"], request).items():
                 assert _agrees(together[key], alone), f"seed {seed}, sequence {key}"
         num_preemptions += sum(outcome.num_preemptions for outcome in together.values())
-    reserves_all = isinstance(policy.admission, MaxLength)
+    reserves_all = isinstance(policy.admission, (MaxLength, Oracle))
     assert (num_preemptions == 0) == reserves_all, "only on-demand admission preempts, and it must"
 
 

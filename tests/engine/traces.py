@@ -78,8 +78,14 @@ class Trace:
     def _draw(self, what: str, request: Request, sample: int, low: int, high: int) -> int:
         return random.Random(f"{self.seed} {what} {request.id} {sample}").randint(low, high)
 
-    def engine(self, policy: Policy, config: EngineConfig | None = None) -> Engine:
-        clock = VirtualClock()
+    def engine(
+        self,
+        policy: Policy,
+        config: EngineConfig | None = None,
+        clock: VirtualClock | None = None,
+    ) -> Engine:
+        """A fresh engine on a simulated executor."""
+        clock = clock or VirtualClock()
         executor = SimulatedExecutor(
             config or self.config,
             clock,
@@ -93,7 +99,8 @@ class Trace:
     def run(self, policy: Policy, *, cancel_rate: float = 0.0) -> dict[tuple[str, int], Outcome]:
         """Arrivals and cancellations at random, every invariant checked after every step."""
         rng = random.Random(f"{self.seed} run")
-        engine = self.engine(policy)
+        clock = VirtualClock()
+        engine = self.engine(policy, clock=clock)
         arriving, sequences = list(self.requests), []
         idle = 0
         while arriving or engine.has_work:
@@ -104,6 +111,9 @@ class Trace:
             before = _advancement(sequences)
             engine.step()
             engine.scheduler.check_integrity()
+            if engine.has_work and engine.idle_until_s is not None:
+                clock.advance_to(engine.idle_until_s)
+                idle = -1
             idle = 0 if _advancement(sequences) != before or not engine.has_work else idle + 1
             assert idle <= MAX_IDLE_STEPS, f"seed {self.seed}: nothing advances"
         return self._outcomes(engine, sequences)

@@ -54,13 +54,14 @@ def _run(policy: str, seed: int, lengths: list[int]):
     plans_at_first_end = None
     while engine.has_work:
         engine.step()
+        clock.advance_to(engine.idle_until_s or 0.0)
         if plans_at_first_end is None and any(s.finished_s is not None for s in sequences):
             plans_at_first_end = len(executor.plans)
     plans = [(p.rows, p.num_iterations, p.page_updates, p.releases) for p in executor.plans]
     return plans, plans_at_first_end, [len(s.output) for s in sequences]
 
 
-@pytest.mark.parametrize("policy", PRESETS)
+@pytest.mark.parametrize("policy", sorted(PRESETS.keys() - {"oracle"}))
 def test_plans_do_not_depend_on_forced_lengths(policy):
     """Until the first answer is seen to end, plans are those of endless answers."""
     for seed in range(60):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from jaxserve.scheduling.iteration.decode_loop import decode_iterations
 from jaxserve.scheduling.policy import StepBuilder
@@ -14,8 +14,13 @@ from jaxserve.scheduling.policy import StepBuilder
 class IterationLevel:
     """New requests join at the next iteration: their prompts are computed in a step of their own.
 
-    While a prompt is computed no answer advances. A prompt longer than a step is cut.
+    While a prompt is computed no answer advances. A prompt longer than a step is cut. Without
+    `compacts`, the memory shuffle of Flover (section V-D), rows of ended answers among the live
+    ones are computed on.
     """
+
+    compacts: bool = True
+    keeps_finished_rows: ClassVar[bool] = False
 
     def select(self, step: StepBuilder) -> None:
         for sequence in step.prefilling:
@@ -27,4 +32,4 @@ class IterationLevel:
                 break
             step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
         if step.num_tokens_left == step.config.max_step_tokens:
-            step.add_decode_loop(decode_iterations(step))
+            step.add_decode_loop(decode_iterations(step), compacts=self.compacts)

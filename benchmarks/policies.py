@@ -1,0 +1,169 @@
+"""Policies compared on one workload: `python -m benchmarks.policies --help`.
+
+A table on stderr, one JSON object on stdout. Every policy serves the same requests on the same
+engine; runs are interleaved and medians reported. docs/benchmarks.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.core.errors import InvalidConfigError, JaxserveError
+from jaxserve.core.metrics import summarise
+from jaxserve.scheduling.iteration.iteration_level import IterationLevel
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.presets import PRESETS, get_policy
+from jaxserve.workload import WorkloadItem, random_items
+from jaxserve.workload.arrivals import with_arrivals
+
+if TYPE_CHECKING:
+    from jaxserve.runtime import Runtime
+
+DEFAULT = "fastertransformer,triton_window,concurrent_instances,orca,vllm_like,flover"
+# For Flover's ablation: its memory shuffle left out.
+VARIANTS = {
+    "flover_without_shuffle": replace(
+        PRESETS["flover"], name="flover_without_shuffle", iteration=IterationLevel(compacts=False)
+    )
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print, and write the result; the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        result = run(options)
+    except JaxserveError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    _print_table(result)
+    print(json.dumps(result))
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Every policy's figures on the same requests."""
+    from benchmarks import environment
+    from benchmarks.replay import replay
+    from jaxserve import Runtime
+
+    policies = [_policy(name) for name in options.policies.split(",")]
+    runs: dict[str, list[dict[str, Any]]] = {policy.name: [] for policy in policies}
+    for repeat in range(options.repeats):
+        for policy in policies:
+            with Runtime.from_pretrained(
+                options.model,
+                policy=policy,
+                max_slots=options.max_slots,
+                max_context=options.max_context,
+                kv_memory=options.kv_memory,
+            ) as rt:
+                items = _items(options, rt)
+                done, wall_s = replay(rt, items, label=f"{policy.name}, run {repeat + 1}")
+                figures = summarise(done, wall_s)
+                runs[policy.name].append({**figures, "engine": asdict(rt.stats())})
+    return {
+        "benchmark": "policies",
+        "arguments": {k: v for k, v in vars(options).items() if k != "output"},
+        "policies": {name: _middle(results) for name, results in runs.items()},
+        **environment.describe(),
+    }
+
+
+def _policy(name: str) -> Policy:
+    return VARIANTS.get(name) or get_policy(name)
+
+
+def _items(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
+    if options.workload == "sharegpt":
+        from jaxserve.workload import sharegpt
+
+        items: Sequence[WorkloadItem] = sharegpt.sample(
+            options.num_requests,
+            options.seed,
+            tokenizer=rt.tokenizer,
+            max_output_tokens=options.output_tokens,
+        )
+    elif options.workload == "uniform":
+        items = random_items(
+            options.num_requests,
+            num_prompt_tokens=options.prompt_tokens,
+            num_output_tokens=options.output_tokens,
+            min_output_tokens=options.min_output_tokens,
+            vocab_size=rt.model_config.vocab_size,
+            seed=options.seed,
+        )
+    else:
+        raise InvalidConfigError(f"workload {options.workload!r} is unknown")
+    return with_arrivals(items, options.arrivals, options.seed)
+
+
+def _middle(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run of median throughput, and every run's throughput."""
+    rates = [result["output_tokens_per_s"] for result in results]
+    middle = results[rates.index(statistics.median_low(rates))]
+    return {**middle, "output_tokens_per_s_of_every_run": rates}
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    table = Table(
+        "policy", "tokens/s", "latency p50 s", "p99 s", "first token p50 s", "s/token p50",
+        "iterations", "padding", "preempted", box=None, header_style="bold",
+    )  # fmt: skip
+    for name, figures in result["policies"].items():
+        engine = figures["engine"]
+        first, rate = figures["time_to_first_token_s"], figures["time_per_output_token_s"]
+        table.add_row(
+            name,
+            f"{figures['output_tokens_per_s']:.0f}",
+            f"{figures['latency_s']['p50']:.1f}",
+            f"{figures['latency_s']['p99']:.1f}",
+            f"{first['p50']:.2f}",
+            f"{rate['p50']:.3f}" if rate else "",
+            str(engine["num_iterations"]),
+            str(engine["num_padding_tokens"]),
+            str(engine["num_preemptions"]),
+        )
+    Console(stderr=True).print(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.policies",
+        description="Policies compared on one workload; prints a table and one JSON object.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    known = ", ".join([*PRESETS, *VARIANTS])
+    add = parser.add_argument
+    add("--policies", default=DEFAULT, help=f"separated by commas; known are {known}")
+    add("--workload", choices=("sharegpt", "uniform"), default="sharegpt", help="what is asked")
+    add("--arrivals", default="all", help="all, constant:SECONDS or poisson:RATE")
+    add("--num-requests", type=int, default=32, help="how many")
+    add("--seed", type=int, default=0, help="of the workload's draw and the arrivals")
+    add("--prompt-tokens", type=int, default=16, help="uniform: of each prompt")
+    add("--min-output-tokens", type=int, default=None, help="uniform: of the shortest answer")
+    add("--output-tokens", type=int, default=128, help="of the longest answer")
+    add("--repeats", type=int, default=1, help="interleaved runs, of which the median counts")
+    add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
+    add("--kv-memory", default=None, help='size of the page pool, e.g. "1GiB"')
+    add("--max-slots", type=int, default=None, help="most sequences at once")
+    add("--max-context", type=int, default=1024, help="most tokens of prompt and answer")
+    add("--output", type=Path, default=None, help="also write the object here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""When requests arrive: all at once, at a constant interval, or as a Poisson process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.workload.item import WorkloadItem
+
+
+def with_arrivals(items: Sequence[WorkloadItem], pattern: str, seed: int) -> list[WorkloadItem]:
+    """The items with arrival times, the first at 0.
+
+    Args:
+      pattern: "all" at once, "constant:S" one every S seconds, or "poisson:R" R a second on
+        average.
+      seed: of the Poisson draw.
+
+    Raises:
+      InvalidConfigError: another pattern, or a number that is not above 0.
+    """
+    kind, _, number = pattern.partition(":")
+    gaps = np.zeros(max(0, len(items) - 1))
+    if kind == "constant":
+        gaps += _positive(number, pattern)
+    elif kind == "poisson":
+        gaps = np.random.default_rng(seed).exponential(1 / _positive(number, pattern), len(gaps))
+    elif pattern != "all":
+        raise _unknown(pattern)
+    times = [0.0, *np.cumsum(gaps).tolist()]
+    return [replace(item, arrival_s=time) for item, time in zip(items, times, strict=False)]
+
+
+def _positive(number: str, pattern: str) -> float:
+    try:
+        value = float(number)
+    except ValueError:
+        raise _unknown(pattern) from None
+    if not 0 < value < float("inf"):
+        raise _unknown(pattern)
+    return value
+
+
+def _unknown(pattern: str) -> InvalidConfigError:
+    return InvalidConfigError(
+        f"arrivals {pattern!r} are not understood; give all, constant:SECONDS or poisson:RATE, "
+        "with a number above 0"
+    )

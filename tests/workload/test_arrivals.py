@@ -1,0 +1,37 @@
+"""Arrival times of a workload."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.workload import WorkloadItem
+from jaxserve.workload.arrivals import with_arrivals
+
+ITEMS = [WorkloadItem(prompt_token_ids=(1,), num_output_tokens=1)] * 2000
+
+
+def test_constant_and_at_once():
+    """All at 0, or evenly apart from 0 on."""
+    assert {item.arrival_s for item in with_arrivals(ITEMS, "all", 0)} == {0.0}
+    times = [item.arrival_s for item in with_arrivals(ITEMS[:4], "constant:0.5", 0)]
+    assert times == [0.0, 0.5, 1.0, 1.5]
+    assert with_arrivals([], "constant:0.5", 0) == []
+
+
+def test_poisson_gaps_are_exponential():
+    """Mean and standard deviation of the gaps are one over the rate; a seed is a draw."""
+    times = [item.arrival_s for item in with_arrivals(ITEMS, "poisson:4", 1)]
+    gaps = np.diff(times)
+    assert gaps.mean() == pytest.approx(0.25, rel=0.1)
+    assert gaps.std() == pytest.approx(0.25, rel=0.1)
+    assert times == [item.arrival_s for item in with_arrivals(ITEMS, "poisson:4", 1)]
+    assert times != [item.arrival_s for item in with_arrivals(ITEMS, "poisson:4", 2)]
+
+
+@pytest.mark.parametrize("pattern", ["", "often", "constant", "poisson:0", "constant:nan", "all:1"])
+def test_other_patterns_are_refused(pattern):
+    """The error says what is allowed."""
+    with pytest.raises(InvalidConfigError, match="constant:SECONDS"):
+        with_arrivals(ITEMS, pattern, 0)
