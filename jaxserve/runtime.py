@@ -32,6 +32,7 @@ from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
+from jaxserve.report import Report
 from jaxserve.scheduling.presets import get_policy
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -328,6 +329,15 @@ class Runtime:
             pool_bytes=self._pool_size.pool_bytes,
             weights_bytes=self._weights_bytes,
             step_bytes=self._pool_size.step_bytes,
+        )
+
+    def report(self) -> Report:
+        """What happened so far: figures, a table, JSON, a trace, a picture."""
+        return Report(
+            self._engine.recorder.steps,
+            self._engine.recorder.requests,
+            policy=self._engine.scheduler.policy.name,
+            num_pages=self.config.num_pages - 1,
         )
 
     def close(self) -> None:

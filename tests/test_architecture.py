@@ -37,9 +37,9 @@ KNOW_FORCED_LENGTHS = {
 # Rooms of jaxserve/, top to bottom; a module imports from its own room and from rows below.
 ROWS = (
     ("__main__",),
-    ("cli", "server", "report"),
+    ("cli", "server"),
     ("runtime",),
-    ("planning",),
+    ("planning", "report"),
     ("engine",),
     ("scheduling",),
     ("memory",),

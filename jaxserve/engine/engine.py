@@ -9,6 +9,7 @@ from typing import final
 from jaxserve.core.clock import Clock
 from jaxserve.core.request import Request
 from jaxserve.engine.executor import Executor, StepHandle
+from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
@@ -37,6 +38,8 @@ class Engine:
     def __init__(self, executor: Executor, policy: Policy, clock: Clock, *, max_in_flight: int = 2):
         self.scheduler = Scheduler(executor.config, policy, clock)
         self.stats = EngineStats(clock)
+        self.recorder = Recorder(executor.config)
+        self._clock = clock
         self._executor = executor
         self._max_in_flight = max_in_flight
         self._in_flight: deque[_InFlight] = deque()
@@ -62,7 +65,11 @@ class Engine:
         """
         plan = self.scheduler.plan()
         if plan is not None:
+            gap_before_s = self.stats.host_gap_s
             self.stats.before_submit(self._newest_handle())
+            self.recorder.step_submitted(
+                plan, self.scheduler, self._clock.now(), self.stats.host_gap_s - gap_before_s
+            )
             self._in_flight.append(_InFlight(plan, self._executor.submit(plan)))
             self.stats.after_submit(plan, self.scheduler)
         if not self._in_flight:
@@ -74,6 +81,7 @@ class Engine:
         oldest = self._in_flight.popleft()
         result = oldest.handle.collect()
         self.stats.after_collect(self._newest_handle())
+        self.recorder.step_collected(self._clock.now())
         return self.scheduler.apply(oldest.plan, result)
 
     def abandon(self) -> None:

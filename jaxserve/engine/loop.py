@@ -135,6 +135,7 @@ class EngineLoop:
 
     def _settle(self, answer: Answer) -> None:
         if answer.settle():
+            self._engine.recorder.request_ended(answer.future.result())
             for sequence in answer.sequences:
                 del self._by_sequence[sequence.key]
             del self._answers[answer.request.id]

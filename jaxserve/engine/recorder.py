@@ -1,0 +1,123 @@
+"""What happened, step by step and request by request, kept for a report."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Literal, final
+
+from jaxserve.core.config import EngineConfig, bucket
+from jaxserve.core.request import Completion, Timing
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.scheduler import Scheduler
+
+# The newest so many of each are kept: some tens of megabytes.
+MAX_RECORDS = 100_000
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One step. Counts are those at its submission; times are seconds on the engine's clock.
+
+    Attributes:
+      num_rows: sequences it advanced; with `num_padding_tokens`, what the device computed.
+      num_tokens: over all iterations; those past an early end are included.
+      num_padding_tokens: computed for nobody, up to the compiled size.
+      num_running, num_waiting: sequences with and without a slot.
+      pages_owned, pages_promised: in use, and reserved on top.
+      host_gap_s: how long the device may have idled before it.
+      collected_s: when the host had read it; None if it never did.
+    """
+
+    index: int
+    kind: Literal["mixed", "decode loop"]
+    num_rows: int
+    num_tokens: int
+    num_iterations: int
+    num_padding_tokens: int
+    num_running: int
+    num_waiting: int
+    pages_owned: int
+    pages_promised: int
+    submitted_s: float
+    host_gap_s: float
+    collected_s: float | None = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestRecord:
+    """One request that has ended; `num_output_tokens` over all its samples."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    finish_reason: str
+    timing: Timing
+
+
+@final
+class Recorder:
+    """Written by the engine's thread, read by any."""
+
+    def __init__(self, config: EngineConfig):
+        self._config = config
+        self._lock = threading.Lock()
+        self._steps: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
+        self._requests: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
+        self._in_flight: deque[StepRecord] = deque()
+
+    @property
+    def steps(self) -> tuple[StepRecord, ...]:
+        """Those that were read, oldest first."""
+        with self._lock:
+            return tuple(self._steps)
+
+    @property
+    def requests(self) -> tuple[RequestRecord, ...]:
+        """Those that have ended, in that order."""
+        with self._lock:
+            return tuple(self._requests)
+
+    def step_submitted(
+        self, plan: StepPlan, scheduler: Scheduler, now_s: float, host_gap_s: float
+    ) -> None:
+        if plan.is_decode_loop:
+            padding = plan.num_iterations * (plan.window_size - len(plan.rows))
+        else:
+            padding = bucket(plan.num_tokens, self._config.token_buckets) - plan.num_tokens
+        self._in_flight.append(
+            StepRecord(
+                index=plan.index,
+                kind="decode loop" if plan.is_decode_loop else "mixed",
+                num_rows=len(plan.rows),
+                num_tokens=plan.num_tokens,
+                num_iterations=plan.num_iterations,
+                num_padding_tokens=padding,
+                num_running=len(scheduler.running),
+                num_waiting=scheduler.num_waiting,
+                pages_owned=scheduler.pool.num_owned,
+                pages_promised=scheduler.pool.num_promised,
+                submitted_s=now_s,
+                host_gap_s=host_gap_s,
+            )
+        )
+
+    def step_collected(self, now_s: float) -> None:
+        """The oldest submitted step was read."""
+        record = replace(self._in_flight.popleft(), collected_s=now_s)
+        with self._lock:
+            self._steps.append(record)
+
+    def request_ended(self, completion: Completion) -> None:
+        record = RequestRecord(
+            request_id=completion.request_id,
+            num_prompt_tokens=len(completion.prompt_token_ids),
+            num_output_tokens=sum(len(sample.token_ids) for sample in completion.samples),
+            finish_reason=completion.finish_reason,
+            timing=completion.timing,
+        )
+        with self._lock:
+            self._requests.append(record)

@@ -1,0 +1,56 @@
+"""The report's picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from jaxserve.report.report import Report
+
+
+def draw(report: Report) -> Figure:
+    """Three panels, none of which needs data to be drawn."""
+    figure = Figure(figsize=(9, 7.5), layout="constrained")
+    batch, pages, latency = figure.subplots(3, 1)
+    figure.suptitle(f"{len(report.requests)} requests, policy {report.policy}")
+    origin_s = min((step.submitted_s for step in report.steps), default=0.0)
+    times = [step.submitted_s - origin_s for step in report.steps]
+    _draw_batch(batch, times, report)
+    _draw_pages(pages, times, report)
+    _draw_latency(latency, report)
+    return figure
+
+
+def _draw_batch(axes: Any, times: Sequence[float], report: Report) -> None:
+    running = [step.num_running for step in report.steps]
+    waiting = [run + step.num_waiting for run, step in zip(running, report.steps, strict=True)]
+    axes.fill_between(times, running, step="post", alpha=0.7, label="running")
+    axes.fill_between(times, running, waiting, step="post", alpha=0.3, label="waiting")
+    axes.set(xlabel="time (s)", ylabel="sequences", ylim=(0, None))
+    axes.legend(loc="upper right", frameon=False)
+
+
+def _draw_pages(axes: Any, times: Sequence[float], report: Report) -> None:
+    owned = [step.pages_owned for step in report.steps]
+    reserved = [own + step.pages_promised for own, step in zip(owned, report.steps, strict=True)]
+    axes.fill_between(times, owned, step="post", alpha=0.7, label="in use")
+    axes.fill_between(times, owned, reserved, step="post", alpha=0.3, label="reserved")
+    axes.axhline(report.num_pages, color="0.4", linestyle="--", linewidth=1, label="pool")
+    axes.set(xlabel="time (s)", ylabel="pages", ylim=(0, None))
+    axes.legend(loc="upper right", frameon=False)
+
+
+def _draw_latency(axes: Any, report: Report) -> None:
+    timings = [request.timing for request in report.requests]
+    for label, values in (
+        ("first token", [t.time_to_first_token_s for t in timings]),
+        ("whole answer", [t.latency_s for t in timings]),
+    ):
+        ordered = sorted(value for value in values if value is not None)
+        shares = [100 * (i + 1) / len(ordered) for i in range(len(ordered))]
+        axes.step(ordered, shares, where="post", label=label)
+    axes.set(xlabel="latency (s)", ylabel="requests within (%)", xlim=(0, None), ylim=(0, 100))
+    axes.legend(loc="lower right", frameon=False)

@@ -1,0 +1,124 @@
+"""What a runtime did, as figures, a table, JSON, a Perfetto trace or a picture."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from jaxserve.core.metrics import spread
+from jaxserve.engine.recorder import RequestRecord, StepRecord
+from jaxserve.report.trace import trace_events
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@final
+class Report:
+    """Steps and ended requests since the runtime's start (the newest 100,000 of each).
+
+    Displays as a picture in a notebook; `print` gives the table.
+
+    Attributes:
+      steps, requests: the records, oldest first. Times are on the engine's clock.
+      num_pages: of the pool, the null page left out.
+    """
+
+    def __init__(
+        self,
+        steps: tuple[StepRecord, ...],
+        requests: tuple[RequestRecord, ...],
+        *,
+        policy: str,
+        num_pages: int,
+    ):
+        self.steps = steps
+        self.requests = requests
+        self.policy = policy
+        self.num_pages = num_pages
+
+    def figures(self) -> dict[str, Any]:
+        """Totals, rates and percentiles; times in seconds, None where nothing was recorded.
+
+        Rates are over the time from the first arrival to the last end.
+        """
+        timings = [request.timing for request in self.requests]
+        ends = [t.finished_s for t in timings if t.finished_s is not None]
+        span_s = max(ends) - min(t.arrival_s for t in timings) if ends else None
+        num_output = sum(request.num_output_tokens for request in self.requests)
+        num_computed = sum(step.num_tokens for step in self.steps)
+        num_padding = sum(step.num_padding_tokens for step in self.steps)
+        rows = [float(step.num_rows) for step in self.steps]
+        pages = [float(step.pages_owned) for step in self.steps]
+        return {
+            "policy": self.policy,
+            "num_requests": len(self.requests),
+            "prompt_tokens": sum(request.num_prompt_tokens for request in self.requests),
+            "output_tokens": num_output,
+            "output_tokens_per_s": num_output / span_s if span_s else None,
+            "num_steps": len(self.steps),
+            "num_iterations": sum(step.num_iterations for step in self.steps),
+            "num_preemptions": sum(t.num_preemptions for t in timings),
+            "padding_share": num_padding / (num_computed + num_padding) if self.steps else None,
+            "host_gap_s": sum(step.host_gap_s for step in self.steps),
+            "rows_a_step": spread(rows),
+            "pages_owned": spread(pages),
+            "num_pages": self.num_pages,
+            "time_to_first_token_s": spread(
+                [t.time_to_first_token_s for t in timings if t.time_to_first_token_s is not None]
+            ),
+            "latency_s": spread([t.latency_s for t in timings if t.latency_s is not None]),
+        }
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=None, show_header=False)
+        for name, value in self.figures().items():
+            table.add_row(name.replace("_", " "), _shown(value))
+        text = io.StringIO()
+        Console(file=text, width=100).print(table)
+        return text.getvalue().rstrip()
+
+    def to_json(self) -> str:
+        """Figures and every record."""
+        return json.dumps(
+            {
+                "figures": self.figures(),
+                "requests": [asdict(request) for request in self.requests],
+                "steps": [asdict(step) for step in self.steps],
+            }
+        )
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write a trace that https://ui.perfetto.dev and chrome://tracing open."""
+        events = {"traceEvents": trace_events(self.steps, self.requests)}
+        Path(path).write_text(json.dumps(events), encoding="utf-8")
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Batch over time, pages over time, and the distribution of latencies.
+
+        Args:
+          path: also save it there; the ending says the format.
+        """
+        from jaxserve.report.picture import draw
+
+        figure = draw(self)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def _repr_png_(self) -> bytes:
+        data = io.BytesIO()
+        self.plot().savefig(data, format="png")
+        return data.getvalue()
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,87 @@
+"""Chrome's trace event format, which Perfetto reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxserve.engine.recorder import RequestRecord, StepRecord
+
+_DEVICE, _REQUESTS = 1, 2
+
+
+def trace_events(
+    steps: Sequence[StepRecord], requests: Sequence[RequestRecord]
+) -> list[dict[str, Any]]:
+    """Steps on one track, counters under it, and a track a request. Times from the earliest on."""
+    starts = [step.submitted_s for step in steps] + [r.timing.arrival_s for r in requests]
+    origin_s = min(starts, default=0.0)
+    events = [_name(_DEVICE, "device"), _name(_REQUESTS, "requests")]
+    busy_until_s = origin_s
+    for step in steps:
+        if step.collected_s is None:
+            continue
+        # A step begins when the one before it ends: the device carries them out in order.
+        begin_s = max(step.submitted_s, busy_until_s)
+        busy_until_s = max(begin_s, step.collected_s)
+        events.append(_span(_DEVICE, 0, step.kind, begin_s, busy_until_s, origin_s, _about(step)))
+        events += _counters(step, begin_s - origin_s)
+    for track, request in enumerate(requests):
+        events += _phases(track, request, origin_s)
+    return events
+
+
+def _about(step: StepRecord) -> dict[str, Any]:
+    return {
+        "rows": step.num_rows,
+        "tokens": step.num_tokens,
+        "iterations": step.num_iterations,
+        "padding": step.num_padding_tokens,
+    }
+
+
+def _counters(step: StepRecord, at_s: float) -> Iterator[dict[str, Any]]:
+    for name, values in (
+        ("sequences", {"running": step.num_running, "waiting": step.num_waiting}),
+        ("pages", {"owned": step.pages_owned, "promised": step.pages_promised}),
+    ):
+        yield {"ph": "C", "pid": _DEVICE, "name": name, "ts": at_s * 1e6, "args": values}
+
+
+def _phases(track: int, request: RequestRecord, origin_s: float) -> Iterator[dict[str, Any]]:
+    times = request.timing
+    about = {
+        "id": request.request_id,
+        "prompt tokens": request.num_prompt_tokens,
+        "output tokens": request.num_output_tokens,
+        "ended by": request.finish_reason,
+    }
+    marks = (times.arrival_s, times.admitted_s, times.first_token_s, times.finished_s)
+    phases = ("waiting", "prompt", "answer")
+    for phase, begin_s, end_s in zip(phases, marks[:-1], marks[1:], strict=True):
+        if begin_s is not None and end_s is not None:
+            yield _span(_REQUESTS, track, phase, begin_s, end_s, origin_s, about)
+
+
+def _span(
+    process: int,
+    track: int,
+    name: str,
+    begin_s: float,
+    end_s: float,
+    origin_s: float,
+    about: dict[str, Any],
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": process,
+        "tid": track,
+        "name": name,
+        "ts": (begin_s - origin_s) * 1e6,
+        "dur": (end_s - begin_s) * 1e6,
+        "args": about,
+    }
+
+
+def _name(process: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}

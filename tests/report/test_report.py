@@ -1,0 +1,74 @@
+"""The report agrees with what happened, in every form."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.report import Report
+from tests.tiny import random_prompts, tiny_llama
+
+OPTIONS = {"max_slots": 4, "max_step_tokens": 64, "page_size": 8, "kv_memory": "100KB"}
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    """A runtime that has answered ten requests on four slots."""
+    with Runtime(tiny_llama(), warmup=False, progress=False, **OPTIONS) as runtime:
+        params = [SamplingParams(max_tokens=n) for n in range(3, 13)]
+        runtime.generate(random_prompts(10, longest=30), params)
+        yield runtime
+
+
+def test_figures_add_up(runtime):
+    """Tokens, steps and requests are those of the runtime's own counters."""
+    report, stats = runtime.report(), runtime.stats()
+    figures = report.figures()
+    assert figures["num_requests"] == 10
+    assert figures["output_tokens"] == sum(range(3, 13))
+    assert figures["num_steps"] == stats.num_steps
+    assert sum(step.num_tokens for step in report.steps) == stats.num_tokens
+    assert max(step.num_running for step in report.steps) == 4
+    assert max(step.num_waiting for step in report.steps) > 0
+    assert 0 < figures["padding_share"] < 1
+    assert figures["host_gap_s"] == pytest.approx(stats.host_gap_s)
+    assert figures["latency_s"]["p50"] <= figures["latency_s"]["p99"]
+    times = [step.collected_s for step in report.steps]
+    assert times == sorted(times)
+
+
+def test_every_form(runtime, tmp_path):
+    """Table, JSON, PNG in a notebook, PNG on disk."""
+    report = runtime.report()
+    assert "output tokens" in str(report) and "75" in str(report)
+    read = json.loads(report.to_json())
+    assert len(read["requests"]) == 10 and len(read["steps"]) == len(report.steps)
+    assert read["requests"][0]["timing"]["finished_s"] > 0
+    assert report._repr_png_().startswith(b"\x89PNG")
+    report.plot(tmp_path / "report.png")
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+def test_trace_tells_steps_and_phases(runtime, tmp_path):
+    """Steps follow one another without overlap; a request's phases do too, from its arrival."""
+    report = runtime.report()
+    report.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert all(span["ts"] >= 0 and span["dur"] >= 0 for span in spans)
+    steps = [span for span in spans if span["pid"] == 1]
+    assert len(steps) == len(report.steps)
+    for before, after in zip(steps, steps[1:], strict=False):
+        assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
+    phases = [span["name"] for span in spans if span["pid"] == 2 and span["tid"] == 0]
+    assert phases == ["waiting", "prompt", "answer"]
+
+
+def test_a_report_of_nothing():
+    """Before the first request every form is empty, and none fails."""
+    report = Report((), (), policy="auto", num_pages=7)
+    assert report.figures()["output_tokens_per_s"] is None
+    assert report._repr_png_().startswith(b"\x89PNG")
+    assert "auto" in str(report) and json.loads(report.to_json())["steps"] == []
