@@ -133,6 +133,14 @@ def test_same_tokens_in_a_batch_of_any_size(executor, requests, alone, preset, s
     assert [s.output for s in sequences] == alone[:size]
 
 
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_same_tokens_under_every_preset(executor, requests, alone, preset):
+    """Requests that come one after the other get the same greedy tokens from every policy."""
+    rng = random.Random(preset)
+    sequences = _serve(executor, PRESETS[preset], requests[:20], arrive=lambda: rng.random() < 0.5)
+    assert [s.output for s in sequences] == alone[:20]
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 16, 100])
 def test_same_tokens_with_chunked_prefill(executor, requests, alone, chunk_tokens):
     """However prompts are cut, while other requests come and decode beside them."""
