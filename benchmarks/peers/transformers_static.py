@@ -1,0 +1,54 @@
+"""transformers with PyTorch: static batches, padded on the left. Runs in its own environment."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+
+def main() -> None:
+    """Answer the job's requests in their order, a batch at a time, and print what it took."""
+    begin_s = time.perf_counter()
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with open(sys.argv[1], encoding="utf-8") as file:
+        job = json.load(file)
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
+    # Past the model's end token, as ours: it may appear, and the answer goes on.
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    _answer(torch, model, [{"prompt": [1, 2, 3], "num_output_tokens": 2}])
+    startup_s = time.perf_counter() - begin_s
+
+    begin_s = time.perf_counter()
+    token_ids, requests, size = [], job["requests"], job["batch_size"]
+    for start in range(0, len(requests), size):
+        token_ids += _answer(torch, model, requests[start : start + size])
+    wall_s = time.perf_counter() - begin_s
+    print(json.dumps({"startup_s": startup_s, "wall_s": wall_s, "token_ids": token_ids}))
+
+
+def _answer(torch, model, requests: list[dict]) -> list[list[int]]:
+    """The batch runs to its longest answer; every request keeps as many tokens as it wants."""
+    width = max(len(request["prompt"]) for request in requests)
+    padding = [width - len(request["prompt"]) for request in requests]
+    ids = [[0] * pad + request["prompt"] for pad, request in zip(padding, requests, strict=True)]
+    mask = [[0] * pad + [1] * (width - pad) for pad in padding]
+    with torch.inference_mode():
+        output = model.generate(
+            torch.tensor(ids),
+            attention_mask=torch.tensor(mask),
+            max_new_tokens=max(request["num_output_tokens"] for request in requests),
+            do_sample=False,
+        )
+    answers = output[:, width:].tolist()
+    return [
+        answer[: request["num_output_tokens"]]
+        for answer, request in zip(answers, requests, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    main()
