@@ -7,7 +7,6 @@ know. docs/benchmarks.md says what each figure means.
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import sys
 import time
@@ -15,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.output import emit
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.metrics import summarise
 from jaxserve.workload import WorkloadItem, random_items
@@ -33,10 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     except JaxserveError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(result))
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    emit(result, options.output)
     return 1 if result["num_failed"] else 0
 
 

@@ -7,7 +7,6 @@ engine; runs are interleaved and medians reported. docs/benchmarks.md says what 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.output import emit
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 from jaxserve.core.metrics import summarise
 from jaxserve.scheduling.iteration.iteration_level import IterationLevel
@@ -47,10 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     _print_table(result)
-    print(json.dumps(result))
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    emit(result, options.output)
     return 0
 
 

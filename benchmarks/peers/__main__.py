@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, final
 
 from benchmarks import environment
+from benchmarks.output import emit
 from benchmarks.peers.environments import python_of
 from benchmarks.peers.job import write_checkpoint, write_job
+from jaxserve.core.errors import InvalidConfigError, JaxserveError
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.models.registry import pull
 from jaxserve.models.tokenizer import Tokenizer
@@ -42,17 +44,21 @@ PEERS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run every engine in turn, `repeats` times; print one JSON object."""
     options = _parser().parse_args(arguments)
-    result = run(options)
-    print(json.dumps(result))
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    try:
+        result = run(options)
+    except JaxserveError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    emit(result, options.output)
     return 0
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Medians, ratios to ours, and how many whole answers agree with ours."""
     names = options.peers.split(",")
+    unknown = sorted(set(names) - set(PEERS))
+    if unknown:
+        raise InvalidConfigError(f"unknown peer(s) {unknown}; known are {sorted(PEERS)}")
     pythons = {name: python_of(name, PEERS[name].requirements) for name in names}
     commands = {"jaxserve": [sys.executable, "-m", "benchmarks.peers.ours"]}
     for name in names:
