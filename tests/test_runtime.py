@@ -190,6 +190,18 @@ def test_arrays_and_generators_are_batches(runtime):
     assert runtime.generate(np.array(prompts[0]), GREEDY).token_ids == expected[0]
 
 
+def test_a_time_window_delays_the_batch():
+    """Under `triton_window` a lone request waits for the window, and later ones join its batch."""
+    options = OPTIONS | {"warmup": False, "policy": "triton_window"}
+    with Runtime(tiny_llama(), **options) as runtime:
+        pending = [runtime.submit([1, 2], GREEDY)]
+        time.sleep(0.1)
+        pending.append(runtime.submit([3], GREEDY))
+        first, second = (p.result(60).timing for p in pending)
+    assert first.admitted_s - first.arrival_s >= 0.5
+    assert second.admitted_s == pytest.approx(first.admitted_s, abs=0.05)
+
+
 def test_leaving_an_asyncio_stream_harms_nobody(runtime):
     """A loop closed in the middle of a stream cancels that request, and others go on."""
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
     from jaxserve.report.report import Report
+
+
+@final
+class Picture:
+    """A Matplotlib figure that a notebook displays without pyplot and its global state."""
+
+    def __init__(self, figure: Figure):
+        self.figure = figure
+
+    def _repr_png_(self) -> bytes:
+        data = io.BytesIO()
+        self.figure.savefig(data, format="png")
+        return data.getvalue()
 
 
 def draw(report: Report) -> Figure:

@@ -13,7 +13,7 @@ from jaxserve.engine.recorder import RequestRecord, StepRecord
 from jaxserve.report.trace import trace_events
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from jaxserve.report.picture import Picture
 
 
 @final
@@ -99,23 +99,24 @@ class Report:
         events = {"traceEvents": trace_events(self.steps, self.requests)}
         Path(path).write_text(json.dumps(events), encoding="utf-8")
 
-    def plot(self, path: str | Path | None = None) -> Figure:
+    def plot(self, path: str | Path | None = None) -> Picture:
         """Batch over time, pages over time, and the distribution of latencies.
 
         Args:
           path: also save it there; the ending says the format.
+
+        Returns:
+          What a notebook displays; its `figure` is Matplotlib's.
         """
-        from jaxserve.report.picture import draw
+        from jaxserve.report.picture import Picture, draw
 
         figure = draw(self)
         if path is not None:
             figure.savefig(path)
-        return figure
+        return Picture(figure)
 
     def _repr_png_(self) -> bytes:
-        data = io.BytesIO()
-        self.plot().savefig(data, format="png")
-        return data.getvalue()
+        return self.plot()._repr_png_()
 
 
 def _shown(value: Any) -> str:
