@@ -14,8 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.output import emit
-from jaxserve.core.errors import JaxserveError
+from benchmarks.output import emit, run_or_explain
 from jaxserve.core.metrics import summarise
 from jaxserve.workload import WorkloadItem, random_items
 
@@ -28,10 +27,8 @@ WORKLOADS = ("sharegpt", "random")
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, and write the result; the exit code."""
     options = _parser().parse_args(arguments)
-    try:
-        result = run(options)
-    except JaxserveError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    result = run_or_explain(run, options)
+    if result is None:
         return 2
     emit(result, options.output)
     return 1 if result["num_failed"] else 0

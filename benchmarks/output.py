@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from jaxserve.core.errors import JaxserveError
+
+Run = Callable[[argparse.Namespace], dict[str, Any]]
+
+
+def run_or_explain(run: Run, options: argparse.Namespace) -> dict[str, Any] | None:
+    """The result of `run`; None after saying on stderr what was wrong with the options."""
+    try:
+        return run(options)
+    except JaxserveError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return None
 
 
 def emit(result: dict[str, Any], path: Path | None) -> None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.output import emit
-from jaxserve.core.errors import InvalidConfigError, JaxserveError
+from benchmarks.output import emit, run_or_explain
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import summarise
 from jaxserve.scheduling.iteration.iteration_level import IterationLevel
 from jaxserve.scheduling.policy import Policy
@@ -41,10 +41,8 @@ VARIANTS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, and write the result; the exit code."""
     options = _parser().parse_args(arguments)
-    try:
-        result = run(options)
-    except JaxserveError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    result = run_or_explain(run, options)
+    if result is None:
         return 2
     _print_table(result)
     emit(result, options.output)

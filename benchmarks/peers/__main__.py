@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, final
 
 from benchmarks import environment
-from benchmarks.output import emit
+from benchmarks.output import emit, run_or_explain
 from benchmarks.peers.environments import python_of
 from benchmarks.peers.job import write_checkpoint, write_job
-from jaxserve.core.errors import InvalidConfigError, JaxserveError
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.models.registry import pull
 from jaxserve.models.tokenizer import Tokenizer
@@ -44,10 +44,8 @@ PEERS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run every engine in turn, `repeats` times; print one JSON object."""
     options = _parser().parse_args(arguments)
-    try:
-        result = run(options)
-    except JaxserveError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    result = run_or_explain(run, options)
+    if result is None:
         return 2
     emit(result, options.output)
     return 0
