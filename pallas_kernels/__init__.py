@@ -5,6 +5,7 @@ implementations, and the named shapes that tests and benchmarks share.
 """
 
 from pallas_kernels.kv_write import kv_write
+from pallas_kernels.matmul import matmul
 from pallas_kernels.paged_attention import Rows, paged_attention
 
-__all__ = ["Rows", "kv_write", "paged_attention"]
+__all__ = ["Rows", "kv_write", "matmul", "paged_attention"]

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 COMPILE_TIMEOUT_S = 120
+_INCLUDE = Path(__file__).with_name("include")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread", "-w")
 _NATIVE = {"x86_64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 
@@ -92,7 +93,8 @@ def compile_library(source: Path, *, anew: bool = False) -> Path:
     native = _NATIVE.get(platform.machine())
     flags = (*_FLAGS, *((native,) if native else ()))
     made_of = (
-        *(source.read_text(), compiler, _compiler_version(compiler), *flags),
+        *(path.read_text() for path in (source, *sorted(_INCLUDE.glob("*.h")))),
+        *(compiler, _compiler_version(compiler), *flags),
         *(version("jaxlib"), _cpu_model()),
     )
     digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
@@ -102,7 +104,8 @@ def compile_library(source: Path, *, anew: bool = False) -> Path:
         return library
     handle, scratch = tempfile.mkstemp(dir=folder, prefix=f"{library.stem}-", suffix=".tmp")
     os.close(handle)
-    command = [compiler, *flags, "-I", jax.ffi.include_dir(), str(source), "-o", scratch]
+    includes = ("-I", jax.ffi.include_dir(), "-I", str(_INCLUDE))
+    command = [compiler, *flags, *includes, str(source), "-o", scratch]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False

@@ -30,6 +30,7 @@ from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.batch import AttentionBatch, KVCache
 from jaxserve.models.config import LlamaConfig
 from jaxserve.models.rope import apply_rope, rope_tables
+from pallas_kernels import matmul
 
 LayerLayout = Literal["unrolled", "scanned"]
 RopeTables = tuple[jax.Array, jax.Array]
@@ -98,11 +99,9 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [rows, vocab] of final hidden states [rows, embed]."""
-        if self.config.tie_word_embeddings:
-            weight, dims = self.embedding[...], (((1,), (1,)), ((), ()))
-        else:
-            weight, dims = self.lm_head[...], (((1,), (0,)), ((), ()))
-        return lax.dot_general(hidden, weight, dims, preferred_element_type=jnp.float32)
+        tied = self.config.tie_word_embeddings
+        weight = self.embedding[...] if tied else self.lm_head[...]
+        return matmul(hidden, weight, transposed=tied, out_dtype=jnp.float32)
 
     def _unroll(
         self, x: jax.Array, tables: RopeTables, batch: AttentionBatch, cache: KVCache
@@ -204,7 +203,7 @@ class LlamaBlock(nnx.Module):
         config = self.config
         kv_heads, group, head_dim = config.num_kv_heads, config.group, config.head_dim
         x = rms_norm(x, self.attention_norm[...], config.rms_norm_eps)
-        qkv = x @ self.wqkv[...].reshape(config.hidden_size, -1)
+        qkv = matmul(x, self.wqkv[...].reshape(config.hidden_size, -1))
         # [tokens, kv_heads, group + 2, head_dim]
         qkv = qkv.reshape(-1, kv_heads, group + 2, head_dim)
         if config.qkv_bias:
@@ -224,7 +223,7 @@ class LlamaBlock(nnx.Module):
             sliding_window=sliding_window,
         )
         out = out.reshape(-1, config.num_heads * head_dim)
-        out = out @ self.wo[...].reshape(-1, config.hidden_size)
+        out = matmul(out, self.wo[...].reshape(-1, config.hidden_size))
         if config.o_bias:
             out = out + self.bo[...]
         return out, cache
@@ -232,12 +231,11 @@ class LlamaBlock(nnx.Module):
     def _mlp(self, x: jax.Array) -> jax.Array:
         config = self.config
         x = rms_norm(x, self.mlp_norm[...], config.rms_norm_eps)
-        both = (x @ self.gate_up[...].reshape(config.hidden_size, -1)).reshape(
-            -1, 2, config.intermediate_size
-        )
+        both = matmul(x, self.gate_up[...].reshape(config.hidden_size, -1))
+        both = both.reshape(-1, 2, config.intermediate_size)
         if config.mlp_bias:
             both = both + self.bgate_up[...]
-        out = (jax.nn.silu(both[:, 0]) * both[:, 1]) @ self.down[...]
+        out = matmul(jax.nn.silu(both[:, 0]) * both[:, 1], self.down[...])
         return out + self.bdown[...] if config.mlp_bias else out
 
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 
+from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import cpu, reference, xla
 from pallas_kernels.paged_attention.rows import Rows
 
 Implementation = Literal["reference", "xla", "cpu"]
 
-_IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+_IMPLEMENTATIONS = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
     "cpu": cpu.paged_attention,
 }
-# Tried in this order; "xla" serves every case.
-_CHOICES: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "xla")}
-_logger = logging.getLogger(__name__)
+_PREFERRED = {"cpu": ("cpu",)}
 
 
 def paged_attention(
@@ -64,12 +60,11 @@ def paged_attention(
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
     _check_shapes(q, k_pages, v_pages, rows, alibi_slopes, max_query_length)
-    if implementation is not None and implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation={implementation!r} is unknown; give one of {get_args(Implementation)}"
-        )
-    attend = functools.partial(
-        _call,
+    return dispatch.call(
+        "paged_attention",
+        _IMPLEMENTATIONS,
+        _PREFERRED,
+        implementation,
         q=q,
         k_pages=k_pages,
         v_pages=v_pages,
@@ -81,31 +76,6 @@ def paged_attention(
         alibi_slopes=alibi_slopes,
         max_query_length=max_query_length,
     )
-    platform = jax.default_backend()
-    if implementation is not None:
-        _log_choice(implementation, platform, "asked for")
-        return attend(implementation)
-    *preferred, last = _CHOICES.get(platform, ("xla",))
-    refused = []
-    for name in preferred:
-        try:
-            out = attend(name)
-        except NotImplementedError as error:
-            refused.append(f"{name} cannot: {error}")
-        else:
-            _log_choice(name, platform, "; ".join(refused) or "the first choice")
-            return out
-    _log_choice(last, platform, "; ".join(refused) or "the only choice")
-    return attend(last)
-
-
-def _call(name: str, **arguments) -> jax.Array:
-    return _IMPLEMENTATIONS[name](**arguments)
-
-
-@functools.cache
-def _log_choice(name: str, platform: str, reason: str) -> None:
-    _logger.info("paged_attention: %s on %s (%s)", name, platform, reason)
 
 
 def _check_shapes(

@@ -8,17 +8,16 @@
 // its row is cut into items: blocks that a query does not see multiply by one and add zero.
 
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "threads.h"
+#include "vectors.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -30,35 +29,7 @@ constexpr int kTileRows = 96;      // (query, head) pairs of one item, at most, 
 constexpr float kMasked = -1e30f;  // stands in for minus infinity; its difference is not NaN
 constexpr int64_t kWorthAThread = 1 << 19;  // multiply-adds below which threads do not pay
 
-#ifdef __AVX512F__
-constexpr int kWide = 16;
-constexpr int kChunk = 4;  // vectors of head_dim that `accumulate` holds in registers
-#else
-constexpr int kWide = 8;
-constexpr int kChunk = 2;
-#endif
-
-template <int W>
-struct Simd {
-  typedef float Float __attribute__((vector_size(4 * W)));
-  typedef int32_t Int __attribute__((vector_size(4 * W)));
-};
-template <int W>
-using Float = typename Simd<W>::Float;
-template <int W>
-using Int = typename Simd<W>::Int;
-
-template <int W>
-inline Float<W> load(const float* from) {
-  Float<W> x;
-  std::memcpy(&x, from, sizeof(x));
-  return x;
-}
-
-template <typename Vector>
-inline void store(float* to, Vector x) {
-  std::memcpy(to, &x, sizeof(x));
-}
+constexpr int kChunk = kWide == 16 ? 4 : 2;  // vectors of head_dim that `accumulate` holds
 
 // Lane l of the result is lane l ^ step of x.
 template <int step, int W, int... lane>
@@ -115,33 +86,17 @@ inline Float<W> hyperbolic_tangent(Float<W> x) {
   return (e - 1.0f) / (e + 1.0f);
 }
 
-// One step of a transposition: swaps the off-diagonal step x step squares.
-template <int step, int W, int... lane>
-inline void transpose_step(Float<W>* x, std::integer_sequence<int, lane...>) {
-#pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) {
-    if (i & step) continue;
-    const Float<W> a = x[i], b = x[i + step];
-    x[i] = __builtin_shufflevector(a, b, (lane & step ? W + lane - step : lane)...);
-    x[i + step] = __builtin_shufflevector(a, b, (lane & step ? W + lane : lane + step)...);
-  }
-}
-
 // out[d][i] = rows[i][d] for W rows; rows of `out` are 2 W long. Fetches `ahead` into the cache.
 template <int W>
 void transpose(const float* const* rows, const float* const* ahead, int64_t head_dim, float* out) {
   for (int64_t d = 0; d < head_dim; d += W) {
-    constexpr auto lanes = std::make_integer_sequence<int, W>();
     Float<W> x[W];
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i) {
       x[i] = load<W>(rows[i] + d);
       __builtin_prefetch(ahead[i] + d, 0, 3);
     }
-    transpose_step<1, W>(x, lanes);
-    transpose_step<2, W>(x, lanes);
-    transpose_step<4, W>(x, lanes);
-    if constexpr (W > 8) transpose_step<8, W>(x, lanes);
+    transpose_square<W>(x);
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i) store(out + (d + i) * 2 * W, x[i]);
   }
@@ -327,24 +282,10 @@ void attend(const Problem& p, const Item& item) {
   }
 }
 
-// What the threads share. It outlives the call: a helper that starts late finds no item left.
-struct Work {
+// What the threads share.
+struct Plan {
   Problem problem;
   std::vector<Item> items;
-  std::atomic<size_t> next{0}, done{0};
-  std::mutex mutex;
-  std::condition_variable all_done;
-
-  void take_items() {
-    for (size_t i; (i = next.fetch_add(1)) < items.size();) {
-      if (problem.head_dim % kWide == 0) attend<kWide>(problem, items[i]);
-      else attend<8>(problem, items[i]);
-      if (done.fetch_add(1) + 1 == items.size()) {
-        std::lock_guard<std::mutex> lock(mutex);
-        all_done.notify_one();
-      }
-    }
-  }
 };
 
 // Fills `items` and zeroes the tokens of no row; says what is wrong with the rows, if anything.
@@ -400,8 +341,8 @@ ffi::Error paged_attention(ffi::ThreadPool pool, Tokens q, Pages k, Pages v, Sca
   const int64_t at = *layer.typed_data();
   if (at < 0 || at >= cache[0]) return ffi::Error::InvalidArgument("paged_attention: no such layer");
   const int64_t skipped = at * cache[1] * cache[2] * cache[3] * cache[4];
-  auto work = std::make_shared<Work>();
-  Problem& p = work->problem;
+  auto shared = std::make_shared<Plan>();
+  Problem& p = shared->problem;
   p.q = q.typed_data();
   p.k = k.typed_data() + skipped;
   p.v = v.typed_data() + skipped;
@@ -424,18 +365,15 @@ ffi::Error paged_attention(ffi::ThreadPool pool, Tokens q, Pages k, Pages v, Sca
   p.scale = scale;
   p.soft_cap = soft_cap;
   p.window = window;
-  const std::string error = plan(p, work->items);
+  const std::string error = plan(p, shared->items);
   if (!error.empty()) return ffi::Error::InvalidArgument("paged_attention: " + error);
 
   int64_t cost = 0;
-  for (const Item& item : work->items) cost += item.cost;
-  const int64_t useful = std::min<int64_t>(work->items.size(), 1 + cost / kWorthAThread);
-  const int64_t threads = std::min<int64_t>(pool.num_threads(), useful);
-  for (int64_t i = 1; i < threads; ++i) pool.Schedule([work] { work->take_items(); });
-  work->take_items();
-  // Only items that another thread is working on are waited for, so a busy pool cannot block this.
-  std::unique_lock<std::mutex> lock(work->mutex);
-  work->all_done.wait(lock, [&] { return work->done.load() == work->items.size(); });
+  for (const Item& item : shared->items) cost += item.cost;
+  for_each_item(pool, shared->items.size(), 1 + cost / kWorthAThread, [shared](int64_t i, int64_t) {
+    if (shared->problem.head_dim % kWide == 0) attend<kWide>(shared->problem, shared->items[i]);
+    else attend<8>(shared->problem, shared->items[i]);
+  });
   return ffi::Error::Success();
 }
 

@@ -1,0 +1,236 @@
+// Matrix products of few rows with large weights on the CPU, as an XLA custom call (float32).
+//
+// The weight is cut into panels of kPanel columns, some neighbouring panels into a strip. A thread
+// takes a strip, walks down it a block of rows at a time, and multiplies tiles of kTile rows of x
+// with each panel of the block, sums in registers; meanwhile it fetches the next block. So the
+// weight is read from memory once, in long runs, whatever the number of rows of x. With many rows,
+// or a transposed weight, a panel of the block is first copied into the order in which it is used.
+//
+// Each output is one chain of fused multiply-adds in the order of the inner dimension: its bits
+// depend neither on the number of rows nor on how the work was cut or shared out.
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "threads.h"
+#include "vectors.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int W = kWide;
+constexpr int kTile = W == 16 ? 8 : 4;  // rows of x that are multiplied at once
+constexpr int kVectors = 3;             // with kTile rows, as many sums as there are registers
+constexpr int kPanel = kVectors * W;    // columns
+constexpr int kRows = 128;              // rows of x of one item, at most
+constexpr int kPacksFrom = 64;          // rows for which it pays to copy the weight
+// Of a block of the weight that is multiplied in place, in L2: columns, in panels, and rows.
+constexpr int kWidest = 16;
+constexpr int kDeepest = 64;
+constexpr int kDeepestPacked = 576;         // rows of a packed block, one panel wide, in L2
+constexpr int64_t kWorthAThread = 1 << 18;  // multiply-adds below which threads do not pay
+
+struct Problem {
+  const float* x;  // [m, k]
+  const float* w;  // [k, n], or [n, k] if transposed
+  float* y;        // [m, n]
+  int64_t m, k, n;
+  bool transposed;
+
+  // How the work is cut.
+  bool packs;                 // a panel is copied before it is used
+  int64_t depth;              // rows of a block
+  int64_t width;              // panels of a strip
+  int64_t strips, row_blocks;  // an item is a strip for kRows rows of x
+
+  void cut(int64_t threads);
+  int64_t first_column(int64_t item) const { return item % strips * width * kPanel; }
+  int64_t first_row(int64_t item) const { return item / strips * kRows; }
+};
+
+void Problem::cut(int64_t threads) {
+  const int64_t panels = (n + kPanel - 1) / kPanel;
+  packs = transposed || m >= kPacksFrom;
+  width = packs ? 1 : std::clamp<int64_t>(panels / (2 * threads), 1, kWidest);
+  const int64_t deepest = packs ? kDeepestPacked : kDeepest;
+  const int64_t blocks = (k + deepest - 1) / deepest;
+  depth = ((k + blocks - 1) / blocks + W - 1) / W * W;
+  strips = (panels + width - 1) / width;
+  row_blocks = (m + kRows - 1) / kRows;
+}
+
+// Fetches a block of the weight into L2, one cache line a call.
+class Ahead {
+ public:
+  Ahead() = default;
+  Ahead(const Problem& p, int64_t column, int64_t k0) {
+    const int64_t columns = std::min(p.width * kPanel, p.n - column);
+    const int64_t depth = std::min(p.depth, p.k - k0);
+    at_ = p.transposed ? p.w + column * p.k + k0 : p.w + k0 * p.n + column;
+    rows_ = p.transposed ? columns : depth;
+    width_ = p.transposed ? depth : columns;
+    stride_ = p.transposed ? p.k : p.n;
+  }
+
+  void fetch_line() {
+    if (rows_ == 0) return;
+    __builtin_prefetch(at_ + offset_, 0, 2);
+    offset_ += 16;
+    if (offset_ >= width_) {
+      offset_ = 0;
+      at_ += stride_;
+      --rows_;
+    }
+  }
+
+ private:
+  const float* at_ = nullptr;
+  int64_t rows_ = 0, width_ = 0, stride_ = 0, offset_ = 0;
+};
+
+// packed[i][c] = w[k0 + i][n0 + c], and zeros past the last column.
+void pack(const Problem& p, int64_t n0, int64_t k0, int64_t depth, float* packed) {
+  const int64_t columns = std::min<int64_t>(kPanel, p.n - n0);
+  if (!p.transposed) {
+    if (columns == kPanel) {
+      for (int64_t i = 0; i < depth; ++i)
+#pragma GCC unroll 3
+        for (int v = 0; v < kVectors; ++v)
+          store(packed + i * kPanel + v * W, load<W>(p.w + (k0 + i) * p.n + n0 + v * W));
+      return;
+    }
+    for (int64_t i = 0; i < depth; ++i) {
+      std::copy_n(p.w + (k0 + i) * p.n + n0, columns, packed + i * kPanel);
+      std::fill_n(packed + i * kPanel + columns, kPanel - columns, 0.0f);
+    }
+    return;
+  }
+  const float* from = p.w + n0 * p.k + k0;
+  int64_t done = 0;
+  if (columns == kPanel) {
+    for (; done + W <= depth; done += W)
+      for (int v = 0; v < kVectors; ++v) {
+        Float<W> x[W];
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) x[i] = load<W>(from + (v * W + i) * p.k + done);
+        transpose_square<W>(x);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) store(packed + (done + i) * kPanel + v * W, x[i]);
+      }
+  }
+  for (int64_t i = done; i < depth; ++i)
+    for (int64_t c = 0; c < kPanel; ++c)
+      packed[i * kPanel + c] = c < columns ? from[c * p.k + i] : 0.0f;
+}
+
+// total[r] (+)= sum over i of x[r][i] * b[i], for R rows; `lines` are fetched every 4 steps.
+template <int R>
+void multiply(const float* __restrict x, int64_t x_stride, const float* __restrict b,
+              int64_t b_stride, int64_t depth, bool first, float* __restrict total, Ahead& ahead,
+              int lines) {
+  Float<W> sum[R][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 3
+    for (int v = 0; v < kVectors; ++v)
+      sum[r][v] = first ? Float<W>{} : load<W>(total + r * kPanel + v * W);
+  for (int64_t i = 0; i < depth; i += 4) {
+    for (int l = 0; l < lines; ++l) ahead.fetch_line();
+    const int64_t end = std::min(depth, i + 4);
+#pragma GCC unroll 1
+    for (int64_t j = i; j < end; ++j) {
+      Float<W> column[kVectors];
+#pragma GCC unroll 3
+      for (int v = 0; v < kVectors; ++v) column[v] = load<W>(b + j * b_stride + v * W);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Float<W> a = x[r * x_stride + j] - Float<W>{};  // plus zero would be an addition: -0
+#pragma GCC unroll 3
+        for (int v = 0; v < kVectors; ++v) sum[r][v] += a * column[v];
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 3
+    for (int v = 0; v < kVectors; ++v) store(total + r * kPanel + v * W, sum[r][v]);
+}
+
+using Multiply = decltype(&multiply<1>);
+template <int... r>
+inline Multiply multiply_of(int rows, std::integer_sequence<int, r...>) {
+  static constexpr Multiply table[] = {multiply<r + 1>...};
+  return table[rows - 1];
+}
+
+void product(const Problem& p, int64_t item, int64_t item_after) {
+  const int64_t first = p.first_column(item), m0 = p.first_row(item);
+  const int64_t rows = std::min<int64_t>(kRows, p.m - m0), tiles = (rows + kTile - 1) / kTile;
+  const int64_t panels = std::min(p.width, (p.n - first + kPanel - 1) / kPanel);
+  static thread_local std::vector<float> scratch;
+  scratch.resize(p.depth * kPanel + panels * rows * kPanel + 16);
+  auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64;
+  float* packed = reinterpret_cast<float*>(aligned);  // [depth, kPanel]
+  float* total = packed + p.depth * kPanel;           // [panels, rows, kPanel]
+  // Of the cache lines of 4 rows of a panel, each tile's share.
+  const int lines = static_cast<int>((4 * kPanel / 16 + tiles - 1) / tiles);
+  for (int64_t k0 = 0; k0 < p.k; k0 += p.depth) {
+    const int64_t depth = std::min<int64_t>(p.depth, p.k - k0);
+    Ahead ahead;
+    if (k0 + p.depth < p.k) ahead = Ahead(p, first, k0 + p.depth);
+    else if (item_after >= 0) ahead = Ahead(p, p.first_column(item_after), 0);
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const int64_t n0 = first + panel * kPanel;
+      const float* b = p.w + k0 * p.n + n0;
+      int64_t b_stride = p.n;
+      if (p.packs || n0 + kPanel > p.n) {
+        pack(p, n0, k0, depth, packed);
+        b = packed, b_stride = kPanel;
+      }
+      for (int64_t r = 0; r < rows; r += kTile) {
+        const int count = static_cast<int>(std::min<int64_t>(kTile, rows - r));
+        multiply_of(count, std::make_integer_sequence<int, kTile>())(
+            p.x + (m0 + r) * p.k + k0, p.k, b, b_stride, depth, k0 == 0,
+            total + (panel * rows + r) * kPanel, ahead, lines);
+      }
+    }
+  }
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    const int64_t n0 = first + panel * kPanel, columns = std::min<int64_t>(kPanel, p.n - n0);
+    for (int64_t r = 0; r < rows; ++r)
+      std::copy_n(total + (panel * rows + r) * kPanel, columns, p.y + (m0 + r) * p.n + n0);
+  }
+}
+
+using Matrix = ffi::Buffer<ffi::F32, 2>;
+
+ffi::Error matmul(ffi::ThreadPool pool, Matrix x, Matrix w, ffi::Result<Matrix> y,
+                  bool transposed) {
+  Problem p;
+  p.x = x.typed_data();
+  p.w = w.typed_data();
+  p.y = y->typed_data();
+  p.m = x.dimensions()[0];
+  p.k = x.dimensions()[1];
+  p.n = y->dimensions()[1];
+  p.transposed = transposed;
+  p.cut(pool.num_threads());
+  const int64_t threads = 1 + p.m * p.k * p.n / kWorthAThread;
+  for_each_item<true>(pool, p.strips * p.row_blocks, threads,
+                      [p](int64_t item, int64_t after) { product(p, item, after); });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Matrix>()
+                                  .Arg<Matrix>()
+                                  .Ret<Matrix>()
+                                  .Attr<bool>("transposed"));

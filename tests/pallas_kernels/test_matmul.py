@@ -1,0 +1,94 @@
+"""Products with weights agree with NumPy's in float64, and a row's bits are its own."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import matmul
+
+# Rows around a tile, a row block and the change from reading in place to packing; widths around a
+# panel and a strip; depths around a block.
+ROWS = st.sampled_from([1, 2, 3, 7, 8, 9, 31, 32, 33, 63, 64, 65, 128, 129, 200])
+DEPTHS = st.sampled_from([1, 3, 15, 16, 17, 63, 64, 65, 100, 576, 577, 1153])
+WIDTHS = st.sampled_from([1, 5, 16, 24, 47, 48, 49, 96, 97, 500, 1600])
+
+
+def _draw(rows: int, depth: int, width: int, transposed: bool) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(rows * depth + width)
+    x = rng.standard_normal((rows, depth), np.float32)
+    weight = rng.standard_normal((width, depth) if transposed else (depth, width), np.float32)
+    return jnp.asarray(x), jnp.asarray(weight)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    rows=ROWS,
+    depth=DEPTHS,
+    width=WIDTHS,
+    transposed=st.booleans(),
+    implementation=st.sampled_from(["xla", "cpu"]),
+)
+def test_agrees_with_float64(rows, depth, width, transposed, implementation):
+    """Any rows, depth and width, both orientations, by each implementation."""
+    x, weight = _draw(rows, depth, width, transposed)
+    got = matmul(x, weight, transposed=transposed, implementation=implementation)
+    wide = np.asarray(weight, np.float64)
+    wanted = np.asarray(x, np.float64) @ (wide.T if transposed else wide)
+    assert got.shape == wanted.shape
+    assert np.linalg.norm(got - wanted) < 2e-6 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_bits_of_a_row_are_its_own(transposed):
+    """A row gives the same bits alone, among a few, and where the weight is packed."""
+    x, weight = _draw(200, 700, 130, transposed)
+    whole = np.asarray(matmul(x, weight, transposed=transposed, implementation="cpu"))
+    for first, count in ((0, 1), (3, 8), (5, 33), (17, 64), (40, 150)):
+        some = matmul(x[first : first + count], weight, transposed=transposed, implementation="cpu")
+        np.testing.assert_array_equal(some, whole[first : first + count])
+
+
+def test_what_is_not_finite_stays_in_its_row():
+    """NaN in one row reaches no other, and what is infinite stays so."""
+    x, weight = _draw(20, 100, 60, False)
+    x = x.at[4, 7].set(jnp.nan).at[9, 0].set(jnp.inf)
+    got = np.asarray(matmul(x, weight, implementation="cpu"))
+    assert np.isnan(got[4]).all() and np.isinf(got[9]).all()
+    others = np.delete(np.arange(20), [4, 9])
+    np.testing.assert_array_equal(
+        got[others], np.asarray(matmul(x[others], weight, implementation="cpu"))
+    )
+
+
+def test_other_precisions_are_served_by_xla():
+    """The choice falls to XLA; the kernel asked for by name says what it can do."""
+    x, weight = (each.astype(jnp.bfloat16) for each in _draw(4, 32, 8, False))
+    got = matmul(x, weight, out_dtype=jnp.float32)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, np.float32(x) @ np.float32(weight), rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="float32 only"):
+        matmul(x, weight, implementation="cpu")
+
+
+def test_under_a_mesh_xla_serves():
+    """XLA can partition its own product, not the kernel."""
+    x, weight = _draw(4, 32, 8, False)
+    mesh = jax.make_mesh((1,), ("tensor",))
+    product = jax.jit(lambda x, weight: matmul(x, weight))
+    with jax.set_mesh(mesh):
+        assert "custom-call" not in product.lower(x, weight).compile().as_text()
+    assert "custom-call" in product.lower(x, weight).compile().as_text()
+
+
+def test_shapes_that_contradict_each_other_are_refused():
+    """The error names both shapes and the orientation."""
+    x, weight = _draw(4, 32, 8, False)
+    with pytest.raises(ValueError, match=r"x\(4, 32\) and weight\(32, 8\).*\[out, in\]"):
+        matmul(x, weight, transposed=True)
+    with pytest.raises(ValueError, match="'triton' is unknown"):
+        matmul(x, weight, implementation="triton")  # pyright: ignore
