@@ -19,6 +19,9 @@ from jaxserve.core.metrics import summarise
 from jaxserve.workload import WorkloadItem, random_items
 
 if TYPE_CHECKING:
+    from jaxserve.core.config import EngineConfig
+    from jaxserve.models.config import LlamaConfig
+    from jaxserve.report import Report
     from jaxserve.runtime import Runtime
 
 WORKLOADS = ("sharegpt", "random")
@@ -57,7 +60,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         peak_host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         counters = asdict(rt.stats())
         config = rt.model_config
-        sizes = (rt.config.max_slots, rt.config.max_step_tokens)
+        engine, report = rt.config, rt.report()
     dtype = options.dtype or platform_defaults().dtype
     figures = summarise(done, wall_s)
     return {
@@ -75,27 +78,46 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "startup_s": ready_s,
         "startup": starts,
         "engine": counters,
-        "bound": _bound(config, sizes, dtype, figures),
+        **_compared_with_bound(config, engine, report, dtype, figures),
         **environment.describe(),
     }
 
 
-def _bound(config: Any, sizes: tuple[int, int], dtype: str, figures: dict) -> dict[str, float]:
-    from benchmarks import roofline
+def _compared_with_bound(
+    config: LlamaConfig, engine: EngineConfig, report: Report, dtype: str, figures: dict[str, Any]
+) -> dict[str, Any]:
+    """The machine's bound, how near the run came, and where a full decode step went."""
+    from benchmarks import roofline, step_parts
 
-    print("timing the matrix products alone", file=sys.stderr)
-    max_slots, max_step_tokens = sizes
-    batch_size = min(max_slots, figures["num_requests"])
-    bound = roofline.measure(config, batch_size=batch_size, chunk_size=max_step_tokens, dtype=dtype)
-    whole = bound.output_tokens_per_s(
-        num_prompt=figures["prompt_tokens"], num_output=figures["output_tokens"]
+    print("timing the machine and the parts of a step", file=sys.stderr)
+    batch_size = min(engine.max_slots, figures["num_requests"])
+    num_prompt, num_output = figures["prompt_tokens"], figures["output_tokens"]
+    context = (num_prompt + num_output / 2) / figures["num_requests"]
+    machine = roofline.measure_machine(dtype)
+    bound = roofline.bound(
+        *(machine, config, dtype),
+        batch_size=batch_size,
+        context=context,
+        num_prompt_tokens=num_prompt,
+        num_output_tokens=num_output,
     )
+    parts = None
+    if step_s := step_parts.full_step_s(report, batch_size):
+        parts = step_parts.measure(
+            *(config, engine, dtype),
+            step_s=step_s,
+            batch_size=batch_size,
+            context=round(context),
+        )
+        step_parts.print_table(parts, bound)
     return {
-        **asdict(bound),
-        "decode_tokens_per_s": bound.decode_tokens_per_s,
-        "prefill_tokens_per_s": bound.prefill_tokens_per_s,
-        "output_tokens_per_s": whole,
-        "reached": figures["output_tokens_per_s"] / whole,
+        "machine": asdict(machine),
+        "bound": {
+            **asdict(bound),
+            "output_tokens_per_s": num_output / bound.run_s,
+            "reached": bound.run_s / figures["wall_s"],
+        },
+        "decode_step": parts and parts.to_dict(),
     }
 
 

@@ -1,106 +1,113 @@
-"""The bound of a run: the model's matrix products alone, timed on the same machine.
+"""The bound of a run: what this machine's arithmetic and memory allow, measured beside it.
 
-Nothing can serve the model faster with the same products; attention, sampling, norms and the host
-loop come on top.
+The time of a step is at least its floating-point operations over the machine's rate, and at least
+the bytes that it must read over the machine's bandwidth (Williams, Waterman and Patterson's
+roofline, doi:10.1145/1498765.1498785). Weights are read once a step, keys and values once a row.
+Attention's arithmetic, norms, sampling and the host are left out: the bound is not reached.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.models.config import LlamaConfig
 
+_LARGE = 2048  # rows and columns of the product whose rate is the machine's
+_MATRIX_BYTES = 256 << 20  # of the matrix that is read: larger than any cache
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Rates reached by a large matrix product, and by a product of one row with a large matrix."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    def step_s(self, *, flops: float, num_bytes: float) -> float:
+        """Seconds below which no step with this much work can go."""
+        return max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """Seconds of the matrix products of one decode step and of one prefill step.
+    """Seconds that a workload's steps need at least.
 
     Attributes:
-      batch_size: rows of the decode step; each asks for logits.
-      chunk_size: tokens of the prefill step; only the last asks for logits.
-      decode_step_s, prefill_step_s: medians.
+      decode_step_s: one iteration with `batch_size` sequences of `context` tokens.
+      prefill_token_s: one prompt token in a long chunk.
+      run_s: the whole workload, its decode steps always full.
     """
 
     batch_size: int
-    chunk_size: int
+    context: float
     decode_step_s: float
-    prefill_step_s: float
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        return self.batch_size / self.decode_step_s
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        return self.chunk_size / self.prefill_step_s
-
-    def output_tokens_per_s(self, *, num_prompt: int, num_output: int) -> float:
-        """Of a workload with so many tokens, if only its products took time."""
-        prefill_s = num_prompt / self.prefill_tokens_per_s
-        return num_output / (prefill_s + num_output / self.decode_tokens_per_s)
+    prefill_token_s: float
+    run_s: float
 
 
-def measure(
+def measure_machine(dtype: jax.typing.DTypeLike) -> Machine:
+    """Both rates, in `dtype`; about a second on a CPU."""
+    square = jnp.ones((_LARGE, _LARGE), dtype)
+    product_s = seconds(jax.jit(jnp.matmul), square, square)
+    columns = _MATRIX_BYTES // (4096 * jnp.dtype(dtype).itemsize)
+    matrix, row = jnp.ones((4096, columns), dtype), jnp.ones((1, 4096), dtype)
+    read_s = seconds(jax.jit(jnp.matmul), row, matrix)
+    return Machine(flops_per_s=2 * _LARGE**3 / product_s, bytes_per_s=_MATRIX_BYTES / read_s)
+
+
+def bound(
+    machine: Machine,
     config: LlamaConfig,
+    dtype: jax.typing.DTypeLike,
     *,
     batch_size: int,
-    chunk_size: int,
-    dtype: jax.typing.DTypeLike,
-    repeats: int = 5,
+    context: float,
+    num_prompt_tokens: int,
+    num_output_tokens: int,
 ) -> Bound:
-    """Time the products with random weights: layers unrolled, [in, out], fused as served."""
-    weights = _weights(config, dtype)
-
-    @jax.jit
-    def products(weights: dict, x: jax.Array, num_logits: jax.Array) -> jax.Array:
-        for layer in weights["layers"]:
-            qkv = x @ layer["qkv"]
-            x = x + qkv[:, : layer["o"].shape[0]] @ layer["o"]
-            gate, up = jnp.split(x @ layer["gate_up"], 2, axis=-1)
-            x = x + (gate * up) @ layer["down"]
-        return x[-num_logits.shape[0] :] @ weights["vocab"]
-
-    def seconds(num_tokens: int, num_logits: int) -> float:
-        x = jnp.ones((num_tokens, config.hidden_size), dtype)
-        rows = jnp.zeros(num_logits)
-        jax.block_until_ready(products(weights, x, rows))
-        times = []
-        for _ in range(repeats):
-            begin_s = time.perf_counter()
-            jax.block_until_ready(products(weights, x, rows))
-            times.append(time.perf_counter() - begin_s)
-        return statistics.median(times)
-
+    """Of a workload with so many tokens, at a mean context of `context` tokens while decoding."""
+    size = jnp.dtype(dtype).itemsize
+    layers, vocab = (
+        layer_weights(config) * config.num_layers,
+        config.hidden_size * config.vocab_size,
+    )
+    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    decode_step_s = machine.step_s(
+        flops=2 * batch_size * (layers + vocab),
+        num_bytes=size * (layers + vocab + kv * batch_size * context),
+    )
+    prefill_token_s = machine.step_s(flops=2 * layers, num_bytes=0)
     return Bound(
         batch_size=batch_size,
-        chunk_size=chunk_size,
-        decode_step_s=seconds(batch_size, batch_size),
-        prefill_step_s=seconds(chunk_size, 1),
+        context=context,
+        decode_step_s=decode_step_s,
+        prefill_token_s=prefill_token_s,
+        run_s=num_prompt_tokens * prefill_token_s + num_output_tokens * decode_step_s / batch_size,
     )
 
 
-def _weights(config: LlamaConfig, dtype: jax.typing.DTypeLike) -> dict:
-    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
-    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    shapes = {
-        "qkv": (hidden, qkv),
-        "o": (heads, hidden),
-        "gate_up": (hidden, 2 * config.intermediate_size),
-        "down": (config.intermediate_size, hidden),
-    }
-    keys = iter(jax.random.split(jax.random.key(0), config.num_layers * len(shapes) + 1))
+def layer_weights(config: LlamaConfig) -> int:
+    """Numbers in the weight matrices of one layer."""
+    heads = config.num_heads * config.head_dim
+    qkv = heads + 2 * config.num_kv_heads * config.head_dim
+    return config.hidden_size * (qkv + heads + 3 * config.intermediate_size)
 
-    def random(shape: tuple[int, int]) -> jax.Array:
-        return jax.random.normal(next(keys), shape, dtype) * (0.1 / shape[0] ** 0.5)
 
-    layers = [
-        {name: random(shape) for name, shape in shapes.items()} for _ in range(config.num_layers)
-    ]
-    return {"layers": layers, "vocab": random((hidden, config.vocab_size))}
+def seconds(call: Callable[..., Any], *arguments: Any, repeats: int = 9) -> float:
+    """Median of calls that are waited for, after one that compiles."""
+    jax.block_until_ready(call(*arguments))
+    times = []
+    for _ in range(repeats):
+        begin_s = time.perf_counter()
+        jax.block_until_ready(call(*arguments))
+        times.append(time.perf_counter() - begin_s)
+    return statistics.median(times)

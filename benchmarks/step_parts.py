@@ -1,0 +1,172 @@
+"""Where the time of a decode step goes: its parts timed alone, at the shapes of the run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import final
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.roofline import Bound, seconds
+from jaxserve.core.config import EngineConfig
+from jaxserve.engine.sampler import SamplingNeeds, sample
+from jaxserve.engine.slots import empty_slots
+from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
+from jaxserve.models.config import LlamaConfig
+from jaxserve.report import Report
+from pallas_kernels import Rows, matmul
+
+NAMES = {
+    "products_s": "matrix products",
+    "attention_s": "attention and KV writes",
+    "sampling_s": "choosing tokens",
+    "other_s": "everything else",
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DecodeStep:
+    """Seconds of one decode iteration: as the run took it (median), and its parts alone.
+
+    `other_s` is what the parts leave: norms, rotary embedding, activations, calls.
+    """
+
+    step_s: float
+    products_s: float
+    attention_s: float
+    sampling_s: float
+
+    @property
+    def other_s(self) -> float:
+        return self.step_s - self.products_s - self.attention_s - self.sampling_s
+
+    def to_dict(self) -> dict[str, float]:
+        return {**asdict(self), "other_s": self.other_s}
+
+
+def full_step_s(report: Report, batch_size: int) -> float | None:
+    """Median seconds of an iteration that decoded `batch_size` sequences; None if none did."""
+    times = []
+    for before, step in zip(report.steps, report.steps[1:], strict=False):
+        is_full = step.kind == "decode loop" and step.num_rows == batch_size
+        if is_full and step.collected_s is not None and before.collected_s is not None:
+            begin_s = max(step.submitted_s, before.collected_s)
+            times.append((step.collected_s - begin_s) / step.num_iterations)
+    return sorted(times)[len(times) // 2] if times else None
+
+
+def measure(
+    config: LlamaConfig,
+    engine: EngineConfig,
+    dtype: jax.typing.DTypeLike,
+    *,
+    step_s: float,
+    batch_size: int,
+    context: int,
+) -> DecodeStep:
+    """Time each part with random weights and a cache of its own."""
+    return DecodeStep(
+        step_s=step_s,
+        products_s=_products_s(config, dtype, batch_size),
+        attention_s=_attention_s(config, dtype, batch_size, context, engine.page_size),
+        sampling_s=_sampling_s(config, engine, batch_size),
+    )
+
+
+def print_table(step: DecodeStep, bound: Bound) -> None:
+    """On stderr: the parts, their shares, and the bound."""
+    console = Console(stderr=True)
+    console.print(f"one decode step, {bound.batch_size} sequences of {bound.context:.0f} tokens")
+    table = Table("", "ms", "share", box=None)
+    for name, text in NAMES.items():
+        part_s = getattr(step, name)
+        table.add_row(text, f"{part_s * 1e3:.1f}", f"{part_s / step.step_s:.0%}")
+    table.add_row("the step in the run", f"{step.step_s * 1e3:.1f}", "100%", style="bold")
+    bound_s = bound.decode_step_s
+    table.add_row("bound of the machine", f"{bound_s * 1e3:.1f}", f"{bound_s / step.step_s:.0%}")
+    console.print(table)
+
+
+def _products_s(config: LlamaConfig, dtype: jax.typing.DTypeLike, batch_size: int) -> float:
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    qkv = heads + 2 * config.num_kv_heads * config.head_dim
+    keys = iter(jax.random.split(jax.random.key(0), 4 * config.num_layers + 1))
+
+    def weight(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape, dtype) * (0.1 / shape[0] ** 0.5)
+
+    layers = [
+        (
+            *(weight(hidden, qkv), weight(heads, hidden)),
+            *(
+                weight(hidden, 2 * config.intermediate_size),
+                weight(config.intermediate_size, hidden),
+            ),
+        )
+        for _ in range(config.num_layers)
+    ]
+    vocab = weight(config.vocab_size, hidden)
+
+    @jax.jit
+    def products(x: jax.Array, layers: list, vocab: jax.Array) -> jax.Array:
+        for qkv, o, gate_up, down in layers:
+            x = matmul(matmul(x, qkv)[:, :heads], o)
+            x = matmul(matmul(x, gate_up)[:, : config.intermediate_size], down)
+        return matmul(x, vocab, transposed=True, out_dtype=jnp.float32)
+
+    return seconds(products, jnp.ones((batch_size, hidden), dtype), layers, vocab)
+
+
+def _attention_s(
+    config: LlamaConfig,
+    dtype: jax.typing.DTypeLike,
+    batch_size: int,
+    context: int,
+    page_size: int,
+) -> float:
+    pages_each = -(-context // page_size)
+    cache = empty_cache(config, 1 + batch_size * pages_each, page_size, dtype, "unrolled")
+    table = 1 + jnp.arange(batch_size * pages_each).reshape(batch_size, pages_each)
+    row, last = jnp.arange(batch_size), jnp.full(batch_size, context - 1)
+    batch = AttentionBatch(
+        positions=last,
+        page=table[row, last // page_size],
+        offset=last % page_size,
+        rows=Rows(
+            query_start=row,
+            query_length=jnp.ones_like(row),
+            first_position=last,
+            context_length=last + 1,
+            page_table=table,
+        ),
+        max_query_length=1,
+    )
+    q = jnp.ones((batch_size, config.num_heads, config.head_dim), dtype)
+    kv = jnp.ones((batch_size, config.num_kv_heads, config.head_dim), dtype)
+
+    def attend(cache: KVCache) -> tuple[KVCache, jax.Array]:
+        total = jnp.zeros_like(q)
+        for layer, window in enumerate(config.sliding_windows):
+            out, cache = cache.attend(layer, q, kv, kv, batch, sliding_window=window)
+            total += out
+        return cache, total
+
+    step = jax.jit(attend, donate_argnums=0)
+    held = [cache]
+
+    def call() -> jax.Array:
+        held[0], total = step(held[0])
+        return total
+
+    return seconds(call)
+
+
+def _sampling_s(config: LlamaConfig, engine: EngineConfig, batch_size: int) -> float:
+    slots = jax.tree.map(lambda leaf: leaf[:batch_size], empty_slots(engine))
+    needs = SamplingNeeds(*(jnp.bool_(False) for _ in fields(SamplingNeeds)))
+    logits = jax.random.normal(jax.random.key(0), (batch_size, config.vocab_size))
+    return seconds(jax.jit(sample), logits, slots.sampling, slots.tokens, slots.length, needs)
