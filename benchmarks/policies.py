@@ -9,25 +9,19 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.output import emit, run_or_explain
-from jaxserve.core.errors import InvalidConfigError
+from benchmarks.workloads import add_workload_options, items_of
 from jaxserve.core.metrics import summarise
 from jaxserve.scheduling.iteration.iteration_level import IterationLevel
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS, get_policy
-from jaxserve.workload import WorkloadItem, random_items
-from jaxserve.workload.arrivals import with_arrivals
-
-if TYPE_CHECKING:
-    from jaxserve.runtime import Runtime
 
 DEFAULT = "fastertransformer,triton_window,concurrent_instances,orca,vllm_like,flover"
 # For Flover's ablation: its memory shuffle left out.
@@ -66,7 +60,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 max_context=options.max_context,
                 kv_memory=options.kv_memory,
             ) as rt:
-                items = _items(options, rt)
+                items = items_of(options, rt)
                 done, wall_s = replay(rt, items, label=f"{policy.name}, run {repeat + 1}")
                 figures = summarise(done, wall_s)
                 runs[policy.name].append({**figures, "engine": asdict(rt.stats())})
@@ -80,30 +74,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def _policy(name: str) -> Policy:
     return VARIANTS.get(name) or get_policy(name)
-
-
-def _items(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
-    if options.workload == "sharegpt":
-        from jaxserve.workload import sharegpt
-
-        items: Sequence[WorkloadItem] = sharegpt.sample(
-            options.num_requests,
-            options.seed,
-            tokenizer=rt.tokenizer,
-            max_output_tokens=options.output_tokens,
-        )
-    elif options.workload == "uniform":
-        items = random_items(
-            options.num_requests,
-            num_prompt_tokens=options.prompt_tokens,
-            num_output_tokens=options.output_tokens,
-            min_output_tokens=options.min_output_tokens,
-            vocab_size=rt.model_config.vocab_size,
-            seed=options.seed,
-        )
-    else:
-        raise InvalidConfigError(f"workload {options.workload!r} is unknown")
-    return with_arrivals(items, options.arrivals, options.seed)
 
 
 def _middle(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -144,13 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     known = ", ".join([*PRESETS, *VARIANTS])
     add = parser.add_argument
     add("--policies", default=DEFAULT, help=f"separated by commas; known are {known}")
-    add("--workload", choices=("sharegpt", "uniform"), default="sharegpt", help="what is asked")
-    add("--arrivals", default="all", help="all, constant:SECONDS or poisson:RATE")
-    add("--num-requests", type=int, default=32, help="how many")
-    add("--seed", type=int, default=0, help="of the workload's draw and the arrivals")
-    add("--prompt-tokens", type=int, default=16, help="uniform: of each prompt")
-    add("--min-output-tokens", type=int, default=None, help="uniform: of the shortest answer")
-    add("--output-tokens", type=int, default=128, help="of the longest answer")
+    add_workload_options(parser)
     add("--repeats", type=int, default=1, help="interleaved runs, of which the median counts")
     add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
     add("--kv-memory", default=None, help='size of the page pool, e.g. "1GiB"')
