@@ -16,14 +16,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import workloads
 from benchmarks.output import emit, run_or_explain
-from benchmarks.workloads import add_workload_options, items_of
 from jaxserve.core.metrics import summarise
 from jaxserve.scheduling.iteration.iteration_level import IterationLevel
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS, get_policy
+from jaxserve.workload.arrivals import with_arrivals
 
 DEFAULT = "fastertransformer,triton_window,concurrent_instances,orca,vllm_like,flover"
+ARRIVALS = "all, constant:SECONDS or poisson:RATE; all by default, or as they were recorded"
 # For Flover's ablation: its memory shuffle left out.
 VARIANTS = {
     "flover_without_shuffle": replace(
@@ -60,7 +62,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 max_context=options.max_context,
                 kv_memory=options.kv_memory,
             ) as rt:
-                items = items_of(options, rt)
+                items = workloads.items(options, rt)
+                if options.arrivals is not None:
+                    items = with_arrivals(items, options.arrivals, options.seed)
                 done, wall_s = replay(rt, items, label=f"{policy.name}, run {repeat + 1}")
                 figures = summarise(done, wall_s)
                 runs[policy.name].append({**figures, "engine": asdict(rt.stats())})
@@ -114,7 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     known = ", ".join([*PRESETS, *VARIANTS])
     add = parser.add_argument
     add("--policies", default=DEFAULT, help=f"separated by commas; known are {known}")
-    add_workload_options(parser)
+    workloads.add_arguments(parser)
+    add("--arrivals", default=None, help=ARRIVALS)
     add("--repeats", type=int, default=1, help="interleaved runs, of which the median counts")
     add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
     add("--kv-memory", default=None, help='size of the page pool, e.g. "1GiB"')

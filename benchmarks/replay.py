@@ -22,11 +22,16 @@ def replay(
     begin_s = time.perf_counter()
     pending = {}
     for index in sorted(range(len(items)), key=lambda i: items[i].arrival_s):
-        wait_s = begin_s + items[index].arrival_s - time.perf_counter()
+        item = items[index]
+        wait_s = begin_s + item.arrival_s - time.perf_counter()
         if wait_s > 0:
             time.sleep(wait_s)
-        prompt = list(items[index].prompt_token_ids)
-        pending[index] = rt.submit(prompt, items[index].params())
+        pending[index] = rt.submit(
+            item.prompt_token_ids,
+            item.params(),
+            priority=item.priority,
+            deadline_s=item.deadline_s,
+        )
     order = tqdm(range(len(items)), desc=label, unit="req", leave=False, delay=2)
     done = [pending[index].result() for index in order]
     return done, time.perf_counter() - begin_s

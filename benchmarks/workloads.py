@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload import WorkloadItem, random_items
-from jaxserve.workload.arrivals import with_arrivals
+from jaxserve.workload.recorded import recorded_items
 from jaxserve.workload.tasks import TASKS, task_items
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime
 
-KNOWN = f"sharegpt, uniform, or task:NAME with NAME one of {', '.join(TASKS)}"
+KNOWN = (
+    f"sharegpt, uniform, task:NAME with NAME one of {', '.join(TASKS)}, or recorded:FILE with a "
+    "file written by record=... or --record"
+)
 _TASK = "task:"
+_RECORDED = "recorded:"
+NUM_REQUESTS = 32
 
 
-def add_workload_options(parser: argparse.ArgumentParser, *, num_requests: int = 32) -> None:
-    """Options for `items_of`; `num_requests` is the benchmark's own default."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is asked, how often, and how long the answers are."""
     add = parser.add_argument_group("workload").add_argument
     add("--workload", type=_known, default="sharegpt", help=KNOWN)
-    add("--arrivals", default="all", help="all, constant:SECONDS or poisson:RATE")
-    add("--num-requests", type=int, default=num_requests, help="how many")
+    add(
+        "--num-requests",
+        type=int,
+        default=None,
+        help=f"how many; {NUM_REQUESTS} by default, or all that were recorded",
+    )
     add("--seed", type=int, default=0, help="of the workload's draw and the arrivals")
     add("--prompt-tokens", type=int, default=16, help="uniform: of each prompt")
     add("--min-output-tokens", type=int, default=None, help="uniform: of the shortest answer")
@@ -31,35 +39,38 @@ def add_workload_options(parser: argparse.ArgumentParser, *, num_requests: int =
     add("--scale", type=float, default=1.0, help="task: multiplies every length")
 
 
-def items_of(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
-    """The requests that the options describe, for this runtime's model, with their arrivals.
+def items(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
+    """The requests that the options ask for; all arrive at 0, but recorded ones as they did.
 
     Raises:
       InvalidConfigError: options out of range, or requests that do not fit in the context.
     """
-    items = with_arrivals(_draw(options, rt), options.arrivals, options.seed)
-    longest = max((len(i.prompt_token_ids) + i.num_output_tokens for i in items), default=0)
+    drawn = _draw(options, rt)
+    longest = max((len(i.prompt_token_ids) + i.num_output_tokens for i in drawn), default=0)
     if longest > rt.config.max_context:
         raise InvalidConfigError(
             f"workload {options.workload!r} holds a request of {longest} tokens, and the context "
             f"has {rt.config.max_context}; raise --max-context, or give a --scale if it is a task"
         )
-    return items
+    return drawn
 
 
-def _draw(options: argparse.Namespace, rt: Runtime) -> Sequence[WorkloadItem]:
+def _draw(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
+    if options.workload.startswith(_RECORDED):
+        return recorded_items(options.workload.removeprefix(_RECORDED), options.num_requests)
+    num = NUM_REQUESTS if options.num_requests is None else options.num_requests
     if options.workload == "sharegpt":
         from jaxserve.workload import sharegpt
 
         return sharegpt.sample(
-            options.num_requests,
+            num,
             options.seed,
             tokenizer=rt.tokenizer,
             max_output_tokens=options.output_tokens,
         )
     if options.workload == "uniform":
         return random_items(
-            options.num_requests,
+            num,
             num_prompt_tokens=options.prompt_tokens,
             num_output_tokens=options.output_tokens,
             min_output_tokens=options.min_output_tokens,
@@ -68,7 +79,7 @@ def _draw(options: argparse.Namespace, rt: Runtime) -> Sequence[WorkloadItem]:
         )
     return task_items(
         options.workload.removeprefix(_TASK),
-        options.num_requests,
+        num,
         vocab_size=rt.model_config.vocab_size,
         seed=options.seed,
         scale=options.scale,
@@ -78,6 +89,7 @@ def _draw(options: argparse.Namespace, rt: Runtime) -> Sequence[WorkloadItem]:
 def _known(workload: str) -> str:
     """The name itself; for argparse, which says what is wrong before anything is loaded."""
     tasks = [_TASK + name for name in TASKS]
-    if workload not in ("sharegpt", "uniform", *tasks):
+    is_trace = workload.startswith(_RECORDED)
+    if not is_trace and workload not in ("sharegpt", "uniform", *tasks):
         raise argparse.ArgumentTypeError(f"{workload!r} is unknown; give {KNOWN}")
     return workload

@@ -34,6 +34,7 @@ from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
 from jaxserve.report import Report
 from jaxserve.scheduling.presets import get_policy
+from jaxserve.workload.recorded import TraceWriter, check_is_free
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -107,6 +108,8 @@ class Runtime:
     ):
         self.options = RuntimeOptions.parse(options)
         policy = get_policy(self.options.policy)
+        if self.options.record is not None:
+            check_is_free(self.options.record)
         enable_compilation_cache()
         graphdef, own_params = nnx.split(model)
         decoder = cast(Any, model)
@@ -136,9 +139,11 @@ class Runtime:
             - 1,
             seed=self.options.seed,
         )
-        self._loop = EngineLoop(self._engine, self._clock)
+        record = self.options.record
+        trace = None if record is None else TraceWriter(record, origin_s=self._clock.now())
+        self._loop = EngineLoop(self._engine, self._clock, trace)
         # For runtimes that are dropped without `close`, as notebooks do.
-        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._executor)
+        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._executor, trace)
 
     @classmethod
     def from_pretrained(
@@ -164,6 +169,8 @@ class Runtime:
 
         parsed = RuntimeOptions.parse(options)
         get_policy(parsed.policy)
+        if parsed.record is not None:
+            check_is_free(parsed.record)
         enable_compilation_cache()
         defaults = platform_defaults()
         with out_of_memory_as("loading the weights", "give a smaller dtype or a smaller model"):
@@ -423,9 +430,11 @@ class Runtime:
         return Answer(request, decoder=lambda: tokenizer.stream_decoder(skip), sink=sink)
 
 
-def _shut_down(loop: EngineLoop, executor: DeviceExecutor) -> None:
+def _shut_down(loop: EngineLoop, executor: DeviceExecutor, trace: TraceWriter | None) -> None:
     loop.close()
     executor.close()
+    if trace is not None:
+        trace.close()
 
 
 def _only(params: Params) -> SamplingParams:

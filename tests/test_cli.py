@@ -13,6 +13,7 @@ import tokenizers
 from typer.testing import CliRunner
 
 from jaxserve.cli import app
+from jaxserve.workload import recorded
 from tests.processes import HEED_INTERRUPTS
 
 CHAT_TEMPLATE = (
@@ -92,6 +93,7 @@ def _file(folder: Path, text: str) -> str:
         (("hi", "--policy", "best"), "", "InvalidConfigError: policy='best'"),
         (("hi", "--kv-memory", "much"), "", "InvalidConfigError"),
         (("hi", "--output", "no-such-folder/out"), "", "cannot write --output"),
+        (("hi", "--record", "no-such-folder/run"), "", "cannot be written"),
         (("hi", "--max-tokens", "many"), "", "--max-tokens"),
         (("hi", "--no-such-option"), "", "--no-such-option"),
         ((), "", "exactly one way"),
@@ -126,9 +128,10 @@ def test_generate_answers_in_order(model, tmp_path):
         {"prompt": "text", "n": 2, "temperature": 1.0, "seed": 1, "max_tokens": 2},
     ]
     file = _file(tmp_path, "\n".join(json.dumps(line) for line in lines))
-    out = tmp_path / "answers.jsonl"
+    out, trace = tmp_path / "answers.jsonl", tmp_path / "run.jsonl"
     done = _run(
         *("generate", "--jsonl", file, "--output", str(out), "--ignore-eos", "--raw"),
+        *("--record", str(trace)),
         *("--model", model, *SMALL),
     )
     assert done.exit_code == 1, done.stderr
@@ -140,6 +143,7 @@ def test_generate_answers_in_order(model, tmp_path):
     assert (tokens["prompt_tokens"], len(tokens["logprobs"])) == (3, 4)
     assert [sample["output_tokens"] for sample in samples["samples"]] == [2, 2]
     assert "prompt empty: EmptyPromptError" in done.stderr
+    assert [r.num_output_tokens for r in recorded.read(trace)] == [(3,), (4,), (2, 2)]
 
 
 def test_text_prompts_become_chats(model):

@@ -29,6 +29,7 @@ from jaxserve.core.errors import (
     UnknownModelError,
 )
 from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.workload import recorded
 from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, letter_tokenizer, random_prompts, tiny_llama
 
 OPTIONS = {
@@ -96,6 +97,45 @@ def test_forced_lengths(runtime):
     assert {c.finish_reason for c in completions} == {"length"}
     free = runtime.generate([1] * 5, SamplingParams(max_tokens=None, forced_length=7))
     assert len(free.token_ids) == 7
+
+
+def test_samples_have_their_own_forced_lengths(runtime):
+    """One length for all samples, or one for each; never another number of them."""
+    params = SamplingParams(max_tokens=None, temperature=1.0, n=3, forced_length=(2, 7, 4))
+    completion = runtime.generate([1, 2, 3], params)
+    assert [len(sample.token_ids) for sample in completion.samples] == [2, 7, 4]
+    with pytest.raises(InvalidSamplingParamsError, match="2 lengths for n=1"):
+        SamplingParams(forced_length=(2, 7))
+
+
+def test_a_recorded_run_replays_to_the_same_tokens(tmp_path):
+    """What `record` writes is asked again: same tokens, whatever ended the answers before."""
+    path = tmp_path / "run.jsonl"
+    options = OPTIONS | {"warmup": False}
+    tokenizer = letter_tokenizer()
+    with Runtime(tiny_llama(), tokenizer=tokenizer, record=path, **options) as runtime:
+        free = runtime.generate("hello", SamplingParams(max_tokens=30))
+        asked = [
+            SamplingParams(max_tokens=30, stop=free.text[4:6]),
+            SamplingParams(max_tokens=9, temperature=0.8, top_k=20),
+            SamplingParams(max_tokens=12, temperature=1.0, n=2, logit_bias={3: 2.0}),
+        ]
+        first = [free, *runtime.generate(["hello", [4, 5], "abc"], asked)]
+        assert len(recorded.read(path)) == 4, "lines are there before the answers"
+        pending = runtime.submit([1], SamplingParams(max_tokens=None), priority=2, deadline_s=9)
+        pending.cancel()
+        first.append(pending.result(30))
+    trace = recorded.read(path)
+    assert [r.prompt_token_ids for r in trace] == [c.prompt_token_ids for c in first]
+    assert (trace[4].priority, trace[4].finish_reasons) == (2, ("cancelled",))
+    assert trace[4].deadline_s - trace[4].arrival_s == pytest.approx(9)
+    items = recorded.recorded_items(path)
+    with Runtime(tiny_llama(), seed=5, **options) as runtime:
+        again = runtime.generate([i.prompt_token_ids for i in items], [i.params() for i in items])
+    for one, two in zip(first[:4], again, strict=False):
+        assert [s.token_ids for s in one.samples] == [s.token_ids for s in two.samples]
+    with pytest.raises(InvalidConfigError, match="holds something already"):
+        Runtime.from_pretrained("smollm2-135m", record=path)
 
 
 def test_stop_string_ends_text_before_it(runtime):

@@ -23,6 +23,7 @@ def bench(
     kv_memory: opt.KvMemory = None,
     max_slots: opt.MaxSlots = None,
     max_context: opt.MaxContext = None,
+    record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
     """Measure throughput and latency on random prompts; prints one JSON object.
@@ -43,6 +44,7 @@ def bench(
             kv_memory=kv_memory,
             max_slots=max_slots,
             max_context=max_context,
+            record=record,
             quiet=quiet,
         ) as rt:
             ready_s = time.perf_counter()

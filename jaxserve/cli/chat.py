@@ -39,6 +39,7 @@ def chat(
     dtype: opt.DType = None,
     kv_memory: opt.KvMemory = None,
     max_context: opt.MaxContext = None,
+    record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
     """Talk with an instruct model; answers appear as they are made.
@@ -64,6 +65,7 @@ def chat(
             kv_memory=kv_memory,
             max_context=max_context,
             max_slots=1,
+            record=record,
             quiet=quiet,
         ) as rt:
             typer.echo(f"{model}: {HELP}", err=True)

@@ -74,6 +74,7 @@ def generate(
     kv_memory: opt.KvMemory = None,
     max_slots: opt.MaxSlots = None,
     max_context: opt.MaxContext = None,
+    record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
     """Answer a batch of prompts from arguments or a file, as JSON lines in the same order.
@@ -108,6 +109,7 @@ def generate(
                 kv_memory=kv_memory,
                 max_slots=max_slots,
                 max_context=max_context,
+                record=record,
                 quiet=quiet,
             ) as rt,
         ):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -66,6 +67,10 @@ KvMemory = Annotated[str | None, _runtime("--kv-memory", text="Size of the KV po
 MaxSlots = Annotated[int | None, _runtime("--max-slots", text="Most sequences that run at once.")]
 MaxContext = Annotated[
     int | None, _runtime("--max-context", text="Most tokens of prompt and answer together.")
+]
+Record = Annotated[
+    Path | None,
+    _runtime("--record", text="Write every request to this new file, for benchmarks to replay."),
 ]
 Quiet = Annotated[bool, _runtime("--quiet", "-q", text="No progress bars.")]
 

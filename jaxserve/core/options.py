@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, final
 
 from jaxserve.core.errors import InvalidConfigError
@@ -25,6 +26,8 @@ class RuntimeOptions:
       seed: of the requests that bring none.
       warmup: compile everything at the start; otherwise when first needed.
       strict: raise when something compiles after warm-up.
+      record: file that gets a line for every request that ends, to be replayed by benchmarks
+        (`jaxserve.workload.recorded`); new or empty.
       progress: show progress bars for anything longer than two seconds.
     """
 
@@ -38,6 +41,7 @@ class RuntimeOptions:
     seed: int = 0
     warmup: bool = True
     strict: bool = False
+    record: str | Path | None = None
     progress: bool = True
 
     @classmethod

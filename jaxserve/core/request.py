@@ -38,13 +38,15 @@ class Request:
     deadline_s: float | None = None
     conversation_id: str | None = None
 
-    def end_length(self, max_length: int) -> int:
-        """Prompt and output tokens at which an answer limited to `max_length` ends.
+    def end_length(self, max_length: int, sample_index: int) -> int:
+        """Prompt and output tokens at which a sample limited to `max_length` ends.
 
         For executors and for what they delivered; a policy that asks would know the future.
         """
-        forced = self.params.forced_length
-        return max_length if forced is None else min(max_length, len(self.prompt) + forced)
+        forced = self.params.forced_lengths
+        if forced is None:
+            return max_length
+        return min(max_length, len(self.prompt) + forced[sample_index])
 
 
 @final

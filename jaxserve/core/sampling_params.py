@@ -45,7 +45,8 @@ class SamplingParams:
         Log-probabilities are the model's own: before penalties, bias and temperature.
       prompt_logprobs: the same for every prompt token but the first.
       forced_length: for measurements: exactly this many output tokens, unless a stop ends them
-        before. No policy can see it: to the scheduler the answer ends as if by itself.
+        before; one number for all samples, or one a sample. No policy can see it: to the scheduler
+        the answer ends as if by itself.
       skip_special_tokens: leave special tokens out of `text`.
 
     Raises:
@@ -69,7 +70,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    forced_length: int | None = None
+    forced_length: int | tuple[int, ...] | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -78,12 +79,21 @@ class SamplingParams:
         self._convert("stop_token_ids", self.stop_token_ids, tuple, "a list of token ids")
         if self.logit_bias is not None:
             self._convert("logit_bias", self.logit_bias, dict, "a mapping of token id to number")
+        if isinstance(self.forced_length, list):
+            object.__setattr__(self, "forced_length", tuple(self.forced_length))
         self._check_ranges()
         self._check_contradictions()
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def forced_lengths(self) -> tuple[int, ...] | None:
+        """`forced_length` of each of the n samples."""
+        if self.forced_length is None or isinstance(self.forced_length, tuple):
+            return self.forced_length
+        return (self.forced_length,) * self.n
 
     def _convert(self, name: str, value: Any, kind: type, allowed: str) -> None:
         try:
@@ -100,7 +110,8 @@ class SamplingParams:
         _whole("min_tokens", self.min_tokens, 0, _INT32_MAX)
         _whole("top_k", self.top_k, 0, _INT32_MAX)
         _whole("n", self.n, 1, 1024)
-        _whole("forced_length", self.forced_length, 1, _INT32_MAX, optional=True)
+        for length in self.forced_lengths or ():
+            _whole("forced_length", length, 1, _INT32_MAX)
         _whole("seed", self.seed, 0, 2**32 - 1, optional=True)
         _whole("logprobs", self.logprobs, 0, top, optional=True)
         _whole("prompt_logprobs", self.prompt_logprobs, 0, top, optional=True)
@@ -126,8 +137,13 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
                 "raise max_tokens or lower min_tokens"
             )
-        most = self.forced_length if self.max_tokens is None else self.max_tokens
-        if self.forced_length is not None and self.forced_length > (most or 0):
+        lengths = self.forced_lengths
+        if lengths is not None and len(lengths) != self.n:
+            raise InvalidSamplingParamsError(
+                f"forced_length={self.forced_length} has {len(lengths)} lengths for n={self.n}; "
+                "give one a sample, or one number for all"
+            )
+        if self.max_tokens is not None and max(lengths or (0,)) > self.max_tokens:
             raise InvalidSamplingParamsError(
                 f"forced_length={self.forced_length} is more than max_tokens={self.max_tokens}; "
                 "raise max_tokens"

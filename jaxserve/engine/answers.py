@@ -76,14 +76,19 @@ class Answer:
         self._num_delivered[i] += len(new)
         self._emit(sequence, new)
 
-    def settle(self) -> bool:
-        """Resolve the future if every sample has ended; returns whether it did."""
+    def settle(self, keep: Callable[[Completion], None]) -> bool:
+        """Resolve the future if every sample has ended; returns whether it did.
+
+        `keep` sees the completion before anybody who waits for it.
+        """
         if any(sequence.phase is not Phase.FINISHED for sequence in self.sequences):
             return False
         for sequence in self.sequences:
             self._emit(sequence, [])
         if not self.future.done():
-            self.future.set_result(self._completion())
+            completion = self._completion()
+            keep(completion)
+            self.future.set_result(completion)
         return True
 
     def fail(self, error: JaxserveError, now_s: float) -> None:

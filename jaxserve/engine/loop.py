@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import final
 
 from jaxserve.core.clock import Clock
@@ -13,9 +14,11 @@ from jaxserve.core.errors import (
     JaxserveError,
     RuntimeClosedError,
 )
+from jaxserve.core.request import Completion, Request
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.device_errors import is_out_of_memory
 from jaxserve.engine.engine import Engine
+from jaxserve.workload.recorded import TraceWriter
 
 
 @final
@@ -23,12 +26,14 @@ class EngineLoop:
     """Owns an engine from one thread; `submit`, `cancel` and `close` are safe from any.
 
     Requests join at the next iteration, there is no batch window. Every answer's future is
-    resolved exactly once, also when the loop fails or is closed.
+    resolved exactly once, also when the loop fails or is closed. `trace` gets every request that
+    began and ended, unless the loop itself failed.
     """
 
-    def __init__(self, engine: Engine, clock: Clock):
+    def __init__(self, engine: Engine, clock: Clock, trace: TraceWriter | None = None):
         self._engine = engine
         self._clock = clock
+        self._trace = trace
         self._changed = threading.Condition()
         self._arrived: list[Answer] = []
         self._cancelled: list[str] = []
@@ -134,13 +139,17 @@ class EngineLoop:
             self._settle(answer)
 
     def _settle(self, answer: Answer) -> None:
-        if answer.settle():
-            self._engine.recorder.request_ended(answer.future.result())
+        if answer.settle(partial(self._keep, answer.request)):
             for sequence in answer.sequences:
                 del self._by_sequence[sequence.key]
             del self._answers[answer.request.id]
             with self._changed:
                 self._open_ids.discard(answer.request.id)
+
+    def _keep(self, request: Request, completion: Completion) -> None:
+        self._engine.recorder.request_ended(completion)
+        if self._trace is not None:
+            self._trace.append(request, completion)
 
     def _cancel_all(self) -> None:
         """For closing: everyone gets what there is; who had not begun, an error."""

@@ -139,7 +139,7 @@ class SimulatedExecutor:
                 new.tokens.tolist(),
                 new.request,
                 new.sample_index,
-                new.request.end_length(new.max_length),
+                new.request.end_length(new.max_length, new.sample_index),
             )
         for slot, index, page in plan.page_updates:
             self._slots[slot].page_table[index] = page

@@ -166,7 +166,7 @@ def pack_admissions(
         index[i] = new.slot
         tokens[i, : len(new.tokens)] = new.tokens
         lengths["length"][i] = len(new.tokens)
-        lengths["max_length"][i] = new.request.end_length(new.max_length)
+        lengths["max_length"][i] = new.request.end_length(new.max_length, new.sample_index)
         lengths["min_length"][i] = min(
             len(new.request.prompt) + params.min_tokens, config.max_context
         )

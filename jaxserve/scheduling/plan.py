@@ -17,7 +17,7 @@ class Admission:
 
     Attributes:
       tokens: int32 [known tokens], prompt and, after a preemption, the output so far.
-      max_length: the device ends the sequence when it has `request.end_length(max_length)` tokens.
+      max_length: the device ends the sequence when it has `request.end_length(...)` tokens.
     """
 
     slot: int

@@ -150,7 +150,7 @@ class Scheduler:
         elif count and sequence.output[-1] in sequence.request.stop_token_ids:
             self.end(sequence, "stop")
         elif sequence.prompt_length + len(sequence.output) >= sequence.request.end_length(
-            sequence.max_length
+            sequence.max_length, sequence.sample_index
         ):
             self.end(sequence, "length")
         return count

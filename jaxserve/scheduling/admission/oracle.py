@@ -17,7 +17,7 @@ class Oracle:
     """
 
     def reserve_tokens(self, sequence: Sequence) -> int:
-        return sequence.request.end_length(sequence.max_length)
+        return sequence.request.end_length(sequence.max_length, sequence.sample_index)
 
     def headroom_pages(self, num_usable: int, num_running: int) -> int:
         return 0
