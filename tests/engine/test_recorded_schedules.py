@@ -1,0 +1,170 @@
+"""A recorded trace replays to the same schedule, under every policy."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.request import Request
+from jaxserve.engine.answers import Answer
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.simulated import SimulatedExecutor
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.workload.recorded import RecordedRequest, TraceWriter, read
+from tests.engine.traces import Trace
+
+LONGER_THAN_ANY = 10_000
+
+
+class Plans:
+    """A simulated executor that keeps what it was given, and when."""
+
+    def __init__(self, simulated: SimulatedExecutor, clock: VirtualClock):
+        self.config = simulated.config
+        self.seen: list[tuple[object, ...]] = []
+        self._simulated, self._clock = simulated, clock
+
+    def submit(self, plan: StepPlan):
+        """Keep the plan as plain values, and pass it on."""
+        admissions = [(a.slot, a.sample_index, a.tokens.tolist()) for a in plan.admissions]
+        self.seen.append(
+            (
+                self._clock.now(),
+                (plan.index, plan.num_iterations, plan.window_start, plan.window_size, plan.needs),
+                (plan.releases, plan.moves, plan.rows, plan.page_updates, admissions),
+            )
+        )
+        return self._simulated.submit(plan)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@dataclass
+class Run:
+    """Requests that arrive, and users who give up, each at a time of the virtual clock."""
+
+    config: EngineConfig
+    answer_length: object
+    policy: str
+    arrivals: list[Request]
+    cancelled_s: dict[str, float]
+    answers: list[Answer] = field(default_factory=list)
+
+    def play(self, trace: TraceWriter | None = None) -> list[tuple[object, ...]]:
+        """The schedule: every plan, and the time of its submission."""
+        clock = VirtualClock()
+        simulated = SimulatedExecutor(self.config, clock, answer_length=self.answer_length)
+        executor = Plans(simulated, clock)
+        engine = Engine(executor, PRESETS[self.policy], clock)
+        arriving = sorted(self.arrivals, key=lambda request: request.arrival_s)
+        open_answers: list[Answer] = []
+        while arriving or engine.has_work:
+            while arriving and arriving[0].arrival_s <= clock.now():
+                answer = Answer(arriving.pop(0))
+                answer.sequences = engine.add(answer.request)
+                open_answers.append(answer)
+            for answer in open_answers:
+                if self.cancelled_s.get(answer.request.id, float("inf")) <= clock.now():
+                    for sequence in answer.sequences:
+                        engine.scheduler.end(sequence, "cancelled")
+            engine.step()
+            for answer in list(open_answers):
+                request = answer.request
+                if answer.settle(lambda done, r=request: trace.append(r, done) if trace else None):
+                    open_answers.remove(answer)
+                    self.answers.append(answer)
+            wakes = [] if engine.idle_until_s is None else [engine.idle_until_s]
+            if wakes or not engine.has_work:
+                clock.advance_to(min([*wakes, *(r.arrival_s for r in arriving[:1])], default=0.0))
+        return executor.seen
+
+    def tokens(self) -> dict[str, list[tuple[int, ...]]]:
+        """What every sample of every request got."""
+        return {
+            answer.request.id: [tuple(sequence.output) for sequence in answer.sequences]
+            for answer in self.answers
+        }
+
+
+def _recorded_run(seed: int, policy: str) -> Run:
+    rng = random.Random(f"recorded {seed}")
+    trace = Trace(seed)
+    arrivals, now_s = [], 0.0
+    for request in trace.requests:
+        now_s += rng.expovariate(1 / rng.choice([0.001, 0.01]))
+        params = request.params
+        if policy == "oracle":  # it plans by forced lengths: these must have held from the start
+            request = replace(request, stop_token_ids=())
+            lengths = [rng.randint(1, params.max_tokens or 20) for _ in range(params.n)]
+            params = replace(params, forced_length=tuple(lengths))
+        arrivals.append(replace(request, params=params, arrival_s=now_s))
+    patience = {
+        request.id: request.arrival_s + rng.expovariate(50)
+        for request in arrivals
+        if policy != "oracle" and rng.random() < 0.2
+    }
+    length = lambda request, i: trace._draw("answer", request, i, 1, 40)  # noqa: E731
+    return Run(trace.config, length, policy, arrivals, patience)
+
+
+def _again(recorded: RecordedRequest) -> Request:
+    """The request as a replay asks it; one that was cancelled would otherwise go on."""
+    item = recorded.item()
+    params = item.params()
+    if "cancelled" in recorded.finish_reasons:
+        lengths = [
+            recorded.params.max_tokens or LONGER_THAN_ANY if reason == "cancelled" else length
+            for reason, length in zip(
+                recorded.finish_reasons, recorded.num_output_tokens, strict=True
+            )
+        ]
+        params = replace(params, forced_length=tuple(lengths))
+    assert params.seed is not None
+    return Request(
+        id=recorded.id,
+        prompt=item.prompt_token_ids,
+        params=params,
+        arrival_s=item.arrival_s,
+        seed=params.seed,
+        priority=item.priority,
+        deadline_s=recorded.deadline_s,
+    )
+
+
+@pytest.mark.parametrize("policy", PRESETS)
+def test_a_recorded_trace_replays_to_the_same_schedule(policy: str, tmp_path: Path):
+    """Same steps, rows, slots, pages, tokens and times, though answers now end by being forced."""
+    reasons = set()
+    for seed in range(30):
+        path = tmp_path / f"{seed}.jsonl"
+        run = _recorded_run(seed, policy)
+        writer = TraceWriter(path, origin_s=0.0)
+        schedule = run.play(writer)
+        writer.close()
+        recorded = read(path)
+        reasons |= {reason for request in recorded for reason in request.finish_reasons}
+        cancelled_s = {r.id: r.finished_s for r in recorded if "cancelled" in r.finish_reasons}
+        again = Run(
+            run.config, run.answer_length, policy, [_again(r) for r in recorded], cancelled_s
+        )
+        assert again.play() == schedule, f"seed {seed}"
+        assert again.tokens() == run.tokens(), f"seed {seed}"
+    expected = {"length"} if policy == "oracle" else {"stop", "length", "cancelled"}
+    assert reasons == expected
+
+
+def test_another_length_is_another_schedule(tmp_path: Path):
+    """The comparison sees what it should: a replay of changed lengths differs."""
+    run = _recorded_run(1, "orca")
+    path = tmp_path / "run.jsonl"
+    schedule = run.play(TraceWriter(path, origin_s=0.0))
+    recorded = [replace(r, num_output_tokens=(1,) * r.params.n) for r in read(path)]
+    again = Run(run.config, run.answer_length, "orca", [_again(r) for r in recorded], {})
+    assert again.play() != schedule
