@@ -71,6 +71,11 @@ class StepBuilder(Protocol):
         """Tokens that still fit in this step."""
         ...
 
+    @property
+    def num_admitted_since_loop(self) -> int:
+        """Sequences admitted since the last decode loop, this step's included."""
+        ...
+
     def can_admit(self, sequence: Sequence) -> bool:
         """Whether `admit` would succeed now."""
         ...

@@ -45,6 +45,7 @@ class Scheduler:
         self.slots = SlotTable(config.max_slots, config.slot_buckets)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_admitted_since_loop = 0
         # When to plan again if nothing else happens: the policy lets the device idle until then.
         self.wake_s: float | None = None
         self._clock = clock
@@ -117,6 +118,8 @@ class Scheduler:
             return None
         plan = step.finish(self._num_plans, tuple(self._pending_releases))
         self._num_plans += 1
+        if plan.is_decode_loop:
+            self.num_admitted_since_loop = 0
         self._pending_releases.clear()
         for sequence in step.sequences:
             if sequence.num_outputs_left == 0:
@@ -198,6 +201,8 @@ class Scheduler:
         sequence.num_computed = num_shared * self.config.page_size
         sequence.slot = self.slots.take()
         sequence.phase = Phase.RUNNING
+        sequence.last_step = self._num_plans - 1
+        self.num_admitted_since_loop += 1
         if sequence.admitted_s is None:
             sequence.admitted_s = self._clock.now()
         bisect.insort(self.running, sequence, key=self.order_key)

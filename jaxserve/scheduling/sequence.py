@@ -36,7 +36,8 @@ class Sequence:
       table: the sequence's pages.
       leader: the sample whose prompt pages this one shares; None for the first.
       num_computed: tokens whose KV is written by the steps planned so far.
-      last_step: index of the newest step with a row of it; -1 for none.
+      last_step: index of the newest step with a row of it, or of the last one before its admission
+        where it had none since.
       num_in_flight: steps submitted that may still deliver tokens of it.
     """
 

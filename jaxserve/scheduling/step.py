@@ -62,6 +62,10 @@ class Step:
     def num_tokens_left(self) -> int:
         return self.config.max_step_tokens - sum(self._counts)
 
+    @property
+    def num_admitted_since_loop(self) -> int:
+        return self._scheduler.num_admitted_since_loop
+
     def can_admit(self, sequence: Sequence) -> bool:
         return self._scheduler.can_admit(sequence)
 

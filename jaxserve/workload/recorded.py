@@ -101,8 +101,9 @@ class TraceWriter:
             return
 
         def since(time_s: float | None) -> float | None:
-            is_finite = time_s is not None and math.isfinite(time_s)
-            return time_s - self._origin_s if is_finite else None
+            if time_s is None or not math.isfinite(time_s):
+                return None
+            return time_s - self._origin_s
 
         line = {
             "id": str(request.id),

@@ -14,20 +14,26 @@ from jaxserve.scheduling.policy import StepBuilder
 class IterationLevel:
     """New requests join at the next iteration: their prompts are computed in a step of their own.
 
-    While a prompt is computed no answer advances. A prompt longer than a step is cut. Without
-    `compacts`, the memory shuffle of Flover (section V-D), rows of ended answers among the live
-    ones are computed on.
+    While a prompt is computed no answer advances. A prompt longer than a step is cut. At most as
+    many requests as there are slots go before answers that stand still: a stream of requests that
+    end with their first token would otherwise hold those up for ever.
+
+    Without `compacts`, the memory shuffle of Flover (section V-D), rows of ended answers among the
+    live ones are computed on.
     """
 
     compacts: bool = True
     keeps_finished_rows: ClassVar[bool] = False
 
     def select(self, step: StepBuilder) -> None:
+        num_first = step.config.max_slots
+        if step.decoding:
+            num_first = max(0, num_first - step.num_admitted_since_loop)
         for sequence in step.prefilling:
             if step.num_tokens_left == 0:
                 break
             step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
-        for sequence in step.waiting:
+        for sequence in step.waiting[:num_first]:
             if step.num_tokens_left == 0 or not step.admit(sequence):
                 break
             step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
