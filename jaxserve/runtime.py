@@ -238,7 +238,7 @@ class Runtime:
         Args:
           request_id: unique among running requests; one is made up by default.
           priority: higher goes first under a priority order.
-          deadline_s: seconds from now; breaks ties of priority.
+          deadline_s: seconds from now; breaks ties of priority under a priority order.
 
         Raises:
           InvalidRequestError: one of its subclasses.
