@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from jaxserve.core.errors import JaxserveError
 
 Run = Callable[[argparse.Namespace], dict[str, Any]]
@@ -21,6 +24,13 @@ def run_or_explain(run: Run, options: argparse.Namespace) -> dict[str, Any] | No
     except JaxserveError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return None
+
+
+def show(table: Table) -> None:
+    """Print a table on stderr, whole even where that is no terminal."""
+    console = Console(stderr=True)
+    console.width = max(console.width, 120)
+    console.print(table)
 
 
 def emit(result: dict[str, Any], path: Path | None) -> None:

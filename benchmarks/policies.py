@@ -9,29 +9,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import workloads
-from benchmarks.output import emit, run_or_explain
+from benchmarks.output import emit, run_or_explain, show
+from benchmarks.serving import DEFAULT, add_policy_options, arguments_of, parse_policies
 from jaxserve.core.metrics import summarise
-from jaxserve.scheduling.iteration.iteration_level import IterationLevel
-from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.presets import PRESETS, get_policy
 from jaxserve.workload.arrivals import with_arrivals
 
-DEFAULT = "fastertransformer,triton_window,concurrent_instances,orca,vllm_like,flover"
 ARRIVALS = "all, constant:SECONDS or poisson:RATE; all by default, or as they were recorded"
-# For Flover's ablation: its memory shuffle left out.
-VARIANTS = {
-    "flover_without_shuffle": replace(
-        PRESETS["flover"], name="flover_without_shuffle", iteration=IterationLevel(compacts=False)
-    )
-}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,7 +40,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.replay import replay
     from jaxserve import Runtime
 
-    policies = [_policy(name) for name in options.policies.split(",")]
+    policies = parse_policies(options.policies)
     runs: dict[str, list[dict[str, Any]]] = {policy.name: [] for policy in policies}
     for repeat in range(options.repeats):
         for policy in policies:
@@ -70,14 +59,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 runs[policy.name].append({**figures, "engine": asdict(rt.stats())})
     return {
         "benchmark": "policies",
-        "arguments": {k: v for k, v in vars(options).items() if k != "output"},
+        "arguments": arguments_of(options),
         "policies": {name: _middle(results) for name, results in runs.items()},
         **environment.describe(),
     }
-
-
-def _policy(name: str) -> Policy:
-    return VARIANTS.get(name) or get_policy(name)
 
 
 def _middle(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -106,7 +91,7 @@ def _print_table(result: dict[str, Any]) -> None:
             str(engine["num_padding_tokens"]),
             str(engine["num_preemptions"]),
         )
-    Console(stderr=True).print(table)
+    show(table)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,17 +100,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Policies compared on one workload; prints a table and one JSON object.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    known = ", ".join([*PRESETS, *VARIANTS])
     add = parser.add_argument
-    add("--policies", default=DEFAULT, help=f"separated by commas; known are {known}")
     workloads.add_arguments(parser)
     add("--arrivals", default=None, help=ARRIVALS)
     add("--repeats", type=int, default=1, help="interleaved runs, of which the median counts")
-    add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
-    add("--kv-memory", default=None, help='size of the page pool, e.g. "1GiB"')
-    add("--max-slots", type=int, default=None, help="most sequences at once")
-    add("--max-context", type=int, default=1024, help="most tokens of prompt and answer")
-    add("--output", type=Path, default=None, help="also write the object here")
+    add_policy_options(parser, policies=DEFAULT, max_context=1024)
     return parser
 
 

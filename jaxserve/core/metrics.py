@@ -45,6 +45,28 @@ def summarise(completions: Sequence[Completion], wall_s: float) -> dict[str, obj
     }
 
 
+def goodput(
+    completions: Sequence[Completion],
+    wall_s: float,
+    *,
+    max_first_token_s: float = float("inf"),
+    max_time_per_output_token_s: float = float("inf"),
+) -> dict[str, float]:
+    """Share of requests within both bounds, and how many of those were answered a second.
+
+    A failed request is outside; an answer of one token has no time per output token to exceed.
+    """
+    num_within = sum(
+        item.error is None
+        and item.timing.time_to_first_token_s is not None
+        and item.timing.time_to_first_token_s <= max_first_token_s
+        and (_time_per_output_token_s(item) or 0.0) <= max_time_per_output_token_s
+        for item in completions
+    )
+    share = num_within / len(completions) if completions else 0.0
+    return {"share": share, "requests_per_s": num_within / wall_s}
+
+
 def spread(values: Sequence[float]) -> dict[str, float] | None:
     """Mean, median, 90th and 99th percentile; None for no values."""
     if not values:

@@ -1,0 +1,1 @@
+"""Tests of the benchmarks: what they compute and write, never how fast anything is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.core.errors import EmptyPromptError
-from jaxserve.core.metrics import spread, summarise
+from jaxserve.core.metrics import goodput, spread, summarise
 from jaxserve.core.request import Completion, Sample, Timing
 
 
@@ -45,6 +45,16 @@ def test_failed_requests_count_as_failed_only():
     assert (figures["num_requests"], figures["num_failed"]) == (1, 1)
     assert figures["output_tokens"] == 0
     assert figures["latency_s"] is None
+
+
+def test_goodput_needs_both_bounds():
+    """A request counts if its first token and its pace are in time; a single token has no pace."""
+    done = [_completion(11, 1.0, 3.0), _completion(11, 2.0, 3.0), _completion(1, 1.0, 1.0)]
+    within = goodput(done, 4.0, max_first_token_s=1.5, max_time_per_output_token_s=0.25)
+    assert within == {"share": pytest.approx(2 / 3), "requests_per_s": 0.5}
+    assert goodput(done, 4.0, max_time_per_output_token_s=0.15)["share"] == pytest.approx(2 / 3)
+    assert goodput(done, 4.0)["share"] == 1.0
+    assert goodput([], 4.0) == {"share": 0.0, "requests_per_s": 0.0}
 
 
 def test_spread_interpolates():
