@@ -1,0 +1,88 @@
+"""A result into its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.figures import flover_charts, style
+from benchmarks.figures.results import Result
+
+
+def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
+    """What draws each figure, by its file name without ending; none where a table says it all.
+
+    They draw inside `matplotlib.rc_context(style.RC)`, and raise ResultFileError where the file
+    lacks what its kind has.
+    """
+    stem = result.path.stem
+    if result.kind == "flover":
+        return {f"{stem}_{number}": chart for number, chart in flover_charts.BY_NUMBER.items()}
+    known = {"peers": _peers, "policies": _policies, "online": _online, "simulate": _simulate}
+    return {stem: known[result.kind]} if result.kind in known else {}
+
+
+def _peers(result: Result) -> Figure:
+    rates = {
+        name: result.number("engines", name, "output_tokens_per_s")
+        for name, _ in result.items("engines")
+    }
+    names = sorted(rates, key=lambda name: -rates[name])
+    figure = style.canvas(7, 0.8 + 0.32 * len(names))
+    axes = figure.subplots()
+    values = [rates[name] for name in names]
+    style.bars(axes, names, values, title="output tokens a second", form=".0f")
+    bound = result.optional("bound", "output_tokens_per_s")
+    if bound is not None:
+        axes.axvline(bound, color=style.INK, linestyle="--", linewidth=1)
+        text = f"matrix products alone: {bound:.0f}"
+        axes.annotate(
+            text, (bound, 0), (0, -4), xycoords=("data", "axes fraction"),
+            textcoords="offset points", ha="center", va="top",
+        )  # fmt: skip
+    return figure
+
+
+def _policies(result: Result) -> Figure:
+    names = [name for name, _ in result.items("policies")]
+    rates = [result.number("policies", name, "output_tokens_per_s") for name in names]
+    latencies = [result.number("policies", name, "latency_s", "p50") for name in names]
+    figure = style.canvas(8, 0.6 + 0.32 * len(names))
+    left, right = figure.subplots(1, 2, sharey=True)
+    style.bars(left, names, rates, title="output tokens a second", form=".0f")
+    style.bars(right, names, latencies, title="median latency, s", form=".1f")
+    left.invert_yaxis()  # shared, and turned twice
+    return figure
+
+
+def _online(result: Result) -> Figure:
+    figure = style.canvas(7, 3.6)
+    axes = figure.subplots()
+    for name, _ in result.items("policies"):
+        points = [
+            ("policies", name, "points", i) for i, _ in result.items("policies", name, "points")
+        ]
+        served = [result.number(*point, "requests_per_s") for point in points]
+        p90 = [result.number(*point, "normalised_latency_s", "p90") for point in points]
+        style.line(axes, name, served, p90)
+    axes.set(xlabel="requests served a second", ylim=(0, None), xlim=(0, None))
+    axes.set_title("90th percentile of latency over output tokens, s")
+    style.label_lines(axes)
+    return figure
+
+
+def _simulate(result: Result) -> Figure:
+    figure = style.canvas(4, 4)
+    axes: Any = figure.subplots()
+    runs = [i for i, _ in result.items("runs")]
+    measured = [result.number("runs", i, "measured", "output_tokens_per_s") for i in runs]
+    predicted = [result.number("runs", i, "predicted", "output_tokens_per_s") for i in runs]
+    axes.axline((0, 0), slope=1, color=style.INK, linewidth=1, linestyle="--")
+    axes.scatter(measured, predicted, color=style.OURS, s=18, zorder=3)
+    most = 1.08 * max([*measured, *predicted, 1.0])
+    axes.set(xlim=(0, most), ylim=(0, most), xlabel="measured")
+    axes.set_title("output tokens a second, predicted")
+    axes.set_aspect("equal")
+    return figure

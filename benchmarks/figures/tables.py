@@ -1,0 +1,175 @@
+"""A result into Markdown: every row that holds numbers links to the file they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from benchmarks.figures.flover_charts import runs_of
+from benchmarks.figures.results import Result
+from benchmarks.figures.style import name
+
+HEADINGS = {
+    "offline": "All requests at once",
+    "peers": "Beside other engines",
+    "policies": "Policies on one workload",
+    "online": "Latency against load",
+    "flover": "Flover's section VI",
+    "simulate": "Predicted and measured",
+}
+_OFFLINE = (
+    "workload",
+    "output tokens/s",
+    "of the bound",
+    "device idle",
+    "cold start",
+    "warm start",
+)
+
+
+def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) -> list[str]:
+    """Markdown by result; the offline ones share a table, so only the first holds it.
+
+    Args:
+      link: the file's address as the page sees it.
+
+    Raises:
+      ResultFileError: a file lacks what its kind has.
+    """
+    if kind == "offline":
+        rows = [_offline_row(result, link(result)) for result in results]
+        return [_table(_OFFLINE, rows), *[""] * (len(results) - 1)]
+    make = {
+        "peers": _peers,
+        "policies": _policies,
+        "online": _online,
+        "flover": _flover,
+        "simulate": _simulate,
+    }[kind]
+    return [make(result, link(result)) for result in results]
+
+
+def _where(result: Result) -> str:
+    """The machine, in words."""
+    device = result.get("device")
+    if result.get("device", "platform") != "cpu":
+        return f"{device['count']} x {device['kind']}"
+    return f"{device['host_cores']} cores of {device['host_cpu']}"
+
+
+def _caption(result: Result, what: str, link: str) -> str:
+    return f"{what}, on {_where(result)} ([{result.path.stem}]({link}))."
+
+
+def _offline_row(result: Result, link: str) -> list[str]:
+    what = (
+        f"{result.number('num_requests'):.0f} {result.get('workload')} requests, "
+        f"{result.get('model')} in {result.get('precision')}, policy {result.get('policy')}, "
+        f"{_where(result)}"
+    )
+    starts = [result.optional("startup", kind, "ready_s") for kind in ("cold", "warm")]
+    return [
+        what,
+        _linked(result.number("output_tokens_per_s"), ".0f", link),
+        f"{result.number('bound', 'reached'):.0%}",
+        f"{result.number('host_gap_share'):.1%}",
+        *("" if start is None else f"{start:.0f} s" for start in starts),
+    ]
+
+
+def _peers(result: Result, link: str) -> str:
+    rows = []
+    for engine, _ in result.items("engines"):
+        at = ("engines", engine)
+        rate = _linked(result.number(*at, "output_tokens_per_s"), ".0f", link)
+        rows.append([name(engine), rate, f"{result.number(*at, 'jaxserve_is_faster_by'):.2f}"])
+    what = f"{result.number('num_requests'):.0f} requests, {result.get('model')}"
+    header = ("engine", "output tokens/s", "jaxserve is faster by")
+    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+
+
+def _policies(result: Result, link: str) -> str:
+    rows = []
+    for policy, _ in result.items("policies"):
+        at = ("policies", policy)
+        rows.append(
+            [
+                name(policy),
+                _linked(result.number(*at, "output_tokens_per_s"), ".0f", link),
+                f"{result.number(*at, 'latency_s', 'p50'):.1f} s",
+                f"{result.number(*at, 'latency_s', 'p99'):.1f} s",
+                f"{result.number(*at, 'time_to_first_token_s', 'p50'):.2f} s",
+            ]
+        )
+    arguments = result.get("arguments")
+    what = (
+        f"{arguments['num_requests']} {arguments['workload']} requests, arrivals "
+        f"{arguments['arrivals']}, {arguments['model']}"
+    )
+    header = ("policy", "output tokens/s", "latency, median", "99th percentile", "first token")
+    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+
+
+def _online(result: Result, link: str) -> str:
+    rows = []
+    for policy, _ in result.items("policies"):
+        for i, _ in result.items("policies", policy, "points"):
+            at = ("policies", policy, "points", i)
+            share = result.optional(*at, "goodput", "share")
+            rows.append(
+                [
+                    name(policy),
+                    _linked(result.number(*at, "rate"), ".2g", link),
+                    f"{result.number(*at, 'requests_per_s'):.2g}",
+                    f"{result.number(*at, 'output_tokens_per_s'):.0f}",
+                    f"{result.number(*at, 'normalised_latency_s', 'p90'):.3f} s",
+                    f"{result.number(*at, 'time_to_first_token_s', 'p90'):.2f} s",
+                    "" if share is None else f"{share:.0%}",
+                ]
+            )
+    arguments = result.get("arguments")
+    what = f"{arguments['num_requests']} {arguments['workload']} requests a rate"
+    header = ("policy", "requests/s", "served", "tokens/s", "p90 s/token", "p90 first token",
+              "within limits")  # fmt: skip
+    return f"{_caption(result, what + ', ' + arguments['model'], link)}\n\n{_table(header, rows)}"
+
+
+def _flover(result: Result, link: str) -> str:
+    """Total times at the largest number of requests; the figures show the rest."""
+    last = {policy: runs[-1] for policy, runs in runs_of(result, "constant").items()}
+    slowest_s = None
+    if "concurrent_instances" in last:
+        slowest_s = result.number("constant", last["concurrent_instances"], "wall_s")
+    rows = []
+    for policy, i in last.items():
+        wall_s = result.number("constant", i, "wall_s")
+        ratio = "" if slowest_s is None else f"{slowest_s / wall_s:.1f}"
+        rate = result.number("constant", i, "output_tokens_per_s")
+        rows.append([name(policy), _linked(wall_s, ".1f", link), ratio, f"{rate:.0f}"])
+    arguments = result.get("arguments")
+    what = (
+        f"{arguments['max_requests']} requests of {arguments['output_tokens']} output tokens, one "
+        f"every {result.number('interval_s'):.2f} s, {arguments['model']}"
+    )
+    header = ("policy", "total time, s", "faster than concurrent instances by", "output tokens/s")
+    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+
+
+def _simulate(result: Result, link: str) -> str:
+    rows = []
+    for i, _ in result.items("runs"):
+        measured = result.number("runs", i, "measured", "output_tokens_per_s")
+        predicted = result.number("runs", i, "predicted", "output_tokens_per_s")
+        policy = name(result.get("runs", i, "policy"))
+        rows.append([policy, _linked(measured, ".0f", link), f"{predicted:.0f}",
+                     f"{predicted / measured - 1:+.1%}"])  # fmt: skip
+    header = ("policy", "measured tokens/s", "predicted", "error")
+    return f"{_caption(result, 'Output tokens a second', link)}\n\n{_table(header, rows)}"
+
+
+def _linked(value: float, form: str, link: str) -> str:
+    return f"[{value:{form}}]({link})"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

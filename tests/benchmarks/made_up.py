@@ -1,0 +1,116 @@
+"""Small result files of every kind, with numbers made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = {"device": {"platform": "cpu", "kind": "cpu", "host_cpu": "a CPU", "host_cores": 2}}
+POLICIES = ("concurrent_instances", "fastertransformer", "orca", "vllm_like", "flover")
+ARGUMENTS = {
+    "num_requests": 4,
+    "max_requests": 4,
+    "workload": "uniform",
+    "arrivals": "all",
+    "output_tokens": 8,
+    "model": "a-model",
+}
+
+
+def _figures(speed: float) -> dict[str, Any]:
+    spread = {"mean": 8 / speed, "p50": 7 / speed, "p90": 9 / speed, "p99": 9.5 / speed}
+    return {
+        "num_requests": 4,
+        "wall_s": 100 / speed,
+        "output_tokens_per_s": 11.0 * speed,
+        "requests_per_s": 0.3 * speed,
+        "latency_s": spread,
+        "normalised_latency_s": {"p90": 0.4 / speed},
+        "time_to_first_token_s": spread,
+    }
+
+
+def results() -> dict[str, dict[str, Any]]:
+    """By kind."""
+    speeds = {policy: 1.0 + 2 * i for i, policy in enumerate(POLICIES)}
+    requests = [
+        {"num_output_tokens": 8, "arrival_s": i, "first_token_s": i + 1.0, "finished_s": i + 5.0}
+        for i in range(4)
+    ]
+    flover = {
+        "alone_s": 2.0,
+        "interval_s": 0.2,
+        "constant": [
+            {**_figures(speed / n), "policy": policy, "num_requests": n, "requests": requests}
+            for n in (1, 2, 4)
+            for policy, speed in speeds.items()
+        ],
+        "poisson": [
+            {**_figures(speed * 4 / ms), "policy": policy, "mean_interval_s": ms / 50}
+            for ms in (1, 10)
+            for policy, speed in speeds.items()
+        ],
+        "uniform": [
+            {**_figures(speed * 8 / b), "policy": policy, "longest": b}
+            for b in (8, 16)
+            for policy, speed in {**speeds, "flover_without_shuffle": 7.0}.items()
+        ],
+        "windows": [{**_figures(2.0), "policy": "window_2000ms", "requests": requests}],
+    }
+    points = {
+        policy: {
+            "points": [
+                {"rate": rate, **_figures(speed), "requests_per_s": min(rate, speed)}
+                | {"goodput": {"share": 0.5, "requests_per_s": rate / 2}}
+                for rate in (0.5, 1.0, 2.0)
+            ]
+        }
+        for policy, speed in speeds.items()
+    }
+    offline = {
+        **_figures(12.0),
+        **{"workload": "sharegpt", "model": "a-model", "precision": "float32", "policy": "auto"},
+        **{"host_gap_share": 0.01, "bound": {"reached": 0.75}, "startup": None},
+    }
+    engines = {
+        name: {"output_tokens_per_s": 321.0 * speed, "jaxserve_is_faster_by": 1 / speed}
+        for name, speed in {"jaxserve": 1.0, "a_peer": 0.5}.items()
+    }
+    policies = {policy: _figures(speed) for policy, speed in speeds.items()}
+    runs = [
+        {"policy": policy, "measured": _figures(speed), "predicted": _figures(speed * 1.1)}
+        for policy, speed in speeds.items()
+    ]
+    made = {
+        "offline": offline,
+        "peers": {
+            "num_requests": 4,
+            "model": "a-model",
+            "engines": engines,
+            "bound": {"output_tokens_per_s": 400.0},
+        },
+        "policies": {"policies": policies, "arguments": ARGUMENTS},
+        "online": {"policies": points, "arguments": ARGUMENTS},
+        "flover": {**flover, "arguments": ARGUMENTS},
+        "simulate": {"runs": runs},
+    }
+    return {kind: {"benchmark": kind, **data, **HERE} for kind, data in made.items()}
+
+
+def write_checkout(root: Path, kinds: Sequence[str]) -> Path:
+    """A folder with pages, markers and one result of each of these kinds."""
+    for page in ("README.md", "docs/results.md"):
+        path = root / page
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            "# Before\n\n<!-- results:begin -->\nreplaced\n<!-- results:end -->\n\nAfter\n",
+            encoding="utf-8",
+        )
+    folder = root / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    for kind in kinds:
+        text = json.dumps(results()[kind])
+        (folder / f"{kind}_made_up.json").write_text(text, encoding="utf-8")
+    return root
