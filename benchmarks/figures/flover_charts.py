@@ -84,7 +84,7 @@ def _progress(result: Result) -> Figure:
                 style.line(axes, policy, times, tokens, marks=False)
     axes.set(xlabel="time, s", xlim=(0, None), ylim=(0, None))
     axes.set_title("output tokens so far")
-    style.label_lines(axes)
+    style.label_lines(axes, above=True)
     return figure
 
 

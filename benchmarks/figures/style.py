@@ -48,6 +48,7 @@ RC: dict[Any, Any] = {
     "svg.hashsalt": "jaxserve",
 }
 _LABEL_PT = 11.0
+_LETTER_PT = 5.2
 
 
 def canvas(width: float, height: float) -> Figure:
@@ -67,24 +68,25 @@ def line(axes: Any, policy: str, x: Sequence[float], y: Sequence[float], *, mark
     axes.plot(x, y, dashes, color=COLOURS.get(policy, "#3D8FC0"), marker=marker, label=name(policy))
 
 
-def label_lines(axes: Any) -> None:
-    """Every line's name at its end, moved apart where they would overlap."""
-    figure = axes.figure
-    figure.draw_without_rendering()
-    points_a_pixel = 72 / figure.dpi
+def label_lines(axes: Any, *, above: bool = False) -> None:
+    """Every line's name right of its end, or above it; higher where it would cover another."""
+    axes.figure.draw_without_rendering()
+    points_a_pixel = 72 / axes.figure.dpi
     ends = []
     for drawn in axes.get_lines():
-        if not drawn.get_label().startswith("_") and len(drawn.get_xdata()):
-            end = (drawn.get_xdata()[-1], drawn.get_ydata()[-1])
-            ends.append((axes.transData.transform(end)[1] * points_a_pixel, end, drawn))
-    ends.sort(key=lambda item: item[0])
-    heights = [height for height, _, _ in ends]
-    for i in range(1, len(heights)):
-        heights[i] = max(heights[i], heights[i - 1] + _LABEL_PT)
-    excess = (heights[-1] - ends[-1][0]) / 2 if ends else 0.0
-    for height, (own, end, drawn) in zip(heights, ends, strict=True):
+        end = (drawn.get_xdata()[-1], drawn.get_ydata()[-1])
+        x, y = axes.transData.transform(end) * points_a_pixel
+        width = _LETTER_PT * len(drawn.get_label())
+        left, bottom = (x - width / 2, y + 9) if above else (x + 7, y)
+        ends.append((bottom, left, left + width, x, y, end, drawn))
+    placed: list[tuple[float, float, float]] = []
+    for bottom, left, right, x, y, end, drawn in sorted(ends, key=lambda item: item[:2]):
+        for other, begin, stop in placed:
+            if begin < right and left < stop and other - _LABEL_PT < bottom < other + _LABEL_PT:
+                bottom = other + _LABEL_PT
+        placed = sorted([*placed, (bottom, left, right)])
         axes.annotate(
-            drawn.get_label(), end, (7, height - own - excess),
+            drawn.get_label(), end, (left - x, bottom - y),
             textcoords="offset points", va="center", color=drawn.get_color(), annotation_clip=False,
         )  # fmt: skip
 
