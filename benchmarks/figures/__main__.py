@@ -19,7 +19,7 @@ from jaxserve.core.errors import InvalidConfigError, JaxserveError
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 # README shows these whole; docs/results.md shows every kind.
-README_KINDS = ("offline", "peers", "policies")
+README_KINDS = ("offline", "policies")
 _IDENTIFIER = re.compile(r"jaxserve-result:[0-9a-f]{64}")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.figures import flover_charts, style
-from benchmarks.figures.results import Result
+from benchmarks.figures.results import Result, bound_name
 
 
 def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
@@ -20,28 +20,29 @@ def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
     stem = result.path.stem
     if result.kind == "flover":
         return {f"{stem}_{number}": chart for number, chart in flover_charts.BY_NUMBER.items()}
-    known = {"peers": _peers, "policies": _policies, "online": _online, "simulate": _simulate}
-    return {stem: known[result.kind]} if result.kind in known else {}
+    if result.kind == "offline":
+        return {f"{stem}_peers": _peers} if result.has_peers else {}
+    return {stem: {"policies": _policies, "online": _online, "simulate": _simulate}[result.kind]}
 
 
 def _peers(result: Result) -> Figure:
+    """Engines that ran, the fastest on top, and the bound as a line."""
     rates = {
-        name: result.number("engines", name, "output_tokens_per_s")
-        for name, _ in result.items("engines")
+        name: result.number("compare", "engines", name, "output_tokens_per_s")
+        for name, figures in result.items("compare", "engines")
+        if not figures.get("error")
     }
     names = sorted(rates, key=lambda name: -rates[name])
-    figure = style.canvas(7, 0.8 + 0.32 * len(names))
+    figure = style.canvas(7, 0.9 + 0.32 * len(names))
     axes = figure.subplots()
     values = [rates[name] for name in names]
     style.bars(axes, names, values, title="output tokens a second", form=".0f")
-    bound = result.optional("bound", "output_tokens_per_s")
-    if bound is not None:
-        axes.axvline(bound, color=style.INK, linestyle="--", linewidth=1)
-        text = f"matrix products alone: {bound:.0f}"
-        axes.annotate(
-            text, (bound, 0), (0, -4), xycoords=("data", "axes fraction"),
-            textcoords="offset points", ha="center", va="top",
-        )  # fmt: skip
+    bound = result.number("bound", "output_tokens_per_s")
+    axes.axvline(bound, color=style.INK, linestyle="--", linewidth=1)
+    axes.annotate(
+        f"{bound_name(result)}: {bound:.0f}", (bound, 0), (0, -4),
+        xycoords=("data", "axes fraction"), textcoords="offset points", ha="center", va="top",
+    )  # fmt: skip
     return figure
 
 

@@ -11,7 +11,7 @@ from typing import Any, final
 from jaxserve.core.errors import InvalidConfigError
 
 # What may lie in the folder, in the order of the pages.
-KINDS = ("offline", "peers", "policies", "online", "flover", "simulate")
+KINDS = ("offline", "policies", "online", "flover", "simulate")
 
 
 class ResultFileError(InvalidConfigError):
@@ -64,6 +64,11 @@ class Result:
         except ResultFileError:
             return None
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether other engines ran beside ours."""
+        return bool(self.data.get("compare"))
+
     def items(self, *keys: str | int) -> list[tuple[Any, Any]]:
         """Names and values of the object under the keys, or positions and values of the list.
 
@@ -77,6 +82,11 @@ class Result:
             return list(enumerate(found))
         name = ".".join(map(str, keys))
         raise ResultFileError(f"{self.path}: {name!r} is {found!r}, and should hold several")
+
+
+def bound_name(result: Result) -> str:
+    """Which bound an offline result is held against: earlier ones timed the products alone."""
+    return "roofline" if "run_s" in result.get("bound") else "matrix products alone"
 
 
 def load(folder: Path) -> list[Result]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from benchmarks.figures.flover_charts import runs_of
-from benchmarks.figures.results import Result
+from benchmarks.figures.results import Result, bound_name
 from benchmarks.figures.style import name
 
 HEADINGS = {
     "offline": "All requests at once",
-    "peers": "Beside other engines",
     "policies": "Policies on one workload",
     "online": "Latency against load",
     "flover": "Flover's section VI",
@@ -37,9 +36,12 @@ def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) 
     """
     if kind == "offline":
         rows = [_offline_row(result, link(result)) for result in results]
-        return [_table(_OFFLINE, rows), *[""] * (len(results) - 1)]
+        first = [_table(_OFFLINE, rows), *[""] * (len(results) - 1)]
+        return [
+            f"{text}\n\n{_peers(result, link(result))}".strip() if result.has_peers else text
+            for text, result in zip(first, results, strict=True)
+        ]
     make = {
-        "peers": _peers,
         "policies": _policies,
         "online": _online,
         "flover": _flover,
@@ -70,20 +72,30 @@ def _offline_row(result: Result, link: str) -> list[str]:
     return [
         what,
         _linked(result.number("output_tokens_per_s"), ".0f", link),
-        f"{result.number('bound', 'reached'):.0%}",
+        f"{result.number('bound', 'reached'):.0%} of {bound_name(result)}",
         f"{result.number('host_gap_share'):.1%}",
         *("" if start is None else f"{start:.0f} s" for start in starts),
     ]
 
 
 def _peers(result: Result, link: str) -> str:
+    """Every engine on the offline result's requests; one that failed says why."""
     rows = []
-    for engine, _ in result.items("engines"):
-        at = ("engines", engine)
-        rate = _linked(result.number(*at, "output_tokens_per_s"), ".0f", link)
-        rows.append([name(engine), rate, f"{result.number(*at, 'jaxserve_is_faster_by'):.2f}"])
-    what = f"{result.number('num_requests'):.0f} requests, {result.get('model')}"
-    header = ("engine", "output tokens/s", "jaxserve is faster by")
+    for engine, figures in result.items("compare", "engines"):
+        at = ("compare", "engines", engine)
+        if figures.get("error"):
+            rows.append([name(engine), f"[failed]({link})", " ".join(figures["error"].split()), ""])
+            continue
+        rows.append(
+            [
+                name(engine),
+                _linked(result.number(*at, "output_tokens_per_s"), ".0f", link),
+                f"{result.number(*at, 'jaxserve_is_faster_by'):.2f}",
+                f"{result.number(*at, 'startup_s'):.1f} s",
+            ]
+        )
+    what = "The same requests beside other engines, runs interleaved"
+    header = ("engine", "output tokens/s", "jaxserve is faster by", "start-up")
     return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
 
 
@@ -172,4 +184,6 @@ def _linked(value: float, form: str, link: str) -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join(
+        "|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|" for line in lines
+    )

@@ -16,7 +16,7 @@ from tests.benchmarks.made_up import results, write_checkout
 @pytest.fixture
 def checkout(tmp_path):
     """Pages and a few results, nothing drawn yet."""
-    return write_checkout(tmp_path, ("offline", "peers", "online"))
+    return write_checkout(tmp_path, ("offline", "online"))
 
 
 def _result(checkout, kind: str):
@@ -32,7 +32,8 @@ def test_every_kind_is_written(tmp_path):
     """Pages and figures of every kind; then nothing is left to do, and no link is broken."""
     checkout = write_checkout(tmp_path, KINDS)
     written = {path.relative_to(checkout).as_posix() for path in update(checkout, write=True)}
-    names = [f"{kind}_made_up" for kind in ("peers", "policies", "online", "simulate")]
+    names = [f"{kind}_made_up" for kind in ("policies", "online", "simulate")]
+    names += ["offline_made_up_peers"]
     names += [f"flover_made_up_{number}" for number in range(4, 8)]
     figures = {f"docs/figures/{name}.svg" for name in names}
     assert written == {"README.md", "docs/results.md", *figures}
@@ -49,7 +50,7 @@ def test_every_kind_is_written(tmp_path):
     svg = {figure: (checkout / figure).read_text() for figure in figures}
     assert "flover without shuffle" in svg["docs/figures/flover_made_up_6.svg"]
     for words in ("a peer", "jaxserve", ">321<", "matrix products alone: 400"):
-        assert words in svg["docs/figures/peers_made_up.svg"]
+        assert words in svg["docs/figures/offline_made_up_peers.svg"]
     assert all(len(text) < 60_000 for text in svg.values())
 
 
@@ -63,10 +64,29 @@ def test_rows_link_their_file_and_show_its_numbers(tmp_path):
     for row in rows:
         (target,) = re.findall(r"\]\((benchmarks/results/.*?)\)", row)
         assert (checkout / target).is_file()
-    assert "[132](benchmarks/results/offline_made_up.json) | 75% | 1.0%" in text
-    assert "| a peer | [160](benchmarks/results/peers_made_up.json) | 2.00 |" in text
+    assert (
+        "[132](benchmarks/results/offline_made_up.json) | 75% of matrix products alone | 1.0%"
+        in text
+    )
+    assert "| a peer | [160](benchmarks/results/offline_made_up.json) | 2.00 | 3.0 s |" in text
+    assert (
+        "| lost | [failed](benchmarks/results/offline_made_up.json) | no wheel for it | |" in text
+    )
     assert "| flover | [99](benchmarks/results/policies_made_up.json) | 0.8 s | 1.1 s |" in text
     assert "Nothing was measured on a GPU yet." in text
+
+
+def test_names_of_bounds_and_missing_peers(tmp_path):
+    """A result with a roofline says so; one without peers has neither their table nor a figure."""
+    checkout = write_checkout(tmp_path, ("offline",))
+    data = results()["offline"] | {"compare": None}
+    data["bound"]["run_s"] = 1.0
+    data["device"] = {"platform": "gpu", "kind": "a GPU", "count": 1}
+    _result(checkout, "offline").write_text(json.dumps(data))
+    assert [path.name for path in update(checkout, write=True)] == ["README.md", "results.md"]
+    text = (checkout / "README.md").read_text()
+    assert "1 x a GPU" in text and "75% of roofline" in text
+    assert "engines" not in text and "Nothing was measured on a GPU" not in text
 
 
 def test_same_results_give_the_same_bytes(checkout):
@@ -94,11 +114,11 @@ def test_check_detects_drift(checkout, capsys):
     assert [path.name for path in update(checkout, write=False)] == ["online_made_up.svg"]
     update(checkout, write=True)
 
-    changed = results()["peers"]
-    changed["engines"]["a_peer"]["output_tokens_per_s"] = 99.0
-    _result(checkout, "peers").write_text(json.dumps(changed))
+    changed = results()["offline"]
+    changed["compare"]["engines"]["a_peer"]["output_tokens_per_s"] = 99.0
+    _result(checkout, "offline").write_text(json.dumps(changed))
     names = [path.name for path in update(checkout, write=False)]
-    assert names == ["README.md", "results.md", "peers_made_up.svg"]
+    assert names == ["README.md", "results.md", "offline_made_up_peers.svg"]
 
 
 def test_figures_without_a_result_go_and_other_pictures_stay(checkout):
