@@ -19,7 +19,7 @@ _OFFLINE = (
     "workload",
     "output tokens/s",
     "of the bound",
-    "device idle",
+    "device waits for host",
     "cold start",
     "warm start",
 )
