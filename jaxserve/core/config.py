@@ -61,7 +61,7 @@ class EngineConfig:
                 "one step must be able to decode every slot; raise it or lower max_slots"
             )
         defaults = {
-            "token_buckets": _ladder(self.max_step_tokens, smallest=32),
+            "token_buckets": _ladder(self.max_step_tokens, smallest=64, ratio=2),
             "slot_buckets": tuple(
                 sorted({1, *_ladder(self.max_slots, smallest=4), -(-self.max_slots // 2)})
             ),

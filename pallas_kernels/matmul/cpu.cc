@@ -138,22 +138,28 @@ void multiply(const float* __restrict x, int64_t x_stride, const float* __restri
 #pragma GCC unroll 3
     for (int v = 0; v < kVectors; ++v)
       sum[r][v] = first ? Float<W>{} : load<W>(total + r * kPanel + v * W);
-  for (int64_t i = 0; i < depth; i += 4) {
-    for (int l = 0; l < lines; ++l) ahead.fetch_line();
-    const int64_t end = std::min(depth, i + 4);
-#pragma GCC unroll 1
-    for (int64_t j = i; j < end; ++j) {
-      Float<W> column[kVectors];
+  const auto step = [&](int64_t i) __attribute__((always_inline)) {
+    Float<W> column[kVectors];
 #pragma GCC unroll 3
-      for (int v = 0; v < kVectors; ++v) column[v] = load<W>(b + j * b_stride + v * W);
+    for (int v = 0; v < kVectors; ++v) column[v] = load<W>(b + i * b_stride + v * W);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const Float<W> a = x[r * x_stride + j] - Float<W>{};  // plus zero would be an addition: -0
+    for (int r = 0; r < R; ++r) {
+      const Float<W> a = x[r * x_stride + i] - Float<W>{};  // plus zero would be an addition: -0
 #pragma GCC unroll 3
-        for (int v = 0; v < kVectors; ++v) sum[r][v] += a * column[v];
-      }
+      for (int v = 0; v < kVectors; ++v) sum[r][v] += a * column[v];
     }
+    asm volatile("" ::: "memory");  // or steps would be mixed, and sums leave the registers
+  };
+  int64_t i = 0;
+  for (; i + 4 <= depth; i += 4) {
+    for (int l = 0; l < lines; ++l) ahead.fetch_line();
+    step(i);
+    step(i + 1);
+    step(i + 2);
+    step(i + 3);
   }
+#pragma GCC unroll 1
+  for (; i < depth; ++i) step(i);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 3
@@ -172,7 +178,8 @@ void product(const Problem& p, int64_t item, int64_t item_after) {
   const int64_t rows = std::min<int64_t>(kRows, p.m - m0), tiles = (rows + kTile - 1) / kTile;
   const int64_t panels = std::min(p.width, (p.n - first + kPanel - 1) / kPanel);
   static thread_local std::vector<float> scratch;
-  scratch.resize(p.depth * kPanel + panels * rows * kPanel + 16);
+  const size_t needed = p.depth * kPanel + panels * rows * kPanel + 16;
+  if (scratch.size() < needed) scratch.resize(needed);
   auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64;
   float* packed = reinterpret_cast<float*>(aligned);  // [depth, kPanel]
   float* total = packed + p.depth * kPanel;           // [panels, rows, kPanel]
