@@ -73,7 +73,10 @@ def write_job(
 def _write_safetensors(source: Path, folder: Path) -> None:
     model = GGUFSource(source)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(dict(model.config)), encoding="utf-8")
+    # Without it vLLM takes the model for one that embeds.
+    architectures = [f"{model.config['model_type'].capitalize()}ForCausalLM"]
+    config = {**model.config, "architectures": architectures}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tensors = {
         name: np.ascontiguousarray(model.read(name), np.float32)
         for name in tqdm(model.shapes(), desc="writing safetensors", leave=False, delay=2)

@@ -17,6 +17,9 @@ def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
     _set_environment(job)
+    # It logs to stdout, which is for the result.
+    stdout = os.dup(1)
+    os.dup2(2, 1)
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -48,7 +51,8 @@ def main() -> None:
     begin_s = time.perf_counter()
     token_ids = answers(job["requests"])
     wall_s = time.perf_counter() - begin_s
-    print(json.dumps({"startup_s": startup_s, "wall_s": wall_s, "token_ids": token_ids}))
+    result = {"startup_s": startup_s, "wall_s": wall_s, "token_ids": token_ids}
+    os.write(stdout, json.dumps(result).encode())
 
 
 def _set_environment(job: dict) -> None:

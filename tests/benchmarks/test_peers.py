@@ -211,6 +211,7 @@ def test_every_format_holds_the_same_weights(tmp_path: Path):
         np.testing.assert_array_equal(tensor, half.read(name).astype(np.float32))
         np.testing.assert_allclose(tensor, source.read(name), rtol=1e-3, atol=1e-7)
     config = json.loads(Path(models["safetensors"], "config.json").read_text())
+    assert config.pop("architectures") == ["LlamaForCausalLM"]
     assert config == half.config == single.config == source.config
     assert {info.type_name for info in half.file.tensors.values()} == {"F16", "F32"}
     assert {info.type_name for info in single.file.tensors.values()} == {"F32"}
