@@ -50,7 +50,7 @@ PEERS = {
                 "LLAMA_CPP_BUILD_JOBS": str(len(os.sched_getaffinity(0))),
             },
         ),
-        "forbids the end token, where the others let it come and go on",
+        "its end token is another, since it would forbid the model's own instead of going past it",
     ),
 }
 # A name for several, of which the fastest counts.

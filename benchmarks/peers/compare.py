@@ -124,7 +124,7 @@ def summarise(runs: Mapping[str, Runs]) -> dict[str, dict[str, Any]]:
                 if ours and engine.results
                 else None
             ),
-            "peak_process_bytes": max((r["peak_bytes"] for r in engine.results), default=None),
+            "peak_host_bytes": max((r["peak_bytes"] for r in engine.results), default=None),
             "output_tokens_per_s_of_every_run": rates,
             "startup_s_of_every_run": starts,
             "error": engine.error,
@@ -144,7 +144,7 @@ def print_table(comparison: Mapping[str, Any]) -> None:
         return "" if value is None else format(value, form)
 
     for name, figures in comparison["engines"].items():
-        peak = figures["peak_process_bytes"]
+        peak = figures["peak_host_bytes"]
         table.add_row(
             name,
             shown(figures["output_tokens_per_s"], ".0f"),

@@ -20,6 +20,8 @@ def write_models(source: Path, folder: Path) -> dict[str, str]:
     """A GGUF model as safetensors with a config.json (a folder), and as GGUF of types F16 and F32.
 
     Matrices are rounded to float16 once and written from there, so that all hold the same values.
+    The F32 file is for llama.cpp, which knows end tokens by their names and would forbid them when
+    told to go on: its control tokens have other names, and its end token is one that never comes.
     """
     paths = {
         "F16": folder / "model.F16.gguf",
@@ -28,7 +30,7 @@ def write_models(source: Path, folder: Path) -> dict[str, str]:
     }
     folder.mkdir(parents=True, exist_ok=True)
     _write_gguf(source, paths["F16"], np.dtype(np.float16))
-    _write_gguf(paths["F16"], paths["F32"], np.dtype(np.float32))
+    _write_gguf(paths["F16"], paths["F32"], np.dtype(np.float32), endless=True)
     _write_safetensors(paths["F16"], paths["safetensors"])
     return {kind: str(path) for kind, path in paths.items()}
 
@@ -84,19 +86,21 @@ def _write_safetensors(source: Path, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _write_gguf(source: Path, path: Path, dtype: np.dtype) -> None:
+def _write_gguf(source: Path, path: Path, dtype: np.dtype, *, endless: bool = False) -> None:
     """The file again, its matrices in `dtype`; tensors keep the order that llama.cpp stores."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields[gguf.Keys.General.ARCHITECTURE].contents()
     writer = gguf.GGUFWriter(path, architecture)
     kind = gguf.LlamaFileType.MOSTLY_F16 if dtype.itemsize == 2 else gguf.LlamaFileType.ALL_F32
     writer.add_file_type(kind)
+    changed = _without_end(reader) if endless else {}
     for field in reader.fields.values():
         # Those that the writer adds itself.
         if field.name.startswith("GGUF.") or field.name in writer.kv_data[0]:
             continue
         inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
+        value = changed.get(field.name, field.contents())
+        writer.add_key_value(field.name, value, field.types[0], sub_type=inner)
     for tensor in tqdm(reader.tensors, desc=f"writing {path.name}", leave=False, delay=2):
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         writer.add_tensor(tensor.name, values.astype(dtype if values.ndim > 1 else np.float32))
@@ -104,3 +108,15 @@ def _write_gguf(source: Path, path: Path, dtype: np.dtype) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _without_end(reader: gguf.GGUFReader) -> dict[str, Any]:
+    """Metadata under which no token that a model produces ends its answer."""
+    keys = gguf.Keys.Tokenizer
+    types = reader.fields[keys.TOKEN_TYPE].contents()
+    control = [i for i, kind in enumerate(types) if kind == gguf.TokenType.CONTROL]
+    names = list(reader.fields[keys.LIST].contents())
+    for token in control:
+        names[token] = f"<|control {token}|>"
+    never = control[-1] if control else len(names) - 1
+    return {keys.LIST: names, keys.EOS_ID: never, keys.EOT_ID: never, keys.EOM_ID: never}

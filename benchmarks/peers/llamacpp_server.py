@@ -73,7 +73,7 @@ def _wait_until_ready(server: subprocess.Popen, address: str) -> None:
 
 
 def _answer(address: str, request: dict) -> list[int]:
-    """Greedy. `ignore_eos` forbids the end token, where other engines let it come and go on."""
+    """Greedy. `ignore_eos` forbids the end token, which in this file is one that never comes."""
     body = {
         "prompt": request["prompt"],
         "n_predict": request["num_output_tokens"],

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STDERR = 2
 SHOWN_LINES = 20
 POLL_S = 0.1
+SAMPLE_S = 0.5  # between looks at the memory in use
 GRACE_S = 3.0  # between asking a group to end and ending it
 
 
@@ -39,7 +40,7 @@ def check_call(command: Sequence[str], *, env: Mapping[str, str] | None = None) 
 
 
 def run(command: Sequence[str], log: Path, limit_s: float) -> tuple[str, int]:
-    """Run a command to its end; what it printed, and its largest process' peak resident bytes.
+    """Run a command to its end; what it printed, and its processes' peak resident bytes together.
 
     Its stderr goes to `log`, of which the end is shown if it fails.
 
@@ -52,7 +53,8 @@ def run(command: Sequence[str], log: Path, limit_s: float) -> tuple[str, int]:
         output.open("wb") as printed,
         _group(command, printed, errors) as process,
     ):
-        status, peak_bytes = _wait(process, limit_s)
+        peak_bytes = _wait(process, limit_s)
+        status = process.returncode
     if status is None:
         raise PeerError(f"no answer after {limit_s:g} s; it was ended")
     if status:
@@ -62,16 +64,30 @@ def run(command: Sequence[str], log: Path, limit_s: float) -> tuple[str, int]:
     return output.read_text(encoding="utf-8"), peak_bytes
 
 
-def _wait(process: subprocess.Popen, limit_s: float) -> tuple[int | None, int]:
-    """Exit status, None if it still runs after `limit_s`; peak resident bytes."""
+def _wait(process: subprocess.Popen, limit_s: float) -> int:
+    """Wait for the leader of a group, `limit_s` at most; the group's peak resident bytes.
+
+    Sampled: what the system keeps of a process that ended begins with the size of its parent.
+    """
     deadline_s = time.monotonic() + limit_s
-    while time.monotonic() < deadline_s:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if pid:
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return process.returncode, usage.ru_maxrss * 1024
-        time.sleep(POLL_S)
-    return None, 0
+    peak_bytes = 0
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        peak_bytes = max(peak_bytes, _resident_bytes(process.pid))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(min(SAMPLE_S, left_s))
+            break
+    return peak_bytes
+
+
+def _resident_bytes(group: int) -> int:
+    """Of all processes of the group together; 0 where there is no /proc."""
+    pages = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # After the name in brackets: state, parent, group, and resident pages as the 22nd.
+            fields = path.read_text().rpartition(")")[2].split()
+            pages += int(fields[21]) if int(fields[2]) == group else 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextlib.contextmanager
