@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.output import emit, run_or_explain
+from benchmarks.peers.options import add_arguments, any_failed, peers_of, run_peers
 from jaxserve.core.metrics import summarise
 from jaxserve.workload import WorkloadItem, random_items
 
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     if result is None:
         return 2
     emit(result, options.output)
-    return 1 if result["num_failed"] else 0
+    return 1 if result["num_failed"] or any_failed(result["compare"]) else 0
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from jaxserve import Runtime
     from jaxserve.engine.assembly import platform_defaults
 
+    peers = peers_of(options)
     settings = _runtime_settings(options)
     starts = startup.measure(options.model, settings) if options.cold else None
     begin_s = time.perf_counter()
@@ -79,6 +81,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "startup": starts,
         "engine": counters,
         **_compared_with_bound(config, engine, report, dtype, figures),
+        "compare": run_peers(options, peers, items, batch_size=engine.max_slots, settings=settings),
         **environment.describe(),
     }
 
@@ -170,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-context", type=int, default=1024, help="most tokens of prompt and answer")
     add("--max-step-tokens", type=int, default=None, help="most tokens of one step")
     add("--cold", action="store_true", help="also time a cold and a warm start, in processes apart")
+    add_arguments(parser)
     add("--output", type=Path, default=None, help="also write the object here")
     return parser
 

@@ -3,29 +3,57 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import final
 
+from benchmarks.peers.processes import check_call
 from jaxserve.core.assets import cache_folder
 
 
-def python_of(name: str, requirements: Sequence[str]) -> Path:
-    """The interpreter of an environment that holds the requirements.
+@final
+@dataclass(frozen=True)
+class Environment:
+    """What pip is asked for. Peers of equal environments share one.
 
-    Raises:
-      subprocess.CalledProcessError: pip failed; it has said why on stderr.
+    Attributes:
+      requirements: pinned.
+      removed: packages to uninstall again, which others require and the peer does without.
+      build_variables: for a package that is compiled on the spot.
     """
-    key = hashlib.sha256("\n".join((sys.version, *requirements)).encode()).hexdigest()[:8]
-    folder = cache_folder() / "peers" / f"{name}-{key}"
-    python, done = folder / "bin" / "python", folder / ".installed"
-    if not done.exists():
-        print(f"installing {name} into an environment of its own (minutes, once)", file=sys.stderr)
+
+    requirements: tuple[str, ...]
+    removed: tuple[str, ...] = ()
+    build_variables: Mapping[str, str] = field(default_factory=dict)
+
+    def python(self) -> Path:
+        """Its interpreter; the environment is made if it is not there yet.
+
+        Raises:
+          PeerError: pip failed; it has said why on stderr.
+        """
+        folder = self._folder()
+        python, done = folder / "bin" / "python", folder / ".installed"
+        if done.exists():
+            return python
+        print(f"installing {', '.join(self.requirements)} (minutes, once)", file=sys.stderr)
         shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*install, *requirements], check=True, stdout=sys.stderr)
+        check_call([sys.executable, "-m", "venv", str(folder)])
+        pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        variables = {**os.environ, **self.build_variables}
+        check_call([*pip, "install", *self.requirements], env=variables)
+        if self.removed:
+            check_call([*pip, "uninstall", "--yes", *self.removed])
         done.touch()
-    return python
+        return python
+
+    def _folder(self) -> Path:
+        variables = sorted(self.build_variables.items())
+        what = repr((sys.version, self.requirements, self.removed, variables))
+        name = self.requirements[-1].partition("==")[0]
+        key = hashlib.sha256(what.encode()).hexdigest()[:8]
+        return cache_folder() / "peers" / f"{name}-{key}"

@@ -16,16 +16,17 @@ def main() -> None:
         job = json.load(file)
     requests = job["requests"]
     params = [
-        SamplingParams(max_tokens=None, forced_length=r["num_output_tokens"], ignore_eos=True)
-        for r in requests
+        SamplingParams(
+            max_tokens=request["max_tokens"],
+            forced_length=request["num_output_tokens"],
+            ignore_eos=True,
+        )
+        for request in requests
     ]
-    longest = max(len(r["prompt"]) + r["num_output_tokens"] for r in requests)
-    with Runtime.from_pretrained(
-        job["model"], dtype="float32", max_slots=job["batch_size"], max_context=longest
-    ) as rt:
+    with Runtime.from_pretrained(job["models"]["safetensors"], **job["settings"]) as rt:
         startup_s = time.perf_counter() - begin_s
         begin_s = time.perf_counter()
-        done = rt.generate([r["prompt"] for r in requests], params)
+        done = rt.generate([request["prompt"] for request in requests], params)
         wall_s = time.perf_counter() - begin_s
     token_ids = [list(completion.token_ids) for completion in done]
     print(json.dumps({"startup_s": startup_s, "wall_s": wall_s, "token_ids": token_ids}))

