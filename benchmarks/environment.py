@@ -10,6 +10,8 @@ from pathlib import Path
 
 import jax
 
+from jaxserve.core.host import cpu_name
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jaxserve", "jax", "jaxlib", "flax", "numpy", "transformers")
 
@@ -22,7 +24,7 @@ def describe() -> dict[str, object]:
             "platform": device.platform,
             "kind": device.device_kind,
             "count": jax.device_count(),
-            "host_cpu": _cpu_name(),
+            "host_cpu": cpu_name(),
             "host_cores": len(os.sched_getaffinity(0)),
         },
         "versions": {"python": platform.python_version(), **_versions()},
@@ -53,13 +55,3 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
     return found
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast, final, overload
 
@@ -32,6 +33,7 @@ from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
+from jaxserve.planning import Origin, StepTimes, measure
 from jaxserve.report import Report
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload.recorded import TraceWriter, check_is_free
@@ -126,17 +128,14 @@ class Runtime:
             )
         self._weights_bytes = nbytes(used)
         self.config = self._executor.config
+        self._origin = Origin.of(decoder.config, used, self.config)
         self._engine = Engine(self._executor, policy, self._clock)
         tokenizer_ends: Sequence[int] = () if tokenizer is None else tokenizer.eos_token_ids
         self._requests = RequestBuilder(
             tokenizer,
             eos_token_ids=tokenizer_ends if eos_token_ids is None else eos_token_ids,
             vocab_size=decoder.config.vocab_size,
-            max_prompt_tokens=min(
-                self.config.max_context,
-                (self.config.num_pages - 1) * self.config.page_size,
-            )
-            - 1,
+            max_prompt_tokens=self.config.max_prompt_tokens,
             seed=self.options.seed,
         )
         record = self.options.record
@@ -346,6 +345,32 @@ class Runtime:
             policy=self._engine.scheduler.policy.name,
             num_pages=self.config.num_pages - 1,
         )
+
+    def measure_step_times(self, *, rounds: int = 2) -> StepTimes:
+        """Time every shape of step that this runtime has compiled, for `planning.simulate`.
+
+        Waits until no request runs; those submitted meanwhile start afterwards. `rounds` repeat
+        the whole measurement, and medians count.
+
+        Raises:
+          RuntimeClosedError, EngineFailedError
+        """
+        with self._loop.paused():
+            return measure(
+                self._executor,
+                self._origin,
+                self._clock,
+                rounds=rounds,
+                progress=self.options.progress,
+            )
+
+    def load_step_times(self, path: str | Path) -> StepTimes:
+        """Step times that were measured on this model, device and configuration, and saved.
+
+        Raises:
+          InvalidProfileError: they were measured on another, or the file does not hold any.
+        """
+        return StepTimes.load(Path(path), expected=self._origin)
 
     def close(self) -> None:
         """Cancel what is left and free the page pool; parameters stay with who else holds them."""

@@ -78,6 +78,11 @@ class EngineConfig:
     def max_pages_per_sequence(self) -> int:
         return -(-self.max_context // self.page_size)
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt that leaves room for one output token, in the context and in the pool."""
+        return min(self.max_context, (self.num_pages - 1) * self.page_size) - 1
+
 
 def bucket(size: int, buckets: tuple[int, ...]) -> int:
     """The smallest of `buckets` (increasing) that holds `size`."""

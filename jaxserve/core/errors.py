@@ -17,6 +17,7 @@ A message says what was given, what is allowed, and what to do.
     ├── ModelCacheError            the model cache cannot be written (disk full, read-only)
     ├── DeviceMemoryError          weights or page pool do not fit
     ├── InvalidConfigError         a runtime, policy or mesh setting
+    ├── InvalidProfileError        step times measured on something else, or unreadable
     ├── MissingExtraError          an optional package; names the extra to install
     ├── CompilationAfterWarmupError  strict mode: something compiled after warm-up
     ├── EngineFailedError          the device or the loop failed; ends whatever was running
@@ -98,6 +99,10 @@ class DeviceMemoryError(JaxserveError, MemoryError):
 
 class InvalidConfigError(JaxserveError, ValueError):
     """A runtime, policy or mesh setting that is out of range or unknown."""
+
+
+class InvalidProfileError(JaxserveError, ValueError):
+    """Measured step times that cannot be read, or belong to another model, device or config."""
 
 
 class MissingExtraError(JaxserveError, ImportError):

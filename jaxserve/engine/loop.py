@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import final
 
@@ -19,6 +21,8 @@ from jaxserve.engine.answers import Answer
 from jaxserve.engine.device_errors import is_out_of_memory
 from jaxserve.engine.engine import Engine
 from jaxserve.workload.recorded import TraceWriter
+
+_IDLE_POLL_S = 0.01
 
 
 @final
@@ -70,6 +74,23 @@ class EngineLoop:
         with self._changed:
             self._cancelled.append(request_id)
             self._changed.notify()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep the loop's thread from the engine for the length of the block.
+
+        Waits until nothing runs; then whoever submits, cancels or closes waits for the block's end.
+
+        Raises:
+          RuntimeClosedError: the loop was closed.
+          EngineFailedError: it failed before.
+        """
+        with self._changed:
+            self._raise_if_over()
+            while self._arrived or self._answers or self._engine.has_work:
+                self._changed.wait(_IDLE_POLL_S)
+                self._raise_if_over()
+            yield
 
     def close(self) -> None:
         """Cancel what is left and stop the thread; returns when it has ended."""

@@ -16,26 +16,15 @@ import numpy as np
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
+from jaxserve.engine.step_cost import FlatCost, StepCost, StepWork
 from jaxserve.memory.page_pool import NULL_PAGE
-from jaxserve.scheduling.plan import StepPlan, StepResult
+from jaxserve.scheduling.plan import Row, StepPlan, StepResult
 
 END_TOKEN = 0
 _MASK = (1 << 61) - 1
 
 # (request, sample index) -> number of output tokens after which the model ends by itself
 AnswerLength = Callable[[Request, int], int]
-
-
-@final
-@dataclass(frozen=True)
-class StepCost:
-    """Seconds of one step: a constant, and a share for each token computed."""
-
-    per_step_s: float = 1e-3
-    per_token_s: float = 1e-5
-
-    def seconds(self, num_tokens: int, num_iterations: int) -> float:
-        return self.per_step_s * num_iterations + self.per_token_s * num_tokens
 
 
 @final
@@ -68,11 +57,14 @@ class SimulatedExecutor:
 
     Args:
       config: as for a device.
-      clock: advanced to a step's end when the step is collected.
+      clock: advanced by the host's work when a step is submitted, and to the step's end when it is
+        collected.
       answer_length: when the model itself ends an answer; never by default.
       fault_length: after how many output tokens its logits are no longer finite; never by default.
       cost: of a step, in virtual seconds.
       vocab_size: tokens are drawn from 1 to vocab_size - 1; 0 is the end token.
+      reads_context: False where only lengths and times matter: many times faster, but a token then
+        says nothing about its context, and a wrong page table goes unnoticed.
     """
 
     def __init__(
@@ -84,43 +76,49 @@ class SimulatedExecutor:
         fault_length: AnswerLength | None = None,
         cost: StepCost | None = None,
         vocab_size: int = 1000,
+        reads_context: bool = True,
     ):
         self.config = config
         self._clock = clock
         self._answer_length = answer_length
         self._fault_length = fault_length
-        self._cost = cost or StepCost()
+        self._cost = cost or FlatCost()
         self._vocab_size = vocab_size
+        self._reads_context = reads_context
         self._slots: dict[int, _Slot] = {}
         # What is written at (page, offset): a hash of the whole context up to there.
         self._cells = np.zeros((config.num_pages, config.page_size), np.int64)
         self._free_at_s = 0.0
 
     def submit(self, plan: StepPlan) -> _SimulatedHandle:
+        self._clock.advance_to(self._clock.now() + self._cost.host_s(plan))
         self._edit_slots(plan)
         shape = (len(plan.rows), plan.num_iterations)
-        tokens = np.zeros(shape, np.int32)
-        counts = np.zeros(len(plan.rows), np.int32)
-        finite = np.ones(len(plan.rows), np.bool_)
+        result = StepResult(
+            tokens=np.zeros(shape, np.int32),
+            num_tokens=np.zeros(len(plan.rows), np.int32),
+            finite=np.ones(len(plan.rows), np.bool_),
+        )
+        prefilled, decoded = 0, []
         for _ in range(plan.num_iterations):
+            if plan.is_decode_loop and all(self._slots[row.slot].is_inert for row in plan.rows):
+                break
+            decoded.append(0)
             for index, row in enumerate(plan.rows):
                 slot = self._slots[row.slot]
                 if slot.is_inert:
                     continue
                 start = len(slot.tokens) - 1 if plan.is_decode_loop else row.start
-                context = self._write(slot, start, row.num_tokens)
-                if row.samples:
-                    if start + row.num_tokens != len(slot.tokens):
-                        raise AssertionError("a sampling row must end at the newest token")
-                    if self._has_fault(slot):
-                        finite[index], slot.is_inert = False, True
-                        continue
-                    tokens[index, counts[index]] = self._append(slot, context)
-                    counts[index] += 1
-        self._free_at_s = max(self._free_at_s, self._clock.now()) + self._cost.seconds(
-            plan.num_tokens, plan.num_iterations
-        )
-        return _SimulatedHandle(StepResult(tokens, counts, finite), self._free_at_s, self._clock)
+                attended = row.num_tokens * start + row.num_tokens * (row.num_tokens + 1) // 2
+                if row.num_tokens == 1:
+                    decoded[-1] += attended
+                else:
+                    prefilled += attended
+                self._advance(slot, index, row, start, result)
+        work = StepWork(plan, prefilled, tuple(decoded))
+        begin_s = max(self._free_at_s, self._clock.now())
+        self._free_at_s = begin_s + self._cost.device_s(work)
+        return _SimulatedHandle(result, self._free_at_s, self._clock)
 
     def close(self) -> None:
         self._slots.clear()
@@ -149,6 +147,19 @@ class SimulatedExecutor:
         window = range(plan.window_start, plan.window_start + plan.window_size)
         if plan.is_decode_loop and any(row.slot not in window for row in plan.rows):
             raise AssertionError("a decoding slot lies outside the window")
+
+    def _advance(self, slot: _Slot, index: int, row: Row, start: int, result: StepResult) -> None:
+        """Compute one row, and put its token into the result if it samples."""
+        context = self._write(slot, start, row.num_tokens) if self._reads_context else 0
+        if not row.samples:
+            return
+        if start + row.num_tokens != len(slot.tokens):
+            raise AssertionError("a sampling row must end at the newest token")
+        if self._has_fault(slot):
+            result.finite[index], slot.is_inert = False, True
+            return
+        result.tokens[index, result.num_tokens[index]] = self._append(slot, context)
+        result.num_tokens[index] += 1
 
     def _write(self, slot: _Slot, start: int, count: int) -> int:
         """Write `count` tokens from `start` on; returns the hash of the context read back."""

@@ -1,0 +1,8 @@
+"""What a schedule will do before it runs: measured step times, and a simulator that uses them."""
+
+from jaxserve.planning.origin import Origin
+from jaxserve.planning.profiler import measure
+from jaxserve.planning.simulator import Simulation, simulate
+from jaxserve.planning.step_times import StepTimes
+
+__all__ = ["Origin", "Simulation", "StepTimes", "measure", "simulate"]

@@ -1,0 +1,78 @@
+"""What step times were measured on."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any, final
+
+import jax
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.host import cpu_name
+
+# Fields of a configuration that change what a compiled step does, and so its time.
+_COMPILED = ("page_size", "max_context", "token_buckets", "slot_buckets", "head_buckets")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What step times were measured on; they hold for nothing else.
+
+    Attributes:
+      model: the model's sizes by name, and the dtype of parameters and cache.
+      device: platform, kind and count of devices, processor and cores of the host.
+      config: what the executables were compiled for.
+      versions: of the software; for people, not compared.
+    """
+
+    model: dict[str, Any]
+    device: dict[str, Any]
+    config: EngineConfig
+    versions: dict[str, str]
+
+    @classmethod
+    def of(cls, model_config: Any, params: Any, config: EngineConfig) -> Origin:
+        """Of a model's configuration (a dataclass), its parameters in place, and an engine's."""
+        leaf = jax.tree.leaves(params)[0]
+        devices = leaf.sharding.device_set
+        device = next(iter(devices))
+        return cls(
+            model={**asdict(model_config), "dtype": str(leaf.dtype)},
+            device={
+                "platform": device.platform,
+                "kind": device.device_kind,
+                "count": len(devices),
+                "host_cpu": cpu_name(),
+                "host_cores": len(os.sched_getaffinity(0)),
+            },
+            config=config,
+            versions={name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
+        )
+
+    @classmethod
+    def from_json(cls, read: dict[str, Any]) -> Origin:
+        """From what `dataclasses.asdict` and JSON made of an origin."""
+        config: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in read["config"].items()
+        }
+        return cls(**{**read, "config": EngineConfig(**config)})
+
+    def differences(self, other: Origin) -> list[str]:
+        """Where `other` is another model, device or compiled size, in words."""
+        ours, theirs = self._compared(), other._compared()
+        return [
+            f"{name} is {theirs.get(name)!r}, not {ours.get(name)!r}"
+            for name in sorted({*ours, *theirs})
+            if ours.get(name) != theirs.get(name)
+        ]
+
+    def _compared(self) -> dict[str, Any]:
+        model = {f"model.{name}": value for name, value in self.model.items()}
+        device = {f"device.{name}": value for name, value in self.device.items()}
+        sizes = {name: getattr(self.config, name) for name in _COMPILED}
+        return json.loads(json.dumps({**model, **device, **sizes}))

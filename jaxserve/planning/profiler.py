@@ -1,0 +1,295 @@
+"""Measures step times by driving an executor with plans of every compiled shape.
+
+Steps follow one another with two in flight, as the engine submits them; what counts is the time
+from one step's end to the next one's. So the table holds what a served step takes, the host's
+part of the machine included, and needs no run of a workload to be fitted to.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxserve.core.clock import Clock, VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.executor import Executor
+from jaxserve.engine.simulated import SimulatedExecutor
+from jaxserve.engine.slots import ADMISSIONS_A_CALL
+from jaxserve.planning.origin import Origin
+from jaxserve.planning.step_times import Curve, StepTimes
+from jaxserve.scheduling.plan import Admission, Needs, Row, StepPlan
+from jaxserve.scheduling.presets import PRESETS
+
+# Timed steps of one shape in one round; the step before them fills the pipeline.
+_TIMED_STEPS = 3
+_SHORT_TOKENS = 16
+
+
+def measure(
+    executor: Executor, origin: Origin, clock: Clock, *, rounds: int = 2, progress: bool = True
+) -> StepTimes:
+    """Time every shape in each of several rounds; entry by entry the median of the rounds.
+
+    Rounds spread each shape over the whole measurement, so that a machine whose speed drifts does
+    not bend the table. The executor must be idle; its slots are inert afterwards.
+
+    Args:
+      origin: written into the table.
+      clock: the executor's own if it is simulated.
+    """
+    bench = _Bench(executor, clock)
+    shapes = bench.shapes()
+    tables: list[StepTimes] = []
+    with tqdm(
+        total=rounds * len(shapes), desc="timing steps", leave=False, delay=2, disable=not progress
+    ) as bar:
+        for _ in range(rounds):
+            measured: _Measured = defaultdict(lambda: defaultdict(list))
+            for shape in shapes:
+                bar.set_postfix_str(f"{shape.name} {shape.size}", refresh=False)
+                measured[shape.name][shape.size].append((shape.positions, shape.time()))
+                bar.update()
+            tables.append(bench.table(origin, measured))
+    bench.reset()
+    return StepTimes.median(tables)
+
+
+# name -> size -> (positions attended to, seconds)
+_Measured = defaultdict[str, defaultdict[int, list[tuple[float, float]]]]
+
+
+@final
+@dataclass(frozen=True)
+class _Shape:
+    """Something to time: its median seconds a step, at a compiled size and so many positions."""
+
+    name: str
+    size: int
+    positions: float
+    time: Callable[[], float]
+
+
+@final
+class _Bench:
+    """Makes plans of one shape and times them."""
+
+    def __init__(self, executor: Executor, clock: Clock):
+        self.config = executor.config
+        self._executor = executor
+        self._clock = clock
+        self._live: set[int] = set()
+        self._submits_s: list[float] = []
+        # Long enough to hide what surrounds the iterations, short enough for slow devices.
+        self._num_iterations = max(1, self.config.max_decode_iterations // 2)
+
+    def shapes(self) -> list[_Shape]:
+        """Everything that a step can be made of."""
+        config = self.config
+        shapes = [
+            _Shape("loop", size, 0, partial(self._loop, size)) for size in config.slot_buckets
+        ]
+        for size in config.slot_buckets:
+            shapes += self._decode_shapes(size)
+        for size in config.token_buckets:
+            shapes += self._body_shapes(size)
+        for size in config.head_buckets:
+            shapes += [
+                _Shape("sampling", size, 0, partial(self._rows_of_one, size, True)),
+                _Shape("not sampling", size, 0, partial(self._rows_of_one, size, False)),
+            ]
+        return [*shapes, *(_Shape(name, 0, 0, edit) for name, edit in self._edits().items())]
+
+    def table(self, origin: Origin, measured: _Measured) -> StepTimes:
+        """Step times from one round's measurements."""
+
+        def only(name: str, size: int = 0) -> float:
+            return measured[name][size][0][1]
+
+        loop_s = {size: only("loop", size) for size in self.config.slot_buckets}
+        decode_s = {
+            size: _curve((x, (s - loop_s[size]) / self._num_iterations) for x, s in points)
+            for size, points in measured["decode"].items()
+        }
+        without_edit_s = loop_s[self.config.slot_buckets[0]]
+        return StepTimes(
+            origin=origin,
+            decode_s=decode_s,
+            loop_s=loop_s,
+            prefill_s={size: _curve(points) for size, points in measured["body"].items()},
+            head_s={
+                size: max(0.0, only("sampling", size) - only("not sampling", size))
+                for size in self.config.head_buckets
+            },
+            edit_s=max(0.0, only("edit") - without_edit_s),
+            move_s=max(0.0, only("move") - without_edit_s),
+            admit_s=max(0.0, only("admit and edit") - only("edit")),
+            plan_s=_planning_s(self.config, self._clock),
+            submit_s=statistics.median(self._submits_s),
+        )
+
+    # ---- shapes ----
+
+    def _loop(self, size: int, edits: Sequence[dict[str, Any]] = ({},)) -> float:
+        """A decode loop without an iteration."""
+        num_steps = _TIMED_STEPS + 1
+        steps = [edits[i % len(edits)] for i in range(num_steps)]
+        return self._time([_plan(num_iterations=0, window_size=size, **step) for step in steps])
+
+    def _decode_shapes(self, size: int) -> list[_Shape]:
+        """Short, middling and the longest contexts, the same for every row of the window."""
+        grown = self._num_iterations * (_TIMED_STEPS + 1)
+        longest = max(1, self.config.max_context - grown - 1)
+        contexts = sorted({min(_SHORT_TOKENS, longest), -(-longest // 4), longest})
+        # Of the timed iterations; the steps before them have made the contexts longer.
+        mean = (self._num_iterations * (_TIMED_STEPS + 2) - 1) / 2
+        return [
+            _Shape("decode", size, size * (c + mean), partial(self._decode, size, c, c + grown))
+            for c in contexts
+        ]
+
+    def _decode(self, size: int, context: int, room: int) -> float:
+        self.reset([context] * size, room)
+        rows = tuple(Row(slot, slot, 0, 1, True) for slot in range(size))
+        step = _plan(rows=rows, num_iterations=self._num_iterations, window_size=size)
+        return self._time([step] * (_TIMED_STEPS + 1))
+
+    def _body_shapes(self, size: int) -> list[_Shape]:
+        """Many short prompts, few long ones, and the ends of the longest."""
+        longest = max(1, self.config.max_context // 2)
+        few = min(self.config.max_slots, -(-size // longest))
+        many = min(self.config.max_slots, max(few, size // _SHORT_TOKENS))
+        shapes: dict[int, _Shape] = {}
+        for num_rows, start in ((many, 0), (few, 0), (few, self.config.max_context - longest - 1)):
+            lengths = [len(part) for part in np.array_split(np.arange(size), num_rows)]
+            positions = sum(n * start + n * (n + 1) // 2 for n in lengths if n > 1)
+            shape = _Shape("body", size, positions, partial(self._body, lengths, start))
+            shapes.setdefault(positions, shape)
+        return list(shapes.values())
+
+    def _body(self, lengths: Sequence[int], start: int) -> float:
+        self.reset([start + n + 1 for n in lengths])
+        rows = tuple(Row(i, i, start, n, False) for i, n in enumerate(lengths))
+        return self._time([_plan(rows=rows)] * (_TIMED_STEPS + 1))
+
+    def _rows_of_one(self, size: int, samples: bool) -> float:
+        """Mixed steps of as many decoding rows as a sampling head holds."""
+        self.reset([_SHORT_TOKENS] * size, _SHORT_TOKENS + _TIMED_STEPS + 1)
+        first = _SHORT_TOKENS - 1
+        return self._time(
+            [
+                _plan(rows=tuple(Row(i, i, first + step, 1, samples) for i in range(size)))
+                for step in range(_TIMED_STEPS + 1)
+            ]
+        )
+
+    def _edits(self) -> dict[str, Callable[[], float]]:
+        smallest, last = self.config.slot_buckets[0], self.config.max_slots - 1
+        admissions = tuple(
+            _admission(self.config, slot, 1) for slot in range(last + 1)[:ADMISSIONS_A_CALL]
+        )
+        released = {"releases": tuple(new.slot for new in admissions)}
+        moves = [{"moves": ((last, 0),)}, {"moves": ((0, last),)}] if last else [{}]
+
+        def after_reset(edits: Sequence[dict[str, Any]]) -> float:
+            self.reset([1] * self.config.max_slots)
+            self.reset()
+            return self._loop(smallest, edits)
+
+        return {
+            "edit": partial(after_reset, [released]),
+            "move": partial(after_reset, moves),
+            "admit and edit": partial(after_reset, [{"admissions": admissions, **released}]),
+        }
+
+    # ---- driving the executor ----
+
+    def reset(self, contexts: Sequence[int] = (), room: int = 0) -> None:
+        """Slots 0, 1, ... hold sequences of so many tokens and pages for `room`; none other live.
+
+        Where the pool is too small, sequences share pages: they are read and written all the same.
+        """
+        config = self.config
+        num_pages = -(-max(room, *contexts, 1) // config.page_size)
+        pages = 1 + np.arange(len(contexts) * num_pages) % (config.num_pages - 1)
+        plan = _plan(
+            releases=tuple(self._live),
+            admissions=tuple(_admission(config, slot, c) for slot, c in enumerate(contexts)),
+            page_updates=tuple(
+                (i // num_pages, i % num_pages, page) for i, page in enumerate(pages.tolist())
+            ),
+            num_iterations=0,
+            window_size=config.slot_buckets[0],
+        )
+        self._executor.submit(plan).collect()
+        self._live = set(range(len(contexts)))
+
+    def _time(self, plans: Sequence[StepPlan]) -> float:
+        """Median seconds from one step's end to the next one's, two in flight."""
+        ends, newest = [], None
+        for plan in plans:
+            begin_s = self._clock.now()
+            oldest, newest = newest, self._executor.submit(plan)
+            self._submits_s.append(self._clock.now() - begin_s)
+            self._live.update(new.slot for new in plan.admissions)
+            if oldest is not None:
+                oldest.collect()
+                ends.append(self._clock.now())
+        assert newest is not None
+        newest.collect()
+        ends.append(self._clock.now())
+        return statistics.median(np.diff(ends).tolist())
+
+
+def _plan(**fields: Any) -> StepPlan:
+    nothing = {
+        "index": 0,
+        "releases": (),
+        "moves": (),
+        "admissions": (),
+        "page_updates": (),
+        "rows": (),
+        "num_iterations": 1,
+        "window_start": 0,
+        "window_size": 0,
+        "needs": Needs(),
+    }
+    return StepPlan(**{**nothing, **fields})
+
+
+def _admission(config: EngineConfig, slot: int, num_tokens: int) -> Admission:
+    tokens = np.arange(num_tokens, dtype=np.int32) % _SHORT_TOKENS
+    request = Request(
+        id=f"profile-{slot}", prompt=tuple(tokens.tolist()), params=SamplingParams(), arrival_s=0.0
+    )
+    return Admission(slot, request, 0, tokens, config.max_context)
+
+
+def _curve(points: Iterator[tuple[float, float]] | Sequence[tuple[float, float]]) -> Curve:
+    return Curve(tuple(sorted(points)))
+
+
+def _planning_s(config: EngineConfig, clock: Clock) -> float:
+    """Seconds a step that the scheduler and the engine take on the host with every slot taken."""
+    virtual = VirtualClock()
+    engine = Engine(
+        SimulatedExecutor(config, virtual, reads_context=False), PRESETS["auto"], virtual
+    )
+    params = SamplingParams(max_tokens=min(64, config.max_prompt_tokens))
+    for i in range(config.max_slots):
+        engine.add(Request(id=str(i), prompt=(1,), params=params, arrival_s=0.0))
+    times = []
+    while engine.has_work:
+        begin_s = clock.now()
+        engine.step()
+        times.append(clock.now() - begin_s)
+    return statistics.median(times)

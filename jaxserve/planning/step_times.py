@@ -1,0 +1,181 @@
+"""Measured step times: a table for one model, configuration and device, interpolated.
+
+As ExeGPT's profiles (section 3 of the paper) the table keeps attention apart from the rest of a
+step: the rest depends on the compiled size alone, attention on the positions attended to.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self, final
+
+from jaxserve.core.config import bucket
+from jaxserve.core.errors import InvalidProfileError
+from jaxserve.engine.slots import ADMISSIONS_A_CALL, PAGE_UPDATES_A_CALL
+from jaxserve.engine.step_cost import StepWork
+from jaxserve.planning.origin import Origin
+from jaxserve.scheduling.plan import StepPlan
+
+
+@final
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over positions attended to, straight between measured points and beyond them.
+
+    Attributes:
+      points: (positions, seconds), positions strictly increasing; at least one.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        at = [position for position, _ in self.points]
+        if not at or at != sorted(set(at)):
+            raise InvalidProfileError(f"a curve's positions must increase, and not be {at}")
+
+    def __call__(self, positions: float) -> float:
+        points = self.points
+        if len(points) == 1:
+            return points[0][1]
+        above = bisect.bisect_left(points, (positions,))
+        above = min(max(above, 1), len(points) - 1)
+        (x0, y0), (x1, y1) = points[above - 1], points[above]
+        return max(0.0, y0 + (y1 - y0) * (positions - x0) / (x1 - x0))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Seconds of everything that a step is made of; the cost of a simulated executor's steps.
+
+    Attributes:
+      decode_s: window size -> an iteration of a decode loop, over the positions its rows attend to.
+      loop_s: window size -> a decode loop around its iterations.
+      prefill_s: token bucket -> the body of a mixed step, over the positions that its rows of
+        several tokens attend to. Rows of one token attend as in the widest decode loop.
+      head_s: head bucket -> sampling in a mixed step.
+      edit_s, move_s, admit_s: one call that edits slots, compacts them, or admits into them.
+      plan_s, submit_s: what the host needs a step.
+    """
+
+    origin: Origin
+    decode_s: dict[int, Curve]
+    loop_s: dict[int, float]
+    prefill_s: dict[int, Curve]
+    head_s: dict[int, float]
+    edit_s: float
+    move_s: float
+    admit_s: float
+    plan_s: float
+    submit_s: float
+
+    def host_s(self, plan: StepPlan) -> float:
+        return self.plan_s + self.submit_s
+
+    def device_s(self, work: StepWork) -> float:
+        plan, config = work.plan, self.origin.config
+        edits_s = self._edits_s(plan)
+        if plan.is_decode_loop:
+            iteration_s = self.decode_s[plan.window_size]
+            return edits_s + self.loop_s[plan.window_size] + sum(map(iteration_s, work.decoded))
+        num_sampling = sum(row.samples for row in plan.rows)
+        head_s = self.head_s[bucket(num_sampling, config.head_buckets)] if num_sampling else 0.0
+        widest_s = self.decode_s[config.slot_buckets[-1]]
+        attention_s = max(0.0, widest_s(sum(work.decoded)) - widest_s(0))
+        body_s = self.prefill_s[bucket(max(1, plan.num_tokens), config.token_buckets)]
+        return edits_s + body_s(work.prefilled) + attention_s + head_s
+
+    def _edits_s(self, plan: StepPlan) -> float:
+        num_admits = -(-len(plan.admissions) // ADMISSIONS_A_CALL)
+        num_edits = -(-len(plan.page_updates) // PAGE_UPDATES_A_CALL) or bool(plan.releases)
+        return num_admits * self.admit_s + bool(plan.moves) * self.move_s + num_edits * self.edit_s
+
+    # ---- several into one; to a file and back ----
+
+    @classmethod
+    def median(cls, measured: Sequence[StepTimes]) -> StepTimes:
+        """Entry by entry the median of tables of one origin; at least one.
+
+        Raises:
+          InvalidProfileError: they are of different origins.
+        """
+        first = measured[0]
+        for other in measured[1:]:
+            _raise_if_foreign(other.origin, first.origin, "a table to be merged")
+        tables = [times._table() for times in measured]
+        return cls._from_table(first.origin, _median(tables))
+
+    def save(self, path: Path) -> None:
+        """Write a JSON file for people and for `load`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = {"origin": asdict(self.origin), **self._table()}
+        path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path, *, expected: Origin | None = None) -> StepTimes:
+        """Read what `save` wrote.
+
+        Raises:
+          InvalidProfileError: not such a file, or it was not measured on `expected`.
+        """
+        try:
+            table = json.loads(path.read_text(encoding="utf-8"))
+            origin = Origin.from_json(table.pop("origin"))
+            times = cls._from_table(origin, table)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidProfileError(
+                f"{path} does not hold step times ({type(error).__name__}: {error}); give a file "
+                "that StepTimes.save wrote, or measure again"
+            ) from error
+        if expected is not None:
+            _raise_if_foreign(origin, expected, str(path))
+        return times
+
+    def _table(self) -> dict[str, Any]:
+        """Everything measured, in the types of JSON."""
+        table = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "origin"}
+        for name in ("decode_s", "prefill_s"):
+            table[name] = {size: curve.points for size, curve in table[name].items()}
+        return json.loads(json.dumps(table))
+
+    @classmethod
+    def _from_table(cls, origin: Origin, table: dict[str, Any]) -> Self:
+        sizes = {
+            "decode_s": origin.config.slot_buckets,
+            "loop_s": origin.config.slot_buckets,
+            "prefill_s": origin.config.token_buckets,
+            "head_s": origin.config.head_buckets,
+        }
+        by_size = {
+            name: {size: table[name][str(size)] for size in buckets}
+            for name, buckets in sizes.items()
+        }
+        for name in ("decode_s", "prefill_s"):
+            by_size[name] = {
+                size: Curve(tuple((float(x), float(s)) for x, s in points))
+                for size, points in by_size[name].items()
+            }
+        return cls(origin=origin, **{**table, **by_size})
+
+
+def _median(trees: Sequence[Any]) -> Any:
+    """Of nested dictionaries and lists of the same form: the median of each number."""
+    first = trees[0]
+    if isinstance(first, dict):
+        return {key: _median([tree[key] for tree in trees]) for key in first}
+    if isinstance(first, list):
+        return [_median(items) for items in zip(*trees, strict=True)]
+    return statistics.median(trees)
+
+
+def _raise_if_foreign(given: Origin, expected: Origin, what: str) -> None:
+    differences = expected.differences(given)
+    if differences:
+        raise InvalidProfileError(
+            f"{what} was measured on something else: {'; '.join(differences)}; measure again"
+        )
