@@ -89,9 +89,10 @@ def simulate(
                     engine.recorder.request_ended(answer.future.result())
                 bar.update(len(settled))
     engine.stats.end_busy_period()
+    completions = tuple(answer.future.result() for answer in answers)
     return Simulation(
-        completions=tuple(answer.future.result() for answer in answers),
-        wall_s=clock.now(),
+        completions=completions,
+        wall_s=max((c.timing.finished_s or 0.0 for c in completions), default=0.0),
         steps=engine.recorder.steps,
         requests=engine.recorder.requests,
         stats=engine.stats,

@@ -1,0 +1,146 @@
+"""Simulated workloads: by hand, against a real device's schedule, and with arrivals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jaxserve import Runtime
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import PromptTooLongError
+from jaxserve.core.metrics import summarise
+from jaxserve.engine.step_cost import FlatCost
+from jaxserve.planning import Simulation, simulate
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.workload import WorkloadItem
+from tests.planning.step_times import CONFIG, made_up
+from tests.tiny import random_prompts, tiny_llama
+
+SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)
+TWO_SLOTS = EngineConfig(
+    num_pages=20, max_slots=2, max_context=64, max_step_tokens=64, max_decode_iterations=1
+)
+
+
+def _item(num_output: int, arrival_s: float = 0.0, max_tokens: int | None = None) -> WorkloadItem:
+    return WorkloadItem(
+        prompt_token_ids=(1, 2, 3),
+        num_output_tokens=num_output,
+        max_tokens=max_tokens or num_output,
+        arrival_s=arrival_s,
+    )
+
+
+def _run(items, policy: Policy | str, config=TWO_SLOTS, cost=SECOND) -> Simulation:
+    chosen = PRESETS[policy] if isinstance(policy, str) else policy
+    return simulate(items, chosen, config, cost, progress=False)
+
+
+def _times(simulation: Simulation) -> list[tuple[float | None, float | None]]:
+    timings = [completion.timing for completion in simulation.completions]
+    return [(timing.first_token_s, timing.finished_s) for timing in timings]
+
+
+@pytest.mark.parametrize(
+    "policy, expected",
+    [
+        # Steps of a second: A, A, A; B's prompt while A stands still; both.
+        ("orca", [(1.0, 5.0), (4.0, 5.0)]),
+        # B's prompt rides along with A's last token.
+        ("vllm_like", [(1.0, 4.0), (4.0, 5.0)]),
+        # B waits for A's end.
+        ("fastertransformer", [(1.0, 4.0), (5.0, 6.0)]),
+    ],
+)
+def test_two_requests_by_hand(policy, expected):
+    """A asks for four tokens; B comes at 1.5 s, is seen at 2 s, and asks for two."""
+    simulation = _run([_item(4), _item(2, arrival_s=1.5)], policy)
+    assert _times(simulation) == expected
+    assert simulation.wall_s == max(end for _, end in expected)
+    figures = summarise(simulation.completions, simulation.wall_s)
+    assert figures["output_tokens"] == 6 and figures["num_failed"] == 0
+
+
+def test_a_loop_ends_with_its_last_answer():
+    """The host does not know that the answer has two tokens; the device stops after them."""
+    config = replace(TWO_SLOTS, max_decode_iterations=4)
+    simulation = _run([_item(2, max_tokens=20)], "orca", config)
+    assert [step.num_iterations for step in simulation.steps] == [1, 4, 4]
+    assert simulation.wall_s == 2.0
+
+
+def test_the_host_works_while_the_device_does():
+    """Its time counts where the device waits for it, and nowhere else."""
+    cost = made_up(TWO_SLOTS)
+    free = replace(cost, plan_s=0.0, submit_s=0.0)
+    items = [_item(4)]
+    with_host, without = (_run(items, "orca", cost=c).wall_s for c in (cost, free))
+    assert with_host == pytest.approx(without + 0.03)
+
+
+def test_a_time_window_passes():
+    """Triton's batch of one starts when its window closes; a full one at once."""
+    assert _run([_item(1)], "triton_window").wall_s == 1.5
+    assert _run([_item(1), _item(1)], "triton_window").wall_s == 1.0
+    late = _run([_item(1), _item(1, arrival_s=0.25), _item(1, arrival_s=9.0)], "triton_window")
+    assert [end for _, end in _times(late)] == [1.25, 1.25, 10.5]
+
+
+def test_refuses_what_a_runtime_refuses():
+    """A prompt that leaves no room for an answer."""
+    item = replace(_item(1), prompt_token_ids=(1,) * 64)
+    with pytest.raises(PromptTooLongError):
+        _run([item], "orca")
+
+
+@pytest.mark.parametrize(
+    "policy", ["fastertransformer", "concurrent_instances", "orca", "vllm_like"]
+)
+def test_the_schedule_is_the_device_s(policy):
+    """All at once on a short pool: the same steps, preemptions and ends as a real run's."""
+    items = [
+        WorkloadItem(
+            prompt_token_ids=prompt, num_output_tokens=3 + 5 * i % 17, max_tokens=24 + i % 2
+        )
+        for i, prompt in enumerate(random_prompts(12, longest=30))
+    ]
+    with Runtime(
+        tiny_llama(),
+        policy=policy,
+        warmup=False,
+        progress=False,
+        max_slots=4,
+        max_step_tokens=64,
+        page_size=8,
+        kv_memory="40KB",
+    ) as rt:
+        done = rt.generate(
+            [item.prompt_token_ids for item in items], [item.params() for item in items]
+        )
+        steps, config = rt.report().steps, rt.config
+    simulation = _run(items, policy, config, made_up(config))
+    assert _shapes(simulation.steps, simulation.completions) == _shapes(steps, done)
+    assert [len(c.token_ids) for c in simulation.completions] == [len(c.token_ids) for c in done]
+    preempted = [c.timing.num_preemptions for c in done]
+    assert [c.timing.num_preemptions for c in simulation.completions] == preempted
+    assert any(preempted) == (policy == "vllm_like"), "the pool is short for those that grow"
+
+
+def _shapes(steps, completions) -> list[tuple]:
+    """Of the steps up to the last end; what was in flight then may or may not have been read."""
+    end_s = max(completion.timing.finished_s for completion in completions)
+    return [
+        (step.kind, step.num_rows, step.num_tokens, step.num_iterations, step.num_padding_tokens)
+        + (step.num_running, step.num_waiting, step.pages_owned, step.pages_promised)
+        for step in steps
+        if step.collected_s <= end_s
+    ]
+
+
+def test_config_of_the_table_need_not_be_the_simulation_s():
+    """More memory than the table was measured with runs more at once."""
+    items = [_item(100) for _ in range(8)]
+    few, many = (replace(CONFIG, num_pages=n) for n in (30, 200))
+    assert _run(items, "orca", few, made_up()).wall_s > _run(items, "orca", many, made_up()).wall_s

@@ -1,0 +1,105 @@
+"""Step times: what lies between measured points, and what a file promises."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from jaxserve.core.errors import InvalidProfileError
+from jaxserve.engine.step_cost import StepWork
+from jaxserve.planning import StepTimes
+from jaxserve.planning.step_times import Curve
+from jaxserve.scheduling.plan import Needs, Row, StepPlan
+from tests.planning.step_times import CONFIG, made_up
+
+
+def _plan(rows: tuple[Row, ...], **fields) -> StepPlan:
+    defaults = {"num_iterations": 1, "window_start": 0, "window_size": 0}
+    edits = {"releases": (), "moves": (), "admissions": (), "page_updates": ()}
+    return StepPlan(**{"index": 0, "needs": Needs(), "rows": rows, **edits, **defaults, **fields})
+
+
+def test_a_curve_is_straight_between_and_beyond_its_points():
+    """And never below zero, however steep."""
+    curve = Curve(((10.0, 1.0), (20.0, 3.0), (40.0, 4.0)))
+    assert [curve(x) for x in (10, 15, 20, 30, 40)] == [1.0, 2.0, 3.0, 3.5, 4.0]
+    assert [curve(x) for x in (8, 60)] == pytest.approx([0.6, 5.0])
+    assert curve(0) == 0.0
+    assert Curve(((5.0, 2.0),))(1e9) == 2.0
+    with pytest.raises(InvalidProfileError, match="must increase"):
+        Curve(((2.0, 1.0), (2.0, 1.0)))
+
+
+def test_a_decode_loop_costs_its_iterations():
+    """Each by the positions its rows attend to; the loop itself and edits come on top."""
+    times = made_up()
+    rows = (Row(0, 0, 99, 1, True), Row(1, 1, 199, 1, True))
+    plan = _plan(rows, num_iterations=4, window_size=4, moves=((5, 1),), releases=(5,))
+    two = times.device_s(StepWork(plan, 0, (300, 302)))
+    assert two == pytest.approx(4.25 + (4 + 0.6) + (4 + 0.604) + 0.5 + 0.125)
+    assert times.device_s(StepWork(plan, 0, ())) == pytest.approx(4.25 + 0.5 + 0.125)
+    assert times.host_s(plan) == pytest.approx(0.03)
+
+
+def test_a_mixed_step_costs_its_bucket_its_attention_and_its_head():
+    """The body of 128 tokens, the head of 8 rows; rows of one token attend as when decoding."""
+    times = made_up()
+    assert (CONFIG.token_buckets, CONFIG.head_buckets) == ((32, 128), (8,))
+    rows = (Row(0, 0, 0, 40, True), Row(1, 1, 499, 1, True))
+    cost = times.device_s(StepWork(_plan(rows), 820, (500,)))
+    assert cost == pytest.approx(128 + 0.82 + 1.0 + 0.5)
+    rows = (Row(0, 0, 0, 20, False),)
+    assert times.device_s(StepWork(_plan(rows), 210, (0,))) == pytest.approx(32 + 0.21)
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path):
+    """Readable JSON, equal after the round trip, and accepted where it was measured."""
+    times, path = made_up(), tmp_path / "new" / "times.json"
+    times.save(path)
+    assert json.loads(path.read_text())["origin"]["device"]["host_cpu"] == "an abacus"
+    read = StepTimes.load(path, expected=times.origin)
+    assert replace(read, origin=times.origin) == times
+    assert read.origin.config == times.origin.config
+    more_pages = replace(times.origin, config=replace(CONFIG, num_pages=77))
+    assert StepTimes.load(path, expected=more_pages).head_s == times.head_s
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"model": {"num_layers": 3, "dtype": "float32"}}, "model.num_layers is 2, not 3"),
+        ({"device": {"platform": "cpu", "host_cpu": "a slide rule"}}, "an abacus"),
+        ({"config": replace(CONFIG, page_size=16)}, "page_size is 8, not 16"),
+        ({"config": replace(CONFIG, max_slots=4, slot_buckets=(), head_buckets=())}, "slot_b"),
+    ],
+)
+def test_step_times_of_something_else_are_refused(tmp_path, change, said):
+    """Another model, device or compiled size is named, with both values."""
+    times = made_up()
+    times.save(tmp_path / "times.json")
+    here = replace(times.origin, **change)
+    with pytest.raises(InvalidProfileError, match=said):
+        StepTimes.load(tmp_path / "times.json", expected=here)
+    with pytest.raises(InvalidProfileError, match="measure again"):
+        StepTimes.median([times, replace(times, origin=here)])
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"origin": {}}', '{"decode_s": {}}'])
+def test_a_file_of_something_else_is_refused(tmp_path, text):
+    """And so is none at all."""
+    path = tmp_path / "times.json"
+    with pytest.raises(InvalidProfileError, match="FileNotFoundError"):
+        StepTimes.load(path)
+    path.write_text(text)
+    with pytest.raises(InvalidProfileError, match="does not hold step times"):
+        StepTimes.load(path)
+
+
+def test_tables_merge_entry_by_entry():
+    """The median of each entry, whichever table it came from."""
+    slow = replace(made_up(), edit_s=9.0, loop_s={w: 0.0 for w in CONFIG.slot_buckets})
+    fast = replace(made_up(), edit_s=0.0, loop_s={w: 0.0 for w in CONFIG.slot_buckets})
+    merged = StepTimes.median([slow, made_up(), fast])
+    assert merged == replace(made_up(), loop_s={w: 0.0 for w in CONFIG.slot_buckets})
