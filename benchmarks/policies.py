@@ -10,7 +10,7 @@ import argparse
 import statistics
 import sys
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -18,7 +18,11 @@ from benchmarks import workloads
 from benchmarks.output import emit, run_or_explain, show
 from benchmarks.serving import DEFAULT, add_policy_options, arguments_of, parse_policies
 from jaxserve.core.metrics import summarise
+from jaxserve.workload import WorkloadItem
 from jaxserve.workload.arrivals import with_arrivals
+
+if TYPE_CHECKING:
+    from jaxserve.runtime import Runtime
 
 ARRIVALS = "all, constant:SECONDS or poisson:RATE; all by default, or as they were recorded"
 
@@ -51,25 +55,31 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 max_context=options.max_context,
                 kv_memory=options.kv_memory,
             ) as rt:
-                items = workloads.items(options, rt)
-                if options.arrivals is not None:
-                    items = with_arrivals(items, options.arrivals, options.seed)
+                items = arriving_items(options, rt)
                 done, wall_s = replay(rt, items, label=f"{policy.name}, run {repeat + 1}")
                 figures = summarise(done, wall_s)
                 runs[policy.name].append({**figures, "engine": asdict(rt.stats())})
     return {
         "benchmark": "policies",
         "arguments": arguments_of(options),
-        "policies": {name: _middle(results) for name, results in runs.items()},
+        "policies": {name: middle(results) for name, results in runs.items()},
         **environment.describe(),
     }
 
 
-def _middle(results: list[dict[str, Any]]) -> dict[str, Any]:
+def arriving_items(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
+    """The workload with its arrivals, the same for every policy."""
+    items = workloads.items(options, rt)
+    if options.arrivals is None:
+        return items
+    return with_arrivals(items, options.arrivals, options.seed)
+
+
+def middle(results: list[dict[str, Any]]) -> dict[str, Any]:
     """The run of median throughput, and every run's throughput."""
     rates = [result["output_tokens_per_s"] for result in results]
-    middle = results[rates.index(statistics.median_low(rates))]
-    return {**middle, "output_tokens_per_s_of_every_run": rates}
+    median = results[rates.index(statistics.median_low(rates))]
+    return {**median, "output_tokens_per_s_of_every_run": rates}
 
 
 def _print_table(result: dict[str, Any]) -> None:
@@ -100,12 +110,17 @@ def _parser() -> argparse.ArgumentParser:
         description="Policies compared on one workload; prints a table and one JSON object.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    add_arguments(parser)
+    return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is asked and when, of which policies and memory, and how often."""
     add = parser.add_argument
     workloads.add_arguments(parser)
     add("--arrivals", default=None, help=ARRIVALS)
     add("--repeats", type=int, default=1, help="interleaved runs, of which the median counts")
     add_policy_options(parser, policies=DEFAULT, max_context=1024)
-    return parser
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,17 +22,13 @@ def replay(
     """Submit every item when it arrives; completions in the order given, and seconds in all."""
     begin_s = time.perf_counter()
     pending = {}
-    for index in sorted(range(len(items)), key=lambda i: items[i].arrival_s):
-        item = items[index]
-        wait_s = begin_s + item.arrival_s - time.perf_counter()
+    order = sorted(range(len(items)), key=lambda i: items[i].arrival_s)
+    for arrival_s, group in itertools.groupby(order, key=lambda i: items[i].arrival_s):
+        wait_s = begin_s + arrival_s - time.perf_counter()
         if wait_s > 0:
             time.sleep(wait_s)
-        pending[index] = rt.submit(
-            item.prompt_token_ids,
-            item.params(),
-            priority=item.priority,
-            deadline_s=item.deadline_s,
-        )
-    order = tqdm(range(len(items)), desc=label, unit="req", leave=False, delay=2)
-    done = [pending[index].result() for index in order]
+        together = list(group)
+        pending.update(zip(together, rt.submit_items([items[i] for i in together]), strict=True))
+    bar = tqdm(range(len(items)), desc=label, unit="req", leave=False, delay=2)
+    done = [pending[index].result() for index in bar]
     return done, time.perf_counter() - begin_s

@@ -36,6 +36,7 @@ from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
 from jaxserve.planning import Origin, StepTimes, measure
 from jaxserve.report import Report
 from jaxserve.scheduling.presets import get_policy
+from jaxserve.workload import WorkloadItem
 from jaxserve.workload.recorded import TraceWriter, check_is_free
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -254,6 +255,17 @@ class Runtime:
         answer = self._answer(request)
         self._loop.submit(answer)
         return Pending(self, answer)
+
+    def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
+        """Hand in requests of a workload that arrive now; they start in the same iteration.
+
+        Raises:
+          InvalidRequestError: one of its subclasses; then none is handed in.
+        """
+        now = self._clock.now()
+        answers = [self._answer(self._requests.build_item(item, now)) for item in items]
+        self._loop.submit(*answers)
+        return [Pending(self, answer) for answer in answers]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece]:
         """Yield an answer piece by piece; leaving the loop early cancels the request."""

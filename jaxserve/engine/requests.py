@@ -17,6 +17,7 @@ from jaxserve.core.errors import (
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.workload import WorkloadItem
 
 _OWN_IDS = "request-"
 
@@ -122,6 +123,20 @@ class RequestBuilder:
             priority=priority,
             deadline_s=deadline_s,
             conversation_id=conversation_id,
+        )
+
+    def build_item(self, item: WorkloadItem, arrival_s: float) -> Request:
+        """The request of a workload's item, which arrives at `arrival_s`.
+
+        Raises:
+          InvalidRequestError: one of its subclasses.
+        """
+        return self.build(
+            item.prompt_token_ids,
+            item.params(),
+            arrival_s,
+            priority=item.priority,
+            deadline_s=None if item.deadline_s is None else arrival_s + item.deadline_s,
         )
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:

@@ -70,10 +70,7 @@ def simulate(
         max_prompt_tokens=config.max_prompt_tokens,
         seed=0,
     )
-    answers = [
-        Answer(builder.build(item.prompt_token_ids, item.params(), item.arrival_s))
-        for item in items
-    ]
+    answers = [Answer(builder.build_item(item, item.arrival_s)) for item in items]
     arriving = deque(sorted(answers, key=lambda answer: answer.request.arrival_s))
     unsettled = list(answers)
     with tqdm(
@@ -83,10 +80,9 @@ def simulate(
             if not _take_in(engine, arriving, clock.now()) and _wait(engine, arriving, clock):
                 continue
             if any(news.sequence.finish_reason for news in engine.step()):
-                settled = [answer for answer in unsettled if answer.sequences and answer.settle()]
-                unsettled = [answer for answer in unsettled if not answer.future.done()]
-                for answer in settled:
-                    engine.recorder.request_ended(answer.future.result())
+                keep = engine.recorder.request_ended
+                settled = [a for a in unsettled if a.sequences and a.settle(keep)]
+                unsettled = [a for a in unsettled if not a.future.done()]
                 bar.update(len(settled))
     engine.stats.end_busy_period()
     completions = tuple(answer.future.result() for answer in answers)

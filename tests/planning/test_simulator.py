@@ -102,7 +102,7 @@ def test_the_schedule_is_the_device_s(policy):
     """All at once on a short pool: the same steps, preemptions and ends as a real run's."""
     items = [
         WorkloadItem(
-            prompt_token_ids=prompt, num_output_tokens=3 + 5 * i % 17, max_tokens=24 + i % 2
+            prompt_token_ids=prompt, num_output_tokens=20 + 5 * i % 17, max_tokens=40 + i % 2
         )
         for i, prompt in enumerate(random_prompts(12, longest=30))
     ]
