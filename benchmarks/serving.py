@@ -77,7 +77,11 @@ def parse_policies(names: str) -> list[Policy]:
 
 def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
     """What a result says about how it was made."""
-    return {name: value for name, value in vars(options).items() if name != "output"}
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(options).items()
+        if name != "output"
+    }
 
 
 @final

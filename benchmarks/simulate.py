@@ -16,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import policies
-from benchmarks.output import emit, run_or_explain
+from benchmarks.output import emit, run_or_explain, show
+from benchmarks.serving import arguments_of, parse_policies
 from jaxserve.core.metrics import summarise
 
 if TYPE_CHECKING:
@@ -54,14 +54,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from jaxserve import Runtime
     from jaxserve.planning import StepTimes, simulate
 
-    chosen = policies.chosen(options)
+    chosen = parse_policies(options.policies)
     runs: dict[str, list[dict[str, Any]]] = {policy.name: [] for policy in chosen}
     tables: list[StepTimes] = []
     items, config = [], None
     for repeat in range(options.repeats):
         for policy in chosen:
-            settings = policies.settings(options, policy)
-            with Runtime.from_pretrained(options.model, **settings) as rt:
+            with Runtime.from_pretrained(
+                options.model,
+                policy=policy,
+                max_slots=options.max_slots,
+                max_context=options.max_context,
+                kv_memory=options.kv_memory,
+            ) as rt:
                 items, config = policies.arriving_items(options, rt), rt.config
                 if options.step_times is None:
                     tables.append(rt.measure_step_times(rounds=1))
@@ -92,7 +97,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         }
     return {
         "benchmark": "simulate",
-        "arguments": policies.arguments_given(options),
+        "arguments": arguments_of(options),
         "policies": compared,
         "worst_error": max(abs(c[name]["error"]) for c in compared.values() for name in JUDGED),
         "machine_slowness": [_slowness(table, times) for table in tables],
@@ -124,18 +129,16 @@ def _slowness(table: StepTimes, median: StepTimes) -> float:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table("policy", box=None, header_style="bold")
-    for name in FIGURES:
-        table.add_column(name.removesuffix("_s").replace("_", " "), justify="right")
-        table.add_column("predicted", justify="right")
-        table.add_column("error", justify="right")
+    print("measured, predicted and the prediction's error:", file=sys.stderr)
+    names = [name.removesuffix("_s").replace("_", " ") for name in FIGURES]
+    table = Table("policy", *names, box=None, header_style="bold")
     for policy, compared in result["policies"].items():
-        cells = [
-            (f"{c['measured']:.4g}", f"{c['predicted']:.4g}", f"{c['error']:+.1%}")
-            for c in (compared[name] for name in FIGURES)
-        ]
-        table.add_row(policy, *(cell for triple in cells for cell in triple))
-    Console(stderr=True).print(table)
+        cells = (compared[name] for name in FIGURES)
+        table.add_row(
+            policy,
+            *(f"{c['measured']:7.4g} {c['predicted']:7.4g} {c['error']:+6.1%}" for c in cells),
+        )
+    show(table)
 
 
 def _parser() -> argparse.ArgumentParser:
