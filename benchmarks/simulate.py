@@ -11,17 +11,20 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from rich.table import Table
 
-from benchmarks import policies
+from benchmarks import policies, serving
 from benchmarks.output import emit, run_or_explain, show
 from benchmarks.serving import arguments_of, parse_policies
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.metrics import summarise
+from jaxserve.scheduling.policy import Policy
+from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:
     from jaxserve.planning import StepTimes
@@ -32,6 +35,8 @@ FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
     "latency_p99_s": lambda figures: figures["latency_s"]["p99"],
     "first_token_p50_s": lambda figures: figures["time_to_first_token_s"]["p50"],
 }
+# Of the engine, as real runs have them too.
+COUNTERS = ("num_steps", "num_iterations", "num_padding_tokens", "num_preemptions", "host_gap_s")
 # Those that the worst error is taken over.
 JUDGED = ("output_tokens_per_s", "latency_p99_s")
 
@@ -50,72 +55,76 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measured and predicted figures of every policy, and the errors of the predictions."""
     from benchmarks import environment
-    from benchmarks.replay import replay
-    from jaxserve import Runtime
-    from jaxserve.planning import StepTimes, simulate
+    from jaxserve.planning import StepTimes
 
     chosen = parse_policies(options.policies)
-    runs: dict[str, list[dict[str, Any]]] = {policy.name: [] for policy in chosen}
-    tables: list[StepTimes] = []
-    items, config = [], None
-    for repeat in range(options.repeats):
-        for policy in chosen:
-            with Runtime.from_pretrained(
-                options.model,
-                policy=policy,
-                max_slots=options.max_slots,
-                max_context=options.max_context,
-                kv_memory=options.kv_memory,
-            ) as rt:
-                items, config = policies.arriving_items(options, rt), rt.config
-                if options.step_times is None:
-                    tables.append(rt.measure_step_times(rounds=1))
-                elif not tables:
-                    tables.append(rt.load_step_times(options.step_times))
-                done, wall_s = replay(rt, items, label=f"{policy.name}, run {repeat + 1}")
-                figures = summarise(done, wall_s)
-                runs[policy.name].append({**figures, "num_steps": rt.stats().num_steps})
-    assert config is not None
+    played = [_play(options, policy) for _ in range(options.repeats) for policy in chosen]
+    tables = [each.step_times for each in played]
     times = StepTimes.median(tables)
     if options.save_step_times is not None:
         times.save(options.save_step_times)
-    compared = {}
+    runs = []
     for policy in chosen:
-        begin_s = time.perf_counter()
-        simulation = simulate(items, policy, config, times)
-        took_s = time.perf_counter() - begin_s
-        predicted = summarise(simulation.completions, simulation.wall_s)
-        measured = policies.middle(runs[policy.name])
-        compared[policy.name] = {
-            **_compare(measured, predicted),
-            "num_steps": {
-                "measured": measured["num_steps"],
-                "predicted": simulation.stats.num_steps,
-            },
-            "output_tokens_per_s_of_every_run": measured["output_tokens_per_s_of_every_run"],
-            "simulated_steps_per_s": simulation.stats.num_steps / took_s,
-        }
+        own = [each for each in played if each.policy is policy]
+        measured = policies.middle([each.figures for each in own])
+        predicted = _predict(own[0], times)
+        error = {name: of(predicted) / of(measured) - 1 for name, of in FIGURES.items()}
+        runs.append(
+            {"policy": policy.name, "measured": measured, "predicted": predicted, "error": error}
+        )
     return {
         "benchmark": "simulate",
         "arguments": arguments_of(options),
-        "policies": compared,
-        "worst_error": max(abs(c[name]["error"]) for c in compared.values() for name in JUDGED),
+        "runs": runs,
+        "worst_error": max(abs(run["error"][name]) for run in runs for name in JUDGED),
         "machine_slowness": [_slowness(table, times) for table in tables],
         "step_times": {k: v for k, v in asdict(times).items() if k != "origin"},
         **environment.describe(),
     }
 
 
-def _compare(measured: dict[str, Any], predicted: dict[str, Any]) -> dict[str, Any]:
-    compared = {}
-    for name, figure in FIGURES.items():
-        real, simulated = figure(measured), figure(predicted)
-        compared[name] = {
-            "measured": real,
-            "predicted": simulated,
-            "error": simulated / real - 1,
-        }
-    return compared
+@final
+@dataclass(frozen=True)
+class _Played:
+    """One run on the device, what was asked of it, and how long its steps take."""
+
+    policy: Policy
+    items: Sequence[WorkloadItem]
+    config: EngineConfig
+    step_times: StepTimes
+    figures: dict[str, Any]
+
+
+def _play(options: argparse.Namespace, policy: Policy) -> _Played:
+    from jaxserve import Runtime
+
+    with Runtime.from_pretrained(
+        options.model,
+        policy=policy,
+        max_slots=options.max_slots,
+        max_context=options.max_context,
+        kv_memory=options.kv_memory,
+    ) as rt:
+        items = policies.arriving_items(options, rt)
+        if options.step_times is None:
+            times = rt.measure_step_times(rounds=1)
+        else:
+            times = rt.load_step_times(options.step_times)
+        figures, _ = serving.measure(rt, items, label=policy.name)
+        return _Played(policy, items, rt.config, times, figures)
+
+
+def _predict(played: _Played, times: StepTimes) -> dict[str, Any]:
+    from jaxserve.planning import simulate
+
+    begin_s = time.perf_counter()
+    simulation = simulate(played.items, played.policy, played.config, times)
+    took_s = time.perf_counter() - begin_s
+    return {
+        **summarise(simulation.completions, simulation.wall_s),
+        "engine": {name: getattr(simulation.stats, name) for name in COUNTERS},
+        "simulated_steps_per_s": simulation.stats.num_steps / took_s,
+    }
 
 
 def _slowness(table: StepTimes, median: StepTimes) -> float:
@@ -132,12 +141,12 @@ def _print_table(result: dict[str, Any]) -> None:
     print("measured, predicted and the prediction's error:", file=sys.stderr)
     names = [name.removesuffix("_s").replace("_", " ") for name in FIGURES]
     table = Table("policy", *names, box=None, header_style="bold")
-    for policy, compared in result["policies"].items():
-        cells = (compared[name] for name in FIGURES)
-        table.add_row(
-            policy,
-            *(f"{c['measured']:7.4g} {c['predicted']:7.4g} {c['error']:+6.1%}" for c in cells),
+    for run in result["runs"]:
+        cells = (
+            f"{of(run['measured']):7.4g} {of(run['predicted']):7.4g} {run['error'][name]:+6.1%}"
+            for name, of in FIGURES.items()
         )
+        table.add_row(run["policy"], *cells)
     show(table)
 
 

@@ -169,13 +169,18 @@ def _flover(result: Result, link: str) -> str:
 def _simulate(result: Result, link: str) -> str:
     rows = []
     for i, _ in result.items("runs"):
-        measured = result.number("runs", i, "measured", "output_tokens_per_s")
-        predicted = result.number("runs", i, "predicted", "output_tokens_per_s")
-        policy = name(result.get("runs", i, "policy"))
-        rows.append([policy, _linked(measured, ".0f", link), f"{predicted:.0f}",
-                     f"{predicted / measured - 1:+.1%}"])  # fmt: skip
-    header = ("policy", "measured tokens/s", "predicted", "error")
-    return f"{_caption(result, 'Output tokens a second', link)}\n\n{_table(header, rows)}"
+        row = [name(result.get("runs", i, "policy"))]
+        for at, form in ((("output_tokens_per_s",), ".0f"), (("latency_s", "p99"), ".1f")):
+            measured = result.number("runs", i, "measured", *at)
+            predicted = result.number("runs", i, "predicted", *at)
+            error = f"{predicted / measured - 1:+.1%}"
+            row += [_linked(measured, form, link), f"{predicted:{form}}", error]
+        rows.append(row)
+    header = (
+        *("policy", "measured tokens/s", "predicted", "error"),
+        *("measured p99 latency, s", "predicted", "error"),
+    )
+    return f"{_caption(result, 'Measured and simulated', link)}\n\n{_table(header, rows)}"
 
 
 def _linked(value: float, form: str, link: str) -> str:

@@ -46,12 +46,12 @@ def test_a_decode_loop_costs_its_iterations():
 def test_a_mixed_step_costs_its_bucket_its_attention_and_its_head():
     """The body of 128 tokens, the head of 8 rows; rows of one token attend as when decoding."""
     times = made_up()
-    assert (CONFIG.token_buckets, CONFIG.head_buckets) == ((32, 128), (8,))
-    rows = (Row(0, 0, 0, 40, True), Row(1, 1, 499, 1, True))
-    cost = times.device_s(StepWork(_plan(rows), 820, (500,)))
-    assert cost == pytest.approx(128 + 0.82 + 1.0 + 0.5)
+    assert (CONFIG.token_buckets, CONFIG.head_buckets) == ((64, 128), (8,))
+    rows = (Row(0, 0, 0, 80, True), Row(1, 1, 499, 1, True))
+    cost = times.device_s(StepWork(_plan(rows), 3240, (500,)))
+    assert cost == pytest.approx(128 + 3.24 + 1.0 + 0.5)
     rows = (Row(0, 0, 0, 20, False),)
-    assert times.device_s(StepWork(_plan(rows), 210, (0,))) == pytest.approx(32 + 0.21)
+    assert times.device_s(StepWork(_plan(rows), 210, (0,))) == pytest.approx(64 + 0.21)
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path):
