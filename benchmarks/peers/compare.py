@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from tqdm import tqdm
 
 from benchmarks.peers.catalogue import GROUPS, Peer
@@ -135,7 +135,8 @@ def summarise(runs: Mapping[str, Runs]) -> dict[str, dict[str, Any]]:
 def print_table(comparison: Mapping[str, Any]) -> None:
     """The comparison for people, on stderr."""
     table = Table(
-        "engine", "tokens/s", "jaxserve is faster by", "start-up s", "peak GiB", "same answers", "",
+        Column("engine", no_wrap=True), "tokens/s", "ours is faster by", "start-up s", "peak GiB",
+        "same answers", "",
         box=None, header_style="bold",
     )  # fmt: skip
     best = {name: f"best of {group}" for group, name in comparison["best_of"].items()}
