@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.core.errors import UnsupportedModelError
+from pallas_kernels import matmul
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -113,7 +114,17 @@ def rope_tables(
     frequencies = jnp.asarray(inverse_frequencies(head_dim, theta, scaling), jnp.float32)
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     factor = 1.0 if scaling is None else scaling.attention_factor
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    both = _computed_once(jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1) * factor)
+    return both[:, : head_dim // 2], both[:, head_dim // 2 :]
+
+
+def _computed_once(x: jax.Array) -> jax.Array:
+    """`x` [rows, columns], behind an operation that XLA does not fuse with what comes after.
+
+    On the CPU it would compute sines anew for every head of every layer, a tenth of a decode step,
+    and it drops `lax.optimization_barrier` before it fuses. A product with ones and zeros is exact.
+    """
+    return matmul(x, jnp.eye(x.shape[1])) if jax.default_backend() == "cpu" else x
 
 
 def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
