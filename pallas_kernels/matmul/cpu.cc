@@ -28,10 +28,14 @@ constexpr int kVectors = 3;             // with kTile rows, as many sums as ther
 constexpr int kPanel = kVectors * W;    // columns
 constexpr int kRows = 128;              // rows of x of one item, at most
 constexpr int kPacksFrom = 64;          // rows for which it pays to copy the weight
-// Of a block of the weight that is multiplied in place, in L2: columns, in panels, and rows.
-constexpr int kWidest = 16;
-constexpr int kDeepest = 64;
-constexpr int kDeepestPacked = 576;         // rows of a packed block, one panel wide, in L2
+
+// A block of the weight, in panels and rows: in L2 if it is multiplied in place, a panel of it in L1
+// if that is copied first. Rows of a transposed weight are read in longer runs.
+struct Block {
+  int64_t width, depth;
+};
+constexpr Block kInPlace = {16, 64}, kPacked = {4, 128}, kTransposed = {1, 576};
+
 constexpr int64_t kWorthAThread = 1 << 18;  // multiply-adds below which threads do not pay
 
 struct Problem {
@@ -55,9 +59,9 @@ struct Problem {
 void Problem::cut(int64_t threads) {
   const int64_t panels = (n + kPanel - 1) / kPanel;
   packs = transposed || m >= kPacksFrom;
-  width = packs ? 1 : std::clamp<int64_t>(panels / (2 * threads), 1, kWidest);
-  const int64_t deepest = packs ? kDeepestPacked : kDeepest;
-  const int64_t blocks = (k + deepest - 1) / deepest;
+  const Block most = transposed ? kTransposed : packs ? kPacked : kInPlace;
+  width = std::clamp<int64_t>(panels / (2 * threads), 1, most.width);
+  const int64_t blocks = (k + most.depth - 1) / most.depth;
   depth = ((k + blocks - 1) / blocks + W - 1) / W * W;
   strips = (panels + width - 1) / width;
   row_blocks = (m + kRows - 1) / kRows;
