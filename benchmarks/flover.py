@@ -16,7 +16,7 @@ from typing import Any, final
 
 from tqdm import tqdm
 
-from benchmarks.output import emit, run_or_explain
+from benchmarks.output import command
 from benchmarks.serving import (
     DEFAULT,
     VARIANTS,
@@ -48,12 +48,7 @@ WITHOUT_SHUFFLE = VARIANTS["flover_without_shuffle"]
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, and write the result; the exit code."""
-    options = _parser().parse_args(arguments)
-    result = run_or_explain(run, options)
-    if result is None:
-        return 2
-    emit(result, options.output)
-    return 0
+    return command(run, _parser().parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.output import emit, run_or_explain
+from benchmarks.output import command
 from benchmarks.peers.options import add_arguments, any_failed, peers_of, run_peers
 from jaxserve.core.metrics import summarise
 from jaxserve.workload import WorkloadItem, random_items
@@ -30,12 +30,7 @@ WORKLOADS = ("sharegpt", "random")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, and write the result; the exit code."""
-    options = _parser().parse_args(arguments)
-    result = run_or_explain(run, options)
-    if result is None:
-        return 2
-    emit(result, options.output)
-    return 1 if result["num_failed"] or any_failed(result["compare"]) else 0
+    return command(run, _parser().parse_args(arguments), is_whole=_is_whole)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -84,6 +79,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "compare": run_peers(options, peers, items, batch_size=engine.max_slots, settings=settings),
         **environment.describe(),
     }
+
+
+def _is_whole(result: dict[str, Any]) -> bool:
+    return not result["num_failed"] and not any_failed(result["compare"])
 
 
 def _compared_with_bound(

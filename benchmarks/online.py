@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks import sweep, workloads
-from benchmarks.output import emit, run_or_explain, show
+from benchmarks.output import command, show
 from benchmarks.serving import Runtimes, add_policy_options, arguments_of, measure, parse_policies
 from jaxserve.core.metrics import goodput
 from jaxserve.workload import WorkloadItem
@@ -26,13 +26,7 @@ START_SHARE = 0.5
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, and write the result; the exit code."""
-    options = _parser().parse_args(arguments)
-    result = run_or_explain(run, options)
-    if result is None:
-        return 2
-    _print_table(result)
-    emit(result, options.output)
-    return 0
+    return command(run, _parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

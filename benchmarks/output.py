@@ -17,13 +17,28 @@ from jaxserve.core.errors import JaxserveError
 Run = Callable[[argparse.Namespace], dict[str, Any]]
 
 
-def run_or_explain(run: Run, options: argparse.Namespace) -> dict[str, Any] | None:
-    """The result of `run`; None after saying on stderr what was wrong with the options."""
+def command(
+    run: Run,
+    options: argparse.Namespace,
+    *,
+    show_result: Callable[[dict[str, Any]], None] | None = None,
+    is_whole: Callable[[dict[str, Any]], bool] = lambda _: True,
+) -> int:
+    """What `main` of a benchmark does: run, show the result on stderr, and let it out.
+
+    Returns:
+      The exit code: 0, 1 for a result that is not `is_whole`, 2 after saying on stderr what was
+      wrong with the options.
+    """
     try:
-        return run(options)
+        result = run(options)
     except JaxserveError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return None
+        return 2
+    if show_result is not None:
+        show_result(result)
+    emit(result, options.output)
+    return 0 if is_whole(result) else 1
 
 
 def show(table: Table) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from benchmarks import workloads
-from benchmarks.output import emit, run_or_explain, show
+from benchmarks.output import command, show
 from benchmarks.serving import DEFAULT, add_policy_options, arguments_of, parse_policies
 from jaxserve.core.metrics import summarise
 from jaxserve.workload import WorkloadItem
@@ -29,13 +29,7 @@ ARRIVALS = "all, constant:SECONDS or poisson:RATE; all by default, or as they we
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, and write the result; the exit code."""
-    options = _parser().parse_args(arguments)
-    result = run_or_explain(run, options)
-    if result is None:
-        return 2
-    _print_table(result)
-    emit(result, options.output)
-    return 0
+    return command(run, _parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

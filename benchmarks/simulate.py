@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 from rich.table import Table
 
 from benchmarks import policies, serving
-from benchmarks.output import emit, run_or_explain, show
+from benchmarks.output import command, show
 from benchmarks.serving import arguments_of, parse_policies
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.metrics import summarise
@@ -43,13 +43,7 @@ JUDGED = ("output_tokens_per_s", "latency_p99_s")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, and write the result; the exit code."""
-    options = _parser().parse_args(arguments)
-    result = run_or_explain(run, options)
-    if result is None:
-        return 2
-    _print_table(result)
-    emit(result, options.output)
-    return 0
+    return command(run, _parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

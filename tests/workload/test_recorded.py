@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from dataclasses import replace
@@ -198,12 +199,15 @@ def test_files_that_cannot_be_read_or_written(trace, tmp_path):
         read(trace)
 
 
-def test_a_full_disk_ends_the_recording_only(caplog):
+def test_a_full_disk_ends_the_recording_only(tmp_path, monkeypatch, caplog):
     """The error is logged once, and later requests are served as if nothing were recorded."""
     request = _request()
-    if not Path("/dev/full").exists():
-        pytest.skip("needs a device that is always full")
-    writer = TraceWriter("/dev/full", origin_s=0.0)
+    writer = TraceWriter(tmp_path / "run.jsonl", origin_s=0.0)
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writer._file, "flush", full)
     for _ in range(2):
         writer.append(request, _completion(request, 4, 4))
     assert caplog.text.count("ends here") == 1
