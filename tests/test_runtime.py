@@ -29,6 +29,7 @@ from jaxserve.core.errors import (
     UnknownModelError,
 )
 from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.runtime import runtime as runtime_module
 from jaxserve.workload import recorded
 from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, letter_tokenizer, random_prompts, tiny_llama
 
@@ -321,16 +322,16 @@ def test_cancel_returns_what_was_generated(runtime):
 def test_ctrl_c_returns_what_is_finished(runtime, monkeypatch):
     """An interrupt during generate cancels the rest and returns every request."""
     calls = iter([KeyboardInterrupt])
-    original = Runtime._wait
+    original = runtime_module.wait
 
-    def interrupted(self, answers, show):
+    def interrupted(answers, *, progress):
         answers[0].future.result(30)
         error = next(calls, None)
         if error is not None:
             raise error
-        original(self, answers, show)
+        original(answers, progress=progress)
 
-    monkeypatch.setattr(Runtime, "_wait", interrupted)
+    monkeypatch.setattr(runtime_module, "wait", interrupted)
     params = [SamplingParams(max_tokens=2), *[SamplingParams(max_tokens=None)] * 20]
     completions = runtime.generate(random_prompts(21, longest=20), params)
     assert completions[0].finish_reason == "length"

@@ -6,18 +6,15 @@ import asyncio
 import queue
 import weakref
 from collections.abc import AsyncGenerator, Generator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast, final, overload
 
 from flax import nnx
-from tqdm import tqdm
 
 from jaxserve.core.clock import WallClock
-from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
+from jaxserve.core.errors import InvalidRequestError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
@@ -35,54 +32,13 @@ from jaxserve.engine.loop import EngineLoop
 from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
 from jaxserve.planning import Origin, StepTimes, measure
 from jaxserve.report import Report
+from jaxserve.runtime.batches import Params, for_each, only, wait
+from jaxserve.runtime.pending import Pending
+from jaxserve.runtime.stats import RuntimeStats
+from jaxserve.runtime.streams import raise_error, still_open
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.recorded import TraceWriter, check_is_free
-
-Params = SamplingParams | Sequence[SamplingParams] | None
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class RuntimeStats:
-    """Counters since the start, and what memory is used for; see `EngineStats`."""
-
-    num_steps: int
-    num_decode_loops: int
-    num_iterations: int
-    num_tokens: int
-    num_padding_tokens: int
-    num_preemptions: int
-    num_compilations: int
-    busy_s: float
-    host_gap_s: float
-    num_pages: int
-    max_pages_owned: int
-    page_size: int
-    pool_bytes: int
-    weights_bytes: int
-    step_bytes: int
-
-
-@final
-class Pending:
-    """A submitted request."""
-
-    def __init__(self, runtime: Runtime, answer: Answer):
-        self._runtime = runtime
-        self._answer = answer
-
-    @property
-    def request_id(self) -> str:
-        return self._answer.request.id
-
-    def result(self, timeout_s: float | None = None) -> Completion:
-        """Wait for the completion. Raises TimeoutError; the request then goes on."""
-        return self._answer.future.result(timeout_s)
-
-    def cancel(self) -> None:
-        """End it as it stands; `result` then returns what was generated."""
-        self._runtime.cancel(self.request_id)
 
 
 @final
@@ -218,11 +174,11 @@ class Runtime:
         """
         batch, single = as_batch(prompts)
         if single:
-            completion = self._run(batch, [_only(params)], progress)[0]
+            completion = self._run(batch, [only(params)], progress)[0]
             if completion.error is not None:
                 raise completion.error
             return completion
-        return self._run(batch, _for_each(params, len(batch)), progress)
+        return self._run(batch, for_each(params, len(batch)), progress)
 
     def submit(
         self,
@@ -254,7 +210,7 @@ class Runtime:
         )
         answer = self._answer(request)
         self._loop.submit(answer)
-        return Pending(self, answer)
+        return Pending(answer, self.cancel)
 
     def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
         """Hand in requests of a workload that arrive now; they start in the same iteration.
@@ -265,7 +221,7 @@ class Runtime:
         now = self._clock.now()
         answers = [self._answer(self._requests.build_item(item, now)) for item in items]
         self._loop.submit(*answers)
-        return [Pending(self, answer) for answer in answers]
+        return [Pending(answer, self.cancel) for answer in answers]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece]:
         """Yield an answer piece by piece; leaving the loop early cancels the request."""
@@ -275,17 +231,17 @@ class Runtime:
         try:
             while open_samples:
                 piece = pieces.get()
-                open_samples = _still_open(open_samples, piece)
+                open_samples = still_open(open_samples, piece)
                 yield piece
         finally:
             if open_samples:
                 self.cancel(answer.request.id)
-        _raise_error(answer)
+        raise_error(answer)
 
     async def agenerate(self, prompts: Any, params: Params = None) -> Any:
         """`generate` for asyncio; cancelling the task cancels its requests."""
         batch, single = as_batch(prompts)
-        each = [_only(params)] if single else _for_each(params, len(batch))
+        each = [only(params)] if single else for_each(params, len(batch))
         answers = self._submit_all(batch, each)
         running = [a for a in answers if isinstance(a, Answer)]
         try:
@@ -315,12 +271,12 @@ class Runtime:
         try:
             while open_samples:
                 piece = await pieces.get()
-                open_samples = _still_open(open_samples, piece)
+                open_samples = still_open(open_samples, piece)
                 yield piece
         finally:
             if open_samples:
                 self.cancel(answer.request.id)
-        _raise_error(answer)
+        raise_error(answer)
 
     def cancel(self, request_id: str) -> None:
         """End a request as it stands; one that has ended already is left alone."""
@@ -330,20 +286,10 @@ class Runtime:
 
     def stats(self) -> RuntimeStats:
         """A snapshot of the counters."""
-        stats = self._engine.stats
-        return RuntimeStats(
-            num_steps=stats.num_steps,
-            num_decode_loops=stats.num_decode_loops,
-            num_iterations=stats.num_iterations,
-            num_tokens=stats.num_tokens,
-            num_padding_tokens=stats.num_padding_tokens,
-            num_preemptions=stats.num_preemptions,
+        return RuntimeStats.of(
+            self._engine.stats,
+            self.config,
             num_compilations=self._executor.num_compilations,
-            busy_s=stats.busy_s,
-            host_gap_s=stats.host_gap_s,
-            num_pages=self.config.num_pages,
-            max_pages_owned=stats.max_pages_owned,
-            page_size=self.config.page_size,
             pool_bytes=self._pool_size.pool_bytes,
             weights_bytes=self._weights_bytes,
             step_bytes=self._pool_size.step_bytes,
@@ -408,11 +354,11 @@ class Runtime:
         running = [a for a in answers if isinstance(a, Answer)]
         show = self.options.progress if progress is None else progress
         try:
-            self._wait(running, show)
+            wait(running, progress=show)
         except KeyboardInterrupt:
             for answer in running:
                 self.cancel(answer.request.id)
-            self._wait(running, False)
+            wait(running, progress=False)
         return [a.future.result() if isinstance(a, Answer) else a for a in answers]
 
     def _submit_all(
@@ -429,29 +375,6 @@ class Runtime:
                 answers.append(failed_completion("refused", (), error, timing))
         self._loop.submit(*(a for a in answers if isinstance(a, Answer)))
         return answers
-
-    def _wait(self, answers: Sequence[Answer], show: bool) -> None:
-        done: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
-        for answer in answers:
-            answer.future.add_done_callback(done.put)
-        num_waiting, num_tokens = len(answers), 0
-        with tqdm(
-            total=num_waiting,
-            desc="generating",
-            unit="req",
-            leave=False,
-            delay=2,
-            miniters=0,
-            disable=not show,
-        ) as bar:
-            while num_waiting:
-                with suppress(queue.Empty):  # the time-out lets Ctrl-C through and the bar tick
-                    completion = done.get(timeout=0.5).result()
-                    num_waiting -= 1
-                    num_tokens += sum(len(s.token_ids) for s in completion.samples)
-                elapsed = bar.format_dict["elapsed"] or 1.0
-                bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
-                bar.update(len(answers) - num_waiting - bar.n)
 
     def _start(self, prompt: Prompt, params: SamplingParams | None, sink: PieceSink) -> Answer:
         request = self._requests.build(prompt, params or SamplingParams(), self._clock.now())
@@ -472,35 +395,3 @@ def _shut_down(loop: EngineLoop, executor: DeviceExecutor, trace: TraceWriter | 
     executor.close()
     if trace is not None:
         trace.close()
-
-
-def _only(params: Params) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
-    if isinstance(params, SamplingParams):
-        return params
-    if len(params) == 1:
-        return params[0]
-    raise InvalidConfigError(f"{len(params)} SamplingParams for one prompt; give one")
-
-
-def _for_each(params: Params, count: int) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise InvalidConfigError(
-            f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each"
-        )
-    return params
-
-
-def _still_open(open_samples: int, piece: Piece) -> int:
-    if piece.finish_reason == "error":
-        return 0
-    return open_samples - (piece.finish_reason is not None)
-
-
-def _raise_error(answer: Answer) -> None:
-    error = answer.future.result().error
-    if error is not None:
-        raise error
