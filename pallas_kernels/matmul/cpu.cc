@@ -5,6 +5,8 @@
 // with each panel of the block, sums in registers; meanwhile it fetches the next block. So the
 // weight is read from memory once, in long runs, whatever the number of rows of x. With many rows,
 // or a transposed weight, a panel of the block is first copied into the order in which it is used.
+// With few rows of x there is little to multiply and all depends on reading: a strip is then read
+// row by row, and the sums wait in L1.
 //
 // Each output is one chain of fused multiply-adds in the order of the inner dimension: its bits
 // depend neither on the number of rows nor on how the work was cut or shared out.
@@ -27,6 +29,8 @@ constexpr int kTile = W == 16 ? 8 : 4;  // rows of x that are multiplied at once
 constexpr int kVectors = 3;             // with kTile rows, as many sums as there are registers
 constexpr int kPanel = kVectors * W;    // columns
 constexpr int kRows = 128;              // rows of x of one item, at most
+constexpr int kFew = 8;                 // rows for which all depends on reading the weight
+constexpr int kAbreast = 4;             // rows of the weight that few rows of x read together
 constexpr int kPacksFrom = 64;          // rows for which it pays to copy the weight
 
 // A block of the weight, in panels and rows: in L2 if it is multiplied in place, a panel of it in L1
@@ -46,6 +50,7 @@ struct Problem {
   bool transposed;
 
   // How the work is cut.
+  bool streams;               // few rows of x, and a weight that is not transposed
   bool packs;                 // a panel is copied before it is used
   int64_t depth;              // rows of a block
   int64_t width;              // panels of a strip
@@ -58,9 +63,10 @@ struct Problem {
 
 void Problem::cut(int64_t threads) {
   const int64_t panels = (n + kPanel - 1) / kPanel;
+  streams = m <= kFew && !transposed;
   packs = transposed || m >= kPacksFrom;
   const Block most = transposed ? kTransposed : packs ? kPacked : kInPlace;
-  width = std::clamp<int64_t>(panels / (2 * threads), 1, most.width);
+  width = std::clamp<int64_t>(panels / (streams ? threads : 2 * threads), 1, most.width);
   const int64_t blocks = (k + most.depth - 1) / most.depth;
   depth = ((k + blocks - 1) / blocks + W - 1) / W * W;
   strips = (panels + width - 1) / width;
@@ -170,15 +176,60 @@ void multiply(const float* __restrict x, int64_t x_stride, const float* __restri
     for (int v = 0; v < kVectors; ++v) store(total + r * kPanel + v * W, sum[r][v]);
 }
 
+// y = x * w for R rows of x and a strip of columns, its rows read kAbreast at a time.
+template <int R>
+void stream(const Problem& p, int64_t first, int64_t columns) {
+  alignas(64) float total[R][kInPlace.width * kPanel] = {};
+  const auto add_rows = [&](auto depth, int64_t k0) __attribute__((always_inline)) {
+    const float* w = p.w + k0 * p.n + first;
+    Float<W> a[R][depth], b[depth];
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < depth; ++i) a[r][i] = p.x[r * p.k + k0 + i] - Float<W>{};
+    int64_t c = 0;
+    for (; c + W <= columns; c += W) {
+#pragma GCC unroll 4
+      for (int i = 0; i < depth; ++i) {
+        __builtin_prefetch(w + (i + depth) * p.n + c, 0, 2);
+        b[i] = load<W>(w + i * p.n + c);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        Float<W> sum = load<W>(total[r] + c);
+#pragma GCC unroll 4
+        for (int i = 0; i < depth; ++i) sum += a[r][i] * b[i];
+        store(total[r] + c, sum);
+      }
+    }
+    for (; c < columns; ++c)
+      for (int r = 0; r < R; ++r)
+        for (int i = 0; i < depth; ++i) total[r][c] += a[r][i][0] * w[i * p.n + c];
+  };
+  int64_t k0 = 0;
+  for (; k0 + kAbreast <= p.k; k0 += kAbreast) add_rows(std::integral_constant<int, kAbreast>(), k0);
+  for (; k0 < p.k; ++k0) add_rows(std::integral_constant<int, 1>(), k0);
+  for (int r = 0; r < R; ++r) std::copy_n(total[r], columns, p.y + r * p.n + first);
+}
+
 using Multiply = decltype(&multiply<1>);
 template <int... r>
-inline Multiply multiply_of(int rows, std::integer_sequence<int, r...>) {
+Multiply multiply_of(int rows, std::integer_sequence<int, r...>) {
   static constexpr Multiply table[] = {multiply<r + 1>...};
+  return table[rows - 1];
+}
+
+using Stream = decltype(&stream<1>);
+template <int... r>
+Stream stream_of(int rows, std::integer_sequence<int, r...>) {
+  static constexpr Stream table[] = {stream<r + 1>...};
   return table[rows - 1];
 }
 
 void product(const Problem& p, int64_t item, int64_t item_after) {
   const int64_t first = p.first_column(item), m0 = p.first_row(item);
+  if (p.streams) {
+    const int64_t columns = std::min(p.width * kPanel, p.n - first);
+    return stream_of(p.m, std::make_integer_sequence<int, kFew>())(p, first, columns);
+  }
   const int64_t rows = std::min<int64_t>(kRows, p.m - m0), tiles = (rows + kTile - 1) / kTile;
   const int64_t panels = std::min(p.width, (p.n - first + kPanel - 1) / kPanel);
   static thread_local std::vector<float> scratch;
