@@ -64,7 +64,7 @@ def compare(
         figures[name] |= {"requirements": peer.environment.requirements, "note": peer.note}
     return {
         "batch_size": batch_size,
-        "repeats": repeats,
+        "repeats": max(len(engine.results) for engine in runs.values()),
         "engines": figures,
         "best_of": _best_of(figures),
     }
@@ -80,7 +80,7 @@ def interleave(
 ) -> dict[str, Runs]:
     """Run every engine in turn, `repeats` times; one that fails is not run again.
 
-    `lengths` of the answers are checked.
+    `lengths` of the answers are checked. Ctrl-C keeps the rounds that all engines have ended.
     """
     runs = {name: Runs() for name in commands}
     turns = [name for _ in range(repeats) for name in commands]
@@ -97,6 +97,13 @@ def interleave(
                 runs[name].results.append(result)
             except PeerError as error:
                 runs[name].error = _explained(name, error)
+            except KeyboardInterrupt:
+                whole = min((len(r.results) for r in runs.values() if r.error is None), default=0)
+                if whole == 0:
+                    raise
+                for engine in runs.values():
+                    del engine.results[whole:]
+                break
     return runs
 
 
