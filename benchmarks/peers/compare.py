@@ -6,8 +6,8 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -18,6 +18,7 @@ from tqdm import tqdm
 from benchmarks.peers.catalogue import GROUPS, Peer
 from benchmarks.peers.job import write_job, write_models
 from benchmarks.peers.processes import PeerError, run
+from benchmarks.roofline import measure_machine
 from jaxserve.workload import WorkloadItem
 
 OURS = "jaxserve"
@@ -57,7 +58,8 @@ def compare(
         models = write_models(source, Path(folder))
         job = Path(folder) / "job.json"
         write_job(job, models, items, batch_size=batch_size, settings=settings)
-        runs = interleave(commands, job, [i.num_output_tokens for i in items], repeats=repeats)
+        lengths = [item.num_output_tokens for item in items]
+        runs = interleave(commands, job, lengths, repeats=repeats, gauge=_gauge)
     runs |= {name: Runs(error=error) for name, error in failed.items()}
     figures = summarise(runs)
     for name, peer in peers.items():
@@ -77,10 +79,13 @@ def interleave(
     *,
     repeats: int,
     limit_s: float = RUN_LIMIT_S,
+    gauge: Callable[[], Any] = lambda: None,
 ) -> dict[str, Runs]:
     """Run every engine in turn, `repeats` times; one that fails is not run again.
 
-    `lengths` of the answers are checked. Ctrl-C keeps the rounds that all engines have ended.
+    `lengths` of the answers are checked. `gauge` says what the machine reaches, before every run:
+    machines that are shared do not reach the same every minute. Ctrl-C keeps the rounds that all
+    engines have ended.
     """
     runs = {name: Runs() for name in commands}
     turns = [name for _ in range(repeats) for name in commands]
@@ -89,11 +94,13 @@ def interleave(
             if runs[name].error is not None:
                 continue
             bar.set_description(name)
+            machine = gauge()
             try:
                 result = _run_once(
                     [*commands[name], str(job)], job.with_name(f"{name}.log"), limit_s
                 )
                 _check(result, lengths)
+                result["machine"] = machine
                 runs[name].results.append(result)
             except PeerError as error:
                 runs[name].error = _explained(name, error)
@@ -134,6 +141,7 @@ def summarise(runs: Mapping[str, Runs]) -> dict[str, dict[str, Any]]:
             "peak_host_bytes": max((r["peak_bytes"] for r in engine.results), default=None),
             "output_tokens_per_s_of_every_run": rates,
             "startup_s_of_every_run": starts,
+            "machine_before_every_run": [result["machine"] for result in engine.results],
             "error": engine.error,
         }
     return figures
@@ -163,6 +171,10 @@ def print_table(comparison: Mapping[str, Any]) -> None:
             figures["error"] or best.get(name, ""),
         )
     Console(stderr=True).print(table)
+
+
+def _gauge() -> dict[str, float]:
+    return asdict(measure_machine("float32"))
 
 
 def _run_once(command: Sequence[str], log: Path, limit_s: float) -> dict[str, Any]:
