@@ -21,7 +21,7 @@ from jaxserve.workload import WorkloadItem, random_items
 
 if TYPE_CHECKING:
     from jaxserve.core.config import EngineConfig
-    from jaxserve.models.config import LlamaConfig
+    from jaxserve.models.families.llama import LlamaConfig
     from jaxserve.report import Report
     from jaxserve.runtime import Runtime
 

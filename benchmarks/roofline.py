@@ -17,7 +17,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.config import LlamaConfig
+from jaxserve.models.families.llama import LlamaConfig
 
 _LARGE = 2048  # rows and columns of the product whose rate is the machine's
 _MATRIX_BYTES = 256 << 20  # of the matrix that is read: larger than any cache

@@ -15,7 +15,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.engine.sampler import SamplingNeeds, sample
 from jaxserve.engine.slots import empty_slots
 from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
-from jaxserve.models.config import LlamaConfig
+from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.report import Report
 from pallas_kernels import Rows, matmul
 

@@ -52,6 +52,18 @@ def call(
     return implementations["xla"](**arguments)
 
 
+def is_partitioned() -> bool:
+    """Whether what is traced now is for XLA to cut over a mesh; inside `shard_map` it is not."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return False
+    manual = jax.sharding.AxisType.Manual
+    return any(
+        size > 1 and kind != manual
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )
+
+
 @functools.cache
 def _log_choice(operation: str, name: str, platform: str, reason: str) -> None:
     _logger.info("%s: %s on %s (%s)", operation, name, platform, reason)

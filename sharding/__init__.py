@@ -1,11 +1,12 @@
 """Device meshes and the rules that place parameters and caches on them."""
 
-from sharding.mesh import MESH_AXES, make_mesh
+from sharding.mesh import MESH_AXES, check_tensor_axis, make_mesh
 from sharding.rules import DEFAULT_RULES, named_sharding, partition_spec, state_shardings
 
 __all__ = [
     "DEFAULT_RULES",
     "MESH_AXES",
+    "check_tensor_axis",
     "make_mesh",
     "named_sharding",
     "partition_spec",

@@ -12,6 +12,29 @@ from jax.sharding import Mesh
 MESH_AXES = ("data", "stage", "tensor")
 
 
+def check_tensor_axis(mesh: Mesh, *, num_heads: int, num_kv_heads: int, num_mlp_parts: int) -> None:
+    """Whether a model's layers can be shared out over the mesh's `tensor` axis.
+
+    KV heads must divide among the shards, or the shards among the KV heads, each of which is then
+    held by several.
+
+    Raises:
+      ValueError: saying which sizes can be used.
+    """
+
+    def fits(shards: int) -> bool:
+        kv = num_kv_heads % shards == 0 or shards % num_kv_heads == 0
+        return num_heads % shards == 0 and num_mlp_parts % shards == 0 and kv
+
+    shards = mesh.shape.get("tensor", 1)
+    if not fits(shards):
+        allowed = [size for size in range(1, num_heads + 1) if fits(size)]
+        raise ValueError(
+            f"a tensor axis of {shards} does not divide {num_heads} query heads, {num_kv_heads} KV "
+            f"heads and an MLP of {num_mlp_parts} parts; use one of {allowed}"
+        )
+
+
 def make_mesh(
     *,
     data: int = 1,

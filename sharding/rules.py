@@ -8,16 +8,18 @@ from types import MappingProxyType
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-LOGICAL_AXES = ("vocab", "embed", "heads", "kv_heads", "mlp", "layers")
+# A size that its mesh axis does not divide is replicated: fewer KV heads than shards, and
+# vocabularies such as GPT-2's 50257.
+REPLICATED_IF_UNEVEN = ("kv_heads", "vocab")
 
 # Logical axis -> mesh axis; None is replicated.
 DEFAULT_RULES: Mapping[str, str | None] = MappingProxyType(
     {
         "vocab": "tensor",
         "embed": None,
-        "heads": "tensor",
         "kv_heads": "tensor",
         "mlp": "tensor",
+        "experts": "tensor",
         "layers": "stage",
     }
 )
@@ -52,14 +54,20 @@ def named_sharding(
 ) -> NamedSharding:
     """Where an array of this shape lives on `mesh`.
 
-    Mesh axes that `mesh` lacks replicate. Raises ValueError when the names do not fit the shape,
-    or when a dimension does not divide by its mesh axis.
+    Mesh axes that `mesh` lacks replicate, as do those of `REPLICATED_IF_UNEVEN`.
+
+    Raises:
+      ValueError: the names do not fit the shape, or a dimension does not divide by its mesh axis.
     """
     if len(logical_axes) != len(shape):
         raise ValueError(f"logical axes {tuple(logical_axes)} do not fit the shape {tuple(shape)}")
     entries = [axis if axis in mesh.shape else None for axis in partition_spec(logical_axes, rules)]
-    for size, name, axis in zip(shape, logical_axes, entries, strict=True):
-        if axis is not None and size % mesh.shape[axis]:
+    for i, (size, name, axis) in enumerate(zip(shape, logical_axes, entries, strict=True)):
+        if axis is None or size % mesh.shape[axis] == 0:
+            continue
+        if name in REPLICATED_IF_UNEVEN:
+            entries[i] = None
+        else:
             raise ValueError(
                 f"logical axis {name!r} of size {size} does not divide by mesh axis {axis!r} of "
                 f"size {mesh.shape[axis]}; use a mesh whose {axis!r} size divides it"

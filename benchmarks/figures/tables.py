@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from benchmarks.figures.flover_charts import runs_of
 from benchmarks.figures.results import Result, bound_name
@@ -114,11 +115,19 @@ def _policies(result: Result, link: str) -> str:
         )
     arguments = result.get("arguments")
     what = (
-        f"{arguments['num_requests']} {arguments['workload']} requests, arrivals "
-        f"{arguments['arrivals']}, {arguments['model']}"
+        f"{arguments['num_requests']} {arguments['workload']} requests, {_when(arguments)}, "
+        f"{arguments['model']}"
     )
     header = ("policy", "output tokens/s", "latency, median", "99th percentile", "first token")
     return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+
+
+def _when(arguments: Mapping[str, Any]) -> str:
+    """When a workload's requests come, in words."""
+    arrivals = arguments["arrivals"]
+    if arrivals is None and arguments["workload"].startswith("recorded:"):
+        return "as they were recorded"
+    return "all at once" if arrivals in (None, "all") else f"arrivals {arrivals}"
 
 
 def _online(result: Result, link: str) -> str:

@@ -39,6 +39,7 @@ def chat(
     dtype: opt.DType = None,
     kv_memory: opt.KvMemory = None,
     max_context: opt.MaxContext = None,
+    tensor_parallel: opt.TensorParallel = 1,
     record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -64,6 +65,7 @@ def chat(
             dtype=dtype,
             kv_memory=kv_memory,
             max_context=max_context,
+            tensor_parallel=tensor_parallel,
             max_slots=1,
             record=record,
             quiet=quiet,

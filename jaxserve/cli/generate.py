@@ -74,6 +74,7 @@ def generate(
     kv_memory: opt.KvMemory = None,
     max_slots: opt.MaxSlots = None,
     max_context: opt.MaxContext = None,
+    tensor_parallel: opt.TensorParallel = 1,
     record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -109,6 +110,7 @@ def generate(
                 kv_memory=kv_memory,
                 max_slots=max_slots,
                 max_context=max_context,
+                tensor_parallel=tensor_parallel,
                 record=record,
                 quiet=quiet,
             ) as rt,

@@ -60,13 +60,16 @@ IgnoreEos = Annotated[bool, _sampling("--ignore-eos", "Go on past the model's en
 Model = Annotated[
     str, _runtime("--model", "-m", text="A name (see `jaxserve models list`), folder or GGUF file.")
 ]
-Policy = Annotated[str, _runtime("--policy", text="Scheduling preset: auto, orca, vllm_like.")]
+Policy = Annotated[str, _runtime("--policy", text="Scheduling preset, such as auto, orca, flover.")]
 Load = Annotated[str, _runtime("--load", text="auto, or random for weights made up on the spot.")]
 DType = Annotated[str | None, _runtime("--dtype", text="Of weights and cache, e.g. bfloat16.")]
 KvMemory = Annotated[str | None, _runtime("--kv-memory", text="Size of the KV pool, e.g. 2GiB.")]
 MaxSlots = Annotated[int | None, _runtime("--max-slots", text="Most sequences that run at once.")]
 MaxContext = Annotated[
     int | None, _runtime("--max-context", text="Most tokens of prompt and answer together.")
+]
+TensorParallel = Annotated[
+    int, _runtime("--tensor-parallel", text="Devices that the model is split over.")
 ]
 Record = Annotated[
     Path | None,
@@ -85,11 +88,19 @@ def sampling_params(**fields: object) -> SamplingParams:
     return SamplingParams(**given)  # type: ignore[arg-type]
 
 
-def open_runtime(model: str, *, quiet: bool, **settings: object) -> Runtime:
+def open_runtime(
+    model: str, *, quiet: bool, tensor_parallel: int = 1, **settings: object
+) -> Runtime:
     """The runtime that the options describe; bars go to stderr."""
     from jaxserve.runtime import Runtime
+    from sharding import make_mesh
 
     given = {name: value for name, value in settings.items() if value is not None}
+    if tensor_parallel != 1:
+        try:
+            given["mesh"] = make_mesh(tensor=tensor_parallel)
+        except ValueError as error:
+            raise InvalidConfigError(str(error)) from error
     return Runtime.from_pretrained(model, progress=not quiet, **given)  # type: ignore[arg-type]
 
 

@@ -55,6 +55,7 @@ class Answer:
         self.future.set_running_or_notify_cancel()
         self.sequences: list[Running] = []
         self._sink = sink
+        self._decoder = decoder
         count = request.params.n
         stops = request.params.stop
         self._assemblers = (
@@ -63,6 +64,19 @@ class Answer:
         self._num_delivered = [0] * count
         self._was_cut = [False] * count
         self._reported_end = [False] * count
+
+    @property
+    def has_shown(self) -> bool:
+        """Whether a consumer has tokens of it, which cannot be taken back."""
+        return self._sink is not None and any(self._num_delivered)
+
+    def restart(self) -> None:
+        """Forget what was delivered; only where nothing was shown."""
+        assert not self.has_shown
+        self._num_delivered = [0] * len(self._num_delivered)
+        if self._decoder is not None:
+            stops = self.request.params.stop
+            self._assemblers = [TextAssembler(self._decoder(), stops) for _ in self._assemblers]
 
     def deliver(self, sequence: Running, scheduler: Scheduler) -> None:
         """Take in what is new of `sequence`; ends it when a stop string is complete."""

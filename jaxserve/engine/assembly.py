@@ -10,18 +10,22 @@ from typing import Any, final
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxserve.core.assets import cache_folder
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.memory_plan import PoolSize, plan_pool
+from jaxserve.engine.placement import Placement
 from jaxserve.engine.programs import Programs
 from jaxserve.models.batch import empty_cache
-from jaxserve.models.llama import LayerLayout
-from sharding.rules import replicated
+from jaxserve.models.config import check_fits
+from jaxserve.models.decoder import LayerLayout
+from sharding import state_shardings
 
 
 @final
@@ -87,19 +91,30 @@ def build_executor(
     Raises:
       DeviceMemoryError, InvalidConfigError
     """
+    # Committed to where they are, as parameters of an update will be: else those would compile.
+    params = jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
     leaf = jax.tree.leaves(params)[0]
-    sharding = _replicated_like(leaf.sharding)
+    place = Placement.like(leaf.sharding)
+    if place.mesh is not None:
+        check_fits(place.mesh, model_config)
 
     def new_cache(num_pages: int) -> Any:
-        return empty_cache(model_config, num_pages, options.page_size, leaf.dtype, layer_layout)
+        return empty_cache(
+            model_config,
+            num_pages,
+            options.page_size,
+            leaf.dtype,
+            layer_layout,
+            num_shards=place.num_shards,
+        )
 
     draft = _engine_config(model_config, options, num_pages=2)
     pages_a_sequence = draft.max_pages_per_sequence
     abstract = jax.eval_shape(lambda: new_cache(2))
-    page_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract)) // 2
+    page_bytes = nbytes(abstract) // 2 // place.num_shards
     plan = partial(
         plan_pool,
-        next(iter(sharding.device_set)),
+        next(iter(place.whole.device_set)),
         page_bytes=page_bytes,
         wanted_pages=1 + draft.max_slots * pages_a_sequence,
         min_pages=2,
@@ -108,20 +123,15 @@ def build_executor(
     # The largest steps are compiled for as many pages as fit without them: if those still fit,
     # what was compiled to be measured is what runs.
     optimistic = plan(step_bytes=0).num_pages
-    programs = Programs(graphdef, _engine_config(model_config, options, num_pages=optimistic))
+    draft = _engine_config(model_config, options, num_pages=optimistic)
+    programs = Programs(graphdef, draft, place)
     abstract = jax.eval_shape(lambda: new_cache(optimistic))
-    size = plan(step_bytes=programs.largest_step_bytes(params, abstract, sharding))
+    size = plan(step_bytes=programs.largest_step_bytes(params, abstract))
     if size.num_pages != optimistic:
         config = _engine_config(model_config, options, num_pages=size.num_pages)
-        programs = Programs(graphdef, config)
-    cache = jax.jit(new_cache, static_argnums=0, out_shardings=sharding)(size.num_pages)
-    executor = DeviceExecutor(
-        programs,
-        params,
-        cache,
-        place=lambda tree: jax.device_put(tree, sharding),
-        strict=options.strict,
-    )
+        programs = Programs(graphdef, config, place)
+    cache = jax.jit(new_cache, static_argnums=0, out_shardings=place.pages)(size.num_pages)
+    executor = DeviceExecutor(programs, params, cache, strict=options.strict)
     if options.warmup:
         warm_up(executor, progress=options.progress)
     return executor, size
@@ -154,11 +164,45 @@ def _engine_config(model_config: Any, options: RuntimeOptions, *, num_pages: int
     )
 
 
-def _replicated_like(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """A whole copy on every device that a parameter lives on."""
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return replicated(sharding.mesh)  # pyright: ignore[reportArgumentType]
-    return sharding
+def sharded(params: Any, mesh: Mesh, model_config: Any) -> Any:
+    """`params` on `mesh`, by the rules of `sharding`; arrays that are there so are not copied.
+
+    Raises:
+      InvalidConfigError: the mesh does not divide them.
+    """
+    check_fits(mesh, model_config)
+    return jax.device_put(params, state_shardings(params, mesh))
+
+
+def fitted(params: Any, old: Any) -> Any:
+    """`params` where `old` are; arrays that are there already are not copied.
+
+    Raises:
+      InvalidConfigError: they differ in structure, shape or dtype, naming the first that does.
+    """
+    new, now = (
+        {path: v.get_value() for path, v in nnx.to_flat_state(tree)} for tree in (params, old)
+    )
+    problems = [f"{'.'.join(map(str, path))} is missing" for path in now if path not in new]
+    problems += [f"{'.'.join(map(str, path))} is unknown" for path in new if path not in now]
+    problems += [
+        f"{'.'.join(map(str, path))} is {new[path].dtype}{new[path].shape} in place of "
+        f"{array.dtype}{array.shape}"
+        for path, array in now.items()
+        if path in new and (new[path].shape, new[path].dtype) != (array.shape, array.dtype)
+    ]
+    if problems:
+        raise InvalidConfigError(
+            f"the parameters are not this model's: {problems[0]}"
+            + (f", and {len(problems) - 1} more such" if problems[1:] else "")
+            + "; give a state of the same structure, shapes and dtypes"
+        )
+    return nnx.from_flat_state(
+        [
+            (path, variable.replace(jax.device_put(new[path], now[path].sharding)))
+            for path, variable in nnx.to_flat_state(old)
+        ]
+    )
 
 
 def nbytes(tree: Any) -> int:

@@ -34,7 +34,6 @@ class DeviceExecutor:
       programs: the executables; their config's `num_pages` and `page_size` must be the cache's.
       params: of the programs' decoder.
       cache: all zeros; the executor donates it from step to step.
-      place: puts a pytree of host or device arrays where the executables expect it.
       strict: raise on any compilation after `warmup`.
     """
 
@@ -44,13 +43,12 @@ class DeviceExecutor:
         params: Any,
         cache: KVCache,
         *,
-        place: Callable[[Any], Any],
         strict: bool = False,
     ):
         self.config = programs.config
         self._params = params
         self._cache: KVCache | None = cache
-        self._slots = place(empty_slots(self.config))
+        self._slots = jax.device_put(empty_slots(self.config), programs.place.whole)
         self._programs = programs
         self._compilations = CompilationCounter()
         self._strict = strict
@@ -74,7 +72,7 @@ class DeviceExecutor:
             steps.append((f"sampling, {num_rows} rows", _bind(self._warm_head, num_rows)))
         for num_rows in reversed(config.slot_buckets):
             steps.append((f"decode loop, {num_rows} slots", _bind(self._warm_decode, num_rows)))
-        return steps
+        return [(name, self._in_force(step)) for name, step in steps]
 
     def finish_warmup(self) -> None:
         """From here on a compilation is a stall (and in strict mode an error)."""
@@ -85,7 +83,7 @@ class DeviceExecutor:
         if self._cache is None:
             raise RuntimeClosedError("the executor was closed; create a new runtime")
         before = self._compilations.count
-        with self._compilations.watch():
+        with self._compilations.watch(), self._programs.place.in_force():
             self._edit_slots(plan)
             handle = self._decode(plan) if plan.is_decode_loop else self._mixed(plan)
         if self._strict and self._is_warm and self._compilations.count > before:
@@ -95,6 +93,17 @@ class DeviceExecutor:
                 "bug, or serve without strict=True"
             )
         return handle
+
+    def update_params(self, params: Any) -> None:
+        """Compute from here on with other parameters of the same shapes and shardings."""
+        self._params = params
+
+    @property
+    def params(self) -> Any:
+        """What is computed with. Raises RuntimeClosedError once it was closed."""
+        if self._cache is None:
+            raise RuntimeClosedError("the executor was closed; create a new runtime")
+        return self._params
 
     def close(self) -> None:
         if self._cache is not None:
@@ -213,6 +222,13 @@ class DeviceExecutor:
         return PromptPart(arrays, spans)
 
     # ---- warm-up ----
+
+    def _in_force(self, step: Callable[[], None]) -> Callable[[], None]:
+        def on_the_mesh() -> None:
+            with self._programs.place.in_force():
+                step()
+
+        return on_the_mesh
 
     def _warm_edits(self) -> None:
         num_slots = self.config.max_slots

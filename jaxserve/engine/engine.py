@@ -78,15 +78,25 @@ class Engine:
             return []
         if plan is not None and len(self._in_flight) < self._max_in_flight:
             return []
+        return self._collect()
+
+    def drain(self) -> list[Progress]:
+        """Read every step that is in flight; returns its news. No step is submitted."""
+        news = []
+        while self._in_flight:
+            news += self._collect()
+        return news
+
+    def abandon(self) -> None:
+        """Forget what is in flight; for shutting down."""
+        self._in_flight.clear()
+
+    def _collect(self) -> list[Progress]:
         oldest = self._in_flight.popleft()
         result = oldest.handle.collect()
         self.stats.after_collect(self._newest_handle())
         self.recorder.step_collected(self._clock.now())
         return self.scheduler.apply(oldest.plan, result)
-
-    def abandon(self) -> None:
-        """Forget what is in flight; for shutting down."""
-        self._in_flight.clear()
 
     def _newest_handle(self) -> StepHandle | None:
         return self._in_flight[-1].handle if self._in_flight else None

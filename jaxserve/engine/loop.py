@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Literal, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import (
@@ -20,9 +21,21 @@ from jaxserve.core.request import Completion, Request
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.device_errors import is_out_of_memory
 from jaxserve.engine.engine import Engine
+from jaxserve.scheduling.scheduler import Progress
+from jaxserve.scheduling.sequence import Phase
 from jaxserve.workload.recorded import TraceWriter
 
-_IDLE_POLL_S = 0.01
+# What becomes of running requests when the loop pauses.
+Running = Literal["finish", "restart", "abort"]
+
+
+@final
+@dataclass(eq=False)
+class _Pause:
+    """One wish for a pause; `is_held` when the loop stands still for it."""
+
+    running: Running
+    is_held: bool = False
 
 
 @final
@@ -40,9 +53,12 @@ class EngineLoop:
         self._trace = trace
         self._changed = threading.Condition()
         self._arrived: list[Answer] = []
+        self._held: list[Answer] = []  # arrived during a pause
         self._cancelled: list[str] = []
         self._open_ids: set[str] = set()
         self._is_closing = False
+        self._one_pause = threading.Lock()
+        self._pause: _Pause | None = None
         self._failure: JaxserveError | None = None
         self._answers: dict[str, Answer] = {}
         self._by_sequence: dict[int, Answer] = {}
@@ -66,37 +82,52 @@ class EngineLoop:
                     "none to have one made up"
                 )
             self._open_ids.update(answer.request.id for answer in answers)
-            self._arrived += answers
-            self._changed.notify()
+            (self._arrived if self._pause is None else self._held).extend(answers)
+            self._changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
         """End a request as it stands; unknown or finished ones are left alone."""
         with self._changed:
             self._cancelled.append(request_id)
-            self._changed.notify()
+            self._changed.notify_all()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, running: Running = "finish") -> Iterator[None]:
         """Keep the loop's thread from the engine for the length of the block.
 
-        Waits until nothing runs; then whoever submits, cancels or closes waits for the block's end.
+        No step is in flight then. What is submitted from now on starts after the block's end; in
+        the block, whoever submits, cancels or closes waits.
+
+        Args:
+          running: what becomes of requests that were submitted before: "finish" waits for their
+            end, "abort" cancels them, "restart" lets them begin anew after the block. Of those, one
+            that has shown tokens to a stream, or ended one of its samples, keeps its tokens and
+            goes on.
 
         Raises:
           RuntimeClosedError: the loop was closed.
           EngineFailedError: it failed before.
         """
-        with self._changed:
+        with self._one_pause, self._changed:
             self._raise_if_over()
-            while self._arrived or self._answers or self._engine.has_work:
-                self._changed.wait(_IDLE_POLL_S)
-                self._raise_if_over()
-            yield
+            pause = self._pause = _Pause(running)
+            self._changed.notify_all()
+            try:
+                while not pause.is_held:
+                    self._changed.wait()
+                    self._raise_if_over()
+                yield
+            finally:
+                self._pause = None
+                self._arrived += self._held
+                self._held = []
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Cancel what is left and stop the thread; returns when it has ended."""
         with self._changed:
             self._is_closing = True
-            self._changed.notify()
+            self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -118,9 +149,17 @@ class EngineLoop:
             self._cancel_all()
 
     def _take_in(self) -> bool:
-        """Wait for work; False when closing."""
+        """Wait for work, or out a pause; False when closing."""
+        pause = self._pause
+        if pause is not None:
+            self._make_room(pause.running)
         with self._changed:
+            has_work = self._engine.has_work or bool(self._arrived)
+            if pause is not None and (pause.running == "restart" or not has_work):
+                self._stand_still(pause)
             while not (self._arrived or self._cancelled or self._is_closing or self._is_due()):
+                if self._pause is not pause:
+                    break
                 self._engine.stats.end_busy_period()
                 wake_s = self._engine.idle_until_s if self._engine.has_work else None
                 self._changed.wait(None if wake_s is None else wake_s - self._clock.now())
@@ -128,6 +167,7 @@ class EngineLoop:
             cancelled, self._cancelled = self._cancelled, []
             self._answers.update((answer.request.id, answer) for answer in arrived)
             if self._is_closing:
+                self._answers.update((answer.request.id, answer) for answer in self._held)
                 return False
         for answer in arrived:
             answer.sequences = self._engine.add(answer.request)
@@ -136,6 +176,25 @@ class EngineLoop:
             self._cancel(request_id)
         return True
 
+    def _make_room(self, running: Running) -> None:
+        """End or reset what runs, as was asked for; with "finish" it goes on."""
+        if running == "finish":
+            return
+        self._deliver(self._engine.drain())
+        if running == "restart":
+            for answer in self._answers.values():
+                self._restart(answer)
+        else:
+            for request_id in list(self._answers):
+                self._cancel(request_id)
+
+    def _stand_still(self, pause: _Pause) -> None:
+        """Until the pause is over."""
+        self._engine.stats.end_busy_period()
+        pause.is_held = True
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: self._pause is not pause or self._is_closing)
+
     def _is_due(self) -> bool:
         wake_s = self._engine.idle_until_s
         return self._engine.has_work and (wake_s is None or wake_s <= self._clock.now())
@@ -143,9 +202,12 @@ class EngineLoop:
     def _iterate(self) -> None:
         if not self._engine.has_work:
             return
+        self._deliver(self._engine.step())
+
+    def _deliver(self, all_news: Iterable[Progress]) -> None:
         scheduler = self._engine.scheduler
         touched: dict[str, Answer] = {}
-        for news in self._engine.step():
+        for news in all_news:
             answer = self._by_sequence[news.sequence.key]
             answer.deliver(news.sequence, scheduler)
             touched[answer.request.id] = answer
@@ -158,6 +220,15 @@ class EngineLoop:
             for sequence in answer.sequences:
                 self._engine.scheduler.end(sequence, "cancelled")
             self._settle(answer)
+
+    def _restart(self, answer: Answer) -> None:
+        keeps_output = answer.has_shown or any(
+            sequence.phase is Phase.FINISHED for sequence in answer.sequences
+        )
+        for sequence in answer.sequences:
+            self._engine.scheduler.restart(sequence, keeps_output=keeps_output)
+        if not keeps_output:
+            answer.restart()
 
     def _settle(self, answer: Answer) -> None:
         if answer.settle(partial(self._keep, answer.request)):
@@ -195,7 +266,8 @@ class EngineLoop:
         failure.__cause__ = None if failure is cause else cause
         with self._changed:
             self._failure = failure
-            self._answers.update((answer.request.id, answer) for answer in self._arrived)
+            self._changed.notify_all()
+            self._answers.update((a.request.id, a) for a in (*self._arrived, *self._held))
         self._end_all(failure)
 
     def _end_all(self, error: JaxserveError) -> None:

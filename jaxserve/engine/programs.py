@@ -18,6 +18,7 @@ from jax import lax
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling_params import MAX_LOGPROBS
 from jaxserve.engine import slots as slot_edits
+from jaxserve.engine.placement import Placement
 from jaxserve.engine.prompt_logprobs import prompt_logprobs
 from jaxserve.engine.sampler import Sampled, SamplingNeeds, sample
 from jaxserve.engine.slots import SlotState
@@ -73,47 +74,62 @@ class Programs:
     Args:
       graphdef: static part of a decoder: `model(tokens, batch, cache) -> hidden, cache` and
         `model.logits(hidden)`.
+      place: where parameters, cache and slots live.
     """
 
-    def __init__(self, graphdef: nnx.GraphDef, config: EngineConfig):
+    def __init__(self, graphdef: nnx.GraphDef, config: EngineConfig, place: Placement):
         self.config = config
+        self.place = place
         bind = partial(partial, graphdef=graphdef, config=config)
-        self.edit = jax.jit(slot_edits.edit, donate_argnums=0)
-        self.move = jax.jit(slot_edits.move, donate_argnums=0)
-        self.admit = jax.jit(slot_edits.admit, donate_argnums=0)
-        self.mixed_body = jax.jit(bind(_mixed_body), donate_argnames="cache")
+        whole, pages = place.whole, place.pages
+        edit = partial(jax.jit, donate_argnums=0, out_shardings=whole)
+        self.edit = edit(slot_edits.edit)
+        self.move = edit(slot_edits.move)
+        self.admit = edit(slot_edits.admit)
+        self.mixed_body = jax.jit(
+            bind(_mixed_body), donate_argnames="cache", out_shardings=(pages, whole, whole)
+        )
         self.mixed_head = jax.jit(
-            bind(_mixed_head), donate_argnames="slots", static_argnames="num_rows"
+            bind(_mixed_head),
+            donate_argnames="slots",
+            static_argnames="num_rows",
+            out_shardings=whole,
         )
         self.decode_loop = jax.jit(
-            bind(_decode_loop), donate_argnames=("cache", "slots"), static_argnames="num_rows"
+            bind(_decode_loop),
+            donate_argnames=("cache", "slots"),
+            static_argnames="num_rows",
+            out_shardings=(pages, whole, whole),
         )
-        self.prompt_logprobs = jax.jit(bind(_prompt_logprobs))
+        self.prompt_logprobs = jax.jit(bind(_prompt_logprobs), out_shardings=whole)
 
-    def largest_step_bytes(
-        self, params: Params, cache: KVCache, sharding: jax.sharding.Sharding
-    ) -> int:
+    def largest_step_bytes(self, params: Params, cache: KVCache) -> int:
         """Memory that the largest mixed step and decode loop need beside their arguments.
 
-        Compiles both, as they will be called: with an abstract cache and slots on `sharding`.
+        Compiles both, as they will be called: with an abstract cache and slots.
         """
         config = self.config
-        slots, cache = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            (jax.eval_shape(lambda: slot_edits.empty_slots(config)), cache),
-        )
+
+        def placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+            )
+
+        slots = placed(jax.eval_shape(lambda: slot_edits.empty_slots(config)), self.place.whole)
+        cache = placed(cache, self.place.pages)
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         flag = jax.ShapeDtypeStruct((), jnp.bool_)
         row = jax.ShapeDtypeStruct((config.max_slots,), jnp.int32)
         tokens = jax.ShapeDtypeStruct((config.max_step_tokens,), jnp.int32)
         batch = MixedBatch(tokens, row, row, row, row, scalar)  # pyright: ignore[reportArgumentType]
         needs = SamplingNeeds(*(flag for _ in fields(SamplingNeeds)))  # pyright: ignore[reportArgumentType]
-        lowered = (
-            self.mixed_body.lower(params, cache, slots, batch),
-            self.decode_loop.lower(
-                params, cache, slots, scalar, scalar, needs, num_rows=config.max_slots
-            ),
-        )
+        with self.place.in_force():
+            lowered = (
+                self.mixed_body.lower(params, cache, slots, batch),
+                self.decode_loop.lower(
+                    params, cache, slots, scalar, scalar, needs, num_rows=config.max_slots
+                ),
+            )
         return max(_extra_bytes(step.compile().memory_analysis()) for step in lowered)
 
 

@@ -8,9 +8,11 @@ from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from jaxserve.models.config import LlamaConfig
+from jaxserve.models.config import DecoderConfig
 from pallas_kernels import Rows, kv_write, paged_attention
+from sharding.shards import TENSOR, over_tensor
 
 
 @final
@@ -66,18 +68,22 @@ class KVCache:
 
         Returns [tokens, q_heads, head_dim] and the cache with the new keys and values. A traced
         `layer` (scanned layers) needs the single-buffer form. `options` go to `paged_attention`.
+
+        Under a mesh whose `tensor` axis is larger than one, every shard works on its own heads. A
+        cache with more heads than `k` has (fewer KV heads than shards) holds copies of each.
         """
         buffer, index = self._place(layer)
-        k_pages = kv_write(self.k_pages[buffer], index, k, batch.page, batch.offset)
-        v_pages = kv_write(self.v_pages[buffer], index, v, batch.page, batch.offset)
-        out = paged_attention(
-            q,
-            k_pages,
-            v_pages,
-            index,
-            batch.rows,
-            max_query_length=batch.max_query_length,
-            **options,
+        copies = self.k_pages[buffer].shape[2] // k.shape[1]
+        if copies > 1:
+            k, v = jnp.repeat(k, copies, axis=1), jnp.repeat(v, copies, axis=1)
+        heads, pages, whole = P(None, TENSOR), P(None, None, TENSOR), P()
+        attend = over_tensor(
+            partial(_write_and_attend, **options),
+            in_specs=(heads, heads, heads, pages, pages, whole, whole),
+            out_specs=(heads, pages, pages),
+        )
+        out, k_pages, v_pages = attend(
+            q, k, v, self.k_pages[buffer], self.v_pages[buffer], jnp.asarray(index), batch
         )
         return out, KVCache(
             _replaced(self.k_pages, buffer, k_pages), _replaced(self.v_pages, buffer, v_pages)
@@ -92,25 +98,53 @@ class KVCache:
         return layer, 0
 
 
+def _write_and_attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layer: jax.Array,
+    batch: AttentionBatch,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    k_pages = kv_write(k_pages, layer, k, batch.page, batch.offset)
+    v_pages = kv_write(v_pages, layer, v, batch.page, batch.offset)
+    out = paged_attention(
+        q,
+        k_pages,
+        v_pages,
+        layer,
+        batch.rows,
+        max_query_length=batch.max_query_length,
+        **options,
+    )
+    return out, k_pages, v_pages
+
+
 def _replaced(buffers: tuple[jax.Array, ...], index: int, new: jax.Array) -> tuple[jax.Array, ...]:
     return (*buffers[:index], new, *buffers[index + 1 :])
 
 
 def empty_cache(
-    config: LlamaConfig,
+    config: DecoderConfig,
     num_pages: int,
     page_size: int,
     dtype: jax.typing.DTypeLike,
     layer_layout: Literal["unrolled", "scanned"],
+    *,
+    num_shards: int = 1,
 ) -> KVCache:
     """A cache of zeros: one buffer a layer when `unrolled`, one for all when `scanned`.
 
-    `num_pages` counts the null page (page 0). Abstract under `jax.eval_shape`.
+    `num_pages` counts the null page (page 0). With more shards than KV heads, each head is there
+    as often as shards need it. Abstract under `jax.eval_shape`.
     """
     buffers, layers = (
         (config.num_layers, 1) if layer_layout == "unrolled" else (1, config.num_layers)
     )
-    shape = (layers, num_pages, config.num_kv_heads, page_size, config.head_dim)
+    heads = max(config.num_kv_heads, num_shards)
+    shape = (layers, num_pages, heads, page_size, config.head_dim)
     return KVCache(
         k_pages=tuple(jnp.zeros(shape, dtype) for _ in range(buffers)),
         v_pages=tuple(jnp.zeros(shape, dtype) for _ in range(buffers)),

@@ -1,28 +1,34 @@
-"""What a Llama-family model is made of: frozen, hashable, read from a Hugging Face config.json."""
+"""What every decoder is made of: frozen, hashable, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Self
 
-from jaxserve.core.errors import UnsupportedModelError
-from jaxserve.models.rope import RopeScaling
+from jax.sharding import Mesh
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
+from jaxserve.models.rope import Rope
+from sharding import check_tensor_axis
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
-    """Llama 2/3, Mistral, Qwen 2/3, SmolLM2.
+class DecoderConfig:
+    """What the engine, the cache and the shared layers read; families add what is their own.
 
     Attributes:
-      rope_scaling: None leaves the frequencies as `rope_theta` gives them.
       max_position_embeddings: the longest context the model was made for, tokens.
-      qkv_bias, o_bias, mlp_bias: which projections have biases.
-      qk_norm: RMS norm over head_dim of queries and keys, before the rotation (Qwen 3).
-      sliding_windows: one a layer, tokens; None is full attention.
+      activation: of the MLP, one of `layers.ACTIVATIONS`.
+      norm_eps: added to the variance (RMS and layer norms).
+      norm_offset: added to an RMS norm's scale (1 in Gemma).
+      qkv_bias, o_bias, mlp_bias, lm_head_bias: which projections have biases.
+      qk_norm: RMS norm over head_dim of queries and keys, before the rotation.
+      attention_scale: of the attention logits; None is 1 / sqrt(head_dim).
+      attention_soft_cap, logits_soft_cap: x becomes cap * tanh(x / cap).
+      rope: None for learned positions.
+      local_rope: of layers with a sliding window, if it differs.
+      sliding_windows: one a layer, tokens; None is full attention. All full by default.
     """
 
     vocab_size: int
@@ -32,15 +38,21 @@ class LlamaConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = 2048
+    activation: str = "silu"
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    lm_head_bias: bool = False
     qk_norm: bool = False
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    rope: Rope | None = None
+    local_rope: Rope | None = None
     sliding_windows: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
@@ -54,8 +66,13 @@ class LlamaConfig:
             raise UnsupportedModelError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2:
-            raise UnsupportedModelError(f"head_dim={self.head_dim} is odd; RoPE needs an even one")
+        for rope in (self.rope, self.local_rope):
+            dim = self.head_dim if rope is None else rope.dim or self.head_dim
+            if rope is not None and (dim % 2 or dim > self.head_dim):
+                raise UnsupportedModelError(
+                    f"{dim} rotated dimensions of head_dim={self.head_dim}: RoPE needs an even "
+                    "number, at most head_dim"
+                )
         if len(self.sliding_windows) != self.num_layers:
             raise UnsupportedModelError(
                 f"{len(self.sliding_windows)} sliding windows for {self.num_layers} layers"
@@ -66,55 +83,81 @@ class LlamaConfig:
         """Query heads a KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def layer_ropes(self) -> tuple[Rope | None, ...]:
+        """The rotary embedding of each layer."""
+        local = self.local_rope or self.rope
+        return tuple(self.rope if window is None else local for window in self.sliding_windows)
+
+    @property
+    def num_mlp_parts(self) -> int:
+        """What a mesh shares an MLP out by: its inner size, or its experts."""
+        return self.intermediate_size
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers do the same, so that they can be scanned."""
+        return len(set(zip(self.sliding_windows, self.layer_ropes, strict=True))) == 1
+
     @classmethod
-    def from_hf(cls, given: Mapping[str, Any]) -> LlamaConfig:
+    def from_hf(cls, given: Mapping[str, Any]) -> Self:
         """From config.json as a dictionary, as transformers 4 or 5 writes it.
 
         Raises:
           UnsupportedModelError: naming what is given and what is supported.
         """
-        kind = given.get("model_type")
-        if kind not in SUPPORTED_MODEL_TYPES:
-            raise UnsupportedModelError(
-                f"model_type={kind!r} is not supported here; supported are {SUPPORTED_MODEL_TYPES}"
-            )
-        missing = [name for name in _REQUIRED if given.get(name) is None]
-        if missing:
-            raise UnsupportedModelError(f"config.json lacks {missing}, which {kind!r} needs")
-        if given.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise UnsupportedModelError(
-                f"hidden_act={given['hidden_act']!r} is not supported in the Llama family; "
-                "only 'silu' is"
-            )
-        if given.get("quantization_config"):
-            raise UnsupportedModelError(
-                "quantized checkpoints (quantization_config) are not supported; use float32, "
-                "bfloat16 or float16 weights"
-            )
-        max_position = given.get("max_position_embeddings") or 2048
-        # transformers 5 writes rope_parameters; 4 writes rope_theta and rope_scaling.
-        rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-        attention_bias = bool(given.get("attention_bias", False))
-        num_heads = given["num_attention_heads"]
-        return cls(
-            vocab_size=given["vocab_size"],
-            hidden_size=given["hidden_size"],
-            intermediate_size=given["intermediate_size"],
-            num_layers=given["num_hidden_layers"],
-            num_heads=num_heads,
-            num_kv_heads=given.get("num_key_value_heads") or num_heads,
-            head_dim=given.get("head_dim") or given["hidden_size"] // num_heads,
-            rms_norm_eps=given.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta") or given.get("rope_theta") or 10000.0),
-            rope_scaling=RopeScaling.from_hf(rope, max_position),
-            max_position_embeddings=max_position,
-            tie_word_embeddings=bool(given.get("tie_word_embeddings", False)),
-            qkv_bias=kind == "qwen2" or (kind != "mistral" and attention_bias),
-            o_bias=kind in ("llama", "qwen3") and attention_bias,
-            mlp_bias=kind == "llama" and bool(given.get("mlp_bias", False)),
-            qk_norm=kind == "qwen3",
-            sliding_windows=_sliding_windows(given),
+        raise NotImplementedError
+
+
+def check_readable(given: Mapping[str, Any], required: Sequence[str]) -> None:
+    """Raise UnsupportedModelError for fields that config.json lacks, and for quantized weights."""
+    missing = [name for name in required if given.get(name) is None]
+    if missing:
+        raise UnsupportedModelError(
+            f"config.json lacks {missing}, which {given['model_type']!r} needs"
         )
+    if given.get("quantization_config"):
+        raise UnsupportedModelError(
+            "quantized checkpoints (quantization_config) are not supported; use float32, "
+            "bfloat16 or float16 weights"
+        )
+
+
+def check_is(given: Mapping[str, Any], name: str, allowed: Sequence[Any]) -> None:
+    """Raise UnsupportedModelError if config.json says something else; absent is allowed."""
+    if given.get(name, allowed[0]) not in allowed:
+        raise UnsupportedModelError(
+            f"{name}={given[name]!r} is not supported for {given['model_type']!r}; only "
+            f"{' and '.join(map(repr, allowed))} {'is' if len(allowed) == 1 else 'are'}"
+        )
+
+
+def windows_by_kind(kinds: Sequence[str], window: int, num_layers: int) -> tuple[int | None, ...]:
+    """Sliding windows from `layer_types` of a config.json.
+
+    Raises:
+      UnsupportedModelError: an unknown type, or not one a layer.
+    """
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown or len(kinds) != num_layers:
+        raise UnsupportedModelError(
+            f"layer_types={list(kinds)} is not supported; give 'full_attention' or "
+            f"'sliding_attention' for each of the {num_layers} layers"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def check_fits(mesh: Mesh, config: DecoderConfig) -> None:
+    """Raise InvalidConfigError if `mesh` cannot share out such a model, saying what could."""
+    try:
+        check_tensor_axis(
+            mesh,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            num_mlp_parts=config.num_mlp_parts,
+        )
+    except ValueError as error:
+        raise InvalidConfigError(str(error)) from error
 
 
 _SIZES = (
@@ -126,34 +169,3 @@ _SIZES = (
     "num_kv_heads",
     "head_dim",
 )
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
-
-
-def _sliding_windows(given: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Mistral: all layers. Qwen: those that `layer_types` names, or from `max_window_layers` on."""
-    num_layers = given["num_hidden_layers"]
-    window = given.get("sliding_window")
-    if given["model_type"] == "llama" or window is None:
-        return (None,) * num_layers
-    if given["model_type"] == "mistral":
-        return (window,) * num_layers
-    if not given.get("use_sliding_window", False):
-        return (None,) * num_layers
-    kinds = given.get("layer_types")
-    if kinds is None:
-        first = given.get("max_window_layers", 28)
-        kinds = ["full_attention"] * first + ["sliding_attention"] * num_layers
-        kinds = kinds[:num_layers]
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown or len(kinds) != num_layers:
-        raise UnsupportedModelError(
-            f"layer_types={kinds} is not supported; give 'full_attention' or 'sliding_attention' "
-            f"for each of the {num_layers} layers"
-        )
-    return tuple(window if name == "sliding_attention" else None for name in kinds)

@@ -21,7 +21,7 @@ from jaxserve.core.errors import ModelCacheError
 from jaxserve.models.tokenizer import Tokenizer
 
 # Raise it whenever the parameters' names, shapes or meaning change.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _log = logging.getLogger(__name__)
 
 

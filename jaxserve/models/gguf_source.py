@@ -54,7 +54,7 @@ class GGUFSource:
     Attributes:
       where: the path, for messages.
       file: the header, with `metadata` for the tokenizer.
-      config: what the model's config.json would say, for `LlamaConfig.from_hf`.
+      config: what the model's config.json would say, for `families.config_from_hf`.
 
     Raises:
       CheckpointError: not a GGUF file, cut off, damaged, or without a key that it needs.

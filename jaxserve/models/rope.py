@@ -14,6 +14,8 @@ import numpy as np
 from jaxserve.core.errors import UnsupportedModelError
 from pallas_kernels import matmul
 
+RopeTables = tuple[jax.Array, jax.Array]  # cosines, sines
+
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -48,11 +50,6 @@ class RopeScaling:
             raise UnsupportedModelError(
                 f"RoPE scaling {kind!r} is not supported; supported are {SUPPORTED_ROPE_TYPES}"
             )
-        if given.get("partial_rotary_factor", 1.0) != 1.0:
-            raise UnsupportedModelError(
-                f"partial_rotary_factor={given['partial_rotary_factor']} is not supported in the "
-                "Llama family; only 1.0 is"
-            )
         if kind == "default":
             return None
         original = given.get("original_max_position_embeddings") or max_position_embeddings
@@ -76,6 +73,46 @@ class RopeScaling:
             attention_factor=_yarn_attention_factor(given, factor) if kind == "yarn" else 1.0,
             truncate=bool(given.get("truncate", True)),
         )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """A rotary embedding.
+
+    Attributes:
+      dim: how many dimensions of a head are rotated, the first ones; None for all.
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+    dim: int | None = None
+
+    @classmethod
+    def from_hf(
+        cls, given: Mapping[str, Any], max_position_embeddings: int, dim: int | None = None
+    ) -> Rope:
+        """From `rope_parameters` (transformers 5), or `rope_scaling` with `rope_theta` in it.
+
+        Raises:
+          UnsupportedModelError: as `RopeScaling.from_hf`.
+        """
+        return cls(
+            theta=float(given.get("rope_theta") or 10000.0),
+            scaling=RopeScaling.from_hf(given, max_position_embeddings),
+            dim=dim,
+        )
+
+
+def rope_fields(given: Mapping[str, Any], *, theta: str = "rope_theta") -> dict[str, Any]:
+    """What a config.json says of its rotary embedding, as transformers 5 writes it.
+
+    transformers 5 has `rope_parameters`; 4 has `rope_scaling` and a field for theta.
+    """
+    fields = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+    if not fields.get("rope_theta") and given.get(theta):
+        fields["rope_theta"] = given[theta]
+    return fields
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
@@ -107,15 +144,14 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     return frequencies * (kept + (1.0 - kept) / scaling.factor)
 
 
-def rope_tables(
-    positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None
-) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, float32 [tokens, head_dim / 2] each, of int32 `positions` [tokens]."""
-    frequencies = jnp.asarray(inverse_frequencies(head_dim, theta, scaling), jnp.float32)
+def rope_tables(positions: jax.Array, head_dim: int, rope: Rope) -> RopeTables:
+    """Cosines and sines, float32 [tokens, rotated / 2] each, of int32 `positions` [tokens]."""
+    dim = rope.dim or head_dim
+    frequencies = jnp.asarray(inverse_frequencies(dim, rope.theta, rope.scaling), jnp.float32)
     angles = positions.astype(jnp.float32)[:, None] * frequencies
-    factor = 1.0 if scaling is None else scaling.attention_factor
+    factor = 1.0 if rope.scaling is None else rope.scaling.attention_factor
     both = _computed_once(jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1) * factor)
-    return both[:, : head_dim // 2], both[:, head_dim // 2 :]
+    return both[:, : dim // 2], both[:, dim // 2 :]
 
 
 def _computed_once(x: jax.Array) -> jax.Array:
@@ -127,13 +163,18 @@ def _computed_once(x: jax.Array) -> jax.Array:
     return matmul(x, jnp.eye(x.shape[1])) if jax.default_backend() == "cpu" else x
 
 
-def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate `x` [tokens, ..., head_dim] in float32; returns x's dtype."""
+def apply_rope(x: jax.Array, tables: RopeTables) -> jax.Array:
+    """Rotate the first dimensions of `x` [tokens, ..., head_dim] in float32; returns x's dtype."""
     shape = (x.shape[0], *(1,) * (x.ndim - 2), -1)
     cos, sin = (table.reshape(shape) for table in tables)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    half = cos.shape[-1]
+    wide = x[..., : 2 * half].astype(jnp.float32)
+    first, second = wide[..., :half], wide[..., half:]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    rotated = rotated.astype(x.dtype)
+    if x.shape[-1] == 2 * half:
+        return rotated
+    return jnp.concatenate([rotated, x[..., 2 * half :]], axis=-1)
 
 
 def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:

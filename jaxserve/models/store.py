@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
 from jaxserve.core.errors import CheckpointError, InvalidConfigError, UnknownModelError
-from jaxserve.models.config import LlamaConfig
+from jaxserve.models.config import DecoderConfig, check_fits
 from jaxserve.models.converted import ConvertedModel
+from jaxserve.models.decoder import LayerLayout
+from jaxserve.models.families import config_from_hf
 from jaxserve.models.gguf_source import GGUFSource
-from jaxserve.models.llama import LayerLayout
-from jaxserve.models.loading import Progress, abstract_llama, load_params, random_params
+from jaxserve.models.loading import Progress, abstract_model, load_params, random_params
 from jaxserve.models.registry import pull, resolve
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.source import WeightSource
@@ -40,14 +41,14 @@ class LoadedModel:
     """Everything the engine needs of a model.
 
     Attributes:
-      graphdef, params: `nnx.merge(graphdef, params)` is the `Llama`.
+      graphdef, params: `nnx.merge(graphdef, params)` is the `Decoder`.
       tokenizer: None for a folder or configuration without one; prompts are token ids then.
       eos_token_ids: tokens that end an answer, the model's own first; may be empty.
       source_path: the folder or file it came from; None for a bare configuration.
     """
 
     name: str
-    config: LlamaConfig
+    config: DecoderConfig
     graphdef: nnx.GraphDef
     params: nnx.State
     tokenizer: Tokenizer | None
@@ -56,7 +57,7 @@ class LoadedModel:
 
 
 def load_model(
-    name_or_path: str | Path | LlamaConfig,
+    name_or_path: str | Path | DecoderConfig,
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
     load: Literal["auto", "random"] = "auto",
@@ -75,6 +76,7 @@ def load_model(
       load: `random` draws the weights from `seed`; only a config.json is needed then.
       mesh: where the parameters go, by the rules of `sharding`; None for the default device.
       cache: keep the converted form of a GGUF file, so that the next start need not convert.
+      layer_layout: of layers that are alike; others are unrolled.
       progress: show bars on stderr.
 
     Raises:
@@ -92,7 +94,7 @@ def load_model(
     if not allowed:
         raise InvalidConfigError(f"dtype={dtype!r} is not allowed; give one of {_DTYPES}")
     how = _How(jnp.dtype(dtype), layer_layout, mesh, progress)
-    if isinstance(name_or_path, LlamaConfig):
+    if isinstance(name_or_path, DecoderConfig):
         if load != "random":
             raise InvalidConfigError(
                 "a configuration has no weights; give load='random', or a model's name or path"
@@ -101,7 +103,7 @@ def load_model(
     resolved = resolve(name_or_path)
     path = pull(resolved.name, progress=progress) if resolved.registered else resolved.path
     if resolved.kind == "folder":
-        config = LlamaConfig.from_hf(_config_json(path))
+        config = config_from_hf(_config_json(path))
         tokenizer, ends = _folder_tokenizer(path)
         if load == "random":
             return _random(resolved.name, config, seed, how, tokenizer, ends, path)
@@ -109,7 +111,7 @@ def load_model(
         return _loaded(resolved.name, config, graphdef, params, tokenizer, ends, path)
     if load == "random":
         source = GGUFSource(path)
-        config, tokenizer = LlamaConfig.from_hf(source.config), Tokenizer.from_gguf(source)
+        config, tokenizer = config_from_hf(source.config), Tokenizer.from_gguf(source)
         return _random(resolved.name, config, seed, how, tokenizer, tokenizer.eos_token_ids, path)
     return _gguf(resolved.name, path, how, cache)
 
@@ -122,28 +124,34 @@ class _How:
     mesh: Mesh | None
     progress: bool
 
-    def abstract(self, config: LlamaConfig) -> tuple[nnx.GraphDef, nnx.State, nnx.State | None]:
+    def layout_of(self, config: DecoderConfig) -> LayerLayout:
+        """Layers that differ cannot be scanned, whatever was asked for."""
+        if self.layer_layout == "scanned" and not config.is_uniform:
+            _log.info("layers differ, so they are unrolled instead of scanned")
+            return "unrolled"
+        return self.layer_layout
+
+    def abstract(self, config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.State, nnx.State | None]:
         """Graph definition, abstract parameters, and where they go."""
-        graphdef, state = abstract_llama(config, dtype=self.dtype, layer_layout=self.layer_layout)
+        layout = self.layout_of(config)
+        graphdef, state = abstract_model(config, dtype=self.dtype, layer_layout=layout)
         if self.mesh is None:
             return graphdef, state, None
-        try:
-            return graphdef, state, state_shardings(state, self.mesh)
-        except ValueError as error:
-            raise InvalidConfigError(str(error)) from error
+        check_fits(self.mesh, config)
+        return graphdef, state, state_shardings(state, self.mesh)
 
 
 def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
     kept = ConvertedModel(name, path, f"{how.dtype.name}-{how.layer_layout}") if cache else None
     if kept is not None and (header := kept.read_header()) is not None:
-        config, tokenizer = LlamaConfig.from_hf(header.config), header.tokenizer
+        config, tokenizer = config_from_hf(header.config), header.tokenizer
         graphdef, abstract, shardings = how.abstract(config)
         params = kept.restore(abstract, shardings)
         if params is not None:
             ends = tokenizer.eos_token_ids
             return _loaded(name, config, graphdef, params, tokenizer, ends, path)
     source = GGUFSource(path)
-    config, tokenizer = LlamaConfig.from_hf(source.config), Tokenizer.from_gguf(source)
+    config, tokenizer = config_from_hf(source.config), Tokenizer.from_gguf(source)
     graphdef, params = _converted(config, source, how)
     if kept is not None:
         kept.save(source.config, tokenizer, params)
@@ -151,7 +159,7 @@ def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
 
 
 def _converted(
-    config: LlamaConfig, source: WeightSource, how: _How
+    config: DecoderConfig, source: WeightSource, how: _How
 ) -> tuple[nnx.GraphDef, nnx.State]:
     graphdef, abstract, shardings = how.abstract(config)
     with _bar("Loading weights", how.progress) as report:
@@ -160,7 +168,7 @@ def _converted(
 
 def _random(
     name: str,
-    config: LlamaConfig,
+    config: DecoderConfig,
     seed: int,
     how: _How,
     tokenizer: Tokenizer | None,
@@ -168,7 +176,7 @@ def _random(
     path: Path | None,
 ) -> LoadedModel:
     graphdef, _, shardings = how.abstract(config)
-    params = random_params(config, seed, dtype=how.dtype, layer_layout=how.layer_layout)
+    params = random_params(config, seed, dtype=how.dtype, layer_layout=how.layout_of(config))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     params = jax.device_put(params, here if shardings is None else shardings)
     return _loaded(name, config, graphdef, params, tokenizer, ends, path)
@@ -176,7 +184,7 @@ def _random(
 
 def _loaded(
     name: str,
-    config: LlamaConfig,
+    config: DecoderConfig,
     graphdef: nnx.GraphDef,
     params: nnx.State,
     tokenizer: Tokenizer | None,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import weakref
 from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, cast, final, overload
+from typing import Any, Literal, Self, cast, final, get_args, overload
 
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxserve.core.clock import WallClock
-from jaxserve.core.errors import InvalidRequestError
+from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
@@ -22,20 +21,22 @@ from jaxserve.engine.answers import Answer, Piece, PieceSink, failed_completion
 from jaxserve.engine.assembly import (
     build_executor,
     enable_compilation_cache,
+    fitted,
     nbytes,
     platform_defaults,
+    sharded,
 )
 from jaxserve.engine.device_errors import out_of_memory_as
 from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.loop import EngineLoop, Running
 from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
 from jaxserve.planning import Origin, StepTimes, measure
 from jaxserve.report import Report
 from jaxserve.runtime.batches import Params, for_each, only, wait
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.stats import RuntimeStats
-from jaxserve.runtime.streams import raise_error, still_open
+from jaxserve.runtime.streams import aread, read
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.recorded import TraceWriter, check_is_free
@@ -50,10 +51,13 @@ class Runtime:
       params: the parameters as an `nnx.State`, shared and not copied; the model's own if None.
       tokenizer: None restricts prompts to token ids, and answers to token ids.
       eos_token_ids: end tokens; the tokenizer's by default.
+      mesh: to shard the model over, as `sharding.make_mesh` gives; by default where the parameters
+        are. Those that are there already as the rules of `sharding` want them are not copied.
       options: see `RuntimeOptions`.
 
     Raises:
-      InvalidConfigError, DeviceMemoryError
+      InvalidConfigError: also for a mesh that cannot share out the model.
+      DeviceMemoryError
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Runtime:
         *,
         tokenizer: Any = None,
         eos_token_ids: Sequence[int] | None = None,
+        mesh: Mesh | None = None,
         **options: Any,
     ):
         self.options = RuntimeOptions.parse(options)
@@ -76,6 +81,8 @@ class Runtime:
         self.model_config = decoder.config
         self._clock = WallClock()
         used = own_params if params is None else params
+        if mesh is not None:
+            used = sharded(used, mesh, decoder.config)
         with out_of_memory_as(
             "making the page pool and warming up",
             "give a smaller kv_memory, max_step_tokens or max_slots",
@@ -108,6 +115,7 @@ class Runtime:
         *,
         load: Literal["auto", "random"] = "auto",
         dtype: str | None = None,
+        mesh: Mesh | None = None,
         **options: Any,
     ) -> Runtime:
         """A runtime around a registered model, a Hugging Face folder or a GGUF file.
@@ -115,6 +123,7 @@ class Runtime:
         Args:
           load: "random" makes random weights for the folder's config.json instead of reading any.
           dtype: "float32", "bfloat16" or "float16"; by default the platform's.
+          mesh: as above; weights are read straight onto their shards.
           options: see `RuntimeOptions`.
 
         Raises:
@@ -136,6 +145,7 @@ class Runtime:
                 load=load,
                 seed=parsed.seed,
                 layer_layout=cast(Any, defaults.layer_layout),
+                mesh=mesh,
                 progress=parsed.progress,
             )
         return cls(
@@ -225,18 +235,7 @@ class Runtime:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece]:
         """Yield an answer piece by piece; leaving the loop early cancels the request."""
-        pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
-        answer = self._start(prompt, params, pieces.put)
-        open_samples = answer.request.params.n
-        try:
-            while open_samples:
-                piece = pieces.get()
-                open_samples = still_open(open_samples, piece)
-                yield piece
-        finally:
-            if open_samples:
-                self.cancel(answer.request.id)
-        raise_error(answer)
+        return read(partial(self._start, prompt, params), self.cancel)
 
     async def agenerate(self, prompts: Any, params: Params = None) -> Any:
         """`generate` for asyncio; cancelling the task cancels its requests."""
@@ -255,28 +254,11 @@ class Runtime:
             raise done[0].error
         return done[0] if single else done
 
-    async def astream(
+    def astream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncGenerator[Piece]:
         """`stream` for asyncio."""
-        loop = asyncio.get_running_loop()
-        pieces: asyncio.Queue[Piece] = asyncio.Queue()
-
-        def put(piece: Piece) -> None:
-            with suppress(RuntimeError):  # the loop was closed: nobody listens any more
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
-
-        answer = self._start(prompt, params, put)
-        open_samples = answer.request.params.n
-        try:
-            while open_samples:
-                piece = await pieces.get()
-                open_samples = still_open(open_samples, piece)
-                yield piece
-        finally:
-            if open_samples:
-                self.cancel(answer.request.id)
-        raise_error(answer)
+        return aread(partial(self._start, prompt, params), self.cancel)
 
     def cancel(self, request_id: str) -> None:
         """End a request as it stands; one that has ended already is left alone."""
@@ -303,6 +285,31 @@ class Runtime:
             policy=self._engine.scheduler.policy.name,
             num_pages=self.config.num_pages - 1,
         )
+
+    def update_params(self, params: nnx.State, *, running: Running = "finish") -> None:
+        """Serve other weights from here on, as a trainer has them after a step.
+
+        Arrays that lie where the old ones do are shared and not copied, and nothing is compiled;
+        others are moved there. The old ones are let go.
+
+        Args:
+          params: of the same structure, shapes and dtypes.
+          running: what becomes of requests from before: "finish" waits until they have ended with
+            the old weights, "abort" cancels them, "restart" lets them begin anew with the new
+            ones. One that has shown tokens to a stream, or ended one of its samples, keeps its
+            tokens and goes on with the new weights. Requests that come meanwhile wait.
+
+        Raises:
+          InvalidConfigError: the parameters do not fit.
+          RuntimeClosedError, EngineFailedError
+        """
+        if running not in get_args(Running):
+            raise InvalidConfigError(
+                f"running={running!r} is unknown; give one of {get_args(Running)}"
+            )
+        placed = fitted(params, self._executor.params)
+        with self._loop.paused(running):
+            self._executor.update_params(placed)
 
     def measure_step_times(self, *, rounds: int = 2) -> StepTimes:
         """Time every shape of step that this runtime has compiled, for `planning.simulate`.
@@ -337,12 +344,7 @@ class Runtime:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- inside ----

@@ -1,19 +1,67 @@
-"""Answers that are read piece by piece: when they end, and how."""
+"""Answers that are read piece by piece, in a thread or in asyncio."""
 
 from __future__ import annotations
 
-from jaxserve.engine.answers import Answer, Piece
+import asyncio
+import queue
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import suppress
+
+from jaxserve.engine.answers import Answer, Piece, PieceSink
+
+Start = Callable[[PieceSink], Answer]
+Cancel = Callable[[str], None]
 
 
-def still_open(num_open: int, piece: Piece) -> int:
+def read(start: Start, cancel: Cancel) -> Generator[Piece]:
+    """Start an answer when the first piece is asked for, and yield it; cancel it when left early.
+
+    Raises what the request failed with, at its end.
+    """
+    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    answer = start(pieces.put)
+    num_open = answer.request.params.n
+    try:
+        while num_open:
+            piece = pieces.get()
+            num_open = _still_open(num_open, piece)
+            yield piece
+    finally:
+        if num_open:
+            cancel(answer.request.id)
+    _raise_error(answer)
+
+
+async def aread(start: Start, cancel: Cancel) -> AsyncGenerator[Piece]:
+    """`read` for asyncio."""
+    loop = asyncio.get_running_loop()
+    pieces: asyncio.Queue[Piece] = asyncio.Queue()
+
+    def put(piece: Piece) -> None:
+        with suppress(RuntimeError):  # the loop was closed: nobody listens any more
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+    answer = start(put)
+    num_open = answer.request.params.n
+    try:
+        while num_open:
+            piece = await pieces.get()
+            num_open = _still_open(num_open, piece)
+            yield piece
+    finally:
+        if num_open:
+            cancel(answer.request.id)
+    _raise_error(answer)
+
+
+def _still_open(num_open: int, piece: Piece) -> int:
     """How many of a request's samples are unfinished after `piece`, of `num_open` before it."""
     if piece.finish_reason == "error":
         return 0
     return num_open - (piece.finish_reason is not None)
 
 
-def raise_error(answer: Answer) -> None:
-    """Raise what an ended request failed with, if it did."""
+def _raise_error(answer: Answer) -> None:
     error = answer.future.result().error
     if error is not None:
         raise error

@@ -217,6 +217,19 @@ class Scheduler:
         self.num_preemptions += 1
         self._wait(sequence)
 
+    def restart(self, sequence: Sequence, *, keeps_output: bool) -> None:
+        """Compute a sequence anew, because its KV is no longer right; nothing may be in flight.
+
+        Without `keeps_output` its answer begins anew too.
+        """
+        if sequence.phase is Phase.RUNNING:
+            self._leave_slot(sequence, has_ended=False)
+            sequence.table.close()
+            sequence.num_computed = 0
+            self._wait(sequence)
+        if sequence.phase is Phase.WAITING and not keeps_output:
+            sequence.forget_output()
+
     # ---- transitions ----
 
     def _wait(self, sequence: Sequence) -> None:

@@ -85,6 +85,14 @@ class Sequence:
     def known_tokens(self) -> tuple[int, ...]:
         return (*self.request.prompt, *self.output)
 
+    def forget_output(self) -> None:
+        """Back to the prompt alone."""
+        self.num_planned_outputs = 0
+        self.output.clear()
+        self.logprobs.clear()
+        self.prompt_logprobs.clear()
+        self.first_token_s = None
+
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.request.params.prompt_logprobs is not None and self.sample_index == 0

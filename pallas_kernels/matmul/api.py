@@ -27,22 +27,23 @@ def matmul(
 
     Args:
       x: [tokens, in].
-      weight: [in, out], or [out, in] with `transposed`.
+      weight: [in, ...out], or [out, in] with `transposed`.
       out_dtype: x's by default.
       implementation: overrides the platform's choice, made when the call is traced and logged
-        once: on the CPU "cpu", where a compiler is found; else "xla".
+        once: on the CPU "cpu", where a compiler is found; else "xla", which alone partitions.
 
     Returns:
-      [tokens, out]. By "cpu", bits of a row do not depend on the other rows or their number.
+      [tokens, ...out]. By "cpu", bits of a row do not depend on the other rows or their number.
 
     Raises:
       NotImplementedError: the implementation asked for cannot serve this case; says why.
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1 if transposed else 0]:
+    is_matrix = weight.ndim == 2 if transposed else weight.ndim >= 2
+    if x.ndim != 2 or not is_matrix or x.shape[1] != weight.shape[1 if transposed else 0]:
         raise ValueError(
             f"x{x.shape} and weight{weight.shape}: expected [tokens, in] and "
-            f"{'[out, in]' if transposed else '[in, out]'}"
+            f"{'[out, in]' if transposed else '[in, ...out]'}"
         )
     return dispatch.call(
         "matmul",

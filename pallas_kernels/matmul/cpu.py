@@ -6,12 +6,14 @@ the weight more than once. The weight is read where it lies; nothing is copied o
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import build
+from pallas_kernels import build, dispatch
+from pallas_kernels.matmul import xla
 
 _SOURCE = Path(__file__).with_name("cpu.cc")
 
@@ -25,11 +27,34 @@ def matmul(
     dtypes = {str(x.dtype), str(weight.dtype), str(jnp.dtype(out_dtype))}
     if dtypes != {"float32"}:
         raise NotImplementedError(f"float32 only, not {sorted(dtypes)}")
-    if not jax.sharding.get_abstract_mesh().empty:
+    if dispatch.is_partitioned():
         raise NotImplementedError("XLA cannot partition it over a mesh")
     if 0 in (*x.shape, *weight.shape):
         raise NotImplementedError(f"empty: x{x.shape} and weight{weight.shape}")
     target = build.cpu_target(_SOURCE, "Matmul")
-    shape = (x.shape[0], weight.shape[0 if transposed else 1])
-    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, x.dtype))
-    return call(x, weight, transposed=transposed)
+    out = weight.shape[:1] if transposed else weight.shape[1:]
+    matrix = weight if transposed else weight.reshape(weight.shape[0], -1)
+    return _product(target, transposed, x, matrix).reshape(x.shape[0], *out)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _product(target: str, transposed: bool, x: jax.Array, matrix: jax.Array) -> jax.Array:
+    columns = matrix.shape[0 if transposed else 1]
+    shape = jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype)
+    return jax.ffi.ffi_call(target, shape)(x, matrix, transposed=transposed)
+
+
+@_product.defjvp
+def _derivative(
+    target: str,
+    transposed: bool,
+    values: tuple[jax.Array, jax.Array],
+    tangents: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """By XLA, which can turn its own products around."""
+    (x, matrix), (dx, dmatrix) = values, tangents
+
+    def times(x: jax.Array, matrix: jax.Array) -> jax.Array:
+        return xla.matmul(x, matrix, transposed=transposed, out_dtype=x.dtype)
+
+    return _product(target, transposed, x, matrix), times(dx, matrix) + times(x, dmatrix)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import build
+from pallas_kernels import build, dispatch
 from pallas_kernels.paged_attention.rows import Rows
 
 _SOURCE = Path(__file__).with_name("cpu.cc")
@@ -37,6 +37,8 @@ def paged_attention(
     """
     if jax.default_backend() != "cpu":
         raise NotImplementedError(f"compiled for the CPU, not for {jax.default_backend()}")
+    if dispatch.is_partitioned():
+        raise NotImplementedError("XLA cannot partition it over a mesh")
     dtypes = {str(x.dtype) for x in (q, k_pages, v_pages)}
     if dtypes != {"float32"}:
         raise NotImplementedError(f"float32 queries and pages only, not {sorted(dtypes)}")

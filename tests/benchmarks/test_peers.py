@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from benchmarks.peers import compare
 from benchmarks.peers.catalogue import GROUPS, PEERS, named
 from benchmarks.peers.compare import interleave, summarise
 from benchmarks.peers.job import write_job, write_models
@@ -143,6 +145,29 @@ def test_a_peer_that_fails_takes_no_other_with_it(tmp_path: Path, body: str, why
     assert figures["other"]["jaxserve_is_faster_by"] == 0.5
     assert figures["other"]["error"] is None
     assert any_failed({"engines": figures})
+
+
+@pytest.mark.parametrize(("interrupted", "kept"), [(5, 2), (3, 1), (1, None)])
+def test_ctrl_c_keeps_whole_rounds(tmp_path: Path, monkeypatch, interrupted: int, kept: int | None):
+    """What all engines have ended counts; in the first round there is nothing to keep."""
+    commands = {
+        name: _engine(tmp_path, name, _answering(2.0, ANSWERS)) for name in ("jaxserve", "other")
+    }
+    turns = iter(range(6))
+    run_once = compare._run_once
+
+    def run_until(*arguments: Any) -> dict[str, Any]:
+        if next(turns) == interrupted:
+            raise KeyboardInterrupt
+        return run_once(*arguments)
+
+    monkeypatch.setattr(compare, "_run_once", run_until)
+    if kept is None:
+        with pytest.raises(KeyboardInterrupt):
+            interleave(commands, tmp_path / "job.json", LENGTHS, repeats=3)
+        return
+    runs = interleave(commands, tmp_path / "job.json", LENGTHS, repeats=3)
+    assert [len(engine.results) for engine in runs.values()] == [kept, kept]
 
 
 def test_memory_is_that_of_all_processes_of_an_engine(tmp_path: Path):

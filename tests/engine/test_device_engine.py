@@ -19,6 +19,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.assembly import warm_up
 from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.placement import Placement
 from jaxserve.engine.programs import Programs
 from jaxserve.models.batch import empty_cache
 from jaxserve.scheduling.admission.on_demand import OnDemand
@@ -48,13 +49,9 @@ def _new_executor(model, config: EngineConfig = CONFIG) -> DeviceExecutor:
     graphdef, params = nnx.split(model)
     cache = empty_cache(model.config, config.num_pages, config.page_size, jnp.float32, "unrolled")
     device = jax.devices()[0]
-    return DeviceExecutor(
-        Programs(graphdef, config),
-        params,
-        jax.device_put(cache, device),
-        place=lambda tree: jax.device_put(tree, device),
-        strict=True,
-    )
+    place = Placement.like(jax.sharding.SingleDeviceSharding(device))
+    programs = Programs(graphdef, config, place)
+    return DeviceExecutor(programs, params, jax.device_put(cache, device), strict=True)
 
 
 @pytest.fixture(scope="module")
@@ -292,8 +289,7 @@ def test_no_copy_of_the_cache_in_any_step(executor):
             lambda: empty_cache(model_config, num_pages, CONFIG.page_size, jnp.float32, "unrolled")
         )
         cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        needs = executor._programs.largest_step_bytes(executor._params, cache, sharding)
+        needs = executor._programs.largest_step_bytes(executor._params, cache)
         return cache_bytes, needs
 
     small_bytes, small_needs = needed(1000)

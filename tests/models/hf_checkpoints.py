@@ -23,8 +23,99 @@ _SIZES = dict(
     initializer_range=0.3,
 )
 
-# Family -> (config class, what it sets beside _SIZES, arguments of save_pretrained).
-FAMILIES = {
+_GPT_SIZES = dict(
+    vocab_size=VOCAB_SIZE,
+    n_embd=48,
+    n_layer=2,
+    n_head=6,
+    n_positions=256,
+    initializer_range=0.3,
+)
+_OPT_SIZES = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=48,
+    ffn_dim=80,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    max_position_embeddings=256,
+    init_std=0.3,
+)
+_WINDOWS = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"])
+
+# Variant -> (config class, its fields, arguments of save_pretrained).
+_OTHERS = {
+    "gpt2": ("GPT2Config", _GPT_SIZES, {}),
+    "opt": ("OPTConfig", dict(**_OPT_SIZES, word_embed_proj_dim=48), {}),
+    "opt_350m": (
+        "OPTConfig",
+        dict(**_OPT_SIZES, word_embed_proj_dim=24, do_layer_norm_before=False),
+        {},
+    ),
+    "gptj": ("GPTJConfig", dict(**_GPT_SIZES, rotary_dim=4), {}),
+    "gpt_neox": (
+        "GPTNeoXConfig",
+        dict(
+            **_SIZES,
+            rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+        ),
+        {},
+    ),
+    "gpt_neox_in_turn": (
+        "GPTNeoXConfig",
+        dict(
+            **_SIZES,
+            use_parallel_residual=False,
+            rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.0),
+        ),
+        {},
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        dict(
+            **_SIZES,
+            **_WINDOWS,
+            head_dim=16,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=3.0,
+        ),
+        {},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        dict(
+            **_SIZES,
+            **_WINDOWS,
+            head_dim=16,
+            query_pre_attn_scalar=24,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            ),
+        ),
+        {},
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        dict(**_SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=9),
+        {},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        dict(
+            **_SIZES,
+            head_dim=16,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=20,
+            norm_topk_prob=True,
+        ),
+        {},
+    ),
+}
+
+# Variant -> (config class, what it sets beside _SIZES, arguments of save_pretrained).
+_LLAMAS = {
     "llama": ("LlamaConfig", dict(head_dim=16, attention_bias=True, mlp_bias=True), {}),
     "llama3_rope": (
         "LlamaConfig",
@@ -67,12 +158,15 @@ FAMILIES = {
     "smollm2": ("LlamaConfig", dict(tie_word_embeddings=True, rope_theta=1e5), {}),
 }
 
+VARIANTS = {name: (kind, {**_SIZES, **extra}, how) for name, (kind, extra, how) in _LLAMAS.items()}
+VARIANTS |= _OTHERS
 
-def write_checkpoint(family: str, folder: Path, dtype: torch.dtype = torch.float32):
-    """Write a random checkpoint of `family` to `folder`; returns it in float32."""
-    config_class, extra, save_options = FAMILIES[family]
+
+def write_checkpoint(variant: str, folder: Path, dtype: torch.dtype = torch.float32):
+    """Write a random checkpoint of `variant` to `folder`; returns it in float32."""
+    config_class, fields, save_options = VARIANTS[variant]
     torch.manual_seed(7)
-    config = getattr(transformers, config_class)(**{**_SIZES, **extra})
+    config = getattr(transformers, config_class)(**fields)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
         # Biases and norms start at constants, which would hide a mistake.

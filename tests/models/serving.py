@@ -1,4 +1,4 @@
-"""Drives a `Llama` over its paged cache, a step at a time, as the engine will."""
+"""Drives a decoder over its paged cache, a step at a time, as the engine will."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxserve.engine.placement import Placement
 from jaxserve.models.batch import AttentionBatch, empty_cache
-from jaxserve.models.config import LlamaConfig
-from jaxserve.models.loading import abstract_llama, load_params
+from jaxserve.models.families import config_from_hf
+from jaxserve.models.loading import abstract_model, load_params
 from jaxserve.models.safetensors_source import SafetensorsSource
 from pallas_kernels import Rows
+from sharding import state_shardings
 
 PAGE_SIZE = 4
 PAGES_PER_SEQUENCE = 16
@@ -38,20 +40,35 @@ class Server:
 
     def __init__(self, graphdef, params, config, layer_layout="unrolled"):
         self._graphdef, self._params = graphdef, params
+        self._place = Placement.like(jax.tree.leaves(params)[0].sharding)
         pages = 1 + NUM_SEQUENCES * PAGES_PER_SEQUENCE
-        self._cache = empty_cache(config, pages, PAGE_SIZE, jnp.float32, layer_layout)
+        self._cache = empty_cache(
+            config,
+            pages,
+            PAGE_SIZE,
+            jnp.float32,
+            layer_layout,
+            num_shards=self._place.num_shards,
+        )
         # The null page holds garbage in real life.
         self._cache = jax.tree.map(lambda x: x.at[:, 0].set(jnp.nan), self._cache)
+        self._cache = jax.device_put(self._cache, self._place.pages)
         order = np.random.default_rng(3).permutation(np.arange(1, pages, dtype=np.int32))
         self._tables = order.reshape(NUM_SEQUENCES, PAGES_PER_SEQUENCE)
         self._lengths = [0] * NUM_SEQUENCES
 
     @classmethod
-    def from_folder(cls, folder: Path, layer_layout="unrolled") -> Server:
-        config = LlamaConfig.from_hf(json.loads((folder / "config.json").read_text()))
-        graphdef, abstract = abstract_llama(config, layer_layout=layer_layout)
-        params = load_params(abstract, config, SafetensorsSource(folder))
+    def from_folder(cls, folder: Path, layer_layout="unrolled", mesh=None) -> Server:
+        config = config_from_hf(json.loads((folder / "config.json").read_text()))
+        graphdef, abstract = abstract_model(config, layer_layout=layer_layout)
+        shardings = None if mesh is None else state_shardings(abstract, mesh)
+        params = load_params(abstract, config, SafetensorsSource(folder), shardings)
         return cls(graphdef, params, config, layer_layout)
+
+    @property
+    def model(self):
+        """The decoder itself."""
+        return nnx.merge(self._graphdef, self._params)
 
     def step(self, rows: list[tuple[int, np.ndarray]]) -> list[np.ndarray]:
         """Append tokens to sequences, in one padded mixed batch; logits of each row's tokens."""
@@ -88,8 +105,9 @@ class Server:
             rows=Rows(*map(jnp.asarray, fields), page_table=jnp.asarray(tables)),
             max_query_length=max_query_length,
         )
-        logits, self._cache = _step(
-            self._graphdef, self._params, jnp.asarray(tokens), batch, self._cache
-        )
+        with self._place.in_force():
+            logits, self._cache = _step(
+                self._graphdef, self._params, jnp.asarray(tokens), batch, self._cache
+            )
         logits = np.asarray(logits)
         return [logits[place] for place in places]

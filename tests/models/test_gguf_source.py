@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxserve.core.errors import CheckpointError, UnsupportedModelError
-from jaxserve.models.config import LlamaConfig
+from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.models.gguf_source import GGUFSource
-from jaxserve.models.loading import abstract_llama, load_params
-from jaxserve.models.rope import RopeScaling, inverse_frequencies
+from jaxserve.models.loading import abstract_model, load_params
+from jaxserve.models.rope import Rope, RopeScaling, inverse_frequencies
 from tests.models.gguf_models import (
     EMBED,
     HEAD_DIM,
@@ -121,15 +121,15 @@ def test_the_configuration_is_recovered(path, arch):
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_theta=5000.0,
+        norm_eps=config.norm_eps,
+        rope=Rope(theta=5000.0),
         max_position_embeddings=8192,
         tie_word_embeddings=True,
         qkv_bias=arch == "qwen2",
         qk_norm=arch == "qwen3",
     )
-    assert abs(config.rms_norm_eps - 1e-5) < 1e-10
-    _, abstract = abstract_llama(config)
+    assert abs(config.norm_eps - 1e-5) < 1e-10
+    _, abstract = abstract_model(config)
     load_params(abstract, config, source)
 
 
@@ -139,7 +139,7 @@ def test_llama3_frequencies_are_recovered_from_their_table(path):
     plain = inverse_frequencies(HEAD_DIM, 5000.0, None)
     table = (plain / inverse_frequencies(HEAD_DIM, 5000.0, scaling)).astype(np.float32)
     write_gguf(path, extra={"rope_freqs.weight": table})
-    assert LlamaConfig.from_hf(GGUFSource(path).config).rope_scaling == scaling
+    assert LlamaConfig.from_hf(GGUFSource(path).config).rope.scaling == scaling
     write_gguf(
         path, extra={"rope_freqs.weight": np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32)}
     )
@@ -150,7 +150,7 @@ def test_llama3_frequencies_are_recovered_from_their_table(path):
 def test_rotary_scaling_and_sliding_window_are_recovered(path):
     """Linear scaling comes from the metadata; a window makes a llama a mistral."""
     write_gguf(path, rope__scaling__type="linear", rope__scaling__factor=4.0)
-    scaling = LlamaConfig.from_hf(GGUFSource(path).config).rope_scaling
+    scaling = LlamaConfig.from_hf(GGUFSource(path).config).rope.scaling
     assert (scaling.kind, scaling.factor) == ("linear", 4.0)
     write_gguf(path, attention__sliding_window=16)
     assert LlamaConfig.from_hf(GGUFSource(path).config).sliding_windows == (16, 16)
@@ -177,7 +177,7 @@ def test_missing_tensors_are_reported(path):
     write_gguf(path, leave_out="blk.1.ffn_up.weight")
     source = GGUFSource(path)
     config = LlamaConfig.from_hf(source.config)
-    _, abstract = abstract_llama(config)
+    _, abstract = abstract_model(config)
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         load_params(abstract, config, source)
     with pytest.raises(CheckpointError, match="missing"):

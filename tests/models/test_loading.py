@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from jaxserve.core.errors import CheckpointError
-from jaxserve.models.config import LlamaConfig
-from jaxserve.models.loading import abstract_llama, load_params, random_params
+from jaxserve.models.families.llama import LlamaConfig
+from jaxserve.models.loading import abstract_model, load_params, random_params
 from sharding import make_mesh, state_shardings
 
 CONFIG = LlamaConfig(
@@ -71,7 +71,7 @@ def test_every_problem_is_reported_before_data_is_read():
     arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
     source = _Arrays(arrays)
     with pytest.raises(CheckpointError) as caught:
-        load_params(abstract_llama(CONFIG)[1], CONFIG, source)
+        load_params(abstract_model(CONFIG)[1], CONFIG, source)
     problems = caught.value.problems
     assert [problem.split()[0] for problem in problems] == [
         "missing",
@@ -85,18 +85,17 @@ def test_every_problem_is_reported_before_data_is_read():
 def test_scanned_layout_stacks_the_unrolled_one():
     """Both layer layouts hold the same numbers."""
     unrolled, scanned = (
-        load_params(abstract_llama(CONFIG, layer_layout=layout)[1], CONFIG, _Arrays(_arrays()))
+        load_params(abstract_model(CONFIG, layer_layout=layout)[1], CONFIG, _Arrays(_arrays()))
         for layout in ("unrolled", "scanned")
     )
-    for name, stacked in nnx.to_pure_dict(scanned)["blocks"].items():
-        for layer in range(2):
-            single = nnx.to_pure_dict(unrolled)["blocks"][layer][name]
-            np.testing.assert_array_equal(stacked[layer], single)
+    for layer, single in nnx.to_pure_dict(unrolled)["blocks"].items():
+        stacked = jax.tree.map(lambda x, i=layer: x[i], nnx.to_pure_dict(scanned)["blocks"])
+        jax.tree.map(np.testing.assert_array_equal, stacked, single)
 
 
 def test_loads_in_the_dtype_and_onto_the_mesh_asked_for():
     """Arrays come in the target dtype with the shardings given, and progress reaches the end."""
-    _, abstract = abstract_llama(CONFIG)
+    _, abstract = abstract_model(CONFIG)
     shardings = state_shardings(abstract, make_mesh())
     seen = []
     params = load_params(
@@ -116,7 +115,7 @@ def test_loads_in_the_dtype_and_onto_the_mesh_asked_for():
 def test_random_params_fit_the_abstract_state():
     """Random parameters have the abstract state's structure and depend on the seed."""
     first, again, other = (random_params(CONFIG, seed, dtype=jnp.bfloat16) for seed in (1, 1, 2))
-    assert jax.tree.structure(first) == jax.tree.structure(abstract_llama(CONFIG)[1])
+    assert jax.tree.structure(first) == jax.tree.structure(abstract_model(CONFIG)[1])
     embeddings = [np.asarray(x["embedding"].get_value(), "f") for x in (first, again, other)]
     np.testing.assert_array_equal(embeddings[0], embeddings[1])
     assert (embeddings[0] != embeddings[2]).any()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import matmul
+from sharding import make_mesh
 
 # Rows around a tile, a row block and the change from reading in place to packing; widths around a
 # panel and a strip; depths around a block.
@@ -53,6 +54,28 @@ def test_the_bits_of_a_row_are_its_own(transposed):
         np.testing.assert_array_equal(some, whole[first : first + count])
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_it_can_be_differentiated(transposed):
+    """Gradients with respect to both operands are XLA's."""
+    x, weight = _draw(5, 40, 24, transposed)
+
+    def loss(x, weight, implementation):
+        y = matmul(x, weight, transposed=transposed, implementation=implementation)
+        return jnp.sum(jnp.sin(y))
+
+    for got, wanted in zip(
+        *(jax.grad(loss, (0, 1))(x, weight, each) for each in ("cpu", "xla")), strict=True
+    ):
+        assert np.linalg.norm(got - wanted) < 1e-5 * np.linalg.norm(wanted)
+
+
+def test_several_axes_out():
+    """A weight [in, ...out] gives [tokens, ...out], the same numbers as its matrix."""
+    x, weight = _draw(5, 40, 24, False)
+    got = matmul(x, weight.reshape(40, 2, 3, 4))
+    np.testing.assert_array_equal(got, matmul(x, weight).reshape(5, 2, 3, 4))
+
+
 def test_what_is_not_finite_stays_in_its_row():
     """NaN in one row reaches no other, and what is infinite stays so."""
     x, weight = _draw(20, 100, 60, False)
@@ -78,7 +101,7 @@ def test_other_precisions_are_served_by_xla():
 def test_under_a_mesh_xla_serves():
     """XLA can partition its own product, not the kernel."""
     x, weight = _draw(4, 32, 8, False)
-    mesh = jax.make_mesh((1,), ("tensor",))
+    mesh = make_mesh(tensor=2)
     product = jax.jit(lambda x, weight: matmul(x, weight))
     with jax.set_mesh(mesh):
         assert "custom-call" not in product.lower(x, weight).compile().as_text()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from sharding import make_mesh, named_sharding, partition_spec, state_shardings
+from sharding import check_tensor_axis, make_mesh, named_sharding, partition_spec, state_shardings
 
 
 def test_fused_projection_is_split_by_kv_head():
@@ -34,8 +36,26 @@ def test_names_must_fit_the_shape():
 def test_sizes_must_divide():
     """A dimension that its mesh axis does not divide is refused by name."""
     mesh = jax.sharding.AbstractMesh((1, 1, 2), ("data", "stage", "tensor"))
-    with pytest.raises(ValueError, match="'kv_heads' of size 3 does not divide"):
-        named_sharding(mesh, (8, 3), ("embed", "kv_heads"))
+    with pytest.raises(ValueError, match="'mlp' of size 3 does not divide"):
+        named_sharding(mesh, (8, 3), ("embed", "mlp"))
+
+
+def test_few_kv_heads_and_odd_vocabularies_are_replicated():
+    """What shards cannot share evenly each of them holds whole."""
+    mesh = jax.sharding.AbstractMesh((1, 1, 2), ("data", "stage", "tensor"))
+    assert named_sharding(mesh, (8, 3), ("embed", "kv_heads")).spec == PartitionSpec(None, None)
+    assert named_sharding(mesh, (50257, 8), ("vocab", "embed")).spec == PartitionSpec(None, None)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "mlp", "allowed"),
+    [(6, 2, 80, "[1, 2]"), (32, 8, 64, "[1, 2, 4, 8, 16, 32]"), (12, 12, 10, "[1, 2]")],
+)
+def test_a_tensor_axis_must_fit_the_heads(heads, kv_heads, mlp, allowed):
+    """The error lists the sizes that do."""
+    mesh = jax.sharding.AbstractMesh((1, 1, 5), ("data", "stage", "tensor"))
+    with pytest.raises(ValueError, match=re.escape(f"use one of {allowed}")):
+        check_tensor_axis(mesh, num_heads=heads, num_kv_heads=kv_heads, num_mlp_parts=mlp)
 
 
 def test_state_follows_its_metadata():

@@ -1,12 +1,14 @@
-"""The Llama family gives the logits that PyTorch transformers gives for the same checkpoint."""
+"""Every family gives the logits that PyTorch transformers gives for the same checkpoint."""
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
-from tests.models.hf_checkpoints import FAMILIES, VOCAB_SIZE, torch_logits, write_checkpoint
+from tests.models.hf_checkpoints import VARIANTS, VOCAB_SIZE, torch_logits, write_checkpoint
 from tests.models.serving import Server
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 37)
@@ -16,7 +18,7 @@ def _relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=VARIANTS)
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     model = write_checkpoint(request.param, folder)
@@ -40,21 +42,30 @@ def test_chunked_prefill_then_decode(checkpoint):
     assert _relative_error(np.concatenate(got), wanted) < 1e-4
 
 
-def test_mixed_batch(tmp_path):
+def test_mixed_batch(checkpoint):
     """A sequence that decodes beside another's prefill has the logits it has alone."""
-    model = write_checkpoint("mistral", tmp_path)
-    server = Server.from_folder(tmp_path)
-    wanted = torch_logits(model, PROMPT)
+    folder, wanted = checkpoint
+    server = Server.from_folder(folder)
     server.step([(0, PROMPT[:20]), (1, PROMPT[:3])])
     got = server.step([(0, PROMPT[20:21]), (1, PROMPT[3:12]), (2, PROMPT[:17])])
     for logits, part in zip(got, (slice(20, 21), slice(3, 12), slice(0, 17)), strict=True):
         assert _relative_error(logits, wanted[part]) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["llama3_rope", "mistral"])
-def test_scanned_layers(tmp_path, family):
+def test_whole_sequences(checkpoint):
+    """Without a cache, as a trainer computes, logits are PyTorch's; what pads changes nothing."""
+    folder, wanted = checkpoint
+    tokens = jnp.stack([jnp.asarray(PROMPT), jnp.asarray(PROMPT).at[30:].set(0)])
+    model = Server.from_folder(folder).model
+    got = np.asarray(nnx.jit(lambda model: model.whole_logits(tokens))(model))
+    assert _relative_error(got[0], wanted) < 1e-4
+    assert _relative_error(got[1, :30], wanted[:30]) < 1e-4
+
+
+@pytest.mark.parametrize("variant", ["llama3_rope", "mistral", "gpt2", "gpt_neox", "mixtral"])
+def test_scanned_layers(tmp_path, variant):
     """Scanned layers over one cache buffer have PyTorch's logits too."""
-    model = write_checkpoint(family, tmp_path)
+    model = write_checkpoint(variant, tmp_path)
     server = Server.from_folder(tmp_path, layer_layout="scanned")
     got = server.step([(0, PROMPT[:36])]) + server.decode({0: PROMPT[36]})
     assert _relative_error(np.concatenate(got), torch_logits(model, PROMPT)) < 1e-4
@@ -68,6 +79,6 @@ def test_bfloat16_checkpoint_computed_in_float32(tmp_path):
 
 
 def test_sharded_checkpoint_is_tested(tmp_path):
-    """At least one of the families above is written as several safetensors files."""
+    """At least one of the variants above is written as several safetensors files."""
     write_checkpoint("llama3_rope", tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1

@@ -1,0 +1,128 @@
+"""What a layer's attention works with: a paged cache to serve, whole sequences to train."""
+
+from __future__ import annotations
+
+from typing import Protocol, final
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.batch import AttentionBatch, KVCache
+from jaxserve.models.rope import RopeTables, apply_rope
+
+
+class LayerContext(Protocol):
+    """Positions, and the keys that a query may see. Made anew for every layer of a trace."""
+
+    def rotate(self, x: jax.Array) -> jax.Array:
+        """`x` [tokens, ..., head_dim] turned by its positions, where they are rotary."""
+        ...
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        scale: float | None,
+        soft_cap: float | None,
+    ) -> jax.Array:
+        """What `q` [tokens, q_heads, head_dim] finds; `k` and `v` are the same tokens'.
+
+        Scale and soft cap are those of `pallas_kernels.paged_attention`.
+        """
+        ...
+
+
+@final
+class PagedContext:
+    """Keys and values go to the paged cache, and are read from it.
+
+    Attributes:
+      cache: as the last `attend` left it.
+    """
+
+    def __init__(
+        self,
+        layer: int | jax.Array,
+        rope: RopeTables | None,
+        sliding_window: int | None,
+        batch: AttentionBatch,
+        cache: KVCache,
+    ):
+        self.cache = cache
+        self._layer = layer
+        self._rope = rope
+        self._sliding_window = sliding_window
+        self._batch = batch
+
+    def rotate(self, x: jax.Array) -> jax.Array:
+        """See `LayerContext`."""
+        return x if self._rope is None else apply_rope(x, self._rope)
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        scale: float | None,
+        soft_cap: float | None,
+    ) -> jax.Array:
+        """See `LayerContext`."""
+        out, self.cache = self.cache.attend(
+            self._layer,
+            q,
+            k,
+            v,
+            self._batch,
+            sliding_window=self._sliding_window,
+            scale=scale,
+            soft_cap=soft_cap,
+        )
+        return out
+
+
+@final
+class WholeContext:
+    """Sequences of one length, each seen from its first token on; differentiable.
+
+    Tokens are those of all sequences, one after the other.
+    """
+
+    def __init__(self, length: int, rope: RopeTables | None, sliding_window: int | None):
+        self._length = length
+        self._rope = rope
+        self._sliding_window = sliding_window
+
+    def rotate(self, x: jax.Array) -> jax.Array:
+        """See `LayerContext`."""
+        return x if self._rope is None else apply_rope(x, self._rope)
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        scale: float | None,
+        soft_cap: float | None,
+    ) -> jax.Array:
+        """See `LayerContext`."""
+        tokens, q_heads, head_dim = q.shape
+        length, kv_heads = self._length, k.shape[1]
+        grouped = q.reshape(-1, length, kv_heads, q_heads // kv_heads, head_dim)
+        k, v = (x.reshape(-1, length, kv_heads, head_dim) for x in (k, v))
+        logits = jnp.einsum("bqkgd,bskd->bkgqs", grouped, k, preferred_element_type=jnp.float32) * (
+            head_dim**-0.5 if scale is None else scale
+        )
+        if soft_cap is not None:
+            logits = soft_cap * jnp.tanh(logits / soft_cap)
+        back = jnp.arange(length)[:, None] - jnp.arange(length)
+        seen = (
+            back >= 0
+            if self._sliding_window is None
+            else ((back >= 0) & (back < self._sliding_window))
+        )
+        weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1).astype(v.dtype)
+        return jnp.einsum("bkgqs,bskd->bqkgd", weights, v).reshape(tokens, q_heads, head_dim)

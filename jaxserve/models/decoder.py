@@ -1,0 +1,194 @@
+"""The decoder that every family is: embedding, layers over the paged cache, norm, logits.
+
+embedding   [vocab, embed]
+blocks      a `Block` a layer, or one with all layers' parameters stacked
+norm        of the last hidden state
+lm_head     [embed, vocab]     absent when tied to the embedding
+lm_head_bias [vocab]           where the config has it
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.models.batch import AttentionBatch, KVCache
+from jaxserve.models.config import DecoderConfig
+from jaxserve.models.context import PagedContext, WholeContext
+from jaxserve.models.layers import Block, ParamMaker, soft_capped
+from jaxserve.models.rope import Rope, RopeTables, rope_tables
+from pallas_kernels import matmul
+
+LayerLayout = Literal["unrolled", "scanned"]
+
+
+class Decoder(nnx.Module):
+    """A decoder over a flat ragged batch and a paged KV cache; families set `block_class`.
+
+    Args:
+      rngs: for random weights; None for zeros where only shapes matter, as `nnx.eval_shape` does.
+      dtype: of the parameters and of the activations.
+      layer_layout: `unrolled` has a block and a cache buffer a layer; `scanned` stacks both
+        ([layers, ...]) and loops with `lax.scan`.
+
+    Raises:
+      UnsupportedModelError: scanned layers that differ in their windows or rotary embeddings.
+    """
+
+    block_class: ClassVar[type[Block]]
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs | None,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+        layer_layout: LayerLayout = "unrolled",
+    ):
+        self.config = config
+        self.layer_layout = layer_layout
+        self._add_ends(ParamMaker(rngs, dtype))
+        if layer_layout == "unrolled":
+            new = ParamMaker(rngs, dtype)
+            self.blocks = nnx.List([self.block_class(config, new) for _ in config.sliding_windows])
+        elif layer_layout == "scanned":
+            if not config.is_uniform:
+                raise UnsupportedModelError(
+                    "layers with differing sliding windows or rotary embeddings cannot be scanned; "
+                    "use layer_layout='unrolled'"
+                )
+            self.blocks = self.block_class(config, ParamMaker(rngs, dtype, config.num_layers))
+        else:
+            raise ValueError(
+                f"layer_layout={layer_layout!r} is unknown; give 'unrolled' or 'scanned'"
+            )
+
+    def __call__(
+        self, tokens: jax.Array, batch: AttentionBatch, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        """Hidden states [tokens, embed] after the last norm of `tokens` (int32 [tokens]).
+
+        Also returns the cache with this step's keys and values written.
+        """
+        tables = self._rope_tables(batch.positions)
+        x = self._embed(tokens, batch.positions)
+        if self.layer_layout == "unrolled":
+            layer_tables = [tables[rope] for rope in self.config.layer_ropes]
+            x, cache = self._unroll(x, layer_tables, batch, cache)
+        else:
+            x, cache = self._scan(x, tables[self.config.layer_ropes[0]], batch, cache)
+        return self._end(x), cache
+
+    def whole_logits(self, tokens: jax.Array) -> jax.Array:
+        """float32 [sequences, length, vocab] of whole sequences (int32 [sequences, length]).
+
+        Without a cache and differentiable: for training, and to score what was sampled. What
+        pads the end of a sequence changes nothing before it.
+        """
+        config = self.config
+        num_sequences, length = tokens.shape
+        positions = jnp.tile(jnp.arange(length), num_sequences)
+        tables = self._rope_tables(positions)
+        x = self._embed(tokens.reshape(-1), positions)
+        if isinstance(self.blocks, nnx.List):
+            kinds = zip(config.layer_ropes, config.sliding_windows, strict=True)
+            for block, (rope, window) in zip(self.blocks, kinds, strict=True):
+                x = block(x, WholeContext(length, tables[rope], window))
+        else:
+            graphdef, stacked = nnx.split(self.blocks)
+            context = WholeContext(length, tables[config.layer_ropes[0]], config.sliding_windows[0])
+            x, _ = lax.scan(
+                lambda x, state: (nnx.merge(graphdef, state)(x, context), None), x, stacked
+            )
+        return self.logits(self._end(x)).reshape(num_sequences, length, -1)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """float32 [rows, vocab] of final hidden states [rows, embed]."""
+        tied = self.config.tie_word_embeddings
+        weight = self.embedding[...] if tied else self.lm_head[...]
+        logits = matmul(hidden, weight, transposed=tied, out_dtype=jnp.float32)
+        if self.config.lm_head_bias:
+            logits = logits + self.lm_head_bias[...].astype(jnp.float32)
+        return soft_capped(logits, self.config.logits_soft_cap)
+
+    def _add_ends(self, new: ParamMaker) -> None:
+        """Make the parameters before and after the layers."""
+        config = self.config
+        vocab, embed = config.vocab_size, config.hidden_size
+        self.embedding = new.normal(("vocab", "embed"), (vocab, embed), fan_in=embed)
+        self.norm = self.block_class.norm_class(config, new)
+        if not config.tie_word_embeddings:
+            self.lm_head = new.normal(("embed", "vocab"), (embed, vocab))
+        if config.lm_head_bias:
+            self.lm_head_bias = new.zeros(("vocab",), (vocab,))
+
+    def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """The residual stream [tokens, embed] before the first layer."""
+        return self.embedding[...][tokens]
+
+    def _end(self, x: jax.Array) -> jax.Array:
+        """From the residual stream after the last layer to what `logits` takes."""
+        return self.norm(x)
+
+    def _rope_tables(self, positions: jax.Array) -> dict[Rope | None, RopeTables | None]:
+        """Of every rotary embedding that some layer has."""
+        return {
+            rope: None if rope is None else rope_tables(positions, self.config.head_dim, rope)
+            for rope in dict.fromkeys(self.config.layer_ropes)
+        }
+
+    def _unroll(
+        self,
+        x: jax.Array,
+        tables: list[RopeTables | None],
+        batch: AttentionBatch,
+        cache: KVCache,
+    ) -> tuple[jax.Array, KVCache]:
+        assert isinstance(self.blocks, nnx.List)
+        k_pages, v_pages = [], []
+        for layer, block in enumerate(self.blocks):
+            graphdef, state = nnx.split(block)
+            own = KVCache(cache.k_pages[layer : layer + 1], cache.v_pages[layer : layer + 1])
+            window = self.config.sliding_windows[layer]
+            x, own = _one_layer(graphdef, window, state, x, tables[layer], batch, own)
+            k_pages += own.k_pages
+            v_pages += own.v_pages
+        return x, KVCache(tuple(k_pages), tuple(v_pages))
+
+    def _scan(
+        self, x: jax.Array, tables: RopeTables | None, batch: AttentionBatch, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        graphdef, stacked = nnx.split(self.blocks)
+        window = self.config.sliding_windows[0]
+
+        def one_layer(carry, layer_and_state):
+            layer, state = layer_and_state
+            hidden, cache = carry
+            context = PagedContext(layer, tables, window, batch, cache)
+            hidden = nnx.merge(graphdef, state)(hidden, context)
+            return (hidden, context.cache), None
+
+        layers = jnp.arange(self.config.num_layers)
+        (x, cache), _ = lax.scan(one_layer, (x, cache), (layers, stacked))
+        return x, cache
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _one_layer(
+    graphdef: nnx.GraphDef,
+    window: int | None,
+    state: nnx.State,
+    x: jax.Array,
+    tables: RopeTables | None,
+    batch: AttentionBatch,
+    cache: KVCache,
+) -> tuple[jax.Array, KVCache]:
+    """One unrolled layer over its own cache buffer. Jitted so that like layers share one trace."""
+    context = PagedContext(0, tables, window, batch, cache)
+    return nnx.merge(graphdef, state)(x, context), context.cache

@@ -1,0 +1,36 @@
+"""The families of models that there are, one a file; docs/adding_a_model.md says how to add one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.models.config import DecoderConfig
+from jaxserve.models.families import gemma, gpt2, gpt_neox, gptj, llama, moe, opt
+from jaxserve.models.family import Family
+
+_ALL = tuple(m.FAMILY for m in (llama, gpt2, opt, gptj, gpt_neox, gemma, moe))
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {kind: family for family in _ALL for kind in family.model_types}
+)
+
+
+def config_from_hf(given: Mapping[str, Any]) -> DecoderConfig:
+    """The configuration of any supported family from config.json as a dictionary.
+
+    Raises:
+      UnsupportedModelError: naming what is given and what is supported.
+    """
+    kind = str(given.get("model_type"))
+    if kind not in FAMILIES:
+        raise UnsupportedModelError(
+            f"model_type={kind!r} is not supported here; supported are {tuple(FAMILIES)}"
+        )
+    return FAMILIES[kind].config.from_hf(given)
+
+
+def family_of(config: DecoderConfig) -> Family:
+    """The family that a configuration belongs to."""
+    return next(family for family in _ALL if family.config is type(config))

@@ -1,0 +1,136 @@
+"""Gemma 2 and 3: norms on both sides of every part, alternating windows, scaled embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.config import DecoderConfig, check_is, check_readable, windows_by_kind
+from jaxserve.models.context import LayerContext
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.families.llama import LAYER, attention_weights, mlp_weights
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block, GatedMLP, ParamMaker, RMSNorm, activation_of
+from jaxserve.models.rope import Rope, rope_fields
+from jaxserve.models.weights import Weight
+
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+# Every second layer of Gemma 2 sees the whole context, every sixth of Gemma 3.
+_PATTERN = {"gemma2": 2, "gemma3_text": 6}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class GemmaConfig(DecoderConfig):
+    """Gemma 2 (arXiv:2408.00118) with soft caps; Gemma 3 (arXiv:2503.19786) with norms of heads."""
+
+    activation: str = "gelu_pytorch_tanh"
+    norm_offset: float = 1.0
+    tie_word_embeddings: bool = True
+    rope: Rope | None = Rope()
+
+    @classmethod
+    def from_hf(cls, given: Mapping[str, Any]) -> Self:
+        """See `DecoderConfig.from_hf`."""
+        check_readable(given, _REQUIRED)
+        check_is(given, "use_bidirectional_attention", (False, None))
+        kind, num_layers = given["model_type"], given["num_hidden_layers"]
+        max_position = given.get("max_position_embeddings") or 8192
+        bias = bool(given.get("attention_bias", False))
+        every = given.get("sliding_window_pattern") or _PATTERN[kind]
+        kinds = given.get("layer_types") or [
+            "sliding_attention" if (layer + 1) % every else "full_attention"
+            for layer in range(num_layers)
+        ]
+        rope, local_rope = _ropes(given, max_position)
+        return cls(
+            vocab_size=given["vocab_size"],
+            hidden_size=given["hidden_size"],
+            intermediate_size=given["intermediate_size"],
+            num_layers=num_layers,
+            num_heads=given["num_attention_heads"],
+            num_kv_heads=given["num_key_value_heads"],
+            head_dim=given["head_dim"],
+            max_position_embeddings=max_position,
+            activation=activation_of(given, "hidden_activation", "gelu_pytorch_tanh"),
+            norm_eps=given.get("rms_norm_eps", 1e-6),
+            tie_word_embeddings=bool(given.get("tie_word_embeddings", True)),
+            qkv_bias=bias,
+            o_bias=bias,
+            qk_norm=kind == "gemma3_text",
+            attention_scale=given.get("query_pre_attn_scalar", 256) ** -0.5,
+            attention_soft_cap=given.get("attn_logit_softcapping"),
+            logits_soft_cap=given.get("final_logit_softcapping"),
+            rope=rope,
+            local_rope=local_rope,
+            sliding_windows=windows_by_kind(kinds, given.get("sliding_window", 4096), num_layers),
+        )
+
+
+def _ropes(given: Mapping[str, Any], max_position: int) -> tuple[Rope, Rope | None]:
+    """Of layers that see the whole context, and of those with a window."""
+    fields = rope_fields(given)
+    if given["model_type"] == "gemma2":
+        return Rope.from_hf(fields, max_position), None
+    by_kind = fields if "full_attention" in fields else {}
+    whole = by_kind.get("full_attention", fields)
+    window = by_kind.get("sliding_attention") or {
+        "rope_theta": given.get("rope_local_base_freq", 10000.0)
+    }
+    whole = {"rope_theta": 1e6, **whole}
+    return Rope.from_hf(whole, max_position), Rope.from_hf(window, max_position)
+
+
+@final
+class GemmaBlock(Block):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+
+    norm_class = RMSNorm
+    mlp_class = GatedMLP
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        super().__init__(config, new)
+        self.attention_end_norm = RMSNorm(config, new)
+        self.mlp_end_norm = RMSNorm(config, new)
+
+    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
+        x = x + self.attention_end_norm(self.attention(self.attention_norm(x), context))
+        return x + self.mlp_end_norm(self.mlp(self.mlp_norm(x)))
+
+
+@final
+class Gemma(Decoder):
+    """See `Decoder`; embeddings are multiplied by sqrt(embed)."""
+
+    block_class = GemmaBlock
+
+    def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        x = self.embedding[...][tokens]
+        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+
+
+def _weights(config: GemmaConfig) -> dict[str, Weight]:
+    return {
+        **attention_weights(config),
+        **mlp_weights(),
+        "blocks.attention_end_norm.scale": Weight.of(LAYER + "post_attention_layernorm.weight"),
+        "blocks.mlp_norm.scale": Weight.of(LAYER + "pre_feedforward_layernorm.weight"),
+        "blocks.mlp_end_norm.scale": Weight.of(LAYER + "post_feedforward_layernorm.weight"),
+    }
+
+
+FAMILY = Family(
+    model_types=("gemma2", "gemma3_text"), config=GemmaConfig, decoder=Gemma, weights=_weights
+)

@@ -1,0 +1,134 @@
+"""GPT-2, and the shapes of GPT-3: learned positions, layer norms, biases everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import jax
+
+from jaxserve.models.config import DecoderConfig, check_is, check_readable
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block, LayerNorm, ParamMaker, TwoLayerMLP, activation_of
+from jaxserve.models.weights import Weight
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config(DecoderConfig):
+    """Radford et al. 2019; GPT-3 (Brown et al., arXiv:2005.14165) with dense attention."""
+
+    activation: str = "gelu_new"
+    norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    qkv_bias: bool = True
+    o_bias: bool = True
+    mlp_bias: bool = True
+
+    @classmethod
+    def of_shape(
+        cls, *, num_layers: int, hidden_size: int, num_heads: int, **others: Any
+    ) -> GPT2Config:
+        """A model of these sizes, the others as GPT-3 has them."""
+        sizes: dict[str, Any] = dict(
+            vocab_size=50257,
+            hidden_size=hidden_size,
+            intermediate_size=4 * hidden_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=hidden_size // num_heads,
+            max_position_embeddings=2048,
+        )
+        return cls(**{**sizes, **others})
+
+    @classmethod
+    def from_hf(cls, given: Mapping[str, Any]) -> Self:
+        """See `DecoderConfig.from_hf`."""
+        check_readable(given, ("vocab_size", "n_embd", "n_layer", "n_head"))
+        check_is(given, "scale_attn_weights", (True,))
+        check_is(given, "scale_attn_by_inverse_layer_idx", (False,))
+        check_is(given, "add_cross_attention", (False,))
+        embed, heads = given["n_embd"], given["n_head"]
+        return cls(
+            vocab_size=given["vocab_size"],
+            hidden_size=embed,
+            intermediate_size=given.get("n_inner") or 4 * embed,
+            num_layers=given["n_layer"],
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=embed // heads,
+            max_position_embeddings=given.get("n_positions") or 1024,
+            activation=activation_of(given, "activation_function", "gelu_new"),
+            norm_eps=given.get("layer_norm_epsilon", 1e-5),
+            tie_word_embeddings=bool(given.get("tie_word_embeddings", True)),
+        )
+
+
+# Table 1 of the ExeGPT paper: the GPT-3 shapes that it runs, by billions of parameters.
+GPT3_SHAPES = {
+    "gpt3-39b": GPT2Config.of_shape(num_layers=48, hidden_size=8192, num_heads=64),
+    "gpt3-101b": GPT2Config.of_shape(num_layers=80, hidden_size=10240, num_heads=80),
+    "gpt3-175b": GPT2Config.of_shape(num_layers=96, hidden_size=12288, num_heads=96),
+    "gpt3-341b": GPT2Config.of_shape(num_layers=120, hidden_size=15360, num_heads=120),
+}
+
+
+@final
+class GPT2Block(Block):
+    """See `Block`."""
+
+    norm_class = LayerNorm
+    mlp_class = TwoLayerMLP
+
+
+@final
+class GPT2(Decoder):
+    """See `Decoder`; `positions` [max_position_embeddings, embed]."""
+
+    block_class = GPT2Block
+
+    def _add_ends(self, new: ParamMaker) -> None:
+        super()._add_ends(new)
+        config = self.config
+        shape = (config.max_position_embeddings, config.hidden_size)
+        self.positions = new.normal((None, "embed"), shape, fan_in=config.hidden_size)
+
+    def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        return self.embedding[...][tokens] + self.positions[...][positions]
+
+
+def _weights(config: GPT2Config) -> dict[str, Weight]:
+    layer = "transformer.h.{layer}."
+    table = {
+        "embedding": Weight.of("transformer.wte.weight", "v e"),
+        "positions": Weight.of("transformer.wpe.weight", "p e"),
+        "lm_head": Weight.of("lm_head.weight", "e v", "v e"),
+        "blocks.attention.wqkv": Weight.of(layer + "attn.c_attn.weight", "e k x d", "e (x k d)"),
+        "blocks.attention.bqkv": Weight.of(layer + "attn.c_attn.bias", "k x d", "(x k d)"),
+        "blocks.attention.wo": Weight.of(layer + "attn.c_proj.weight", "k g d e", "(k g d) e"),
+        "blocks.attention.bo": Weight.of(layer + "attn.c_proj.bias"),
+        "blocks.mlp.up": Weight.of(layer + "mlp.c_fc.weight", "e m"),
+        "blocks.mlp.bup": Weight.of(layer + "mlp.c_fc.bias", "m"),
+        "blocks.mlp.down": Weight.of(layer + "mlp.c_proj.weight", "m e"),
+        "blocks.mlp.bdown": Weight.of(layer + "mlp.c_proj.bias"),
+    }
+    for parameter, kind in (("scale", "weight"), ("bias", "bias")):
+        table |= {
+            f"norm.{parameter}": Weight.of(f"transformer.ln_f.{kind}"),
+            f"blocks.attention_norm.{parameter}": Weight.of(f"{layer}ln_1.{kind}"),
+            f"blocks.mlp_norm.{parameter}": Weight.of(f"{layer}ln_2.{kind}"),
+        }
+    return table
+
+
+FAMILY = Family(
+    model_types=("gpt2",),
+    config=GPT2Config,
+    decoder=GPT2,
+    weights=_weights,
+    prefix="transformer.",
+    ignored=r".*\.attn\.(masked_)?bias",
+)

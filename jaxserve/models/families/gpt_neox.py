@@ -1,0 +1,128 @@
+"""GPT-NeoX and Pythia: attention and MLP side by side, part of each head rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import jax
+
+from jaxserve.models.config import DecoderConfig, check_readable
+from jaxserve.models.context import LayerContext
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block, LayerNorm, ParamMaker, TwoLayerMLP, activation_of
+from jaxserve.models.rope import Rope, rope_fields
+from jaxserve.models.weights import Weight
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class GPTNeoXConfig(DecoderConfig):
+    """Black et al., arXiv:2204.06745.
+
+    Attributes:
+      parallel_residual: x + attention(norm(x)) + mlp(norm(x)), each with its norm; else in turn.
+    """
+
+    activation: str = "gelu"
+    norm_eps: float = 1e-5
+    qkv_bias: bool = True
+    o_bias: bool = True
+    mlp_bias: bool = True
+    rope: Rope | None = Rope()
+    parallel_residual: bool = True
+
+    @classmethod
+    def from_hf(cls, given: Mapping[str, Any]) -> Self:
+        """See `DecoderConfig.from_hf`."""
+        check_readable(
+            given,
+            (
+                *("vocab_size", "hidden_size", "intermediate_size"),
+                *("num_hidden_layers", "num_attention_heads"),
+            ),
+        )
+        embed, heads = given["hidden_size"], given["num_attention_heads"]
+        rope = rope_fields(given, theta="rotary_emb_base")
+        share = rope.get("partial_rotary_factor", given.get("rotary_pct", 0.25))
+        max_position = given.get("max_position_embeddings") or 2048
+        bias = bool(given.get("attention_bias", True))
+        return cls(
+            vocab_size=given["vocab_size"],
+            hidden_size=embed,
+            intermediate_size=given["intermediate_size"],
+            num_layers=given["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=embed // heads,
+            max_position_embeddings=max_position,
+            activation=activation_of(given, "hidden_act", "gelu"),
+            norm_eps=given.get("layer_norm_eps", 1e-5),
+            tie_word_embeddings=bool(given.get("tie_word_embeddings", False)),
+            qkv_bias=bias,
+            o_bias=bias,
+            rope=Rope.from_hf(rope, max_position, dim=int(embed // heads * share)),
+            parallel_residual=bool(given.get("use_parallel_residual", True)),
+        )
+
+
+@final
+class GPTNeoXBlock(Block):
+    """See `Block`; side by side where `parallel_residual` is true."""
+
+    norm_class = LayerNorm
+    mlp_class = TwoLayerMLP
+
+    def __init__(self, config: GPTNeoXConfig, new: ParamMaker):
+        super().__init__(config, new)
+        self.parallel_residual = config.parallel_residual
+
+    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
+        if not self.parallel_residual:
+            return super().__call__(x, context)
+        return x + self.attention(self.attention_norm(x), context) + self.mlp(self.mlp_norm(x))
+
+
+@final
+class GPTNeoX(Decoder):
+    """See `Decoder`."""
+
+    block_class = GPTNeoXBlock
+
+
+def _weights(config: GPTNeoXConfig) -> dict[str, Weight]:
+    layer = "gpt_neox.layers.{layer}."
+    attention, mlp = layer + "attention.", layer + "mlp."
+    table = {
+        "embedding": Weight.of("gpt_neox.embed_in.weight", "v e"),
+        "lm_head": Weight.of("embed_out.weight", "e v", "v e"),
+        "blocks.attention.wqkv": Weight.of(
+            attention + "query_key_value.weight", "e k x d", "(k x d) e"
+        ),
+        "blocks.attention.bqkv": Weight.of(attention + "query_key_value.bias", "k x d", "(k x d)"),
+        "blocks.attention.wo": Weight.of(attention + "dense.weight", "k g d e", "e (k g d)"),
+        "blocks.attention.bo": Weight.of(attention + "dense.bias"),
+        "blocks.mlp.up": Weight.of(mlp + "dense_h_to_4h.weight", "e m", "m e"),
+        "blocks.mlp.bup": Weight.of(mlp + "dense_h_to_4h.bias", "m"),
+        "blocks.mlp.down": Weight.of(mlp + "dense_4h_to_h.weight", "m e", "e m"),
+        "blocks.mlp.bdown": Weight.of(mlp + "dense_4h_to_h.bias"),
+    }
+    for parameter, kind in (("scale", "weight"), ("bias", "bias")):
+        table |= {
+            f"norm.{parameter}": Weight.of(f"gpt_neox.final_layer_norm.{kind}"),
+            f"blocks.attention_norm.{parameter}": Weight.of(f"{layer}input_layernorm.{kind}"),
+            f"blocks.mlp_norm.{parameter}": Weight.of(f"{layer}post_attention_layernorm.{kind}"),
+        }
+    return table
+
+
+FAMILY = Family(
+    model_types=("gpt_neox",),
+    config=GPTNeoXConfig,
+    decoder=GPTNeoX,
+    weights=_weights,
+    prefix="gpt_neox.",
+    ignored=r".*\.attention\.(masked_)?bias|.*\.rotary_emb\.inv_freq",
+)

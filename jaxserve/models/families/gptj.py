@@ -1,0 +1,121 @@
+"""GPT-J: attention and MLP side by side behind one norm, part of each head rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import jax
+from flax import nnx
+
+from jaxserve.models.config import DecoderConfig, check_readable
+from jaxserve.models.context import LayerContext
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.family import Family
+from jaxserve.models.layers import (
+    Attention,
+    Block,
+    LayerNorm,
+    ParamMaker,
+    TwoLayerMLP,
+    activation_of,
+)
+from jaxserve.models.rope import Rope
+from jaxserve.models.weights import Weight, split_qkv
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class GPTJConfig(DecoderConfig):
+    """Wang and Komatsuzaki 2021."""
+
+    activation: str = "gelu_new"
+    norm_eps: float = 1e-5
+    mlp_bias: bool = True
+    lm_head_bias: bool = True
+    rope: Rope | None = Rope(dim=64)
+
+    @classmethod
+    def from_hf(cls, given: Mapping[str, Any]) -> Self:
+        """See `DecoderConfig.from_hf`."""
+        check_readable(given, ("vocab_size", "n_embd", "n_layer", "n_head"))
+        embed, heads = given["n_embd"], given["n_head"]
+        tied = bool(given.get("tie_word_embeddings", False))
+        return cls(
+            vocab_size=given["vocab_size"],
+            hidden_size=embed,
+            intermediate_size=given.get("n_inner") or 4 * embed,
+            num_layers=given["n_layer"],
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=embed // heads,
+            max_position_embeddings=given.get("n_positions") or 2048,
+            activation=activation_of(given, "activation_function", "gelu_new"),
+            norm_eps=given.get("layer_norm_epsilon", 1e-5),
+            tie_word_embeddings=tied,
+            rope=Rope(dim=given.get("rotary_dim")),
+        )
+
+
+@final
+class GPTJBlock(Block):
+    """x + attention(norm(x)) + mlp(norm(x)), with one norm."""
+
+    norm_class = LayerNorm
+    mlp_class = TwoLayerMLP
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        nnx.Module.__init__(self)
+        self.attention_norm = LayerNorm(config, new)
+        self.attention = Attention(config, new)
+        self.mlp = TwoLayerMLP(config, new)
+
+    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
+        normed = self.attention_norm(x)
+        return x + self.attention(normed, context) + self.mlp(normed)
+
+
+@final
+class GPTJ(Decoder):
+    """See `Decoder`."""
+
+    block_class = GPTJBlock
+
+
+def _weights(config: GPTJConfig) -> dict[str, Weight]:
+    layer = "transformer.h.{layer}."
+    assert config.rope is not None
+    # GPT-J rotates neighbouring pairs, ours are half of the rotated part apart. The same order in
+    # queries and keys leaves their products alone.
+    rotated = config.rope.dim or config.head_dim
+    order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, config.head_dim)]
+    table = {
+        "embedding": Weight.of("transformer.wte.weight", "v e"),
+        "lm_head": Weight.of("lm_head.weight", "e v", "v e"),
+        "lm_head_bias": Weight.of("lm_head.bias", "v"),
+        "blocks.attention.wqkv": split_qkv(
+            layer + "attn.", "weight", config.group, order={"d": order}
+        ),
+        "blocks.attention.wo": Weight.of(layer + "attn.out_proj.weight", "k g d e", "e (k g d)"),
+        "blocks.mlp.up": Weight.of(layer + "mlp.fc_in.weight", "e m", "m e"),
+        "blocks.mlp.bup": Weight.of(layer + "mlp.fc_in.bias", "m"),
+        "blocks.mlp.down": Weight.of(layer + "mlp.fc_out.weight", "m e", "e m"),
+        "blocks.mlp.bdown": Weight.of(layer + "mlp.fc_out.bias"),
+    }
+    for parameter, kind in (("scale", "weight"), ("bias", "bias")):
+        table |= {
+            f"norm.{parameter}": Weight.of(f"transformer.ln_f.{kind}"),
+            f"blocks.attention_norm.{parameter}": Weight.of(f"{layer}ln_1.{kind}"),
+        }
+    return table
+
+
+FAMILY = Family(
+    model_types=("gptj",),
+    config=GPTJConfig,
+    decoder=GPTJ,
+    weights=_weights,
+    prefix="transformer.",
+    ignored=r".*\.attn\.(masked_)?bias|.*\.attn\.embed_positions",
+)

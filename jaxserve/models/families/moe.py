@@ -1,0 +1,109 @@
+"""Mixtral and Qwen3-MoE: Llama's layers with a mixture of experts in place of the MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+from jaxserve.models.config import DecoderConfig, check_is
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.experts import MixtureOfExperts
+from jaxserve.models.families.llama import LAYER, attention_weights, rotary_decoder_fields
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block, RMSNorm
+from jaxserve.models.rope import Rope
+from jaxserve.models.weights import Tensor, Weight
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(DecoderConfig):
+    """Mixtral (arXiv:2401.04088), Qwen3-MoE (arXiv:2505.09388).
+
+    Attributes:
+      intermediate_size: of one expert.
+      num_experts, experts_per_token: there are, and each token goes to.
+      normalises_gates: the gates of a token's experts are made to add up to one.
+      expert_names: how checkpoints call them, a key of `_EXPERT_NAMES`.
+    """
+
+    rope: Rope | None = Rope()
+    num_experts: int
+    experts_per_token: int
+    normalises_gates: bool = True
+    expert_names: str = "mixtral"
+
+    @property
+    def num_mlp_parts(self) -> int:
+        """See `DecoderConfig`."""
+        return self.num_experts
+
+    @classmethod
+    def from_hf(cls, given: Mapping[str, Any]) -> Self:
+        """See `DecoderConfig.from_hf`."""
+        check_is(given, "hidden_act", ("silu", "swish"))
+        if given["model_type"] == "mixtral":
+            return cls(
+                **rotary_decoder_fields(given),
+                num_experts=given.get("num_local_experts", 8),
+                experts_per_token=given.get("num_experts_per_tok", 2),
+            )
+        check_is(given, "decoder_sparse_step", (1,))
+        check_is({**given, "mlp_only_layers": tuple(given.get("mlp_only_layers") or ())},
+                 "mlp_only_layers", ((),))  # fmt: skip
+        bias = bool(given.get("attention_bias", False))
+        return cls(
+            **rotary_decoder_fields(given) | {"intermediate_size": given["moe_intermediate_size"]},
+            qkv_bias=bias,
+            o_bias=bias,
+            qk_norm=True,
+            num_experts=given.get("num_experts") or given["num_local_experts"],
+            experts_per_token=given["num_experts_per_tok"],
+            normalises_gates=bool(given.get("norm_topk_prob", False)),
+            expert_names="qwen3_moe",
+        )
+
+
+# What stands for the MLP, the router in it, an expert's gate, up and down projection.
+_EXPERT_NAMES = {
+    "mixtral": ("block_sparse_moe.", "w1", "w3", "w2"),
+    "qwen3_moe": ("mlp.", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+@final
+class MoEBlock(Block):
+    """See `Block`."""
+
+    norm_class = RMSNorm
+    mlp_class = MixtureOfExperts
+
+
+@final
+class MoEDecoder(Decoder):
+    """See `Decoder`."""
+
+    block_class = MoEBlock
+
+
+def _weights(config: MoEConfig) -> dict[str, Weight]:
+    mlp, gate, up, down = _EXPERT_NAMES[config.expert_names]
+    experts = [(n, f"{LAYER}{mlp}experts.{n}.") for n in range(config.num_experts)]
+    gates_and_ups = [
+        Tensor(f"{name}{which}.weight", "m e", n=n, u=place)
+        for n, name in experts
+        for place, which in enumerate((gate, up))
+    ]
+    downs = [Tensor(f"{name}{down}.weight", "e m", n=n) for n, name in experts]
+    return {
+        **attention_weights(config),
+        "blocks.mlp.router": Weight.of(f"{LAYER}{mlp}gate.weight", "e n", "n e"),
+        "blocks.mlp.gate_up": Weight("n e u m", tuple(gates_and_ups)),
+        "blocks.mlp.down": Weight("n m e", tuple(downs)),
+    }
+
+
+FAMILY = Family(
+    model_types=("mixtral", "qwen3_moe"), config=MoEConfig, decoder=MoEDecoder, weights=_weights
+)

@@ -1,0 +1,157 @@
+"""OPT: learned positions from the third row on, ReLU, biases; the 350M one norms afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import jax
+
+from jaxserve.models.config import DecoderConfig, check_is, check_readable
+from jaxserve.models.context import LayerContext
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block, LayerNorm, ParamMaker, TwoLayerMLP, activation_of
+from jaxserve.models.weights import Weight, split_qkv
+from pallas_kernels import matmul
+
+_FIRST_POSITION = 2  # the rows before were meant for padding
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OPTConfig(DecoderConfig):
+    """Zhang et al., arXiv:2205.01068.
+
+    Attributes:
+      norm_first: norms come before attention and MLP, and one comes last; all but the 350M model.
+      embedding_size: of token embeddings; projected where it is not hidden_size (350M).
+    """
+
+    activation: str = "relu"
+    norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    qkv_bias: bool = True
+    o_bias: bool = True
+    mlp_bias: bool = True
+    norm_first: bool = True
+    embedding_size: int
+
+    @property
+    def projects(self) -> bool:
+        """Whether token embeddings are of another size than the layers."""
+        return self.embedding_size != self.hidden_size
+
+    @classmethod
+    def from_hf(cls, given: Mapping[str, Any]) -> Self:
+        """See `DecoderConfig.from_hf`."""
+        check_readable(
+            given,
+            ("vocab_size", "hidden_size", "ffn_dim", "num_hidden_layers", "num_attention_heads"),
+        )
+        check_is(given, "enable_bias", (True,))
+        check_is(given, "layer_norm_elementwise_affine", (True,))
+        check_is(given, "_remove_final_layer_norm", (False,))
+        embed, heads = given["hidden_size"], given["num_attention_heads"]
+        return cls(
+            vocab_size=given["vocab_size"],
+            hidden_size=embed,
+            intermediate_size=given["ffn_dim"],
+            num_layers=given["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=embed // heads,
+            max_position_embeddings=given.get("max_position_embeddings") or 2048,
+            activation=activation_of(given, "activation_function", "relu"),
+            tie_word_embeddings=bool(given.get("tie_word_embeddings", True)),
+            norm_first=bool(given.get("do_layer_norm_before", True)),
+            embedding_size=given.get("word_embed_proj_dim") or embed,
+        )
+
+
+@final
+class OPTBlock(Block):
+    """See `Block`; norms behind the sums where `norm_first` is false."""
+
+    norm_class = LayerNorm
+    mlp_class = TwoLayerMLP
+
+    def __init__(self, config: OPTConfig, new: ParamMaker):
+        super().__init__(config, new)
+        self.norm_first = config.norm_first
+
+    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
+        if self.norm_first:
+            return super().__call__(x, context)
+        x = self.attention_norm(x + self.attention(x, context))
+        return self.mlp_norm(x + self.mlp(x))
+
+
+@final
+class OPT(Decoder):
+    """See `Decoder`.
+
+    embedding    [vocab, embedding_size], as lm_head [embedding_size, vocab]
+    positions    [max_position_embeddings + 2, embed]
+    project_in   [embedding_size, embed], project_out [embed, embedding_size]   if they differ
+    norm         where norms come first
+    """
+
+    block_class = OPTBlock
+    config: OPTConfig
+
+    def _add_ends(self, new: ParamMaker) -> None:
+        config = self.config
+        vocab, embed, size = config.vocab_size, config.hidden_size, config.embedding_size
+        self.embedding = new.normal(("vocab", "embed"), (vocab, size), fan_in=size)
+        rows = config.max_position_embeddings + _FIRST_POSITION
+        self.positions = new.normal((None, "embed"), (rows, embed), fan_in=embed)
+        if config.projects:
+            self.project_in = new.normal((None, "embed"), (size, embed))
+            self.project_out = new.normal(("embed", None), (embed, size))
+        if config.norm_first:
+            self.norm = LayerNorm(config, new)
+        if not config.tie_word_embeddings:
+            self.lm_head = new.normal(("embed", "vocab"), (size, vocab))
+
+    def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        x = self.embedding[...][tokens]
+        if self.config.projects:
+            x = matmul(x, self.project_in[...])
+        return x + self.positions[...][positions + _FIRST_POSITION]
+
+    def _end(self, x: jax.Array) -> jax.Array:
+        x = self.norm(x) if self.config.norm_first else x
+        return matmul(x, self.project_out[...]) if self.config.projects else x
+
+
+def _weights(config: OPTConfig) -> dict[str, Weight]:
+    model = "model.decoder."
+    layer = model + "layers.{layer}."
+    attention = layer + "self_attn."
+    table = {
+        "embedding": Weight.of(model + "embed_tokens.weight", "v e"),
+        "positions": Weight.of(model + "embed_positions.weight", "p e"),
+        "project_in": Weight.of(model + "project_in.weight", "s e", "e s"),
+        "project_out": Weight.of(model + "project_out.weight", "e s", "s e"),
+        "lm_head": Weight.of("lm_head.weight", "e v", "v e"),
+        "blocks.attention.wqkv": split_qkv(attention, "weight", config.group),
+        "blocks.attention.bqkv": split_qkv(attention, "bias", config.group),
+        "blocks.attention.wo": Weight.of(attention + "out_proj.weight", "k g d e", "e (k g d)"),
+        "blocks.attention.bo": Weight.of(attention + "out_proj.bias"),
+        "blocks.mlp.up": Weight.of(layer + "fc1.weight", "e m", "m e"),
+        "blocks.mlp.bup": Weight.of(layer + "fc1.bias", "m"),
+        "blocks.mlp.down": Weight.of(layer + "fc2.weight", "m e", "e m"),
+        "blocks.mlp.bdown": Weight.of(layer + "fc2.bias"),
+    }
+    for parameter, kind in (("scale", "weight"), ("bias", "bias")):
+        table |= {
+            f"norm.{parameter}": Weight.of(f"{model}final_layer_norm.{kind}"),
+            f"blocks.attention_norm.{parameter}": Weight.of(f"{layer}self_attn_layer_norm.{kind}"),
+            f"blocks.mlp_norm.{parameter}": Weight.of(f"{layer}final_layer_norm.{kind}"),
+        }
+    return table
+
+
+FAMILY = Family(model_types=("opt",), config=OPTConfig, decoder=OPT, weights=_weights)

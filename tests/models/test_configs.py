@@ -1,0 +1,123 @@
+"""Configurations of every family, as transformers 4 and 5 write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.models.families import config_from_hf
+from jaxserve.models.families.gpt2 import GPT3_SHAPES
+
+LLAMA = dict(
+    model_type="llama",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+)
+
+
+def test_old_and_new_rope_fields_agree():
+    """rope_theta with rope_scaling means the same as rope_parameters; the result is hashable."""
+    old = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    new = {**LLAMA, "rope_parameters": parameters}
+    assert config_from_hf(old) == config_from_hf(new)
+    assert hash(config_from_hf(old)) == hash(config_from_hf(new))
+    assert config_from_hf(old).rope.theta == 5e5
+
+
+def test_defaults_of_absent_fields():
+    """head_dim and num_key_value_heads follow from the others when absent."""
+    config = config_from_hf(LLAMA)
+    assert (config.head_dim, config.num_kv_heads) == (4, 4)
+
+
+def test_qwen_windows_start_at_max_window_layers():
+    """Without layer_types, Qwen's window holds from max_window_layers on, if it is in use."""
+    qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 8, "max_window_layers": 2}
+    assert config_from_hf(qwen).sliding_windows == (None, None, None)
+    used = {**qwen, "use_sliding_window": True}
+    assert config_from_hf(used).sliding_windows == (None, None, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(model_type="bloom"), "supported are"),
+        (dict(hidden_act="gelu"), "only 'silu' and 'swish'"),
+        (dict(vocab_size=None), "lacks"),
+        (dict(num_key_value_heads=3), "multiple of num_kv_heads=3"),
+        (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "'dynamic' is not supported"),
+        (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor"),
+        (dict(quantization_config={"bits": 4}), "quantized"),
+    ],
+)
+def test_what_is_not_supported_is_named(changes, message):
+    """Each refusal names what is given and what is supported."""
+    with pytest.raises(UnsupportedModelError, match=message):
+        config_from_hf({**LLAMA, **changes})
+
+
+GEMMA3 = dict(
+    model_type="gemma3_text",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=7,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    sliding_window=5,
+)
+
+
+def test_gemma3_of_both_transformers_agree():
+    """Every sixth layer sees all, with the one rotary embedding; the others have another."""
+    old = config_from_hf(
+        {
+            **GEMMA3,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        }
+    )
+    new = config_from_hf(
+        {
+            **GEMMA3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        }
+    )
+    assert old == new
+    assert old.sliding_windows == (5,) * 5 + (None, 5)
+    assert [rope.theta for rope in old.layer_ropes] == [1e4] * 5 + [1e6, 1e4]
+    assert not old.is_uniform
+
+
+def test_gpt3_shapes_have_their_parameters():
+    """The shapes of the ExeGPT paper's table 1 have about the parameters in their names."""
+    for name, config in GPT3_SHAPES.items():
+        billions = float(name.removeprefix("gpt3-").removesuffix("b"))
+        weights = 12 * config.num_layers * config.hidden_size**2
+        assert abs(weights / 1e9 / billions - 1) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(model_type="gpt2", vocab_size=9, n_embd=8, n_layer=1), "n_head"),
+        (dict(model_type="gptj", vocab_size=9, n_embd=8, n_layer=1, n_head=1, rotary_dim=3), "3"),
+        (dict(LLAMA, model_type="opt", ffn_dim=8, _remove_final_layer_norm=True), "_remove"),
+        (dict(LLAMA, model_type="gpt_neox", hidden_act="quick_gelu"), "quick_gelu"),
+        (dict(GEMMA3, layer_types=["chunked_attention"] * 7), "chunked_attention"),
+        (dict(LLAMA, model_type="qwen3_moe", mlp_only_layers=[1]), "mlp_only_layers"),
+    ],
+)
+def test_what_other_families_do_not_support_is_named(given, message):
+    """Each refusal names the field."""
+    with pytest.raises(UnsupportedModelError, match=message):
+        config_from_hf(given)

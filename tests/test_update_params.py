@@ -1,0 +1,152 @@
+"""New weights under a running engine: shared with their owner, nothing lost, nothing compiled."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import InvalidConfigError
+from sharding import make_mesh, state_shardings
+from tests.tiny import MAX_CONTEXT, random_prompts, tiny_llama
+
+OPTIONS = dict(max_slots=4, max_step_tokens=32, page_size=8, strict=True)
+PROMPTS = random_prompts(6, longest=30)
+LONG = SamplingParams(max_tokens=MAX_CONTEXT - 31)
+
+
+def _params(seed: int) -> nnx.State:
+    return nnx.state(tiny_llama(seed), nnx.Param)
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """By seed of the weights, what they answer."""
+    tokens = {}
+    for seed in (0, 1):
+        with Runtime(tiny_llama(seed), **OPTIONS) as rt:
+            tokens[seed] = [c.token_ids for c in rt.generate(PROMPTS, LONG)]
+    assert tokens[0] != tokens[1]
+    return tokens
+
+
+def _pointers(params) -> set[int]:
+    return {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)}
+
+
+def test_new_weights_are_shared_and_serve(answers):
+    """Answers are the new weights', from the very arrays of their owner, without compiling."""
+    first = _params(0)
+    with Runtime(tiny_llama(0), first, **OPTIONS) as rt:
+        assert _pointers(rt._executor.params) == _pointers(first)
+        assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[0]
+        before = rt.stats().num_compilations
+        new = _params(1)
+        rt.update_params(new)
+        assert _pointers(rt._executor.params) == _pointers(new)
+        assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[1]
+        assert rt.stats().num_compilations == before
+
+
+def _begun(rt: Runtime):
+    """All prompts submitted, of which some are in the middle of their answers."""
+    pending = [rt.submit(prompt, LONG) for prompt in PROMPTS]
+    while rt.stats().num_tokens < 60:
+        pass
+    return pending
+
+
+def test_running_requests_finish_with_the_old_weights(answers):
+    """Who was there before the update is answered by the old weights, who comes, by the new."""
+    with Runtime(tiny_llama(0), **OPTIONS) as rt:
+        pending = _begun(rt)
+        update = threading.Thread(target=rt.update_params, args=(_params(1),))
+        update.start()
+        assert [p.result(60).token_ids for p in pending] == answers[0]
+        update.join(60)
+        assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[1]
+
+
+def test_running_requests_start_over(answers):
+    """Every answer is the new weights' from its first token on."""
+    with Runtime(tiny_llama(0), **OPTIONS) as rt:
+        pending = _begun(rt)
+        rt.update_params(_params(1), running="restart")
+        got = [p.result(60).token_ids for p in pending]
+        # The first may have ended before the update.
+        assert all(tokens in (answers[0][i], answers[1][i]) for i, tokens in enumerate(got))
+        assert got[-1] == answers[1][-1]
+        rt._engine.scheduler.check_integrity()
+
+
+def test_a_stream_goes_on_with_the_new_weights(answers):
+    """What was shown stays; what follows is what the new weights make of it."""
+    with Runtime(tiny_llama(0), **OPTIONS) as rt:
+        pieces = rt.stream(PROMPTS[0], LONG)
+        shown = [*next(pieces).token_ids, *next(pieces).token_ids]
+        rt.update_params(_params(1), running="restart")
+        tokens = shown + [token for piece in pieces for token in piece.token_ids]
+        num_old = next(i for i, token in enumerate(tokens) if token != answers[0][0][i])
+        assert num_old >= len(shown)
+        rest = rt.generate(
+            [*PROMPTS[0], *tokens[:num_old]], SamplingParams(max_tokens=LONG.max_tokens - num_old)
+        )
+        assert tokens[num_old:] == list(rest.token_ids)
+
+
+def test_running_requests_are_aborted(answers):
+    """They end as cancelled with what they have, and the next ones are served."""
+    with Runtime(tiny_llama(0), **OPTIONS) as rt:
+        pending = _begun(rt)
+        rt.update_params(_params(1), running="abort")
+        reasons = [p.result(60).finish_reason for p in pending]
+        assert "cancelled" in reasons and set(reasons) <= {"cancelled", "length"}
+        assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[1]
+
+
+def test_weights_are_moved_where_the_old_ones_are(answers):
+    """Weights on one device reach the mesh that serves; those of a mesh are shared."""
+    mesh = make_mesh(tensor=2)
+    with Runtime(tiny_llama(0), mesh=mesh, **OPTIONS) as rt:
+        rt.update_params(_params(1))
+        assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[1]
+        trained = jax.device_put(_params(0), state_shardings(_params(0), mesh))
+        rt.update_params(trained)
+        for own, theirs in zip(
+            jax.tree.leaves(rt._executor.params), jax.tree.leaves(trained), strict=True
+        ):
+            for a, b in zip(own.addressable_shards, theirs.addressable_shards, strict=True):
+                assert a.data.unsafe_buffer_pointer() == b.data.unsafe_buffer_pointer()
+        assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[0]
+
+
+def test_log_probabilities_are_the_trainers():
+    """What was sampled has the log-probability that a forward pass over the whole gives it."""
+    model = tiny_llama(0)
+    with Runtime(model, **OPTIONS) as rt:
+        sampled = rt.generate(PROMPTS, SamplingParams(temperature=1.0, max_tokens=30, logprobs=0))
+    for completion in sampled:
+        tokens = jnp.asarray([*completion.prompt_token_ids, *completion.token_ids])
+        logprobs = jax.nn.log_softmax(model.whole_logits(tokens[None])[0, :-1])
+        whole = jnp.take_along_axis(logprobs, tokens[1:, None], 1)[:, 0]
+        whole = whole[len(completion.prompt_token_ids) - 1 :]
+        served = jnp.asarray([each.logprob for each in completion.logprobs])
+        assert jnp.linalg.norm(served - whole) < 1e-5 * jnp.linalg.norm(whole)
+
+
+def test_what_does_not_fit_is_refused():
+    """Another shape, dtype or structure is named, and the runtime goes on as it was."""
+    with Runtime(tiny_llama(0), **OPTIONS) as rt:
+        before = rt.generate(PROMPTS[0], LONG).token_ids
+        halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _params(1))
+        with pytest.raises(InvalidConfigError, match="bfloat16.*in place of float32"):
+            rt.update_params(halves)
+        with pytest.raises(InvalidConfigError, match=r"blocks\.1\.\S+ is missing"):
+            rt.update_params(nnx.State({**_params(1), "blocks": {0: _params(1)["blocks"][0]}}))
+        with pytest.raises(InvalidConfigError, match="'finish', 'restart', 'abort'"):
+            rt.update_params(_params(1), running="wait")
+        assert rt.generate(PROMPTS[0], LONG).token_ids == before
