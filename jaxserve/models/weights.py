@@ -174,6 +174,14 @@ def split_qkv(
     )
 
 
+def layer_norm(path: str, name: str) -> dict[str, Weight]:
+    """Both parameters of a `LayerNorm` at `path` from the tensors of `name`."""
+    return {
+        f"{path}.scale": Weight.of(f"{name}.weight"),
+        f"{path}.bias": Weight.of(f"{name}.bias"),
+    }
+
+
 def gate_and_up(gate: str, up: str, kind: str) -> Weight:
     """The fused projection of `GatedMLP` from two tensors."""
     axes, layout = ("e u m", "m e") if kind == "weight" else ("u m", "m")

@@ -12,7 +12,7 @@ from jaxserve.models.config import DecoderConfig, check_is, check_readable
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, LayerNorm, ParamMaker, TwoLayerMLP, activation_of
-from jaxserve.models.weights import Weight
+from jaxserve.models.weights import Weight, layer_norm
 
 
 @final
@@ -102,7 +102,7 @@ class GPT2(Decoder):
 
 def _weights(config: GPT2Config) -> dict[str, Weight]:
     layer = "transformer.h.{layer}."
-    table = {
+    return {
         "embedding": Weight.of("transformer.wte.weight", "v e"),
         "positions": Weight.of("transformer.wpe.weight", "p e"),
         "lm_head": Weight.of("lm_head.weight", "e v", "v e"),
@@ -114,14 +114,10 @@ def _weights(config: GPT2Config) -> dict[str, Weight]:
         "blocks.mlp.bup": Weight.of(layer + "mlp.c_fc.bias", "m"),
         "blocks.mlp.down": Weight.of(layer + "mlp.c_proj.weight", "m e"),
         "blocks.mlp.bdown": Weight.of(layer + "mlp.c_proj.bias"),
+        **layer_norm("norm", "transformer.ln_f"),
+        **layer_norm("blocks.attention_norm", layer + "ln_1"),
+        **layer_norm("blocks.mlp_norm", layer + "ln_2"),
     }
-    for parameter, kind in (("scale", "weight"), ("bias", "bias")):
-        table |= {
-            f"norm.{parameter}": Weight.of(f"transformer.ln_f.{kind}"),
-            f"blocks.attention_norm.{parameter}": Weight.of(f"{layer}ln_1.{kind}"),
-            f"blocks.mlp_norm.{parameter}": Weight.of(f"{layer}ln_2.{kind}"),
-        }
-    return table
 
 
 FAMILY = Family(

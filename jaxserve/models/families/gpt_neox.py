@@ -14,7 +14,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, LayerNorm, ParamMaker, TwoLayerMLP, activation_of
 from jaxserve.models.rope import Rope, rope_fields
-from jaxserve.models.weights import Weight
+from jaxserve.models.weights import Weight, layer_norm
 
 
 @final
@@ -95,7 +95,7 @@ class GPTNeoX(Decoder):
 def _weights(config: GPTNeoXConfig) -> dict[str, Weight]:
     layer = "gpt_neox.layers.{layer}."
     attention, mlp = layer + "attention.", layer + "mlp."
-    table = {
+    return {
         "embedding": Weight.of("gpt_neox.embed_in.weight", "v e"),
         "lm_head": Weight.of("embed_out.weight", "e v", "v e"),
         "blocks.attention.wqkv": Weight.of(
@@ -108,14 +108,10 @@ def _weights(config: GPTNeoXConfig) -> dict[str, Weight]:
         "blocks.mlp.bup": Weight.of(mlp + "dense_h_to_4h.bias", "m"),
         "blocks.mlp.down": Weight.of(mlp + "dense_4h_to_h.weight", "m e", "e m"),
         "blocks.mlp.bdown": Weight.of(mlp + "dense_4h_to_h.bias"),
+        **layer_norm("norm", "gpt_neox.final_layer_norm"),
+        **layer_norm("blocks.attention_norm", layer + "input_layernorm"),
+        **layer_norm("blocks.mlp_norm", layer + "post_attention_layernorm"),
     }
-    for parameter, kind in (("scale", "weight"), ("bias", "bias")):
-        table |= {
-            f"norm.{parameter}": Weight.of(f"gpt_neox.final_layer_norm.{kind}"),
-            f"blocks.attention_norm.{parameter}": Weight.of(f"{layer}input_layernorm.{kind}"),
-            f"blocks.mlp_norm.{parameter}": Weight.of(f"{layer}post_attention_layernorm.{kind}"),
-        }
-    return table
 
 
 FAMILY = Family(

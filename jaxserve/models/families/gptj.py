@@ -22,7 +22,7 @@ from jaxserve.models.layers import (
     activation_of,
 )
 from jaxserve.models.rope import Rope
-from jaxserve.models.weights import Weight, split_qkv
+from jaxserve.models.weights import Weight, layer_norm, split_qkv
 
 
 @final
@@ -90,7 +90,7 @@ def _weights(config: GPTJConfig) -> dict[str, Weight]:
     # queries and keys leaves their products alone.
     rotated = config.rope.dim or config.head_dim
     order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, config.head_dim)]
-    table = {
+    return {
         "embedding": Weight.of("transformer.wte.weight", "v e"),
         "lm_head": Weight.of("lm_head.weight", "e v", "v e"),
         "lm_head_bias": Weight.of("lm_head.bias", "v"),
@@ -102,13 +102,9 @@ def _weights(config: GPTJConfig) -> dict[str, Weight]:
         "blocks.mlp.bup": Weight.of(layer + "mlp.fc_in.bias", "m"),
         "blocks.mlp.down": Weight.of(layer + "mlp.fc_out.weight", "m e", "e m"),
         "blocks.mlp.bdown": Weight.of(layer + "mlp.fc_out.bias"),
+        **layer_norm("norm", "transformer.ln_f"),
+        **layer_norm("blocks.attention_norm", layer + "ln_1"),
     }
-    for parameter, kind in (("scale", "weight"), ("bias", "bias")):
-        table |= {
-            f"norm.{parameter}": Weight.of(f"transformer.ln_f.{kind}"),
-            f"blocks.attention_norm.{parameter}": Weight.of(f"{layer}ln_1.{kind}"),
-        }
-    return table
 
 
 FAMILY = Family(

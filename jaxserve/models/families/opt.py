@@ -13,7 +13,7 @@ from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, LayerNorm, ParamMaker, TwoLayerMLP, activation_of
-from jaxserve.models.weights import Weight, split_qkv
+from jaxserve.models.weights import Weight, layer_norm, split_qkv
 from pallas_kernels import matmul
 
 _FIRST_POSITION = 2  # the rows before were meant for padding
@@ -130,7 +130,7 @@ def _weights(config: OPTConfig) -> dict[str, Weight]:
     model = "model.decoder."
     layer = model + "layers.{layer}."
     attention = layer + "self_attn."
-    table = {
+    return {
         "embedding": Weight.of(model + "embed_tokens.weight", "v e"),
         "positions": Weight.of(model + "embed_positions.weight", "p e"),
         "project_in": Weight.of(model + "project_in.weight", "s e", "e s"),
@@ -144,14 +144,10 @@ def _weights(config: OPTConfig) -> dict[str, Weight]:
         "blocks.mlp.bup": Weight.of(layer + "fc1.bias", "m"),
         "blocks.mlp.down": Weight.of(layer + "fc2.weight", "m e", "e m"),
         "blocks.mlp.bdown": Weight.of(layer + "fc2.bias"),
+        **layer_norm("norm", model + "final_layer_norm"),
+        **layer_norm("blocks.attention_norm", layer + "self_attn_layer_norm"),
+        **layer_norm("blocks.mlp_norm", layer + "final_layer_norm"),
     }
-    for parameter, kind in (("scale", "weight"), ("bias", "bias")):
-        table |= {
-            f"norm.{parameter}": Weight.of(f"{model}final_layer_norm.{kind}"),
-            f"blocks.attention_norm.{parameter}": Weight.of(f"{layer}self_attn_layer_norm.{kind}"),
-            f"blocks.mlp_norm.{parameter}": Weight.of(f"{layer}final_layer_norm.{kind}"),
-        }
-    return table
 
 
 FAMILY = Family(model_types=("opt",), config=OPTConfig, decoder=OPT, weights=_weights)
