@@ -2,13 +2,17 @@
 
 from sharding.mesh import MESH_AXES, check_tensor_axis, make_mesh
 from sharding.rules import DEFAULT_RULES, named_sharding, partition_spec, state_shardings
+from sharding.stages import Stage, StagePlan, stages_of
 
 __all__ = [
     "DEFAULT_RULES",
     "MESH_AXES",
+    "Stage",
+    "StagePlan",
     "check_tensor_axis",
     "make_mesh",
     "named_sharding",
     "partition_spec",
+    "stages_of",
     "state_shardings",
 ]

@@ -20,7 +20,7 @@ DEFAULT_RULES: Mapping[str, str | None] = MappingProxyType(
         "kv_heads": "tensor",
         "mlp": "tensor",
         "experts": "tensor",
-        "layers": "stage",
+        "layers": None,
     }
 )
 

@@ -8,6 +8,7 @@ import numpy as np
 import tokenizers
 from flax import nnx
 
+from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families.llama import Llama, LlamaConfig
 from jaxserve.models.tokenizer import Tokenizer
 
@@ -15,20 +16,26 @@ VOCAB_SIZE = 97
 MAX_CONTEXT = 128
 
 
-def tiny_llama(seed: int = 0, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
-    """Two layers, grouped queries. Weights are large, so that greedy answers do not repeat."""
+def tiny_llama(
+    seed: int = 0,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    *,
+    num_layers: int = 2,
+    layer_layout: LayerLayout = "unrolled",
+) -> Llama:
+    """Grouped queries. Weights are large, so that greedy answers do not repeat."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
         intermediate_size=64,
-        num_layers=2,
+        num_layers=num_layers,
         num_heads=4,
         num_kv_heads=2,
         head_dim=8,
         max_position_embeddings=MAX_CONTEXT,
     )
-    model = Llama(config, rngs=nnx.Rngs(seed), dtype=dtype)
-    for block in model.blocks:
+    model = Llama(config, rngs=nnx.Rngs(seed), dtype=dtype, layer_layout=layer_layout)
+    for block in model.blocks if isinstance(model.blocks, nnx.List) else [model.blocks]:
         for weight in (
             block.attention.wqkv,
             block.attention.wo,

@@ -40,6 +40,7 @@ def chat(
     kv_memory: opt.KvMemory = None,
     max_context: opt.MaxContext = None,
     tensor_parallel: opt.TensorParallel = 1,
+    stages: opt.Stages = None,
     record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -66,6 +67,7 @@ def chat(
             kv_memory=kv_memory,
             max_context=max_context,
             tensor_parallel=tensor_parallel,
+            stages=stages,
             max_slots=1,
             record=record,
             quiet=quiet,

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 something failed (a request of a batch, memory, the cache)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime
+    from sharding import StagePlan
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -71,6 +73,13 @@ MaxContext = Annotated[
 TensorParallel = Annotated[
     int, _runtime("--tensor-parallel", text="Devices that the model is split over.")
 ]
+Stages = Annotated[
+    str | None,
+    _runtime(
+        "--stages",
+        text="Cut the model into stages of LAYERSxDEVICES, e.g. 20x2,10x1 or just 20,10.",
+    ),
+]
 Record = Annotated[
     Path | None,
     _runtime("--record", text="Write every request to this new file, for benchmarks to replay."),
@@ -89,19 +98,39 @@ def sampling_params(**fields: object) -> SamplingParams:
 
 
 def open_runtime(
-    model: str, *, quiet: bool, tensor_parallel: int = 1, **settings: object
+    model: str,
+    *,
+    quiet: bool,
+    tensor_parallel: int = 1,
+    stages: str | None = None,
+    **settings: object,
 ) -> Runtime:
     """The runtime that the options describe; bars go to stderr."""
     from jaxserve.runtime import Runtime
     from sharding import make_mesh
 
     given = {name: value for name, value in settings.items() if value is not None}
-    if tensor_parallel != 1:
-        try:
+    try:
+        if stages is not None:
+            given["mesh"] = _stage_plan(stages, tensor_parallel)
+        elif tensor_parallel != 1:
             given["mesh"] = make_mesh(tensor=tensor_parallel)
-        except ValueError as error:
-            raise InvalidConfigError(str(error)) from error
+    except ValueError as error:
+        raise InvalidConfigError(str(error)) from error
     return Runtime.from_pretrained(model, progress=not quiet, **given)  # type: ignore[arg-type]
+
+
+def _stage_plan(text: str, tensor_parallel: int) -> StagePlan:
+    """From e.g. "20x2,10x1"; a stage that names no devices has `tensor_parallel` of them."""
+    from sharding import StagePlan
+
+    if not re.fullmatch(r"\d+(x\d+)?(,\d+(x\d+)?)*", text):
+        raise ValueError(f"stages={text!r} is not understood; give e.g. 20x2,10x1 or 15,15")
+    stages = [stage.split("x") for stage in text.split(",")]
+    return StagePlan.of(
+        [int(layers) for layers, *_ in stages],
+        tensor=[int(shards[0]) if shards else tensor_parallel for _, *shards in stages],
+    )
 
 
 def describe(error: JaxserveError) -> str:

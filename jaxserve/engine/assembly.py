@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxserve.core.assets import cache_folder
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.device_executor import DeviceExecutor
+from jaxserve.engine.device_stage import DeviceStage
 from jaxserve.engine.memory_plan import PoolSize, plan_pool
 from jaxserve.engine.placement import Placement
-from jaxserve.engine.programs import Programs
+from jaxserve.engine.programs import Programs, largest_step_bytes
+from jaxserve.engine.staged_executor import StagedExecutor
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
-from sharding import state_shardings
+from jaxserve.models.parts import cut
+from sharding import StagePlan
 
 
 @final
@@ -82,62 +82,141 @@ def build_executor(
     model_config: Any,
     layer_layout: LayerLayout,
     options: RuntimeOptions,
-) -> tuple[DeviceExecutor, PoolSize]:
+    stages: StagePlan | None = None,
+) -> tuple[DeviceExecutor | StagedExecutor, PoolSize]:
     """Size the pool, create cache and slots beside the parameters, compile.
 
     Args:
       model_config: of the model: layers, KV heads, head_dim, max_position_embeddings.
+      stages: to cut the model into; None to leave it whole.
 
     Raises:
       DeviceMemoryError, InvalidConfigError
     """
+    if stages is None:
+        executor, size = _build_whole(graphdef, params, model_config, layer_layout, options)
+    else:
+        executor, size = _build_stages(params, model_config, layer_layout, options, stages)
+    if options.warmup:
+        warm_up(executor, progress=options.progress)
+    return executor, size
+
+
+def _build_whole(
+    graphdef: nnx.GraphDef,
+    params: Any,
+    model_config: Any,
+    layer_layout: LayerLayout,
+    options: RuntimeOptions,
+) -> tuple[DeviceExecutor, PoolSize]:
     # Committed to where they are, as parameters of an update will be: else those would compile.
     params = jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
     leaf = jax.tree.leaves(params)[0]
     place = Placement.like(leaf.sharding)
     if place.mesh is not None:
         check_fits(place.mesh, model_config)
-
-    def new_cache(num_pages: int) -> Any:
-        return empty_cache(
-            model_config,
-            num_pages,
-            options.page_size,
-            leaf.dtype,
-            layer_layout,
-            num_shards=place.num_shards,
-        )
-
-    draft = _engine_config(model_config, options, num_pages=2)
-    pages_a_sequence = draft.max_pages_per_sequence
-    abstract = jax.eval_shape(lambda: new_cache(2))
-    page_bytes = nbytes(abstract) // 2 // place.num_shards
-    plan = partial(
-        plan_pool,
-        next(iter(place.whole.device_set)),
-        page_bytes=page_bytes,
-        wanted_pages=1 + draft.max_slots * pages_a_sequence,
-        min_pages=2,
-        kv_bytes=None if options.kv_memory is None else parse_bytes(options.kv_memory),
-    )
+    pages = _Pages(model_config, options, leaf.dtype, layer_layout, place)
     # The largest steps are compiled for as many pages as fit without them: if those still fit,
     # what was compiled to be measured is what runs.
-    optimistic = plan(step_bytes=0).num_pages
+    optimistic = pages.plan(step_bytes=0).num_pages
     draft = _engine_config(model_config, options, num_pages=optimistic)
     programs = Programs(graphdef, draft, place)
-    abstract = jax.eval_shape(lambda: new_cache(optimistic))
-    size = plan(step_bytes=programs.largest_step_bytes(params, abstract))
+    steps = programs.compiled_steps(params, pages.abstract(optimistic))
+    size = pages.plan(step_bytes=largest_step_bytes(steps))
     if size.num_pages != optimistic:
         config = _engine_config(model_config, options, num_pages=size.num_pages)
         programs = Programs(graphdef, config, place)
-    cache = jax.jit(new_cache, static_argnums=0, out_shardings=place.pages)(size.num_pages)
-    executor = DeviceExecutor(programs, params, cache, strict=options.strict)
-    if options.warmup:
-        warm_up(executor, progress=options.progress)
+    cache = pages.new(size.num_pages)
+    return DeviceExecutor(programs, params, cache, strict=options.strict), size
+
+
+def _build_stages(
+    params: Any,
+    model_config: Any,
+    layer_layout: LayerLayout,
+    options: RuntimeOptions,
+    stages: StagePlan,
+) -> tuple[StagedExecutor, PoolSize]:
+    dtype = jax.tree.leaves(params)[0].dtype
+    parts = cut(model_config, stages, dtype, layer_layout)
+    own = [part.params_of(params) for part in parts]
+    places = [Placement.like(jax.tree.leaves(part)[0].sharding) for part in own]
+    pools = [
+        _Pages(model_config.part(part.stage.layers), options, dtype, layer_layout, place)
+        for part, place in zip(parts, places, strict=True)
+    ]
+    # A page is one number on all stages, so the stage with the least memory has the say.
+    optimistic = min(pool.plan(step_bytes=0).num_pages for pool in pools)
+
+    def programs_for(num_pages: int) -> list[Programs]:
+        config = _engine_config(model_config, options, num_pages=num_pages)
+        return [
+            Programs(part.graphdef, config, place)
+            for part, place in zip(parts, places, strict=True)
+        ]
+
+    sizes = []
+    programs = programs_for(optimistic)
+    for i, (pool, program) in enumerate(zip(pools, programs, strict=True)):
+        embed = None if i == 0 else model_config.hidden_size
+        steps = program.compiled_stage_steps(own[i], pool.abstract(optimistic), embed)
+        sizes.append(pool.plan(step_bytes=largest_step_bytes(steps)))
+    size = min(sizes, key=lambda each: each.num_pages)
+    if size.num_pages < optimistic:
+        programs = programs_for(size.num_pages)
+    built = [
+        DeviceStage(program, params, pool.new(programs[0].config.num_pages))
+        for program, params, pool in zip(programs, own, pools, strict=True)
+    ]
+    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    executor = StagedExecutor(built, parts, whole, stages.micro_batches, strict=options.strict)
     return executor, size
 
 
-def warm_up(executor: DeviceExecutor, *, progress: bool) -> None:
+@final
+@dataclass(frozen=True)
+class _Pages:
+    """The page cache of a model, or of a stage's part of it."""
+
+    model_config: Any
+    options: RuntimeOptions
+    dtype: Any
+    layer_layout: LayerLayout
+    place: Placement
+
+    def plan(self, *, step_bytes: int) -> PoolSize:
+        """How many pages there can be beside steps of this size."""
+        draft = _engine_config(self.model_config, self.options, num_pages=2)
+        kv_memory = self.options.kv_memory
+        return plan_pool(
+            next(iter(self.place.whole.device_set)),
+            page_bytes=nbytes(self.abstract(2)) // 2 // self.place.num_shards,
+            step_bytes=step_bytes,
+            wanted_pages=1 + draft.max_slots * draft.max_pages_per_sequence,
+            min_pages=2,
+            kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),
+        )
+
+    def abstract(self, num_pages: int) -> Any:
+        """Shapes and dtypes."""
+        return jax.eval_shape(lambda: self._empty(num_pages))
+
+    def new(self, num_pages: int) -> Any:
+        """The cache, all zeros, on its devices."""
+        return jax.jit(self._empty, static_argnums=0, out_shardings=self.place.pages)(num_pages)
+
+    def _empty(self, num_pages: int) -> Any:
+        return empty_cache(
+            self.model_config,
+            num_pages,
+            self.options.page_size,
+            self.dtype,
+            self.layer_layout,
+            num_shards=self.place.num_shards,
+        )
+
+
+def warm_up(executor: DeviceExecutor | StagedExecutor, *, progress: bool) -> None:
     """Compile every executable behind a progress bar."""
     steps = executor.warmup_steps()
     with tqdm(steps, desc="compiling", leave=False, delay=2, disable=not progress) as bar:
@@ -161,47 +240,6 @@ def _engine_config(model_config: Any, options: RuntimeOptions, *, num_pages: int
         ),
         max_step_tokens=max_step_tokens,
         max_decode_iterations=options.max_decode_iterations or defaults.max_decode_iterations,
-    )
-
-
-def sharded(params: Any, mesh: Mesh, model_config: Any) -> Any:
-    """`params` on `mesh`, by the rules of `sharding`; arrays that are there so are not copied.
-
-    Raises:
-      InvalidConfigError: the mesh does not divide them.
-    """
-    check_fits(mesh, model_config)
-    return jax.device_put(params, state_shardings(params, mesh))
-
-
-def fitted(params: Any, old: Any) -> Any:
-    """`params` where `old` are; arrays that are there already are not copied.
-
-    Raises:
-      InvalidConfigError: they differ in structure, shape or dtype, naming the first that does.
-    """
-    new, now = (
-        {path: v.get_value() for path, v in nnx.to_flat_state(tree)} for tree in (params, old)
-    )
-    problems = [f"{'.'.join(map(str, path))} is missing" for path in now if path not in new]
-    problems += [f"{'.'.join(map(str, path))} is unknown" for path in new if path not in now]
-    problems += [
-        f"{'.'.join(map(str, path))} is {new[path].dtype}{new[path].shape} in place of "
-        f"{array.dtype}{array.shape}"
-        for path, array in now.items()
-        if path in new and (new[path].shape, new[path].dtype) != (array.shape, array.dtype)
-    ]
-    if problems:
-        raise InvalidConfigError(
-            f"the parameters are not this model's: {problems[0]}"
-            + (f", and {len(problems) - 1} more such" if problems[1:] else "")
-            + "; give a state of the same structure, shapes and dtypes"
-        )
-    return nnx.from_flat_state(
-        [
-            (path, variable.replace(jax.device_put(new[path], now[path].sharding)))
-            for path, variable in nnx.to_flat_state(old)
-        ]
     )
 
 

@@ -9,6 +9,9 @@ from typing import final
 
 import jax
 
+from jaxserve.core.errors import CompilationAfterWarmupError
+from jaxserve.scheduling.plan import StepPlan
+
 _EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -17,20 +20,33 @@ class CompilationCounter:
     """Counts what is compiled inside its `watch` blocks, in the same thread.
 
     Loading an executable from the persistent cache counts too: it stalls the loop as well.
+
+    Args:
+      strict: a compilation after the warm-up is an error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, strict: bool = False) -> None:
         self.count = 0
+        self.is_warm = False
+        self._strict = strict
         self._thread: int | None = None
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
+    def watch(self, plan: StepPlan) -> Iterator[None]:
+        """Around the submission of `plan`."""
+        before = self.count
         self._thread = threading.get_ident()
         try:
             yield
         finally:
             self._thread = None
+        if self._strict and self.is_warm and self.count > before:
+            raise CompilationAfterWarmupError(
+                f"step {plan.index} ({len(plan.rows)} rows, {plan.num_tokens} tokens) compiled "
+                f"{self.count - before} executables after warm-up; report this as a bug, or serve "
+                "without strict=True"
+            )
 
     def close(self) -> None:
         self._thread = None

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, final
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import jax
 import numpy as np
 
-from jaxserve.core.config import bucket
-from jaxserve.core.errors import CompilationAfterWarmupError, RuntimeClosedError
+from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.engine.compilations import CompilationCounter
 from jaxserve.engine.device_handle import DeviceHandle, PromptPart
-from jaxserve.engine.programs import MixedBatch, Programs
-from jaxserve.engine.sampler import SamplingNeeds
-from jaxserve.engine.slots import (
-    ADMISSIONS_A_CALL,
-    PAGE_UPDATES_A_CALL,
-    empty_slots,
-    pack_admissions,
-)
+from jaxserve.engine.device_slots import DeviceSlots
+from jaxserve.engine.packing import pack_needs, pack_rows, pack_sampling, sampling_first
+from jaxserve.engine.programs import Programs
+from jaxserve.engine.steps import MixedBatch
+from jaxserve.engine.weights import fitted
 from jaxserve.models.batch import KVCache
-from jaxserve.scheduling.plan import Needs, Row, StepPlan
-
-_Item = TypeVar("_Item")
+from jaxserve.scheduling.plan import Needs, StepPlan
 
 
 @final
@@ -48,11 +42,9 @@ class DeviceExecutor:
         self.config = programs.config
         self._params = params
         self._cache: KVCache | None = cache
-        self._slots = jax.device_put(empty_slots(self.config), programs.place.whole)
+        self._slots = DeviceSlots(self.config, programs.place.whole)
         self._programs = programs
-        self._compilations = CompilationCounter()
-        self._strict = strict
-        self._is_warm = False
+        self._compilations = CompilationCounter(strict=strict)
 
     @property
     def num_compilations(self) -> int:
@@ -65,7 +57,7 @@ class DeviceExecutor:
         Every slot is inert, so nothing but the null page is written. Call `finish_warmup` last.
         """
         config = self.config
-        steps: list[tuple[str, Callable[[], None]]] = [("slot edits", self._warm_edits)]
+        steps: list[tuple[str, Callable[[], None]]] = [("slot edits", self._slots.warm_up)]
         for num_tokens in reversed(config.token_buckets):
             steps.append((f"mixed step, {num_tokens} tokens", _bind(self._warm_body, num_tokens)))
         for num_rows in reversed(config.head_buckets):
@@ -76,132 +68,75 @@ class DeviceExecutor:
 
     def finish_warmup(self) -> None:
         """From here on a compilation is a stall (and in strict mode an error)."""
-        jax.block_until_ready((self._cache, self._slots))
-        self._is_warm = True
+        jax.block_until_ready((self._cache, self._slots.state))
+        self._compilations.is_warm = True
 
     def submit(self, plan: StepPlan) -> DeviceHandle:
         if self._cache is None:
             raise RuntimeClosedError("the executor was closed; create a new runtime")
-        before = self._compilations.count
-        with self._compilations.watch(), self._programs.place.in_force():
-            self._edit_slots(plan)
-            handle = self._decode(plan) if plan.is_decode_loop else self._mixed(plan)
-        if self._strict and self._is_warm and self._compilations.count > before:
-            raise CompilationAfterWarmupError(
-                f"step {plan.index} ({len(plan.rows)} rows, {plan.num_tokens} tokens) compiled "
-                f"{self._compilations.count - before} executables after warm-up; report this as a "
-                "bug, or serve without strict=True"
-            )
-        return handle
+        with self._compilations.watch(plan), self._programs.place.in_force():
+            self._slots.apply(plan)
+            return self._decode(plan) if plan.is_decode_loop else self._mixed(plan)
 
-    def update_params(self, params: Any) -> None:
-        """Compute from here on with other parameters of the same shapes and shardings."""
-        self._params = params
+    def fitted(self, params: Any) -> Any:
+        """`params` as `update_params` takes them: where the present ones are.
 
-    @property
-    def params(self) -> Any:
-        """What is computed with. Raises RuntimeClosedError once it was closed."""
+        Raises:
+          InvalidConfigError: they differ in structure, shape or dtype.
+          RuntimeClosedError: the executor was closed.
+        """
         if self._cache is None:
             raise RuntimeClosedError("the executor was closed; create a new runtime")
-        return self._params
+        return fitted(params, self._params)
+
+    def update_params(self, params: Any) -> None:
+        """Compute from here on with other parameters, as `fitted` gives them."""
+        self._params = params
 
     def close(self) -> None:
         if self._cache is not None:
-            for leaf in jax.tree.leaves((self._cache, self._slots)):
+            for leaf in jax.tree.leaves(self._cache):
                 leaf.delete()
+            self._slots.delete()
             self._compilations.close()
-        self._cache = self._params = self._slots = None
-
-    # ---- slots ----
-
-    def _edit_slots(self, plan: StepPlan) -> None:
-        releases = plan.releases
-        if plan.moves or plan.admissions:  # page updates belong to what comes after these
-            if releases:
-                self._edit(releases, ())
-                releases = ()
-            if plan.moves:
-                self._move(plan.moves)
-            for some in _chunks(plan.admissions, ADMISSIONS_A_CALL):
-                index, rows = pack_admissions(self.config, some)
-                self._slots = self._programs.admit(self._slots, index, rows)
-        for updates in _chunks(plan.page_updates, PAGE_UPDATES_A_CALL):
-            self._edit(releases, updates)
-            releases = ()
-        if releases:
-            self._edit(releases, ())
-
-    def _edit(self, releases: Sequence[int], updates: Sequence[tuple[int, int, int]]) -> None:
-        released = np.zeros(self.config.max_slots, np.bool_)
-        released[list(releases)] = True
-        entries = np.full((PAGE_UPDATES_A_CALL, 3), self.config.max_slots, np.int32)
-        if updates:
-            entries[: len(updates)] = updates
-        self._slots = self._programs.edit(self._slots, released, entries)
-
-    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
-        source = np.arange(self.config.max_slots, dtype=np.int32)
-        vacated = np.zeros(self.config.max_slots, np.bool_)
-        for start, target in moves:
-            source[target] = start
-            vacated[start] = True
-        self._slots = self._programs.move(self._slots, source, vacated)
+        self._cache = self._params = None
 
     # ---- steps ----
 
     def _decode(self, plan: StepPlan) -> DeviceHandle:
-        self._cache, self._slots, outputs = self._programs.decode_loop(
+        self._cache, self._slots.state, outputs = self._programs.decode_loop(
             self._params,
             self._cache,
-            self._slots,
+            self._slots.state,
             np.int32(plan.window_start),
             np.int32(plan.num_iterations),
-            _needs(plan.needs),
+            pack_needs(plan.needs),
             num_rows=plan.window_size,
         )
         output_rows = np.array([row.slot - plan.window_start for row in plan.rows], np.int32)
-        return DeviceHandle(plan, outputs.tokens, outputs, output_rows)
+        return DeviceHandle(plan, outputs.tokens, (outputs,), output_rows)
 
     def _mixed(self, plan: StepPlan) -> DeviceHandle:
-        order = sorted(range(len(plan.rows)), key=lambda i: not plan.rows[i].samples)
+        order = sampling_first(plan.rows)
         rows = [plan.rows[i] for i in order]
-        batch, starts = self._pack_rows(rows)
+        batch, starts = pack_rows(self.config, rows)
         self._cache, hidden, row_hidden = self._programs.mixed_body(
-            self._params, self._cache, self._slots, batch
+            self._params, self._cache, self._slots.state, batch
         )
         prompt_parts = self._prompt_parts(plan, order, starts, batch, hidden)
         num_sampling = sum(row.samples for row in rows)
         if num_sampling == 0:
-            return DeviceHandle(plan, row_hidden, None, np.empty(0, np.int32), prompt_parts)
-        self._slots, outputs = self._programs.mixed_head(
+            return DeviceHandle(plan, row_hidden, (), np.empty(0, np.int32), prompt_parts)
+        self._slots.state, outputs = self._programs.mixed_head(
             self._params,
-            self._slots,
+            self._slots.state,
             row_hidden,
-            batch.slot,
-            batch.num_sampling,
-            _needs(plan.needs),
-            num_rows=bucket(num_sampling, self.config.head_buckets),
+            pack_sampling(self.config, rows),
+            pack_needs(plan.needs),
         )
         output_rows = np.full(len(rows), -1, np.int32)
         output_rows[order[:num_sampling]] = np.arange(num_sampling)
-        return DeviceHandle(plan, outputs.tokens, outputs, output_rows, prompt_parts)
-
-    def _pack_rows(self, rows: Sequence[Row]) -> tuple[MixedBatch, list[int]]:
-        num_slots = self.config.max_slots
-        size = bucket(max(1, sum(row.num_tokens for row in rows)), self.config.token_buckets)
-        token_row = np.full(size, num_slots, np.int32)
-        slot, start, query_start, length = np.zeros((4, num_slots), np.int32)
-        used = 0
-        starts = []
-        for i, row in enumerate(rows):
-            token_row[used : used + row.num_tokens] = i
-            slot[i], start[i], query_start[i], length[i] = row.slot, row.start, used, row.num_tokens
-            starts.append(used)
-            used += row.num_tokens
-        num_sampling = np.int32(sum(row.samples for row in rows))
-        # NumPy in place of the device arrays that jit makes of them.
-        batch: Any = MixedBatch(token_row, slot, start, query_start, length, num_sampling)  # pyright: ignore[reportArgumentType]
-        return batch, starts
+        return DeviceHandle(plan, outputs.tokens, (outputs,), output_rows, prompt_parts)
 
     def _prompt_parts(
         self,
@@ -213,7 +148,7 @@ class DeviceExecutor:
     ) -> PromptPart | None:
         if not any(row.wants_prompt_logprobs for row in plan.rows):
             return None
-        arrays = self._programs.prompt_logprobs(self._params, self._slots, hidden, batch)
+        arrays = self._programs.prompt_logprobs(self._params, self._slots.state, hidden, batch)
         spans = {
             i: slice(start, start + plan.rows[i].num_tokens)
             for i, start in zip(order, starts, strict=True)
@@ -230,69 +165,36 @@ class DeviceExecutor:
 
         return on_the_mesh
 
-    def _warm_edits(self) -> None:
-        num_slots = self.config.max_slots
-        self._edit((), ())
-        self._slots = self._programs.move(
-            self._slots, np.arange(num_slots, dtype=np.int32), np.zeros(num_slots, np.bool_)
-        )
-        index, rows = pack_admissions(self.config, ())
-        self._slots = self._programs.admit(self._slots, index, rows)
-
     def _warm_body(self, num_tokens: int) -> None:
-        batch = self._idle_batch(num_tokens)
+        batch, _ = pack_rows(self.config, (), num_tokens)
         self._cache, hidden, _ = self._programs.mixed_body(
-            self._params, self._cache, self._slots, batch
+            self._params, self._cache, self._slots.state, batch
         )
-        self._programs.prompt_logprobs(self._params, self._slots, hidden, batch)
+        self._programs.prompt_logprobs(self._params, self._slots.state, hidden, batch)
 
     def _warm_head(self, num_rows: int) -> None:
-        batch = self._idle_batch(self.config.token_buckets[0])
+        batch, _ = pack_rows(self.config, ())
         self._cache, _, row_hidden = self._programs.mixed_body(
-            self._params, self._cache, self._slots, batch
+            self._params, self._cache, self._slots.state, batch
         )
-        self._slots, _ = self._programs.mixed_head(
+        self._slots.state, _ = self._programs.mixed_head(
             self._params,
-            self._slots,
+            self._slots.state,
             row_hidden,
-            batch.slot,
-            batch.num_sampling,
-            _needs(Needs()),
-            num_rows=num_rows,
+            np.full(num_rows, self.config.max_slots, np.int32),
+            pack_needs(Needs()),
         )
 
     def _warm_decode(self, num_rows: int) -> None:
-        self._cache, self._slots, _ = self._programs.decode_loop(
+        self._cache, self._slots.state, _ = self._programs.decode_loop(
             self._params,
             self._cache,
-            self._slots,
+            self._slots.state,
             np.int32(0),
             np.int32(1),
-            _needs(Needs()),
+            pack_needs(Needs()),
             num_rows=num_rows,
         )
-
-    def _idle_batch(self, num_tokens: int) -> MixedBatch:
-        batch, _ = self._pack_rows(())
-        token_row: Any = np.full(num_tokens, self.config.max_slots, np.int32)
-        return MixedBatch(
-            token_row,
-            batch.slot,
-            batch.start,
-            batch.query_start,
-            batch.query_length,
-            batch.num_sampling,
-        )
-
-
-def _needs(needs: Needs) -> SamplingNeeds:
-    flags: dict[str, Any] = {name: np.bool_(value) for name, value in vars(needs).items()}
-    return SamplingNeeds(**flags)
-
-
-def _chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
 
 
 def _bind(function: Callable[[int], None], size: int) -> Callable[[], None]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 import jax
 import numpy as np
 
-from jaxserve.engine.programs import Outputs
+from jaxserve.engine.steps import Outputs
 from jaxserve.scheduling.plan import PromptLogprobs, StepPlan, StepResult
 
 
@@ -28,9 +29,9 @@ class DeviceHandle:
     Args:
       plan: what was submitted.
       marker: an array that exists when the step is through.
-      outputs: None when no row samples.
-      output_rows: int32 [plan rows], where each row lies in `outputs`; -1 for those that do not
-        sample.
+      outputs: of the rows that sample, in one or several parts (one a micro-batch); may be empty.
+      output_rows: int32 [plan rows], where each row lies in the parts, put one after the other; -1
+        for those that do not sample.
       prompt_part: None when nobody asked.
     """
 
@@ -38,7 +39,7 @@ class DeviceHandle:
         self,
         plan: StepPlan,
         marker: jax.Array,
-        outputs: Outputs | None,
+        outputs: Sequence[Outputs],
         output_rows: np.ndarray,
         prompt_part: PromptPart | None = None,
     ):
@@ -55,7 +56,7 @@ class DeviceHandle:
 
     def collect(self) -> StepResult:
         num_rows = len(self._plan.rows)
-        if self._outputs is None:
+        if not self._outputs:
             self._marker.block_until_ready()
             tokens = np.zeros((num_rows, 1), np.int32)
             counts = np.zeros(num_rows, np.int32)
@@ -64,17 +65,18 @@ class DeviceHandle:
         samples = self._output_rows >= 0
         needs = self._plan.needs
         return StepResult(
-            tokens=self._by_row(self._outputs.tokens),
-            num_tokens=np.where(samples, self._by_row(self._outputs.num_tokens), 0),
-            finite=self._by_row(self._outputs.finite) | ~samples,
-            logprobs=self._by_row(self._outputs.logprobs) if needs.logprobs else None,
-            top_ids=self._by_row(self._outputs.top_ids) if needs.top_logprobs else None,
-            top_logprobs=self._by_row(self._outputs.top_logprobs) if needs.top_logprobs else None,
+            tokens=self._by_row("tokens"),
+            num_tokens=np.where(samples, self._by_row("num_tokens"), 0),
+            finite=self._by_row("finite") | ~samples,
+            logprobs=self._by_row("logprobs") if needs.logprobs else None,
+            top_ids=self._by_row("top_ids") if needs.top_logprobs else None,
+            top_logprobs=self._by_row("top_logprobs") if needs.top_logprobs else None,
             prompt_logprobs=self._prompt_logprobs(),
         )
 
-    def _by_row(self, array: jax.Array) -> np.ndarray:
-        return np.asarray(array)[self._output_rows]
+    def _by_row(self, name: str) -> np.ndarray:
+        parts = [np.asarray(getattr(part, name)) for part in self._outputs]
+        return np.concatenate(parts)[self._output_rows]
 
     def _prompt_logprobs(self) -> dict[int, PromptLogprobs] | None:
         if self._prompt_part is None:
@@ -87,8 +89,8 @@ class DeviceHandle:
 
     def _wanted(self) -> list[jax.Array]:
         wanted = list(self._prompt_part.arrays) if self._prompt_part else []
-        if self._outputs is not None:
-            out, needs = self._outputs, self._plan.needs
+        needs = self._plan.needs
+        for out in self._outputs:
             wanted += [out.tokens, out.num_tokens, out.finite]
             wanted += [out.logprobs] if needs.logprobs else []
             wanted += [out.top_ids, out.top_logprobs] if needs.top_logprobs else []

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from jaxserve.engine.sampler import Sampled, SlotSampling
+from jaxserve.engine.sampler import SlotSampling
 from jaxserve.scheduling.plan import Admission
 
 # Rows of one call of `admit`, and entries of one call of `edit`; more take several calls.
@@ -112,21 +112,20 @@ def append(
     slots: SlotState,
     index: jax.Array,  # int32 [R], slots; S to skip
     live: jax.Array,  # bool [R]
-    sampled: Sampled,
+    token: jax.Array,  # int32 [R]
+    finite: jax.Array,  # bool [R], whether there is a token
 ) -> SlotState:
     """Append each live row's token to its slot and end the slots that it ends."""
     num = slots.done.shape[0]
-    accepted = live & sampled.finite
+    accepted = live & finite
     safe = jnp.minimum(index, num - 1)
     length = slots.length[safe]
     new_length = length + accepted
-    stops = (sampled.token[:, None] == slots.sampling.stop_ids[safe]).any(1)
-    ended = live & (stops | (new_length >= slots.max_length[safe]) | ~sampled.finite)
+    stops = (token[:, None] == slots.sampling.stop_ids[safe]).any(1)
+    ended = live & (stops | (new_length >= slots.max_length[safe]) | ~finite)
     return replace(
         slots,
-        tokens=slots.tokens.at[jnp.where(accepted, index, num), length].set(
-            sampled.token, mode="drop"
-        ),
+        tokens=slots.tokens.at[jnp.where(accepted, index, num), length].set(token, mode="drop"),
         length=slots.length.at[jnp.where(accepted, index, num)].set(new_length, mode="drop"),
         done=slots.done.at[jnp.where(ended, index, num)].set(True, mode="drop"),
     )

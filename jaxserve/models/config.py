@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from jax.sharding import Mesh
@@ -98,6 +98,11 @@ class DecoderConfig:
     def is_uniform(self) -> bool:
         """Whether all layers do the same, so that they can be scanned."""
         return len(set(zip(self.sliding_windows, self.layer_ropes, strict=True))) == 1
+
+    def part(self, layers: range) -> Self:
+        """The configuration of a part of the model, with these of its layers."""
+        windows = self.sliding_windows[layers.start : layers.stop]
+        return replace(self, num_layers=len(layers), sliding_windows=windows)
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:

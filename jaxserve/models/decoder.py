@@ -5,12 +5,15 @@ blocks      a `Block` a layer, or one with all layers' parameters stacked
 norm        of the last hidden state
 lm_head     [embed, vocab]     absent when tied to the embedding
 lm_head_bias [vocab]           where the config has it
+
+A part of it, for a stage of a stage plan, has some of the layers, and the ends if they are its own.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +31,16 @@ from pallas_kernels import matmul
 LayerLayout = Literal["unrolled", "scanned"]
 
 
+@final
+@dataclass(frozen=True)
+class Part:
+    """Which layers of a model a decoder has, and whether it embeds tokens and ends in logits."""
+
+    layers: range
+    has_start: bool
+    has_end: bool
+
+
 class Decoder(nnx.Module):
     """A decoder over a flat ragged batch and a paged KV cache; families set `block_class`.
 
@@ -36,6 +49,7 @@ class Decoder(nnx.Module):
       dtype: of the parameters and of the activations.
       layer_layout: `unrolled` has a block and a cache buffer a layer; `scanned` stacks both
         ([layers, ...]) and loops with `lax.scan`.
+      part: None for the whole model.
 
     Raises:
       UnsupportedModelError: scanned layers that differ in their windows or rotary embeddings.
@@ -50,10 +64,20 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs | None,
         dtype: jax.typing.DTypeLike = jnp.float32,
         layer_layout: LayerLayout = "unrolled",
+        part: Part | None = None,
     ):
+        part = part or Part(range(config.num_layers), has_start=True, has_end=True)
+        config = config.part(part.layers)
         self.config = config
         self.layer_layout = layer_layout
-        self._add_ends(ParamMaker(rngs, dtype))
+        self.has_start, self.has_end = part.has_start, part.has_end
+        ends = ParamMaker(rngs, dtype)
+        if self.has_start or config.tie_word_embeddings and self.has_end:
+            self._add_embedding(ends)
+        if self.has_start:
+            self._add_start(ends)
+        if self.has_end:
+            self._add_end(ends)
         if layer_layout == "unrolled":
             new = ParamMaker(rngs, dtype)
             self.blocks = nnx.List([self.block_class(config, new) for _ in config.sliding_windows])
@@ -70,20 +94,21 @@ class Decoder(nnx.Module):
             )
 
     def __call__(
-        self, tokens: jax.Array, batch: AttentionBatch, cache: KVCache
+        self, inputs: jax.Array, batch: AttentionBatch, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
-        """Hidden states [tokens, embed] after the last norm of `tokens` (int32 [tokens]).
+        """Hidden states [tokens, embed] after the last norm of tokens `inputs` (int32 [tokens]).
 
-        Also returns the cache with this step's keys and values written.
+        Also returns the cache with this step's keys and values written. A part without the start
+        takes the residual stream [tokens, embed], one without the end gives it.
         """
         tables = self._rope_tables(batch.positions)
-        x = self._embed(tokens, batch.positions)
+        x = self._embed(inputs, batch.positions) if self.has_start else inputs
         if self.layer_layout == "unrolled":
             layer_tables = [tables[rope] for rope in self.config.layer_ropes]
             x, cache = self._unroll(x, layer_tables, batch, cache)
         else:
             x, cache = self._scan(x, tables[self.config.layer_ropes[0]], batch, cache)
-        return self._end(x), cache
+        return (self._end(x) if self.has_end else x), cache
 
     def whole_logits(self, tokens: jax.Array) -> jax.Array:
         """float32 [sequences, length, vocab] of whole sequences (int32 [sequences, length]).
@@ -117,11 +142,18 @@ class Decoder(nnx.Module):
             logits = logits + self.lm_head_bias[...].astype(jnp.float32)
         return soft_capped(logits, self.config.logits_soft_cap)
 
-    def _add_ends(self, new: ParamMaker) -> None:
-        """Make the parameters before and after the layers."""
+    def _add_embedding(self, new: ParamMaker) -> None:
+        """Make what looks tokens up, and gives their logits where it is tied."""
+        vocab, embed = self.config.vocab_size, self.config.hidden_size
+        self.embedding = new.normal(("vocab", "embed"), (vocab, embed), fan_in=embed)
+
+    def _add_start(self, new: ParamMaker) -> None:
+        """Make what else stands before the layers."""
+
+    def _add_end(self, new: ParamMaker) -> None:
+        """Make what stands behind the layers."""
         config = self.config
         vocab, embed = config.vocab_size, config.hidden_size
-        self.embedding = new.normal(("vocab", "embed"), (vocab, embed), fan_in=embed)
         self.norm = self.block_class.norm_class(config, new)
         if not config.tie_word_embeddings:
             self.lm_head = new.normal(("embed", "vocab"), (embed, vocab))

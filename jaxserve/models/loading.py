@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxserve.core.errors import CheckpointError
 from jaxserve.models.config import DecoderConfig
-from jaxserve.models.decoder import LayerLayout
+from jaxserve.models.decoder import LayerLayout, Part
 from jaxserve.models.families import family_of
 from jaxserve.models.family import Family
 from jaxserve.models.source import WeightSource
@@ -86,11 +86,16 @@ def abstract_model(
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
     layer_layout: LayerLayout = "unrolled",
+    part: Part | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Graph definition and abstract parameters; `nnx.merge` the former with loaded ones."""
+    """Graph definition and abstract parameters; `nnx.merge` the former with loaded ones.
+
+    Args:
+      part: None for the whole model.
+    """
     decoder = family_of(config).decoder
     model = nnx.eval_shape(
-        lambda: decoder(config, rngs=None, dtype=dtype, layer_layout=layer_layout)
+        lambda: decoder(config, rngs=None, dtype=dtype, layer_layout=layer_layout, part=part)
     )
     return nnx.split(model)
 

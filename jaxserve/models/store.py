@@ -24,11 +24,12 @@ from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.models.loading import Progress, abstract_model, load_params, random_params
+from jaxserve.models.parts import cut, planned_stages, shardings_over
 from jaxserve.models.registry import pull, resolve
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.source import WeightSource
 from jaxserve.models.tokenizer import Tokenizer, declared_end_ids
-from sharding import state_shardings
+from sharding import StagePlan, state_shardings
 
 _log = logging.getLogger(__name__)
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -63,7 +64,7 @@ def load_model(
     load: Literal["auto", "random"] = "auto",
     seed: int = 0,
     layer_layout: LayerLayout = "unrolled",
-    mesh: Mesh | None = None,
+    mesh: Mesh | StagePlan | None = None,
     cache: bool = True,
     progress: bool = True,
 ) -> LoadedModel:
@@ -74,9 +75,10 @@ def load_model(
         configuration.
       dtype: of the parameters.
       load: `random` draws the weights from `seed`; only a config.json is needed then.
-      mesh: where the parameters go, by the rules of `sharding`; None for the default device.
+      mesh: where the parameters go, by the rules of `sharding`, or stage by stage; None for the
+        default device.
       cache: keep the converted form of a GGUF file, so that the next start need not convert.
-      layer_layout: of layers that are alike; others are unrolled.
+      layer_layout: of layers that are alike; others, and those of stages, are unrolled.
       progress: show bars on stderr.
 
     Raises:
@@ -121,11 +123,13 @@ def load_model(
 class _How:
     dtype: jnp.dtype
     layer_layout: LayerLayout
-    mesh: Mesh | None
+    mesh: Mesh | StagePlan | None
     progress: bool
 
     def layout_of(self, config: DecoderConfig) -> LayerLayout:
         """Layers that differ cannot be scanned, whatever was asked for."""
+        if self.layer_layout == "scanned" and planned_stages(self.mesh, config) is not None:
+            return "unrolled"
         if self.layer_layout == "scanned" and not config.is_uniform:
             _log.info("layers differ, so they are unrolled instead of scanned")
             return "unrolled"
@@ -135,7 +139,10 @@ class _How:
         """Graph definition, abstract parameters, and where they go."""
         layout = self.layout_of(config)
         graphdef, state = abstract_model(config, dtype=self.dtype, layer_layout=layout)
-        if self.mesh is None:
+        stages = planned_stages(self.mesh, config)
+        if stages is not None:
+            return graphdef, state, shardings_over(cut(config, stages, self.dtype, layout))
+        if not isinstance(self.mesh, Mesh):
             return graphdef, state, None
         check_fits(self.mesh, config)
         return graphdef, state, state_shardings(state, self.mesh)

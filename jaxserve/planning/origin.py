@@ -37,8 +37,9 @@ class Origin:
     @classmethod
     def of(cls, model_config: Any, params: Any, config: EngineConfig) -> Origin:
         """Of a model's configuration (a dataclass), its parameters in place, and an engine's."""
-        leaf = jax.tree.leaves(params)[0]
-        devices = leaf.sharding.device_set
+        leaves = jax.tree.leaves(params)
+        leaf = leaves[0]
+        devices = set().union(*(leaf.sharding.device_set for leaf in leaves))
         device = next(iter(devices))
         return cls(
             model={**asdict(model_config), "dtype": str(leaf.dtype)},

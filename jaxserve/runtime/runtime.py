@@ -21,16 +21,16 @@ from jaxserve.engine.answers import Answer, Piece, PieceSink, failed_completion
 from jaxserve.engine.assembly import (
     build_executor,
     enable_compilation_cache,
-    fitted,
     nbytes,
     platform_defaults,
-    sharded,
 )
 from jaxserve.engine.device_errors import out_of_memory_as
-from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.executor import Executor
 from jaxserve.engine.loop import EngineLoop, Running
 from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
+from jaxserve.engine.weights import sharded
+from jaxserve.models.parts import planned_stages
 from jaxserve.planning import Origin, StepTimes, measure
 from jaxserve.report import Report
 from jaxserve.runtime.batches import Params, for_each, only, wait
@@ -40,6 +40,7 @@ from jaxserve.runtime.streams import aread, read
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.recorded import TraceWriter, check_is_free
+from sharding import StagePlan
 
 
 @final
@@ -51,8 +52,9 @@ class Runtime:
       params: the parameters as an `nnx.State`, shared and not copied; the model's own if None.
       tokenizer: None restricts prompts to token ids, and answers to token ids.
       eos_token_ids: end tokens; the tokenizer's by default.
-      mesh: to shard the model over, as `sharding.make_mesh` gives; by default where the parameters
-        are. Those that are there already as the rules of `sharding` want them are not copied.
+      mesh: to shard the model over, as `sharding.make_mesh` gives, or a `sharding.StagePlan` to
+        cut it into stages; by default where the parameters are. Those that are there already as
+        the rules of `sharding` want them are not copied.
       options: see `RuntimeOptions`.
 
     Raises:
@@ -67,7 +69,7 @@ class Runtime:
         *,
         tokenizer: Any = None,
         eos_token_ids: Sequence[int] | None = None,
-        mesh: Mesh | None = None,
+        mesh: Mesh | StagePlan | None = None,
         **options: Any,
     ):
         self.options = RuntimeOptions.parse(options)
@@ -81,14 +83,15 @@ class Runtime:
         self.model_config = decoder.config
         self._clock = WallClock()
         used = own_params if params is None else params
-        if mesh is not None:
+        stages = planned_stages(mesh, decoder.config)
+        if isinstance(mesh, Mesh) and stages is None:
             used = sharded(used, mesh, decoder.config)
         with out_of_memory_as(
             "making the page pool and warming up",
             "give a smaller kv_memory, max_step_tokens or max_slots",
         ):
             self._executor, self._pool_size = build_executor(
-                graphdef, used, decoder.config, decoder.layer_layout, self.options
+                graphdef, used, decoder.config, decoder.layer_layout, self.options, stages
             )
         self._weights_bytes = nbytes(used)
         self.config = self._executor.config
@@ -115,7 +118,7 @@ class Runtime:
         *,
         load: Literal["auto", "random"] = "auto",
         dtype: str | None = None,
-        mesh: Mesh | None = None,
+        mesh: Mesh | StagePlan | None = None,
         **options: Any,
     ) -> Runtime:
         """A runtime around a registered model, a Hugging Face folder or a GGUF file.
@@ -152,6 +155,7 @@ class Runtime:
             nnx.merge(loaded.graphdef, loaded.params),
             tokenizer=loaded.tokenizer,
             eos_token_ids=loaded.eos_token_ids,
+            mesh=mesh,
             **options,
         )
 
@@ -307,7 +311,7 @@ class Runtime:
             raise InvalidConfigError(
                 f"running={running!r} is unknown; give one of {get_args(Running)}"
             )
-        placed = fitted(params, self._executor.params)
+        placed = self._executor.fitted(params)
         with self._loop.paused(running):
             self._executor.update_params(placed)
 
@@ -392,7 +396,7 @@ class Runtime:
         return Answer(request, decoder=lambda: tokenizer.stream_decoder(skip), sink=sink)
 
 
-def _shut_down(loop: EngineLoop, executor: DeviceExecutor, trace: TraceWriter | None) -> None:
+def _shut_down(loop: EngineLoop, executor: Executor, trace: TraceWriter | None) -> None:
     loop.close()
     executor.close()
     if trace is not None:

@@ -14,9 +14,9 @@ from sharding import check_tensor_axis, make_mesh, named_sharding, partition_spe
 
 
 def test_fused_projection_is_split_by_kv_head():
-    """A fused qkv weight is split over the tensor axis by KV head, stacked layers by stage."""
+    """A fused qkv weight is split over the tensor axis by KV head; stacked layers stay together."""
     axes = ("layers", "embed", "kv_heads", None, None)
-    assert partition_spec(axes) == PartitionSpec("stage", None, "tensor", None, None)
+    assert partition_spec(axes) == PartitionSpec(None, None, "tensor", None, None)
 
 
 def test_unknown_and_repeated_axes_are_refused():

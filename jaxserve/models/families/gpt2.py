@@ -90,8 +90,7 @@ class GPT2(Decoder):
 
     block_class = GPT2Block
 
-    def _add_ends(self, new: ParamMaker) -> None:
-        super()._add_ends(new)
+    def _add_start(self, new: ParamMaker) -> None:
         config = self.config
         shape = (config.max_position_embeddings, config.hidden_size)
         self.positions = new.normal((None, "embed"), shape, fan_in=config.hidden_size)

@@ -101,14 +101,22 @@ class OPT(Decoder):
     block_class = OPTBlock
     config: OPTConfig
 
-    def _add_ends(self, new: ParamMaker) -> None:
-        config = self.config
-        vocab, embed, size = config.vocab_size, config.hidden_size, config.embedding_size
+    def _add_embedding(self, new: ParamMaker) -> None:
+        vocab, size = self.config.vocab_size, self.config.embedding_size
         self.embedding = new.normal(("vocab", "embed"), (vocab, size), fan_in=size)
+
+    def _add_start(self, new: ParamMaker) -> None:
+        config = self.config
+        embed, size = config.hidden_size, config.embedding_size
         rows = config.max_position_embeddings + _FIRST_POSITION
         self.positions = new.normal((None, "embed"), (rows, embed), fan_in=embed)
         if config.projects:
             self.project_in = new.normal((None, "embed"), (size, embed))
+
+    def _add_end(self, new: ParamMaker) -> None:
+        config = self.config
+        vocab, embed, size = config.vocab_size, config.hidden_size, config.embedding_size
+        if config.projects:
             self.project_out = new.normal(("embed", None), (embed, size))
         if config.norm_first:
             self.norm = LayerNorm(config, new)

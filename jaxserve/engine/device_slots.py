@@ -1,0 +1,80 @@
+"""The slots on the device, and the edits that a plan makes to them before its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TypeVar, final
+
+import jax
+import numpy as np
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.engine import slots as edits
+from jaxserve.engine.slots import ADMISSIONS_A_CALL, PAGE_UPDATES_A_CALL, SlotState
+from jaxserve.scheduling.plan import StepPlan
+
+_Item = TypeVar("_Item")
+
+
+@final
+class DeviceSlots:
+    """One copy of the slot state; `state` is donated to every step and replaced by its result."""
+
+    def __init__(self, config: EngineConfig, place: jax.sharding.Sharding):
+        self.state: SlotState = jax.device_put(edits.empty_slots(config), place)
+        self._config = config
+        jit = partial(jax.jit, donate_argnums=0, out_shardings=place)
+        self._edit_slots = jit(edits.edit)
+        self._move_slots = jit(edits.move)
+        self._admit_slots = jit(edits.admit)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Releases, moves, admissions and page updates."""
+        releases = plan.releases
+        if plan.moves or plan.admissions:  # page updates belong to what comes after these
+            if releases:
+                self._edit(releases, ())
+                releases = ()
+            if plan.moves:
+                self._move(plan.moves)
+            for some in _chunks(plan.admissions, ADMISSIONS_A_CALL):
+                self.state = self._admit_slots(
+                    self.state, *edits.pack_admissions(self._config, some)
+                )
+        for updates in _chunks(plan.page_updates, PAGE_UPDATES_A_CALL):
+            self._edit(releases, updates)
+            releases = ()
+        if releases:
+            self._edit(releases, ())
+
+    def warm_up(self) -> None:
+        """Compile every edit, changing nothing."""
+        self._edit((), ())
+        self._move(())
+        self.state = self._admit_slots(self.state, *edits.pack_admissions(self._config, ()))
+
+    def delete(self) -> None:
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()
+
+    def _edit(self, releases: Sequence[int], updates: Sequence[tuple[int, int, int]]) -> None:
+        released = np.zeros(self._config.max_slots, np.bool_)
+        released[list(releases)] = True
+        entries = np.full((PAGE_UPDATES_A_CALL, 3), self._config.max_slots, np.int32)
+        if updates:
+            entries[: len(updates)] = updates
+        self.state = self._edit_slots(self.state, released, entries)
+
+    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
+        source = np.arange(self._config.max_slots, dtype=np.int32)
+        vacated = np.zeros(self._config.max_slots, np.bool_)
+        for start, target in moves:
+            source[target] = start
+            vacated[start] = True
+        self.state = self._move_slots(self.state, source, vacated)
+
+
+def _chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

@@ -1,0 +1,107 @@
+"""A model cut into the stages of a plan: which parameters each has, and where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.models.config import DecoderConfig, check_fits
+from jaxserve.models.decoder import LayerLayout, Part
+from jaxserve.models.loading import abstract_model
+from sharding import Stage, StagePlan, stages_of, state_shardings
+
+Path = tuple[Any, ...]
+
+
+@final
+@dataclass(frozen=True)
+class ModelPart:
+    """What one stage has of a model.
+
+    Attributes:
+      graphdef: `nnx.merge` it with `params_of(whole)`.
+      shardings: of its parameters, in their structure.
+    """
+
+    stage: Stage
+    graphdef: nnx.GraphDef
+    shardings: nnx.State
+
+    def params_of(self, whole: nnx.State) -> nnx.State:
+        """This part's share of a whole model's parameters; what lies there already is shared."""
+        flat = dict(nnx.to_flat_state(whole))
+
+        def own(path: Path, place: nnx.Variable) -> nnx.Variable:
+            variable = flat[self._origin(path)]
+            array = self._cut(path, variable.get_value())
+            return variable.replace(jax.device_put(array, place.get_value()))
+
+        return nnx.map_state(own, self.shardings)
+
+    def _origin(self, path: Path) -> Path:
+        """Where the whole model has the parameter at `path`."""
+        if path[0] == "blocks" and isinstance(path[1], int):
+            return ("blocks", path[1] + self.stage.layers.start, *path[2:])
+        return path
+
+    def _cut(self, path: Path, array: jax.Array) -> jax.Array:
+        """This part's layers of a parameter that stacks all of them."""
+        layers = self.stage.layers
+        is_stacked = path[0] == "blocks" and not isinstance(path[1], int)
+        return array[layers.start : layers.stop] if is_stacked else array
+
+    def whole_shardings(self) -> dict[Path, Any]:
+        """Path in a whole unrolled model -> variable with its sharding here."""
+        return {self._origin(path): place for path, place in nnx.to_flat_state(self.shardings)}
+
+
+def cut(
+    config: DecoderConfig, plan: StagePlan, dtype: jax.typing.DTypeLike, layer_layout: LayerLayout
+) -> list[ModelPart]:
+    """The parts of a model, one a stage.
+
+    Raises:
+      InvalidConfigError: the plan is not for so many layers, or a stage cannot share out its own.
+    """
+    if plan.num_layers != config.num_layers:
+        raise InvalidConfigError(
+            f"the stages {plan} have {plan.num_layers} layers, the model has {config.num_layers}; "
+            "give each of its layers to one stage"
+        )
+    parts = []
+    for stage in plan.stages:
+        check_fits(stage.mesh, config)
+        part = Part(
+            stage.layers,
+            has_start=stage is plan.stages[0],
+            has_end=stage is plan.stages[-1],
+        )
+        graphdef, state = abstract_model(config, dtype=dtype, layer_layout=layer_layout, part=part)
+        parts.append(ModelPart(stage, graphdef, state_shardings(state, stage.mesh)))
+    return parts
+
+
+def planned_stages(mesh: Mesh | StagePlan | None, config: DecoderConfig) -> StagePlan | None:
+    """The stages that a user asked for; None for a model that stays whole.
+
+    Raises:
+      InvalidConfigError: more stages than layers.
+    """
+    try:
+        return stages_of(mesh, config.num_layers)
+    except ValueError as error:
+        raise InvalidConfigError(f"{error}; lower it") from error
+
+
+def shardings_over(parts: Sequence[ModelPart]) -> nnx.State:
+    """Where the parameters of a whole unrolled model lie, each on the first stage that uses it."""
+    places: dict[Path, Any] = {}
+    for part in reversed(parts):
+        places |= part.whole_shardings()
+    return nnx.from_flat_state(list(places.items()))
