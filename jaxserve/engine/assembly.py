@@ -169,7 +169,14 @@ def _build_stages(
         for program, params, pool in zip(programs, own, pools, strict=True)
     ]
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    executor = StagedExecutor(built, parts, whole, stages.micro_batches, strict=options.strict)
+    executor = StagedExecutor(
+        built,
+        parts,
+        whole,
+        model_config.hidden_size,
+        stages.micro_batches,
+        strict=options.strict,
+    )
     return executor, size
 
 

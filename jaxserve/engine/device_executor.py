@@ -72,8 +72,7 @@ class DeviceExecutor:
         self._compilations.is_warm = True
 
     def submit(self, plan: StepPlan) -> DeviceHandle:
-        if self._cache is None:
-            raise RuntimeClosedError("the executor was closed; create a new runtime")
+        self._raise_if_closed()
         with self._compilations.watch(plan), self._programs.place.in_force():
             self._slots.apply(plan)
             return self._decode(plan) if plan.is_decode_loop else self._mixed(plan)
@@ -85,13 +84,18 @@ class DeviceExecutor:
           InvalidConfigError: they differ in structure, shape or dtype.
           RuntimeClosedError: the executor was closed.
         """
-        if self._cache is None:
-            raise RuntimeClosedError("the executor was closed; create a new runtime")
+        self._raise_if_closed()
         return fitted(params, self._params)
 
     def update_params(self, params: Any) -> None:
         """Compute from here on with other parameters, as `fitted` gives them."""
         self._params = params
+
+    def compiled_steps(self) -> list[Any]:
+        """The largest mixed step and decode loop as executables, to read what XLA made of them."""
+        self._raise_if_closed()
+        cache: Any = self._cache
+        return self._programs.compiled_steps(self._params, cache)
 
     def close(self) -> None:
         if self._cache is not None:
@@ -100,6 +104,10 @@ class DeviceExecutor:
             self._slots.delete()
             self._compilations.close()
         self._cache = self._params = None
+
+    def _raise_if_closed(self) -> None:
+        if self._cache is None:
+            raise RuntimeClosedError("the executor was closed; create a new runtime")
 
     # ---- steps ----
 

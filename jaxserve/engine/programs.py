@@ -117,10 +117,13 @@ class Programs:
     def _placed(self, cache: KVCache) -> tuple[Any, Any]:
         """Abstract cache and slots, where they are."""
         slots = jax.eval_shape(lambda: empty_slots(self.config))
-        return tuple(
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
-            for tree, place in ((cache, self.place.pages), (slots, self.place.whole))
-        )
+
+        def at(place: jax.sharding.Sharding, tree: Any) -> Any:
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree
+            )
+
+        return at(self.place.pages, cache), at(self.place.whole, slots)
 
     def _arguments(self) -> tuple[MixedBatch, Any, SamplingNeeds]:
         """Abstract: the largest batch, a number, and needs."""
@@ -136,28 +139,6 @@ class Programs:
 def largest_step_bytes(steps: Sequence[Any]) -> int:
     """Memory that the largest of these compiled steps needs beside its arguments."""
     return max(_extra_bytes(step.memory_analysis()) for step in steps)
-
-
-def _extra_bytes(self, lower: Callable[..., tuple[Any, ...]], cache: KVCache) -> int:
-    """Most of what the steps need that `lower(cache, slots, batch, scalar, needs)` gives."""
-    config = self.config
-
-    def placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-        )
-
-    slots = placed(jax.eval_shape(lambda: empty_slots(config)), self.place.whole)
-    cache = placed(cache, self.place.pages)
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    flag = jax.ShapeDtypeStruct((), jnp.bool_)
-    row = jax.ShapeDtypeStruct((config.max_slots,), jnp.int32)
-    tokens = jax.ShapeDtypeStruct((config.max_step_tokens,), jnp.int32)
-    batch = MixedBatch(tokens, row, row, row, row)  # pyright: ignore[reportArgumentType]
-    needs = SamplingNeeds(*(flag for _ in fields(SamplingNeeds)))  # pyright: ignore[reportArgumentType]
-    with self.place.in_force():
-        lowered = lower(cache, slots, batch, scalar, needs)
-    return max(_extra_bytes(step.compile().memory_analysis()) for step in lowered)
 
 
 def _extra_bytes(analysis: Any) -> int:

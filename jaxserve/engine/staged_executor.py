@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import gcd
 from typing import Any, final
@@ -23,6 +24,22 @@ from jaxserve.scheduling.plan import Needs, Row, StepPlan
 
 
 @final
+@dataclass(frozen=True)
+class Pass:
+    """A micro-batch that goes once through all stages, in the order of submission.
+
+    Attributes:
+      slots: whose tokens it computes.
+      num_rows: that the stages compute, padding included.
+      samples: whether the last stage samples behind it.
+    """
+
+    slots: frozenset[int]
+    num_rows: int
+    samples: bool
+
+
+@final
 class StagedExecutor:
     """An `Executor` over several stages, which work at once on different micro-batches.
 
@@ -33,8 +50,12 @@ class StagedExecutor:
     Args:
       parts: of the model, one a stage, as the stages were made from.
       whole: structure, shapes and dtypes of the whole model's parameters.
+      embed: width of what passes from stage to stage.
       micro_batches: most that a step is cut into; a power of two.
       strict: raise on any compilation after the warm-up.
+
+    Attributes:
+      on_pass: told of every pass; for whoever studies the pipeline.
     """
 
     def __init__(
@@ -42,6 +63,7 @@ class StagedExecutor:
         stages: Sequence[DeviceStage],
         parts: Sequence[ModelPart],
         whole: Any,
+        embed: int,
         micro_batches: int,
         *,
         strict: bool = False,
@@ -50,8 +72,10 @@ class StagedExecutor:
         self._stages = list(stages)
         self._parts = list(parts)
         self._whole = whole
+        self._embed = embed
         self._micro_batches = micro_batches
         self._compilations = CompilationCounter(strict=strict)
+        self.on_pass: Callable[[Pass], None] | None = None
 
     @property
     def num_compilations(self) -> int:
@@ -79,6 +103,16 @@ class StagedExecutor:
         """See `DeviceExecutor`."""
         for stage, own in zip(self._stages, params, strict=True):
             stage.params = own
+
+    def compiled_steps(self) -> list[list[Any]]:
+        """Each stage's largest mixed step and decode iteration, to read what XLA made of them."""
+        self._raise_if_closed()
+        return [
+            stage.programs.compiled_stage_steps(
+                stage.params, stage.cache, self._embed if i else None
+            )
+            for i, stage in enumerate(self._stages)
+        ]
 
     def close(self) -> None:
         """See `Executor`."""
@@ -108,13 +142,15 @@ class StagedExecutor:
         for batch in batches:
             rows = [row for _, row in batch]
             packed, starts = pack_rows(self.config, rows)
+            samples = any(row.samples for row in rows)
+            self._tell((row.slot for row in rows), len(packed.token_row), samples)
             hidden = None
             for stage in self._stages:
                 hidden, marker = stage.mixed(packed, hidden)
             if wants_prompts:
                 prompt_part = self._prompt_part(batch, starts, packed, hidden)
-            index = pack_sampling(self.config, rows) if any(r.samples for r in rows) else None
-            if index is not None:
+            if samples:
+                index = pack_sampling(self.config, rows)
                 none = self._stages[-1].no_outputs(len(index), 1)
                 outputs.append(self._sample(marker, index, none, 0, needs))
                 sampling = [i for i, row in batch if row.samples]
@@ -133,6 +169,7 @@ class StagedExecutor:
         needs = pack_needs(plan.needs)
         for iteration in range(plan.num_iterations):
             for batch, start in enumerate(starts):
+                self._tell(range(start, start + size), size, samples=True)
                 hidden = None
                 for stage in self._stages:
                     hidden = stage.decode(start, size, hidden)
@@ -158,6 +195,10 @@ class StagedExecutor:
         for stage in self._stages[:-1]:
             stage.send(index, token, finite)
         return outputs
+
+    def _tell(self, slots: Iterable[int], num_rows: int, samples: bool) -> None:
+        if self.on_pass is not None:
+            self.on_pass(Pass(frozenset(slots), num_rows, samples))
 
     def _prompt_part(
         self, batch: Sequence[tuple[int, Row]], starts: Sequence[int], packed: Any, hidden: Any

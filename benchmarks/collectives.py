@@ -1,0 +1,56 @@
+"""What compiled steps send between devices, read from their HLO."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from typing import Any, final
+
+_OP = re.compile(
+    r"= (?P<shapes>[^=]*?) "
+    r"(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+_SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<sizes>[\d,]*)\]")
+_BITS = {"pred": 8}
+
+
+@final
+@dataclass(frozen=True)
+class Collective:
+    """One operation between devices.
+
+    Attributes:
+      kind: as HLO calls it, e.g. "all-reduce".
+      shapes: of its results on one device.
+      num_bytes: of these.
+    """
+
+    kind: str
+    shapes: tuple[tuple[int, ...], ...]
+    num_bytes: int
+
+
+def collectives_of(executable: Any) -> list[Collective]:
+    """The collectives of a compiled function, each counted once, also inside a loop."""
+    return [_collective(match) for match in _OP.finditer(executable.as_text())]
+
+
+def summary(collectives: list[Collective]) -> dict[str, Any]:
+    """How many of each kind, and bytes in all."""
+    return {
+        "count": dict(Counter(each.kind for each in collectives)),
+        "bytes": sum(each.num_bytes for each in collectives),
+    }
+
+
+def _collective(match: re.Match[str]) -> Collective:
+    shapes, num_bytes = [], 0
+    for shape in _SHAPE.finditer(match["shapes"]):
+        sizes = tuple(int(size) for size in shape["sizes"].split(",") if size)
+        shapes.append(sizes)
+        digits = re.search(r"\d+", shape["dtype"])
+        bits = int(digits[0]) if digits else _BITS[shape["dtype"]]
+        num_bytes += prod(sizes) * bits // 8
+    return Collective(match["kind"], tuple(shapes), num_bytes)
