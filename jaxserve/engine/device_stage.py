@@ -48,7 +48,9 @@ class DeviceStage:
         """What the plan does to the slots before its rows."""
         skip = self.programs.config.max_slots
         target = np.arange(skip + 1, dtype=np.int32)
-        target[[*plan.releases, *(admission.slot for admission in plan.admissions)]] = skip
+        # What is still to come for a slot's former sequence is nobody's.
+        taken = [*(a.slot for a in plan.admissions), *(to for _, to in plan.moves)]
+        target[[*plan.releases, *taken]] = skip
         for origin, to in plan.moves:
             target[origin] = to
         for sampled in self._coming:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -13,16 +14,15 @@ from sharding import StagePlan, make_mesh, stages_of
 from tests.models.hf_checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.tiny import random_prompts, tiny_llama
 
-NUM_LAYERS = 6
-OPTIONS = dict(max_slots=8, max_step_tokens=64, page_size=8, progress=False)
+NUM_LAYERS = 4
+OPTIONS = dict(max_slots=4, max_step_tokens=64, page_size=8, progress=False)
 PLANS = {
-    "two equal stages": StagePlan.of([3, 3]),
-    "three unequal stages": StagePlan.of([1, 3, 2]),
-    "partial tensor parallelism": StagePlan.of([2, 2, 1, 1], tensor=[4, 2, 1, 1]),
-    "one micro-batch": StagePlan.of([4, 2], tensor=[1, 2], micro_batches=1),
+    "two equal stages": StagePlan.of([2, 2]),
+    "three unequal stages": StagePlan.of([1, 2, 1], micro_batches=2),
+    "partial tensor parallelism": StagePlan.of([1, 1, 1, 1], tensor=[4, 2, 1, 1]),
 }
 # Prompts of up to 100 tokens are prefilled in chunks; the small pool preempts.
-PROMPTS = random_prompts(20, longest=100)
+PROMPTS = random_prompts(14, longest=100)
 PARAMS = [
     SamplingParams(
         max_tokens=1 + 3 * (i % 7),
@@ -55,7 +55,7 @@ def _same(got, wanted):
 def test_stages_answer_alike(whole, plan):
     """Mixed load in a pool that is too small for it, and nothing compiles after the warm-up."""
     model = tiny_llama(num_layers=NUM_LAYERS)
-    with Runtime(model, mesh=plan, kv_memory=_pages(plan, 40), strict=True, **OPTIONS) as rt:
+    with Runtime(model, mesh=plan, kv_memory=_pages(plan, 22), strict=True, **OPTIONS) as rt:
         got = rt.generate(PROMPTS, PARAMS)
         assert rt.stats().num_preemptions > 0
     _same(got, whole)
@@ -65,22 +65,22 @@ def test_stacked_layers_and_a_mesh_with_a_stage_axis(whole):
     """The layers of a scanned model are cut out of their stack."""
     model = tiny_llama(num_layers=NUM_LAYERS, layer_layout="scanned")
     unrolled = tiny_llama(num_layers=NUM_LAYERS)
-    stacked = nnx.state(model.blocks)
-    rows = [nnx.state(block) for block in unrolled.blocks]
-    nnx.update(model.blocks, jax.tree.map(lambda _, *each: jax.numpy.stack(each), stacked, *rows))
+    blocks = [dict(nnx.to_flat_state(nnx.state(block))) for block in unrolled.blocks]
+    for path, variable in nnx.to_flat_state(nnx.state(model.blocks)):
+        variable[...] = jnp.stack([block[path].get_value() for block in blocks])
     for name in ("embedding", "lm_head"):
         getattr(model, name)[...] = getattr(unrolled, name)[...]
     with Runtime(model, mesh=make_mesh(stage=2, tensor=2), strict=True, **OPTIONS) as rt:
         _same(rt.generate(PROMPTS, PARAMS), whole)
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "opt_350m", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("variant", ["opt_350m", "gemma3", "qwen3_moe"])
 def test_every_end_finds_its_stage(variant, tmp_path):
     """Tied embeddings, learned positions, projections, windows by layer: read onto the stages."""
     write_checkpoint(variant, tmp_path)
     prompts = [p.tolist() for p in np.random.default_rng(1).integers(0, VOCAB_SIZE, (3, 20))]
     params = SamplingParams(max_tokens=6)
-    options = dict(**OPTIONS, dtype="float32")
+    options = dict(**OPTIONS, dtype="float32", warmup=False, max_context=64)
     with Runtime.from_pretrained(str(tmp_path), **options) as rt:
         wanted, layers = rt.generate(prompts, params), rt.model_config.num_layers
     plan = StagePlan.of([layers - 1, 1], tensor=[1, 2])
@@ -132,10 +132,10 @@ def test_plans_that_cannot_be_are_refused(layers, options, message):
 
 def test_plans_that_do_not_fit_the_model_are_refused():
     """Before anything is compiled."""
-    with pytest.raises(InvalidConfigError, match="have 5 layers, the model has 6"):
+    with pytest.raises(InvalidConfigError, match="have 5 layers, the model has 4"):
         Runtime(tiny_llama(num_layers=NUM_LAYERS), mesh=StagePlan.of([3, 2]))
     with pytest.raises(InvalidConfigError, match=r"use one of \[1, 2, 4\]"):
-        Runtime(tiny_llama(num_layers=NUM_LAYERS), mesh=StagePlan.of([3, 3], tensor=[1, 3]))
+        Runtime(tiny_llama(num_layers=NUM_LAYERS), mesh=StagePlan.of([2, 2], tensor=[1, 3]))
     with pytest.raises(InvalidConfigError, match="more than the model's 2 layers"):
         Runtime(tiny_llama(), mesh=make_mesh(stage=4))
 
