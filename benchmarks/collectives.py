@@ -11,6 +11,7 @@ from typing import Any, final
 _OP = re.compile(
     r"= (?P<shapes>[^=]*?) "
     r"(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    r"(?P<rest>.*)"
 )
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<sizes>[\d,]*)\]")
 _BITS = {"pred": 8}
@@ -25,11 +26,13 @@ class Collective:
       kind: as HLO calls it, e.g. "all-reduce".
       shapes: of its results on one device.
       num_bytes: of these.
+      in_branch: whether it is carried out only where somebody asks (inside a `lax.cond`).
     """
 
     kind: str
     shapes: tuple[tuple[int, ...], ...]
     num_bytes: int
+    in_branch: bool
 
 
 def collectives_of(executable: Any) -> list[Collective]:
@@ -38,7 +41,8 @@ def collectives_of(executable: Any) -> list[Collective]:
 
 
 def summary(collectives: list[Collective]) -> dict[str, Any]:
-    """How many of each kind, and bytes in all."""
+    """How many of each kind there always are, and their bytes in all."""
+    collectives = [each for each in collectives if not each.in_branch]
     return {
         "count": dict(Counter(each.kind for each in collectives)),
         "bytes": sum(each.num_bytes for each in collectives),
@@ -53,4 +57,4 @@ def _collective(match: re.Match[str]) -> Collective:
         digits = re.search(r"\d+", shape["dtype"])
         bits = int(digits[0]) if digits else _BITS[shape["dtype"]]
         num_bytes += prod(sizes) * bits // 8
-    return Collective(match["kind"], tuple(shapes), num_bytes)
+    return Collective(match["kind"], tuple(shapes), num_bytes, "/cond/branch" in match["rest"])

@@ -12,7 +12,11 @@ os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla")
 )
 # Meshes of up to eight devices, without any.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault(
+    "XLA_FLAGS",
+    # Code is generated in one piece: workers keep every core busy as it is.
+    "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1",
+)
 
 
 @pytest.fixture(scope="session")
