@@ -75,6 +75,7 @@ def generate(
     max_slots: opt.MaxSlots = None,
     max_context: opt.MaxContext = None,
     tensor_parallel: opt.TensorParallel = 1,
+    data_parallel: opt.DataParallel = 1,
     record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -111,6 +112,7 @@ def generate(
                 max_slots=max_slots,
                 max_context=max_context,
                 tensor_parallel=tensor_parallel,
+                data_parallel=data_parallel,
                 record=record,
                 quiet=quiet,
             ) as rt,

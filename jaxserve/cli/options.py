@@ -71,6 +71,9 @@ MaxContext = Annotated[
 TensorParallel = Annotated[
     int, _runtime("--tensor-parallel", text="Devices that the model is split over.")
 ]
+DataParallel = Annotated[
+    int, _runtime("--data-parallel", text="Replicas of the model, each on devices of its own.")
+]
 Record = Annotated[
     Path | None,
     _runtime("--record", text="Write every request to this new file, for benchmarks to replay."),
@@ -89,16 +92,21 @@ def sampling_params(**fields: object) -> SamplingParams:
 
 
 def open_runtime(
-    model: str, *, quiet: bool, tensor_parallel: int = 1, **settings: object
+    model: str,
+    *,
+    quiet: bool,
+    tensor_parallel: int = 1,
+    data_parallel: int = 1,
+    **settings: object,
 ) -> Runtime:
     """The runtime that the options describe; bars go to stderr."""
     from jaxserve.runtime import Runtime
     from sharding import make_mesh
 
     given = {name: value for name, value in settings.items() if value is not None}
-    if tensor_parallel != 1:
+    if (data_parallel, tensor_parallel) != (1, 1):
         try:
-            given["mesh"] = make_mesh(tensor=tensor_parallel)
+            given["mesh"] = make_mesh(data=data_parallel, tensor=tensor_parallel)
         except ValueError as error:
             raise InvalidConfigError(str(error)) from error
     return Runtime.from_pretrained(model, progress=not quiet, **given)  # type: ignore[arg-type]

@@ -205,6 +205,13 @@ def fitted(params: Any, old: Any) -> Any:
     )
 
 
+def like(params: Any) -> Any:
+    """What `params` are, and where, without their memory."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
+
+
 def nbytes(tree: Any) -> int:
     """Bytes of every array in a pytree."""
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
