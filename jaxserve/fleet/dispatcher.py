@@ -133,7 +133,7 @@ class Dispatcher:
         """End a request as it stands; unknown or finished ones are left alone."""
         with self._door:
             if not self._is_closed:
-                self._loop.call_soon_threadsafe(self._cancel, request_id)
+                asyncio.run_coroutine_threadsafe(self._cancel(request_id), self._loop)
 
     def close(self) -> None:
         """End every request that has not ended, and every replica."""
@@ -249,7 +249,7 @@ class Dispatcher:
                 f"no replica is left, and none could be replaced: {errors[0]}; create a new fleet"
             ) from errors[0]
 
-    def _cancel(self, request_id: str) -> None:
+    async def _cancel(self, request_id: str) -> None:  # as `_serve`, so that it comes after it
         request = self._requests.get(request_id)
         if request is None:
             return
