@@ -90,7 +90,7 @@ class Fleet:
             if num_gpus is None:
                 num_gpus = tensor_parallel if resources.get("GPU", 0) else 0
             if is_ours:
-                _check_resources(resources, replicas, {"CPU": num_cpus, "GPU": num_gpus})
+                check_resources(resources, replicas, {"CPU": num_cpus, "GPU": num_gpus})
             make_replica = partial(
                 RayReplica,
                 model,
@@ -195,7 +195,8 @@ class Fleet:
                 bar.update()
 
 
-def _check_resources(has: dict[str, float], replicas: int, each: dict[str, float]) -> None:
+def check_resources(has: dict[str, float], replicas: int, each: dict[str, float]) -> None:
+    """Raise InvalidConfigError if `replicas` times `each` is more than there is of a resource."""
     for name, wanted in each.items():
         if wanted * replicas > has.get(name, 0):
             raise InvalidConfigError(

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import final
 
 import pytest
 
@@ -24,6 +25,7 @@ from jaxserve.core.errors import (
     TokenOutOfRangeError,
     UnknownModelError,
 )
+from jaxserve.fleet.fleet import check_resources
 from tests.processes import HEED_INTERRUPTS
 from tests.tiny import VOCAB_SIZE, random_prompts
 
@@ -43,7 +45,13 @@ CONFIG = {
     "hidden_act": "silu",
 }
 OPTIONS = dict(
-    load="random", max_slots=4, max_step_tokens=32, kv_memory="8MB", seed=3, progress=False
+    load="random",
+    max_slots=4,
+    max_step_tokens=32,
+    kv_memory="8MB",
+    seed=3,
+    warmup=False,
+    progress=False,
 )
 PROMPTS = random_prompts(12, longest=40)
 LONG = [SamplingParams(max_tokens=1200, temperature=0.9 * (i % 2)) for i in range(len(PROMPTS))]
@@ -74,21 +82,31 @@ def ray() -> Iterator[None]:
     ray.shutdown()
 
 
+@final
+@dataclass(frozen=True)
+class Wanted:
+    """What one runtime answers: its first four requests, seeds drawn by it, and the long ones."""
+
+    drawn: list[tuple[int, ...]]
+    long: list[tuple[int, ...]]
+
+
 @pytest.fixture(scope="module")
-def fleet(ray, model) -> Iterator[Fleet]:
+def wanted(model) -> Wanted:
+    with Runtime.from_pretrained(model, **OPTIONS) as rt:
+        drawn = rt.generate(PROMPTS[:4], SamplingParams(max_tokens=12, temperature=1.0))
+        long = rt.generate(PROMPTS, _seeded(LONG))
+    return Wanted([c.token_ids for c in drawn], [c.token_ids for c in long])
+
+
+@pytest.fixture(scope="module")
+def fleet(ray, model, wanted) -> Iterator[Fleet]:  # after `wanted`, which compiled everything
     with Fleet(model, replicas=2, **OPTIONS) as fleet:
         yield fleet
         pids = _pids(fleet)
     _until(lambda: not any(map(_is_running, pids)))
     with pytest.raises(RuntimeClosedError):
         fleet.submit([1])
-
-
-@pytest.fixture(scope="module")
-def wanted(model) -> list[tuple[int, ...]]:
-    """What one runtime answers to the long requests, with the same seeds."""
-    with Runtime.from_pretrained(model, **OPTIONS) as rt:
-        return [c.token_ids for c in rt.generate(PROMPTS, _seeded(LONG))]
 
 
 def _seeded(params: list[SamplingParams]) -> list[SamplingParams]:
@@ -120,7 +138,7 @@ def test_a_killed_replica_loses_no_request(fleet, wanted):
     os.kill(victim.started.pid, signal.SIGKILL)
     done = [one.result(WAIT_S) for one in pending]
     assert [c.error for c in done] == [None] * len(done)
-    assert [c.token_ids for c in done] == wanted
+    assert [c.token_ids for c in done] == wanted.long
     assert fleet.replicas[0].num_deaths == 1
     _until(lambda: fleet.replicas[0].started is not None)
     assert victim.started.pid not in _pids(fleet)
@@ -131,24 +149,13 @@ def test_bad_requests_fail_alone(fleet, wanted):
     first, empty, outside, last = fleet.generate(
         [PROMPTS[0], [], [VOCAB_SIZE], PROMPTS[2]], SamplingParams(max_tokens=20)
     )
-    assert [first.token_ids, last.token_ids] == [wanted[0][:20], wanted[2][:20]]
+    assert [first.token_ids, last.token_ids] == [wanted.long[0][:20], wanted.long[2][:20]]
     assert isinstance(empty.error, EmptyPromptError)
     assert isinstance(outside.error, TokenOutOfRangeError)
     with pytest.raises(EmptyPromptError):
         fleet.generate("")
-    assert fleet.generate(PROMPTS[0], SamplingParams(max_tokens=5)).token_ids == wanted[0][:5]
+    assert fleet.generate(PROMPTS[0], SamplingParams(max_tokens=5)).token_ids == wanted.long[0][:5]
     assert fleet.generate([]) == []
-
-
-def test_drawn_seeds_are_those_of_a_runtime(ray, model):
-    """Requests without a seed get the same one here as there, by their number."""
-    params = SamplingParams(max_tokens=12, temperature=1.0)
-    prompts = [PROMPTS[0]] * 4
-    with Runtime.from_pretrained(model, **OPTIONS) as rt:
-        expected = [c.token_ids for c in rt.generate(prompts, params)]
-    assert len(set(expected)) > 1
-    with Fleet(model, replicas=1, **OPTIONS) as fleet:
-        assert [c.token_ids for c in fleet.generate(prompts, params)] == expected
 
 
 def test_a_cancelled_request_returns_what_there_is(fleet):
@@ -196,41 +203,46 @@ def test_ray_is_an_extra(monkeypatch):
 
 OWN_RAY = f"""
 {HEED_INTERRUPTS}
-import sys
+import json, sys
 from jaxserve import Fleet, SamplingParams
-from jaxserve.core.errors import InvalidConfigError
 
-model = sys.argv[1]
-options = dict(load="random", max_slots=2, max_step_tokens=32, kv_memory="8MB", progress=False)
-try:
-    Fleet(model, replicas=10**6, **options)
-except InvalidConfigError as error:
-    print(error, flush=True)
+model, options, prompts = sys.argv[1], *map(json.loads, sys.argv[2:])
 with Fleet(model, replicas=1, num_cpus=0.5, **options) as fleet:
-    print(fleet.generate([1, 2], SamplingParams(max_tokens=3)).finish_reason, flush=True)
+    drawn = fleet.generate(prompts, SamplingParams(max_tokens=12, temperature=1.0))
+    print(json.dumps([c.token_ids for c in drawn]), flush=True)
     done = fleet.generate([[1], [2], [3], [4]] * 50, SamplingParams(max_tokens=None))
     print(len(done), {{c.finish_reason for c in done}} >= {{"cancelled"}}, flush=True)
 """
 
 
-def test_ctrl_c_and_the_end_leave_nothing_behind(model, tmp_path):
-    """A fleet that starts Ray by itself ends it; an interrupt returns what there is."""
+def test_a_fleet_of_its_own_leaves_nothing_behind(model, wanted):
+    """It starts Ray and ends it, an interrupt returns what there is, and seeds are a runtime's."""
     pytest.importorskip("ray")
     mark = f"jaxserve-test-{os.getpid()}-{time.monotonic_ns()}"
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWN_RAY, model],
+    with subprocess.Popen(
+        [sys.executable, "-c", OWN_RAY, model, json.dumps(OPTIONS), json.dumps(PROMPTS[:4])],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"JAXSERVE_TEST_MARK": mark},
-    )
-    assert process.stdout is not None
-    assert "lower replicas" in process.stdout.readline()
-    assert process.stdout.readline() == "length\n"
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    assert process.stdout.read() == "200 True\n"
-    assert process.wait(WAIT_S) == 0
+    ) as process:
+        assert process.stdout is not None
+        drawn = json.loads(process.stdout.readline())
+        assert [tuple(tokens) for tokens in drawn] == wanted.drawn
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read() == "200 True\n"
+        assert process.wait(WAIT_S) == 0
     _until(lambda: not _marked(mark))
+
+
+def test_more_than_ray_has_is_refused():
+    """Instead of waiting for it for ever, when nobody else looks after that Ray."""
+    has = {"CPU": 2.0}
+    check_resources(has, 4, {"CPU": 0.5, "GPU": 0})
+    with pytest.raises(InvalidConfigError, match=r"3 replicas .* need 3, and Ray has 2"):
+        check_resources(has, 3, {"CPU": 1, "GPU": 0})
+    with pytest.raises(InvalidConfigError, match="num_gpus"):
+        check_resources(has, 1, {"CPU": 1, "GPU": 1})
 
 
 def _marked(mark: str) -> list[str]:
