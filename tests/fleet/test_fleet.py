@@ -224,12 +224,13 @@ def test_a_fleet_of_its_own_leaves_nothing_behind(model, wanted):
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"JAXSERVE_TEST_MARK": mark},
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         drawn = json.loads(process.stdout.readline())
         assert [tuple(tokens) for tokens in drawn] == wanted.drawn
         time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         assert process.stdout.read() == "200 True\n"
         assert process.wait(WAIT_S) == 0
     _until(lambda: not _marked(mark))
