@@ -72,7 +72,9 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     with Runtime(
         model, mesh=plan, max_slots=options.rows, max_context=256, policy=options.policy
     ) as rt:
-        executor: Any = rt._executor  # what XLA compiled, and what is submitted, is its secret
+        executor: Any = (
+            rt._replicas.first.executor
+        )  # what XLA compiled, and what is submitted, is its secret
         if isinstance(plan, StagePlan):
             executor.on_pass = passes.append
         prompts = [[1 + i] * 8 for i in range(options.rows)]

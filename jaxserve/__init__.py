@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from jaxserve.core.request import Request as Request
     from jaxserve.core.request import Sample as Sample
     from jaxserve.core.sampling_params import SamplingParams as SamplingParams
+    from jaxserve.fleet import Fleet as Fleet
     from jaxserve.runtime import Runtime as Runtime
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Completion": "jaxserve.core.request",
+    "Fleet": "jaxserve.fleet",
     "JaxserveError": "jaxserve.core.errors",
     "Request": "jaxserve.core.request",
     "Runtime": "jaxserve.runtime",
@@ -36,6 +38,7 @@ _HOMES = {
 
 __all__ = [
     "Completion",
+    "Fleet",
     "JaxserveError",
     "Request",
     "Runtime",

@@ -39,6 +39,7 @@ KNOW_FORCED_LENGTHS = {
 ROWS = (
     ("__main__",),
     ("cli", "server"),
+    ("fleet",),
     ("runtime",),
     ("planning", "report"),
     ("engine",),

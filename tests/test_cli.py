@@ -94,6 +94,7 @@ def _file(folder: Path, text: str) -> str:
         (("hi", "--kv-memory", "much"), "", "InvalidConfigError"),
         (("hi", "--output", "no-such-folder/out"), "", "cannot write --output"),
         (("hi", "--record", "no-such-folder/run"), "", "cannot be written"),
+        (("hi", "--data-parallel", "4096"), "", "needs 4096 devices"),
         (("hi", "--max-tokens", "many"), "", "--max-tokens"),
         (("hi", "--no-such-option"), "", "--no-such-option"),
         ((), "", "exactly one way"),
@@ -132,7 +133,7 @@ def test_generate_answers_in_order(model, tmp_path):
     done = _run(
         *("generate", "--jsonl", file, "--output", str(out), "--ignore-eos", "--raw"),
         *("--record", str(trace)),
-        *("--model", model, *SMALL),
+        *("--data-parallel", "2", "--model", model, *SMALL),
     )
     assert done.exit_code == 1, done.stderr
     answers = [json.loads(line) for line in out.read_text().splitlines()]

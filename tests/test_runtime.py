@@ -300,8 +300,8 @@ def test_a_prompt_longer_than_the_pool_is_refused():
 def test_a_dropped_runtime_frees_its_pool():
     """Without `close`, the garbage collector ends the thread and frees the pages."""
     runtime = Runtime(tiny_llama(), warmup=False, **OPTIONS)
-    thread = runtime._loop._thread
-    cache = jax.tree.leaves(runtime._executor._cache)
+    thread = runtime._replicas.first.loop._thread
+    cache = jax.tree.leaves(runtime._replicas.first.executor._cache)
     del runtime
     gc.collect()
     thread.join(10)
@@ -445,7 +445,7 @@ def test_poisoned_weights_fail_requests_and_not_the_runtime():
 def test_closed_runtime_refuses_and_frees():
     """Close resolves what was running, frees the pool, and later calls say so; twice is fine."""
     runtime = Runtime(tiny_llama(), warmup=False, **OPTIONS)
-    cache = jax.tree.leaves(runtime._executor._cache)
+    cache = jax.tree.leaves(runtime._replicas.first.executor._cache)
     pending = runtime.submit([1, 2, 3], SamplingParams(max_tokens=None))
     runtime.close()
     runtime.close()
@@ -462,7 +462,7 @@ def test_failure_of_the_engine_ends_every_request(monkeypatch):
     def broken(plan):
         raise OSError("the device fell off the bus")
 
-    monkeypatch.setattr(runtime._executor, "submit", broken)
+    monkeypatch.setattr(runtime._replicas.first.executor, "submit", broken)
     completions = runtime.generate(random_prompts(3), GREEDY)
     assert all(isinstance(c.error, EngineFailedError) for c in completions)
     assert "fell off the bus" in str(completions[0].error)
@@ -500,7 +500,7 @@ def test_parameters_are_shared_with_their_owner():
     runtime = Runtime(model, params, warmup=False, **OPTIONS)
     own, used = (
         [array.unsafe_buffer_pointer() for array in jax.tree.leaves(tree)]
-        for tree in (params, runtime._executor.params)
+        for tree in (params, runtime._replicas.first.executor.params)
     )
     assert own == used
     runtime.close()
@@ -509,7 +509,7 @@ def test_parameters_are_shared_with_their_owner():
 
 def _wait_until_idle(runtime: Runtime) -> None:
     for _ in range(300):
-        if not runtime._engine.has_work:
+        if not runtime._replicas.first.engine.has_work:
             return
         time.sleep(0.05)
     pytest.fail("the engine still has work")

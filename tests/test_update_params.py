@@ -43,25 +43,25 @@ def test_new_weights_are_shared_and_serve(answers):
     """Answers are the new weights', from the very arrays of their owner, without compiling."""
     first = _params(0)
     with Runtime(tiny_llama(0), first, **OPTIONS) as rt:
-        assert _pointers(rt._executor.params) == _pointers(first)
+        assert _pointers(rt._replicas.first.executor.params) == _pointers(first)
         assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[0]
         before = rt.stats().num_compilations
         new = _params(1)
         rt.update_params(new)
-        assert _pointers(rt._executor.params) == _pointers(new)
+        assert _pointers(rt._replicas.first.executor.params) == _pointers(new)
         assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[1]
         assert rt.stats().num_compilations == before
 
 
 def _slow_down(rt: Runtime) -> None:
     """So that answers last long enough to be caught in their middle."""
-    submit = rt._executor.submit
+    submit = rt._replicas.first.executor.submit
 
     def slowly(plan):
         time.sleep(0.02)
         return submit(plan)
 
-    rt._executor.submit = slowly
+    rt._replicas.first.executor.submit = slowly
 
 
 def _begun(rt: Runtime):
@@ -93,7 +93,7 @@ def test_running_requests_start_over(answers):
         # The first may have ended before the update.
         assert all(tokens in (answers[0][i], answers[1][i]) for i, tokens in enumerate(got))
         assert got[-1] == answers[1][-1]
-        rt._engine.scheduler.check_integrity()
+        rt._replicas.first.engine.scheduler.check_integrity()
 
 
 def test_a_stream_goes_on_with_the_new_weights(answers):
@@ -131,7 +131,9 @@ def test_weights_are_moved_where_the_old_ones_are(answers):
         trained = jax.device_put(_params(0), state_shardings(_params(0), mesh))
         rt.update_params(trained)
         for own, theirs in zip(
-            jax.tree.leaves(rt._executor.params), jax.tree.leaves(trained), strict=True
+            jax.tree.leaves(rt._replicas.first.executor.params),
+            jax.tree.leaves(trained),
+            strict=True,
         ):
             for a, b in zip(own.addressable_shards, theirs.addressable_shards, strict=True):
                 assert a.data.unsafe_buffer_pointer() == b.data.unsafe_buffer_pointer()

@@ -76,6 +76,7 @@ def generate(
     max_context: opt.MaxContext = None,
     tensor_parallel: opt.TensorParallel = 1,
     stages: opt.Stages = None,
+    data_parallel: opt.DataParallel = 1,
     record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -113,6 +114,7 @@ def generate(
                 max_context=max_context,
                 tensor_parallel=tensor_parallel,
                 stages=stages,
+                data_parallel=data_parallel,
                 record=record,
                 quiet=quiet,
             ) as rt,

@@ -80,6 +80,9 @@ Stages = Annotated[
         text="Cut the model into stages of LAYERSxDEVICES, e.g. 20x2,10x1 or just 20,10.",
     ),
 ]
+DataParallel = Annotated[
+    int, _runtime("--data-parallel", text="Replicas of the model, each on devices of its own.")
+]
 Record = Annotated[
     Path | None,
     _runtime("--record", text="Write every request to this new file, for benchmarks to replay."),
@@ -103,6 +106,7 @@ def open_runtime(
     quiet: bool,
     tensor_parallel: int = 1,
     stages: str | None = None,
+    data_parallel: int = 1,
     **settings: object,
 ) -> Runtime:
     """The runtime that the options describe; bars go to stderr."""
@@ -111,10 +115,12 @@ def open_runtime(
 
     given = {name: value for name, value in settings.items() if value is not None}
     try:
+        if stages is not None and data_parallel != 1:
+            raise ValueError("--stages and --data-parallel cannot go together; give one of them")
         if stages is not None:
             given["mesh"] = _stage_plan(stages, tensor_parallel)
-        elif tensor_parallel != 1:
-            given["mesh"] = make_mesh(tensor=tensor_parallel)
+        elif (data_parallel, tensor_parallel) != (1, 1):
+            given["mesh"] = make_mesh(data=data_parallel, tensor=tensor_parallel)
     except ValueError as error:
         raise InvalidConfigError(str(error)) from error
     return Runtime.from_pretrained(model, progress=not quiet, **given)  # type: ignore[arg-type]

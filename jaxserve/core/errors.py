@@ -21,12 +21,14 @@ A message says what was given, what is allowed, and what to do.
     ├── MissingExtraError          an optional package; names the extra to install
     ├── CompilationAfterWarmupError  strict mode: something compiled after warm-up
     ├── EngineFailedError          the device or the loop failed; ends whatever was running
+    ├── ReplicaDiedError           a fleet's replicas died under a request, twice; or none is left
     └── RuntimeClosedError
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class JaxserveError(Exception):
@@ -84,6 +86,9 @@ class CheckpointError(ModelError):
             f"checkpoint {where} has {len(self.problems)} problem(s):\n{listed}\n{remedy}"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.where, self.problems, self.remedy)
+
 
 class DownloadError(JaxserveError):
     """A file that pip could not fetch, or that is not the one that was published."""
@@ -115,6 +120,10 @@ class MissingExtraError(JaxserveError, ImportError):
         )
         self.package = package
         self.extra = extra
+        self.purpose = purpose
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.package, self.extra, self.purpose)
 
 
 class CompilationAfterWarmupError(JaxserveError):
@@ -123,6 +132,10 @@ class CompilationAfterWarmupError(JaxserveError):
 
 class EngineFailedError(JaxserveError):
     """The device or the engine's loop failed; every running request ended with this."""
+
+
+class ReplicaDiedError(JaxserveError):
+    """A replica's process is gone, and so is whatever it was answering."""
 
 
 class RuntimeClosedError(JaxserveError):

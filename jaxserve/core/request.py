@@ -49,6 +49,11 @@ class Request:
         return min(max_length, len(self.prompt) + forced[sample_index])
 
 
+def drawn_seed(seed: int, number: int) -> int:
+    """The seed of request `number` that brings none, in a runtime or fleet whose own is `seed`."""
+    return (seed * 0x85EBCA6B + number * 0xC2B2AE35 + 1) % 2**32
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:

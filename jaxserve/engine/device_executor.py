@@ -48,14 +48,11 @@ class DeviceExecutor:
 
     @property
     def num_compilations(self) -> int:
-        """Executables compiled (or read from the persistent cache) by `submit`."""
+        """See `ModelExecutor`."""
         return self._compilations.count
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
-        """(name, function) of every executable; running a function compiles it, harmlessly.
-
-        Every slot is inert, so nothing but the null page is written. Call `finish_warmup` last.
-        """
+        """See `ModelExecutor`."""
         config = self.config
         steps: list[tuple[str, Callable[[], None]]] = [("slot edits", self._slots.warm_up)]
         for num_tokens in reversed(config.token_buckets):
@@ -67,7 +64,7 @@ class DeviceExecutor:
         return [(name, self._in_force(step)) for name, step in steps]
 
     def finish_warmup(self) -> None:
-        """From here on a compilation is a stall (and in strict mode an error)."""
+        """See `ModelExecutor`."""
         jax.block_until_ready((self._cache, self._slots.state))
         self._compilations.is_warm = True
 
@@ -78,17 +75,12 @@ class DeviceExecutor:
             return self._decode(plan) if plan.is_decode_loop else self._mixed(plan)
 
     def fitted(self, params: Any) -> Any:
-        """`params` as `update_params` takes them: where the present ones are.
-
-        Raises:
-          InvalidConfigError: they differ in structure, shape or dtype.
-          RuntimeClosedError: the executor was closed.
-        """
+        """See `ModelExecutor`."""
         self._raise_if_closed()
         return fitted(params, self._params)
 
     def update_params(self, params: Any) -> None:
-        """Compute from here on with other parameters, as `fitted` gives them."""
+        """See `ModelExecutor`."""
         self._params = params
 
     def compiled_steps(self) -> list[Any]:

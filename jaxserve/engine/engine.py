@@ -33,12 +33,21 @@ class Engine:
       policy: who runs, when, and with how much memory.
       clock: the executor's own clock when it is simulated.
       max_in_flight: steps submitted but not read; 2 keeps the device busy while the host plans.
+      replica: which of a runtime's engines this is, for the records.
     """
 
-    def __init__(self, executor: Executor, policy: Policy, clock: Clock, *, max_in_flight: int = 2):
+    def __init__(
+        self,
+        executor: Executor,
+        policy: Policy,
+        clock: Clock,
+        *,
+        max_in_flight: int = 2,
+        replica: int = 0,
+    ):
         self.scheduler = Scheduler(executor.config, policy, clock)
         self.stats = EngineStats(clock)
-        self.recorder = Recorder(executor.config)
+        self.recorder = Recorder(executor.config, replica)
         self._clock = clock
         self._executor = executor
         self._max_in_flight = max_in_flight

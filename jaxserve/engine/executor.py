@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.plan import StepPlan, StepResult
@@ -32,4 +33,37 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give back all device memory; nothing can be submitted afterwards."""
+        ...
+
+
+class ModelExecutor(Executor, Protocol):
+    """An executor with a model's parameters and executables: what a `Runtime` needs."""
+
+    @property
+    def num_compilations(self) -> int:
+        """Executables compiled (or read from the persistent cache) by `submit`."""
+        ...
+
+    def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
+        """(name, function) of every executable; running a function compiles it, harmlessly.
+
+        Every slot is inert, so nothing but the null page is written. Call `finish_warmup` last.
+        """
+        ...
+
+    def finish_warmup(self) -> None:
+        """From here on a compilation is a stall (and in strict mode an error)."""
+        ...
+
+    def fitted(self, params: Any) -> Any:
+        """The whole model's `params` as `update_params` takes them: where the present ones are.
+
+        Raises:
+          InvalidConfigError: they differ in structure, shape or dtype.
+          RuntimeClosedError: the executor was closed.
+        """
+        ...
+
+    def update_params(self, params: Any) -> None:
+        """Compute from here on with other parameters, as `fitted` gives them."""
         ...

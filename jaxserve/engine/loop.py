@@ -13,7 +13,6 @@ from jaxserve.core.clock import Clock
 from jaxserve.core.errors import (
     DeviceMemoryError,
     EngineFailedError,
-    InvalidRequestError,
     JaxserveError,
     RuntimeClosedError,
 )
@@ -55,7 +54,6 @@ class EngineLoop:
         self._arrived: list[Answer] = []
         self._held: list[Answer] = []  # arrived during a pause
         self._cancelled: list[str] = []
-        self._open_ids: set[str] = set()
         self._is_closing = False
         self._one_pause = threading.Lock()
         self._pause: _Pause | None = None
@@ -65,23 +63,22 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
+    def check(self) -> None:
+        """Raise what `submit` would."""
+        with self._changed:
+            self._raise_if_over()
+
     def submit(self, *answers: Answer) -> None:
         """Hand over answers that wait for their sequences; they start in the same iteration.
+
+        Their requests' ids differ from those of all that have not ended.
 
         Raises:
           RuntimeClosedError: the loop was closed.
           EngineFailedError: it failed before.
-          InvalidRequestError: a request of that id is still running.
         """
         with self._changed:
             self._raise_if_over()
-            taken = [a.request.id for a in answers if a.request.id in self._open_ids]
-            if taken:
-                raise InvalidRequestError(
-                    f"a request with the id {taken[0]!r} is still running; give another id, or "
-                    "none to have one made up"
-                )
-            self._open_ids.update(answer.request.id for answer in answers)
             (self._arrived if self._pause is None else self._held).extend(answers)
             self._changed.notify_all()
 
@@ -235,8 +232,6 @@ class EngineLoop:
             for sequence in answer.sequences:
                 del self._by_sequence[sequence.key]
             del self._answers[answer.request.id]
-            with self._changed:
-                self._open_ids.discard(answer.request.id)
 
     def _keep(self, request: Request, completion: Completion) -> None:
         self._engine.recorder.request_ended(completion)

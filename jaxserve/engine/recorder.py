@@ -29,6 +29,7 @@ class StepRecord:
       pages_owned, pages_promised: in use, and reserved on top.
       host_gap_s: how long the device may have idled before it.
       collected_s: when the host had read it; None if it never did.
+      replica: whose step it was; `index` counts each replica's own.
     """
 
     index: int
@@ -44,6 +45,7 @@ class StepRecord:
     submitted_s: float
     host_gap_s: float
     collected_s: float | None = None
+    replica: int = 0
 
 
 @final
@@ -62,8 +64,9 @@ class RequestRecord:
 class Recorder:
     """Written by the engine's thread, read by any."""
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, replica: int = 0):
         self._config = config
+        self._replica = replica
         self._lock = threading.Lock()
         self._steps: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
         self._requests: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
@@ -102,6 +105,7 @@ class Recorder:
                 pages_promised=scheduler.pool.num_promised,
                 submitted_s=now_s,
                 host_gap_s=host_gap_s,
+                replica=self._replica,
             )
         )
 

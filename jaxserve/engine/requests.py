@@ -14,7 +14,7 @@ from jaxserve.core.errors import (
     PromptTooLongError,
     TokenOutOfRangeError,
 )
-from jaxserve.core.request import Request
+from jaxserve.core.request import Request, drawn_seed
 from jaxserve.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.workload import WorkloadItem
@@ -110,16 +110,13 @@ class RequestBuilder:
         stop_token_ids = self._check_params(params)
         tokens = self._tokens(prompt)
         self._check_tokens(tokens)
-        seed = params.seed
-        if seed is None:
-            seed = (self._seed * 0x85EBCA6B + number * 0xC2B2AE35 + 1) % 2**32
         return Request(
             id=request_id if request_id is not None else f"{_OWN_IDS}{number}",
             prompt=tokens,
             params=params,
             arrival_s=arrival_s,
             stop_token_ids=stop_token_ids,
-            seed=seed,
+            seed=drawn_seed(self._seed, number) if params.seed is None else params.seed,
             priority=priority,
             deadline_s=deadline_s,
             conversation_id=conversation_id,

@@ -79,7 +79,7 @@ class StagedExecutor:
 
     @property
     def num_compilations(self) -> int:
-        """See `DeviceExecutor`."""
+        """See `ModelExecutor`."""
         return self._compilations.count
 
     def submit(self, plan: StepPlan) -> DeviceHandle:
@@ -91,7 +91,7 @@ class StagedExecutor:
             return self._decode(plan) if plan.is_decode_loop else self._mixed(plan)
 
     def fitted(self, params: Any) -> list[Any]:
-        """See `DeviceExecutor`: of a whole model, each stage's part."""
+        """See `ModelExecutor`: each stage's part."""
         self._raise_if_closed()
         check_same(params, self._whole)
         return [
@@ -100,7 +100,7 @@ class StagedExecutor:
         ]
 
     def update_params(self, params: list[Any]) -> None:
-        """See `DeviceExecutor`."""
+        """See `ModelExecutor`."""
         for stage, own in zip(self._stages, params, strict=True):
             stage.params = own
 
@@ -220,7 +220,7 @@ class StagedExecutor:
     # ---- warm-up ----
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
-        """See `DeviceExecutor`."""
+        """See `ModelExecutor`."""
         config = self.config
         sizes = sorted({size // gcd(size, self._micro_batches) for size in config.slot_buckets})
         return [
@@ -240,7 +240,7 @@ class StagedExecutor:
         ]
 
     def finish_warmup(self) -> None:
-        """See `DeviceExecutor`."""
+        """See `ModelExecutor`."""
         for stage in self._stages:
             jax.block_until_ready((stage.cache, stage.slots.state))
         self._compilations.is_warm = True

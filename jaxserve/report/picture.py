@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from matplotlib.figure import Figure
 
+from jaxserve.report.totals import over_replicas
+
 if TYPE_CHECKING:
     from jaxserve.report.report import Report
 
@@ -39,8 +41,8 @@ def draw(report: Report) -> Figure:
 
 
 def _draw_batch(axes: Any, times: Sequence[float], report: Report) -> None:
-    running = [step.num_running for step in report.steps]
-    waiting = [run + step.num_waiting for run, step in zip(running, report.steps, strict=True)]
+    running = over_replicas(report.steps, lambda step: step.num_running)
+    waiting = over_replicas(report.steps, lambda step: step.num_running + step.num_waiting)
     axes.fill_between(times, running, step="post", alpha=0.7, label="running")
     axes.fill_between(times, running, waiting, step="post", alpha=0.3, label="waiting")
     axes.set(xlabel="time (s)", ylabel="sequences", ylim=(0, None))
@@ -48,8 +50,8 @@ def _draw_batch(axes: Any, times: Sequence[float], report: Report) -> None:
 
 
 def _draw_pages(axes: Any, times: Sequence[float], report: Report) -> None:
-    owned = [step.pages_owned for step in report.steps]
-    reserved = [own + step.pages_promised for own, step in zip(owned, report.steps, strict=True)]
+    owned = over_replicas(report.steps, lambda step: step.pages_owned)
+    reserved = over_replicas(report.steps, lambda step: step.pages_owned + step.pages_promised)
     axes.fill_between(times, owned, step="post", alpha=0.7, label="in use")
     axes.fill_between(times, owned, reserved, step="post", alpha=0.3, label="reserved")
     axes.axhline(report.num_pages, color="0.4", linestyle="--", linewidth=1, label="pool")

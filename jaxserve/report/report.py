@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from jaxserve.core.metrics import spread
 from jaxserve.engine.recorder import RequestRecord, StepRecord
+from jaxserve.report.totals import over_replicas
 from jaxserve.report.trace import trace_events
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class Report:
 
     Attributes:
       steps, requests: the records, oldest first. Times are on the engine's clock.
-      num_pages: of the pool, the null page left out.
+      num_pages: of all replicas' pools, the null pages left out.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Report:
         num_computed = sum(step.num_tokens for step in self.steps)
         num_padding = sum(step.num_padding_tokens for step in self.steps)
         rows = [float(step.num_rows) for step in self.steps]
-        pages = [float(step.pages_owned) for step in self.steps]
+        pages = over_replicas(self.steps, lambda step: step.pages_owned)
         return {
             "policy": self.policy,
             "num_requests": len(self.requests),
@@ -65,7 +66,7 @@ class Report:
             "padding_share": num_padding / (num_computed + num_padding) if self.steps else None,
             "host_gap_s": sum(step.host_gap_s for step in self.steps),
             "rows_a_step": spread(rows),
-            "pages_owned": spread(pages),
+            "pages_owned": spread([float(owned) for owned in pages]),
             "num_pages": self.num_pages,
             "time_to_first_token_s": spread(
                 [t.time_to_first_token_s for t in timings if t.time_to_first_token_s is not None]

@@ -13,18 +13,23 @@ _DEVICE, _REQUESTS = 1, 2
 def trace_events(
     steps: Sequence[StepRecord], requests: Sequence[RequestRecord]
 ) -> list[dict[str, Any]]:
-    """Steps on one track, counters under it, and a track a request. Times from the earliest on."""
+    """A track of steps a replica, counters under them, and a track a request.
+
+    Times count from the earliest on.
+    """
     starts = [step.submitted_s for step in steps] + [r.timing.arrival_s for r in requests]
     origin_s = min(starts, default=0.0)
     events = [_name(_DEVICE, "device"), _name(_REQUESTS, "requests")]
-    busy_until_s = origin_s
+    busy_until_s: dict[int, float] = {}
     for step in steps:
         if step.collected_s is None:
             continue
         # A step begins when the one before it ends: the device carries them out in order.
-        begin_s = max(step.submitted_s, busy_until_s)
-        busy_until_s = max(begin_s, step.collected_s)
-        events.append(_span(_DEVICE, 0, step.kind, begin_s, busy_until_s, origin_s, _about(step)))
+        begin_s = max(step.submitted_s, busy_until_s.get(step.replica, origin_s))
+        end_s = busy_until_s[step.replica] = max(begin_s, step.collected_s)
+        events.append(
+            _span(_DEVICE, step.replica, step.kind, begin_s, end_s, origin_s, _about(step))
+        )
         events += _counters(step, begin_s - origin_s)
     for track, request in enumerate(requests):
         events += _phases(track, request, origin_s)
@@ -45,7 +50,13 @@ def _counters(step: StepRecord, at_s: float) -> Iterator[dict[str, Any]]:
         ("sequences", {"running": step.num_running, "waiting": step.num_waiting}),
         ("pages", {"owned": step.pages_owned, "promised": step.pages_promised}),
     ):
-        yield {"ph": "C", "pid": _DEVICE, "name": name, "ts": at_s * 1e6, "args": values}
+        yield {
+            "ph": "C",
+            "pid": _DEVICE,
+            "name": name if step.replica == 0 else f"{name} of replica {step.replica}",
+            "ts": at_s * 1e6,
+            "args": values,
+        }
 
 
 def _phases(track: int, request: RequestRecord, origin_s: float) -> Iterator[dict[str, Any]]:

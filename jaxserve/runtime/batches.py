@@ -6,15 +6,21 @@ import queue
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Protocol
 
 from tqdm import tqdm
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.answers import Answer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class Awaited(Protocol):
+    """What has a completion to come."""
+
+    future: Future[Completion]
 
 
 def only(params: Params) -> SamplingParams:
@@ -39,7 +45,7 @@ def for_each(params: Params, count: int) -> Sequence[SamplingParams]:
     return params
 
 
-def wait(answers: Sequence[Answer], *, progress: bool) -> None:
+def wait(answers: Sequence[Awaited], *, progress: bool) -> None:
     """Until every answer is there; Ctrl-C gets through."""
     done: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
     for answer in answers:

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import final
 
 from jaxserve.core.request import Completion
-from jaxserve.engine.answers import Answer
 
 
 @final
 class Pending:
     """A submitted request."""
 
-    def __init__(self, answer: Answer, cancel: Callable[[str], None]):
-        self._answer = answer
+    def __init__(self, request_id: str, future: Future[Completion], cancel: Callable[[str], None]):
+        self.request_id = request_id
+        self.future = future
         self._cancel = cancel
-
-    @property
-    def request_id(self) -> str:
-        return self._answer.request.id
 
     def result(self, timeout_s: float | None = None) -> Completion:
         """Wait for the completion. Raises TimeoutError; the request then goes on."""
-        return self._answer.future.result(timeout_s)
+        return self.future.result(timeout_s)
+
+    async def aresult(self) -> Completion:
+        """`result` for asyncio; the request goes on if its task is cancelled."""
+        return await asyncio.shield(asyncio.wrap_future(self.future))
 
     def cancel(self) -> None:
         """End it as it stands; `result` then returns what was generated."""

@@ -18,23 +18,16 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, Piece, PieceSink, failed_completion
-from jaxserve.engine.assembly import (
-    build_executor,
-    enable_compilation_cache,
-    nbytes,
-    platform_defaults,
-)
+from jaxserve.engine.assembly import enable_compilation_cache, nbytes, platform_defaults
 from jaxserve.engine.device_errors import out_of_memory_as
-from jaxserve.engine.engine import Engine
-from jaxserve.engine.executor import Executor
-from jaxserve.engine.loop import EngineLoop, Running
+from jaxserve.engine.loop import Running
 from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
-from jaxserve.engine.weights import sharded
-from jaxserve.models.parts import planned_stages
 from jaxserve.planning import Origin, StepTimes, measure
 from jaxserve.report import Report
 from jaxserve.runtime.batches import Params, for_each, only, wait
 from jaxserve.runtime.pending import Pending
+from jaxserve.runtime.placing import place_replicas
+from jaxserve.runtime.replicas import Replicas, build_executors
 from jaxserve.runtime.stats import RuntimeStats
 from jaxserve.runtime.streams import aread, read
 from jaxserve.scheduling.presets import get_policy
@@ -54,7 +47,8 @@ class Runtime:
       eos_token_ids: end tokens; the tokenizer's by default.
       mesh: to shard the model over, as `sharding.make_mesh` gives, or a `sharding.StagePlan` to
         cut it into stages; by default where the parameters are. Those that are there already as
-        the rules of `sharding` want them are not copied.
+        the rules of `sharding` want them are not copied. Each index of its `data` axis is a replica
+        with an engine of its own.
       options: see `RuntimeOptions`.
 
     Raises:
@@ -83,33 +77,28 @@ class Runtime:
         self.model_config = decoder.config
         self._clock = WallClock()
         used = own_params if params is None else params
-        stages = planned_stages(mesh, decoder.config)
-        if isinstance(mesh, Mesh) and stages is None:
-            used = sharded(used, mesh, decoder.config)
         with out_of_memory_as(
             "making the page pool and warming up",
             "give a smaller kv_memory, max_step_tokens or max_slots",
         ):
-            self._executor, self._pool_size = build_executor(
-                graphdef, used, decoder.config, decoder.layer_layout, self.options, stages
-            )
+            places = place_replicas(used, mesh, decoder.config)
+            executors = build_executors(graphdef, places, decoder, self.options)
+        record = self.options.record
+        trace = None if record is None else TraceWriter(record, origin_s=self._clock.now())
+        self._replicas = Replicas(executors, policy, self._clock, trace)
+        self.config = self._replicas.first.executor.config
         self._weights_bytes = nbytes(used)
-        self.config = self._executor.config
-        self._origin = Origin.of(decoder.config, used, self.config)
-        self._engine = Engine(self._executor, policy, self._clock)
+        self._origin = Origin.of(decoder.config, places[0].params, self.config)
         tokenizer_ends: Sequence[int] = () if tokenizer is None else tokenizer.eos_token_ids
         self._requests = RequestBuilder(
             tokenizer,
             eos_token_ids=tokenizer_ends if eos_token_ids is None else eos_token_ids,
             vocab_size=decoder.config.vocab_size,
-            max_prompt_tokens=self.config.max_prompt_tokens,
+            max_prompt_tokens=self._replicas.max_prompt_tokens,
             seed=self.options.seed,
         )
-        record = self.options.record
-        trace = None if record is None else TraceWriter(record, origin_s=self._clock.now())
-        self._loop = EngineLoop(self._engine, self._clock, trace)
         # For runtimes that are dropped without `close`, as notebooks do.
-        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._executor, trace)
+        self._finalizer = weakref.finalize(self, _shut_down, self._replicas, trace)
 
     @classmethod
     def from_pretrained(
@@ -223,19 +212,19 @@ class Runtime:
             deadline_s=None if deadline_s is None else now + deadline_s,
         )
         answer = self._answer(request)
-        self._loop.submit(answer)
-        return Pending(answer, self.cancel)
+        self._replicas.submit(answer)
+        return Pending(request.id, answer.future, self.cancel)
 
     def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
-        """Hand in requests of a workload that arrive now; they start in the same iteration.
+        """Hand in requests of a workload that arrive now; a replica's start in one iteration.
 
         Raises:
           InvalidRequestError: one of its subclasses; then none is handed in.
         """
         now = self._clock.now()
         answers = [self._answer(self._requests.build_item(item, now)) for item in items]
-        self._loop.submit(*answers)
-        return [Pending(answer, self.cancel) for answer in answers]
+        self._replicas.submit(*answers)
+        return [Pending(answer.request.id, answer.future, self.cancel) for answer in answers]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece]:
         """Yield an answer piece by piece; leaving the loop early cancels the request."""
@@ -266,28 +255,28 @@ class Runtime:
 
     def cancel(self, request_id: str) -> None:
         """End a request as it stands; one that has ended already is left alone."""
-        self._loop.cancel(request_id)
+        self._replicas.cancel(request_id)
 
     # ---- the runtime itself ----
 
     def stats(self) -> RuntimeStats:
         """A snapshot of the counters."""
         return RuntimeStats.of(
-            self._engine.stats,
+            [replica.engine.stats for replica in self._replicas.all],
             self.config,
-            num_compilations=self._executor.num_compilations,
-            pool_bytes=self._pool_size.pool_bytes,
+            num_compilations=sum(r.executor.num_compilations for r in self._replicas.all),
+            pool_bytes=self._replicas.first.pool_size.pool_bytes,
             weights_bytes=self._weights_bytes,
-            step_bytes=self._pool_size.step_bytes,
+            step_bytes=self._replicas.first.pool_size.step_bytes,
         )
 
     def report(self) -> Report:
         """What happened so far: figures, a table, JSON, a trace, a picture."""
         return Report(
-            self._engine.recorder.steps,
-            self._engine.recorder.requests,
-            policy=self._engine.scheduler.policy.name,
-            num_pages=self.config.num_pages - 1,
+            self._replicas.steps(),
+            self._replicas.requests(),
+            policy=self._replicas.first.engine.scheduler.policy.name,
+            num_pages=sum(r.executor.config.num_pages - 1 for r in self._replicas.all),
         )
 
     def update_params(self, params: nnx.State, *, running: Running = "finish") -> None:
@@ -301,7 +290,8 @@ class Runtime:
           running: what becomes of requests from before: "finish" waits until they have ended with
             the old weights, "abort" cancels them, "restart" lets them begin anew with the new
             ones. One that has shown tokens to a stream, or ended one of its samples, keeps its
-            tokens and goes on with the new weights. Requests that come meanwhile wait.
+            tokens and goes on with the new weights. Requests that come meanwhile wait, or are
+            answered by a replica that has not paused yet.
 
         Raises:
           InvalidConfigError: the parameters do not fit.
@@ -311,12 +301,10 @@ class Runtime:
             raise InvalidConfigError(
                 f"running={running!r} is unknown; give one of {get_args(Running)}"
             )
-        placed = self._executor.fitted(params)
-        with self._loop.paused(running):
-            self._executor.update_params(placed)
+        self._replicas.update_params(params, running)
 
     def measure_step_times(self, *, rounds: int = 2) -> StepTimes:
-        """Time every shape of step that this runtime has compiled, for `planning.simulate`.
+        """Time every shape of step that a replica has compiled, for `planning.simulate`.
 
         Waits until no request runs; those submitted meanwhile start afterwards. `rounds` repeat
         the whole measurement, and medians count.
@@ -324,9 +312,9 @@ class Runtime:
         Raises:
           RuntimeClosedError, EngineFailedError
         """
-        with self._loop.paused():
+        with self._replicas.paused():
             return measure(
-                self._executor,
+                self._replicas.first.executor,
                 self._origin,
                 self._clock,
                 rounds=rounds,
@@ -379,13 +367,13 @@ class Runtime:
             except InvalidRequestError as error:
                 timing = Timing(arrival_s=now, finished_s=now)
                 answers.append(failed_completion("refused", (), error, timing))
-        self._loop.submit(*(a for a in answers if isinstance(a, Answer)))
+        self._replicas.submit(*(a for a in answers if isinstance(a, Answer)))
         return answers
 
     def _start(self, prompt: Prompt, params: SamplingParams | None, sink: PieceSink) -> Answer:
         request = self._requests.build(prompt, params or SamplingParams(), self._clock.now())
         answer = self._answer(request, sink)
-        self._loop.submit(answer)
+        self._replicas.submit(answer)
         return answer
 
     def _answer(self, request: Request, sink: PieceSink | None = None) -> Answer:
@@ -396,8 +384,7 @@ class Runtime:
         return Answer(request, decoder=lambda: tokenizer.stream_decoder(skip), sink=sink)
 
 
-def _shut_down(loop: EngineLoop, executor: Executor, trace: TraceWriter | None) -> None:
-    loop.close()
-    executor.close()
+def _shut_down(replicas: Replicas, trace: TraceWriter | None) -> None:
+    replicas.close()
     if trace is not None:
         trace.close()

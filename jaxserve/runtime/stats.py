@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import final
 
@@ -12,7 +13,11 @@ from jaxserve.engine.stats import EngineStats
 @final
 @dataclass(frozen=True, kw_only=True)
 class RuntimeStats:
-    """Counters since the start, and what memory is used for; see `EngineStats`."""
+    """Counters since the start, and what memory is used for; see `EngineStats`.
+
+    Of several replicas the counters and times are added up, `max_pages_owned` is the most of any,
+    and the sizes are those of one.
+    """
 
     num_steps: int
     num_decode_loops: int
@@ -31,8 +36,11 @@ class RuntimeStats:
     step_bytes: int
 
     @classmethod
-    def of(cls, stats: EngineStats, config: EngineConfig, **sizes: int) -> RuntimeStats:
-        """The engine's counters as they stand, and what else there is to know."""
-        names = {field.name for field in fields(cls)} & {field.name for field in fields(stats)}
-        counters = {name: getattr(stats, name) for name in names}
-        return cls(**counters, num_pages=config.num_pages, page_size=config.page_size, **sizes)
+    def of(cls, stats: Sequence[EngineStats], config: EngineConfig, **rest: int) -> RuntimeStats:
+        """The engines' counters as they stand, and what else there is to know."""
+        names = {field.name for field in fields(cls)} & {
+            field.name for field in fields(EngineStats)
+        }
+        counters = {name: sum(getattr(each, name) for each in stats) for name in names}
+        counters["max_pages_owned"] = max(each.max_pages_owned for each in stats)
+        return cls(**counters, num_pages=config.num_pages, page_size=config.page_size, **rest)

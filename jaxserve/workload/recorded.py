@@ -18,6 +18,7 @@ import logging
 import math
 import operator
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -78,7 +79,7 @@ class RecordedRequest:
 
 @final
 class TraceWriter:
-    """Appends a line for every request that ends; each is in the file before the next begins.
+    """Appends a line for every request that ends, whole before the next; safe from any thread.
 
     Args:
       path: a new file, or an empty one.
@@ -94,11 +95,10 @@ class TraceWriter:
         check_is_free(path)
         self._origin_s = origin_s
         self._file = Path(path).open("a", encoding="utf-8")
+        self._one_writer = threading.Lock()
 
     def append(self, request: Request, completion: Completion) -> None:
         """Write the line of one request, whose samples have all ended."""
-        if self._file.closed:
-            return
 
         def since(time_s: float | None) -> float | None:
             if time_s is None or not math.isfinite(time_s):
@@ -116,12 +116,16 @@ class TraceWriter:
             "finish_reasons": [sample.finish_reason for sample in completion.samples],
             "finished_s": since(completion.timing.finished_s),
         }
-        try:
-            self._file.write(json.dumps(line, default=_plain) + "\n")
-            self._file.flush()
-        except OSError as error:
-            _log.error("the recording %s ends here: %s", self._file.name, error)
-            self.close()
+        text = json.dumps(line, default=_plain) + "\n"
+        with self._one_writer:
+            if self._file.closed:
+                return
+            try:
+                self._file.write(text)
+                self._file.flush()
+            except OSError as error:
+                _log.error("the recording %s ends here: %s", self._file.name, error)
+                self.close()
 
     def close(self) -> None:
         with suppress(OSError):  # what could not be flushed was reported when it was written

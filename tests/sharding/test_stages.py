@@ -93,13 +93,15 @@ def test_a_stage_holds_its_layers_and_no_more():
     plan = PLANS["three unequal stages"]
     model = tiny_llama(num_layers=NUM_LAYERS)
     with Runtime(model, mesh=plan, **OPTIONS) as rt:
-        for stage, part in zip(plan.stages, rt._executor._stages, strict=True):
+        for stage, part in zip(plan.stages, rt._replicas.first.executor._stages, strict=True):
             devices = set(stage.mesh.devices.flat)
             for leaf in jax.tree.leaves((part.params, part.cache, part.slots.state)):
                 assert leaf.sharding.device_set == devices
             assert len(part.cache.k_pages) == len(stage.layers)
         mine = model.blocks[0].mlp.down[...]
-        theirs = rt._executor._stages[0].params["blocks"][0]["mlp"]["down"].get_value()
+        theirs = (
+            rt._replicas.first.executor._stages[0].params["blocks"][0]["mlp"]["down"].get_value()
+        )
         assert mine.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
 
 

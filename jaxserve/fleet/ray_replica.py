@@ -1,0 +1,163 @@
+"""A replica that is a Ray actor."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Awaitable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, final
+
+from jaxserve.core.clock import WallClock
+from jaxserve.core.errors import (
+    DeviceMemoryError,
+    EngineFailedError,
+    InvalidConfigError,
+    InvalidRequestError,
+    JaxserveError,
+    MissingExtraError,
+    ReplicaDiedError,
+    RuntimeClosedError,
+)
+from jaxserve.core.request import Completion, Timing
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import failed_completion
+from jaxserve.fleet.call import Call
+from jaxserve.fleet.replica import Started
+
+if TYPE_CHECKING:
+    from jaxserve.runtime import Runtime
+
+# Requests that one actor takes before Ray makes others wait in front of it.
+_MAX_OPEN = 4096
+
+# A runtime that has failed with one of these answers nothing any more.
+_FATAL = (EngineFailedError, DeviceMemoryError, RuntimeClosedError)
+
+
+def import_ray() -> Any:
+    """The package, which comes with an extra.
+
+    Raises:
+      MissingExtraError
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("ray", "fleet", "running replicas on Ray") from error
+    return ray
+
+
+@final
+class _Actor:
+    """A runtime in Ray's process; a method that awaits lets the others run."""
+
+    def __init__(self) -> None:
+        self._runtime: Runtime | None = None
+
+    async def start(self, model: str, tensor_parallel: int, options: Mapping[str, Any]) -> Started:
+        """See `Replica.start`."""
+        from jaxserve.runtime import Runtime
+        from sharding import make_mesh
+
+        try:
+            mesh = None if tensor_parallel == 1 else make_mesh(tensor=tensor_parallel)
+        except ValueError as error:
+            raise InvalidConfigError(
+                f"{error}; or give each replica {tensor_parallel} GPUs (num_gpus)"
+            ) from error
+        runtime = self._runtime = Runtime.from_pretrained(
+            model, mesh=mesh, progress=False, **options
+        )
+        return Started(
+            pid=os.getpid(), host=platform.node(), max_context=runtime.config.max_context
+        )
+
+    async def answer(
+        self, request_id: str, prompt: Any, params: SamplingParams, priority: int
+    ) -> Completion:
+        runtime = self._runtime
+        assert runtime is not None
+        try:
+            pending = runtime.submit(prompt, params, request_id=request_id, priority=priority)
+        except InvalidRequestError as error:
+            now = WallClock().now()
+            timing = Timing(arrival_s=now, finished_s=now)
+            return failed_completion(request_id, (), error, timing)
+        return await pending.aresult()
+
+    async def cancel(self, request_id: str) -> None:
+        if self._runtime is not None:
+            self._runtime.cancel(request_id)
+
+
+@final
+class RayReplica:
+    """See `Replica`; Ray finds the devices, moves the data and notices deaths.
+
+    Args:
+      model, options: as `Runtime.from_pretrained` takes them; read on the actor's machine.
+      tensor_parallel: devices that the model is split over, of those that the actor gets.
+      num_cpus, num_gpus: what Ray sets aside for the actor.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tensor_parallel: int,
+        num_cpus: float,
+        num_gpus: float,
+        options: Mapping[str, Any],
+    ):
+        self._ray = import_ray()
+        self._how = (model, tensor_parallel, dict(options))
+        self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+        self._actor: Any = None
+
+    async def start(self) -> Started:
+        make = self._ray.remote(max_restarts=0, max_concurrency=_MAX_OPEN, **self._resources)
+        self._actor = make(_Actor).remote()
+        return await self._result(self._actor.start.remote(*self._how))
+
+    async def answer(self, call: Call) -> Completion:
+        try:
+            reply = self._actor.answer.remote(call.id, call.prompt, call.params, call.priority)
+        except TypeError as error:
+            raise InvalidRequestError(
+                f"the prompt cannot be sent to a replica: {error}; give a string, token ids or "
+                "chat messages"
+            ) from error
+        try:
+            completion = await self._result(reply)
+        except _FATAL as error:
+            raise _useless(error) from error
+        if isinstance(completion.error, _FATAL):
+            raise _useless(completion.error) from completion.error
+        return completion
+
+    def cancel(self, request_id: str) -> None:
+        if self._actor is not None:
+            self._actor.cancel.remote(request_id)
+
+    def kill(self) -> None:
+        if self._actor is not None and self._ray.is_initialized():
+            with suppress(self._ray.exceptions.RayError, ValueError):
+                self._ray.kill(self._actor, no_restart=True)
+
+    async def _result(self, reply: Awaitable[Any]) -> Any:
+        """What a method of the actor returned, or the error that it raised, as it raised it."""
+        failures = self._ray.exceptions
+        try:
+            return await reply
+        except failures.RayTaskError as error:
+            if isinstance(error.cause, JaxserveError):
+                raise error.cause from error
+            raise EngineFailedError(f"a replica failed: {error}") from error
+        except failures.RayError as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ReplicaDiedError(reason) from error
+
+
+def _useless(error: JaxserveError) -> ReplicaDiedError:
+    return ReplicaDiedError(f"its runtime failed with {type(error).__name__}: {error}")

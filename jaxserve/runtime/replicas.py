@@ -1,0 +1,206 @@
+"""The engines of one runtime, one for each replica of its parameters, behind one door."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+from jaxserve.core.clock import Clock
+from jaxserve.core.errors import InvalidRequestError, JaxserveError
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.engine.answers import Answer
+from jaxserve.engine.assembly import build_executor
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.executor import ModelExecutor
+from jaxserve.engine.loop import EngineLoop, Running
+from jaxserve.engine.memory_plan import PoolSize
+from jaxserve.engine.recorder import RequestRecord, StepRecord
+from jaxserve.runtime.placing import Place
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.router import Router, page_hashes, predicted_tokens
+from jaxserve.workload.recorded import TraceWriter
+from sharding import split_replicas
+
+
+@final
+@dataclass(frozen=True)
+class Replica:
+    """One engine with its own devices, page pool, slots, scheduler and thread."""
+
+    executor: ModelExecutor
+    pool_size: PoolSize
+    engine: Engine
+    loop: EngineLoop
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    answer: Answer
+    replica: int
+    work: int
+
+
+def build_executors(
+    graphdef: Any,
+    places: Sequence[Place],
+    decoder: Any,
+    options: RuntimeOptions,
+) -> list[tuple[ModelExecutor, PoolSize]]:
+    """An executor for each place; all are closed again when one cannot be built.
+
+    Raises:
+      DeviceMemoryError, InvalidConfigError
+    """
+    with ExitStack() as if_one_fails:
+        built = []
+        for place in places:
+            executor, size = build_executor(
+                graphdef, place.params, decoder.config, decoder.layer_layout, options, place.stages
+            )
+            if_one_fails.callback(executor.close)
+            built.append((executor, size))
+        if_one_fails.pop_all()
+    return built
+
+
+@final
+class Replicas:
+    """Routes requests to engines that answer alike. Thread-safe.
+
+    A failed engine fails all of them for later requests; those that run elsewhere end as usual.
+
+    Attributes:
+      all: in the order of the mesh's `data` axis.
+    """
+
+    def __init__(
+        self,
+        executors: Sequence[tuple[ModelExecutor, PoolSize]],
+        policy: Policy,
+        clock: Clock,
+        trace: TraceWriter | None,
+    ):
+        engines = [
+            Engine(executor, policy, clock, replica=index)
+            for index, (executor, _) in enumerate(executors)
+        ]
+        self.all = tuple(
+            Replica(executor, size, engine, EngineLoop(engine, clock, trace))
+            for (executor, size), engine in zip(executors, engines, strict=True)
+        )
+        config = self.first.executor.config
+        self._page_size = config.page_size
+        self._max_context = config.max_context
+        self._router = Router(len(self.all), page_size=config.page_size)
+        self._lock = threading.Lock()
+        self._placed: dict[str, _Placed] = {}
+
+    @property
+    def first(self) -> Replica:
+        return self.all[0]
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Of a prompt that any replica can take."""
+        return min(replica.executor.config.max_prompt_tokens for replica in self.all)
+
+    def submit(self, *answers: Answer) -> None:
+        """Hand over answers; those that go to one replica start in the same iteration.
+
+        Raises:
+          RuntimeClosedError, EngineFailedError: of any replica.
+          InvalidRequestError: a request of that id is still running.
+        """
+        for replica in self.all:
+            replica.loop.check()
+        with self._lock:
+            self._refuse_open_ids(answers)
+            placed = [self._place(answer) for answer in answers]
+        for one in placed:
+            one.answer.future.add_done_callback(partial(self._release, one))
+        try:
+            for index, replica in enumerate(self.all):
+                replica.loop.submit(*(one.answer for one in placed if one.replica == index))
+        except JaxserveError:  # it ended since the check
+            for one in placed:
+                self.cancel(one.answer.request.id)
+                self._release(one)
+            raise
+
+    def cancel(self, request_id: str) -> None:
+        """End a request as it stands; unknown or finished ones are left alone."""
+        with self._lock:
+            placed = self._placed.get(request_id)
+        if placed is not None:
+            self.all[placed.replica].loop.cancel(request_id)
+
+    @contextmanager
+    def paused(self, running: Running = "finish") -> Iterator[None]:
+        """Keep every loop from its engine for the length of the block; see `EngineLoop.paused`."""
+        with ExitStack() as pauses:
+            for replica in self.all:
+                pauses.enter_context(replica.loop.paused(running))
+            yield
+
+    def update_params(self, params: Any, running: Running) -> None:
+        """See `Runtime.update_params`."""
+        parts = split_replicas(params)
+        if len(parts) != len(self.all):  # on other devices than the replicas
+            parts = [params] * len(self.all)
+        fitted = [
+            replica.executor.fitted(part) for replica, part in zip(self.all, parts, strict=True)
+        ]
+        with self.paused(running):
+            for replica, part in zip(self.all, fitted, strict=True):
+                replica.executor.update_params(part)
+
+    def steps(self) -> tuple[StepRecord, ...]:
+        """Of all replicas, in the order of their submission."""
+        recorded = [replica.engine.recorder.steps for replica in self.all]
+        return tuple(heapq.merge(*recorded, key=lambda step: step.submitted_s))
+
+    def requests(self) -> tuple[RequestRecord, ...]:
+        """Of all replicas, in the order of their ends."""
+        recorded = [replica.engine.recorder.requests for replica in self.all]
+        return tuple(heapq.merge(*recorded, key=lambda request: request.timing.finished_s or 0.0))
+
+    def close(self) -> None:
+        """Cancel what is left, stop the threads and free the page pools."""
+        for replica in self.all:
+            replica.loop.close()
+            replica.executor.close()
+
+    def _refuse_open_ids(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            known = self._placed.get(answer.request.id)
+            if known is not None and not known.answer.future.done():
+                raise InvalidRequestError(
+                    f"a request with the id {answer.request.id!r} is still running; give another "
+                    "id, or none to have one made up"
+                )
+
+    def _place(self, answer: Answer) -> _Placed:
+        request = answer.request
+        work = predicted_tokens(len(request.prompt), request.params, max_context=self._max_context)
+        pages = page_hashes(request.prompt, self._page_size) if len(self.all) > 1 else ()
+        placed = _Placed(answer, self._router.route(pages, work), work)
+        if request.id in self._placed:  # it has ended, and its callback is still to come
+            self._finish(self._placed[request.id])
+        self._placed[request.id] = placed
+        return placed
+
+    def _release(self, placed: _Placed, _: object = None) -> None:
+        with self._lock:
+            self._finish(placed)
+
+    def _finish(self, placed: _Placed) -> None:
+        """Once for each; what comes later is ignored."""
+        if self._placed.get(placed.answer.request.id) is placed:
+            del self._placed[placed.answer.request.id]
+            self._router.finish(placed.replica, placed.work)

@@ -1,0 +1,117 @@
+"""Which replica a request goes to: one rule for replicas in one process and on Ray."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import final
+
+from jaxserve.core.sampling_params import SamplingParams
+
+
+def page_hashes(prompt: Sequence[int] | str, page_size: int) -> list[int]:
+    """One hash for each whole page of a prompt, of everything up to that page's end.
+
+    Prompts share a hash exactly where they share that prefix, chance aside. They mean something
+    in this process only.
+
+    Args:
+      prompt: token ids as a tuple, or a text.
+      page_size: tokens or characters a page.
+    """
+    hashes, chain = [], 0
+    for end in range(page_size, len(prompt) + 1, page_size):
+        chain = hash((chain, prompt[end - page_size : end]))
+        hashes.append(chain)
+    return hashes
+
+
+def predicted_tokens(num_prompt_tokens: int, params: SamplingParams, *, max_context: int) -> int:
+    """Tokens that a request takes at most, prompt and all samples: a replica's work for it."""
+    room = max(0, max_context - num_prompt_tokens)
+    answer = room if params.max_tokens is None else min(params.max_tokens, room)
+    return num_prompt_tokens + params.n * answer
+
+
+@final
+class Router:
+    """Sends a request where its prompt's pages probably are, or else to the least work.
+
+    A replica's cost is the work that it has left, in tokens, less `cached_weight` times the tokens
+    of the prompt's leading pages that were sent there before. The lowest cost wins; of equals, the
+    replica that has seen fewer prompts. So a request whose prefix nobody has seen goes to the least
+    work, a conversation stays with its pages, and it *spills over* when its replica is ahead of
+    another by more than `cached_weight` tokens of work for each token that is cached there. From
+    then on both replicas have its pages. Every request is placed at once: none waits for a replica.
+
+    Who calls it says when work has ended. Not thread-safe.
+
+    Args:
+      num_replicas: numbered from 0.
+      page_size: tokens a page.
+      max_pages: hashes remembered of each replica, the latest used; about 100 bytes each.
+      cached_weight: more keeps conversations together, less keeps replicas level. Over 1, because
+        `max_tokens` overstates most answers, and because a replica computes the answers before
+        this one side by side.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int,
+        *,
+        page_size: int,
+        max_pages: int = 1 << 16,
+        cached_weight: float = 4.0,
+    ):
+        self._weight = cached_weight * page_size
+        self._max_pages = max_pages
+        self._work = [0] * num_replicas
+        # Least recently used first.
+        self._pages: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
+
+    @property
+    def work(self) -> tuple[int, ...]:
+        """Tokens of unfinished work, by replica."""
+        return tuple(self._work)
+
+    def num_remembered(self, replica: int) -> int:
+        """Pages that this replica is thought to hold, at most `max_pages`."""
+        return len(self._pages[replica])
+
+    def route(
+        self, pages: Sequence[int], work: int, *, among: Collection[int] | None = None
+    ) -> int:
+        """The replica for a request, which is taken to be there from now on.
+
+        Args:
+          pages: its prompt's `page_hashes`.
+          work: its `predicted_tokens`; hand the same to `finish`.
+          among: replicas that can be chosen, at least one; by default all.
+        """
+        candidates = range(len(self._work)) if among is None else among
+        chosen = min(candidates, key=lambda replica: self._key(replica, pages))
+        self._work[chosen] += work
+        self._remember(chosen, pages)
+        return chosen
+
+    def finish(self, replica: int, work: int) -> None:
+        """A request that was sent to `replica` has ended, however it did."""
+        self._work[replica] -= work
+
+    def forget(self, replica: int) -> None:
+        """`replica` lost its pages and its unfinished requests; these need no `finish`."""
+        self._work[replica] = 0
+        self._pages[replica].clear()
+
+    def _key(self, replica: int, pages: Sequence[int]) -> tuple[float, int, int]:
+        held = self._pages[replica]
+        num_cached = next((i for i, page in enumerate(pages) if page not in held), len(pages))
+        return self._work[replica] - self._weight * num_cached, len(held), replica
+
+    def _remember(self, replica: int, pages: Sequence[int]) -> None:
+        held = self._pages[replica]
+        for page in reversed(pages[: self._max_pages]):  # without its start a prefix is no use
+            held[page] = None
+            held.move_to_end(page)
+        while len(held) > self._max_pages:
+            held.popitem(last=False)

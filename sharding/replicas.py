@@ -1,0 +1,52 @@
+"""The replicas of a mesh: what lies at each index of its `data` axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+DATA = "data"
+
+
+def replica_meshes(mesh: Mesh) -> list[Mesh]:
+    """A mesh for each index of the `data` axis: the same axes, `data` of size 1."""
+    axis = mesh.axis_names.index(DATA)
+    return [
+        Mesh(np.take(mesh.devices, [index], axis), mesh.axis_names, axis_types=mesh.axis_types)
+        for index in range(mesh.shape[DATA])
+    ]
+
+
+def split_replicas(tree: Any) -> list[Any]:
+    """A pytree of arrays for each replica of the mesh that `tree` is on, sharing its buffers.
+
+    What is not on a mesh with a `data` axis comes back as it is, alone in the list; so does a tree
+    with an array that is itself split over `data`: there are no whole replicas of it.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    shardings = [leaf.sharding for leaf in leaves]
+    if not all(_is_replicated(sharding) for sharding in shardings):
+        return [tree]
+    return [
+        structure.unflatten([_part(leaf, mesh) for leaf in leaves])
+        for mesh in replica_meshes(shardings[0].mesh)
+    ]
+
+
+def _is_replicated(sharding: Any) -> bool:
+    """Whether it gives each index of a `data` axis of at least 2 the same."""
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.shape.get(DATA, 1) == 1:
+        return False
+    return not any(DATA in (axes if isinstance(axes, tuple) else (axes,)) for axes in sharding.spec)
+
+
+def _part(array: jax.Array, mesh: Mesh) -> jax.Array:
+    devices = set(mesh.devices.flat)
+    shards = [shard.data for shard in array.addressable_shards if shard.device in devices]
+    sharding: Any = array.sharding
+    return jax.make_array_from_single_device_arrays(
+        array.shape, NamedSharding(mesh, sharding.spec), shards
+    )

@@ -1,0 +1,78 @@
+"""Replicas that die on demand, without processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import final
+
+from jaxserve.core.errors import JaxserveError, ReplicaDiedError
+from jaxserve.core.request import Completion, Sample, Timing
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.fleet.call import Call, make_call
+from jaxserve.fleet.replica import Started
+
+PAGE_SIZE = 4
+
+
+def call(name: str, prompt: object = "slow", max_tokens: int = 10) -> Call:
+    """A request; "deadly" kills whom it is sent to, "slow" is answered once the gate is open."""
+    params = SamplingParams(max_tokens=max_tokens)
+    return make_call(name, prompt, params, priority=0, page_size=PAGE_SIZE)
+
+
+@final
+class World:
+    """All replicas that were made, and what they were asked."""
+
+    def __init__(self) -> None:
+        self.replicas: list[FakeReplica] = []
+        self.asked: Counter[str] = Counter()
+        self.gate_is_open = False
+        self.starts_wait = False
+        self.start_errors: list[JaxserveError] = []
+
+    def make(self) -> FakeReplica:
+        self.replicas.append(FakeReplica(self))
+        return self.replicas[-1]
+
+
+@final
+class FakeReplica:
+    """See `Replica`."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.open: dict[str, bool] = {}  # request -> whether it was cancelled
+        self.is_dead = False
+
+    async def start(self) -> Started:
+        while self.world.starts_wait:
+            await asyncio.sleep(0.001)
+        if self.world.start_errors:
+            raise self.world.start_errors.pop(0)
+        return Started(pid=len(self.world.replicas), host="here", max_context=100)
+
+    async def answer(self, call: Call) -> Completion:
+        self.world.asked[call.id] += 1
+        self.open[call.id] = False
+        if call.prompt == "deadly":
+            self.is_dead = True
+        while not (self.is_dead or self.world.gate_is_open or self.open[call.id]):
+            await asyncio.sleep(0.001)
+        if self.is_dead:
+            raise ReplicaDiedError("it was killed")
+        reason = "cancelled" if self.open.pop(call.id) else "length"
+        return Completion(
+            request_id=call.id,
+            prompt_token_ids=(1,),
+            samples=(Sample(text=call.id, token_ids=(2,), finish_reason=reason),),
+            timing=Timing(arrival_s=0.0),
+        )
+
+    def cancel(self, request_id: str) -> None:
+        if request_id in self.open:
+            self.open[request_id] = True
+
+    def kill(self) -> None:
+        self.is_dead = True

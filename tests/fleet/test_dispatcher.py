@@ -1,0 +1,174 @@
+"""Deaths, replacements and retries, on replicas that die when they are told to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import pytest
+
+from jaxserve.core.errors import (
+    CheckpointError,
+    InvalidConfigError,
+    ReplicaDiedError,
+    RuntimeClosedError,
+)
+from jaxserve.core.request import Completion
+from jaxserve.fleet.dispatcher import Dispatcher
+from tests.fleet.fakes import PAGE_SIZE, World, call
+
+WAIT_S = 20
+
+
+@contextmanager
+def _serving(num_replicas: int, world: World) -> Iterator[Dispatcher]:
+    dispatcher = Dispatcher(world.make, num_replicas, page_size=PAGE_SIZE)
+    try:
+        for started in dispatcher.start():
+            started.result(WAIT_S)
+        yield dispatcher
+        _until(lambda: all(state.work == 0 for state in dispatcher.replicas))
+        assert all(state.num_unfinished == 0 for state in dispatcher.replicas)
+    finally:
+        dispatcher.close()
+        assert not dispatcher._thread.is_alive()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, "it did not come to pass"
+        time.sleep(0.001)
+
+
+def _submit_all(dispatcher: Dispatcher, world: World, count: int) -> list[Future[Completion]]:
+    """Slow requests, when every one of them is with a replica."""
+    futures = [dispatcher.submit(call(f"r{i}", f"slow {i}")) for i in range(count)]
+    _until(lambda: len(world.asked) == count)
+    return futures
+
+
+def test_requests_are_shared_out():
+    """Strangers go to the least work; all answers come back to who asked."""
+    world = World()
+    with _serving(3, world) as dispatcher:
+        futures = _submit_all(dispatcher, world, 9)
+        assert [state.num_unfinished for state in dispatcher.replicas] == [3, 3, 3]
+        world.gate_is_open = True
+        assert [f.result(WAIT_S).text for f in futures] == [f"r{i}" for i in range(9)]
+
+
+def test_a_death_loses_nothing():
+    """Who was there is answered by another replica, once; the dead one is replaced."""
+    world = World()
+    with _serving(2, world) as dispatcher:
+        futures = _submit_all(dispatcher, world, 6)
+        lost = set(world.replicas[0].open)
+        world.replicas[0].kill()
+        _until(lambda: sum(world.asked.values()) == 9)
+        assert set(world.replicas[1].open) == {f"r{i}" for i in range(6)}
+        _until(lambda: all(state.started for state in dispatcher.replicas))
+        assert [state.num_deaths for state in dispatcher.replicas] == [1, 0]
+        assert len(world.replicas) == 3
+        world.gate_is_open = True
+        assert all(f.result(WAIT_S).error is None for f in futures)
+        assert {name for name, count in world.asked.items() if count == 2} == lost
+
+
+def test_a_second_death_fails_that_request_alone():
+    """A request that kills replicas kills two, says so, and the others are answered."""
+    world = World()
+    with _serving(3, world) as dispatcher:
+        other = _submit_all(dispatcher, world, 1)[0]
+        deadly = dispatcher.submit(call("poison", "deadly")).result(WAIT_S)
+        assert isinstance(deadly.error, ReplicaDiedError)
+        assert "two replicas died" in str(deadly.error) and deadly.finish_reason == "error"
+        assert world.asked["poison"] == 2
+        world.gate_is_open = True
+        assert other.result(WAIT_S).error is None
+        _until(lambda: all(state.started for state in dispatcher.replicas))
+        later = [dispatcher.submit(call(f"later-{i}")) for i in range(6)]
+        assert all(f.result(WAIT_S).error is None for f in later)
+
+
+def test_the_only_replica_is_waited_for():
+    """Requests wait while it is replaced, those that come meanwhile too."""
+    world = World()
+    with _serving(1, world) as dispatcher:
+        first = _submit_all(dispatcher, world, 1)[0]
+        world.starts_wait = True
+        world.replicas[0].kill()
+        _until(lambda: dispatcher.replicas[0].num_deaths == 1)
+        second = dispatcher.submit(call("r1"))
+        world.gate_is_open = True
+        time.sleep(0.02)
+        assert not first.done() and not second.done()
+        world.starts_wait = False
+        assert first.result(WAIT_S).text == "r0" and second.result(WAIT_S).text == "r1"
+
+
+def test_a_replica_that_cannot_be_replaced():
+    """The others go on without it; when none is left requests fail with the reason."""
+    world = World()
+    with _serving(2, world) as dispatcher:
+        world.gate_is_open = True
+        world.start_errors = [InvalidConfigError("the disk is gone") for _ in range(2)]
+        world.replicas[0].kill()
+        for i in range(4):
+            assert dispatcher.submit(call(f"a{i}", f"other {i}")).result(WAIT_S).error is None
+        _until(lambda: dispatcher.replicas[0].error is not None)
+        world.replicas[1].kill()
+        error = dispatcher.submit(call("b")).result(WAIT_S).error
+        assert isinstance(error, ReplicaDiedError) and "the disk is gone" in str(error)
+
+
+def test_starts_are_tried_again_after_deaths_only():
+    """A process that dies while loading is replaced twice; a model that is wrong, never."""
+    world = World()
+    world.start_errors = [ReplicaDiedError("killed") for _ in range(2)]
+    with _serving(1, world):
+        assert len(world.replicas) == 3
+    world = World()
+    world.start_errors = [CheckpointError("x", ["it is empty"], "fetch it again")]
+    dispatcher = Dispatcher(world.make, 1, page_size=PAGE_SIZE)
+    with pytest.raises(CheckpointError, match="it is empty"):
+        dispatcher.start()[0].result(WAIT_S)
+    dispatcher.close()
+    assert len(world.replicas) == 1
+
+
+def test_cancel_wherever_a_request_is():
+    """With a replica it returns what there is; without one, or after a death, it just ends."""
+    world = World()
+    with _serving(1, world) as dispatcher:
+        first, second = _submit_all(dispatcher, world, 2)
+        dispatcher.cancel("r0")
+        assert first.result(WAIT_S).finish_reason == "cancelled"
+        world.starts_wait = True
+        world.replicas[0].kill()
+        _until(lambda: dispatcher.replicas[0].num_deaths == 1)
+        waiting = dispatcher.submit(call("r2"))
+        for name in ("r1", "r2", "nobody"):
+            dispatcher.cancel(name)
+        assert second.result(WAIT_S).finish_reason == "cancelled"
+        assert waiting.result(WAIT_S).finish_reason == "cancelled"
+        assert world.asked == {"r0": 1, "r1": 1}
+        world.starts_wait = False
+
+
+def test_close_ends_everything():
+    """Unfinished requests end with the error, replicas are killed, later calls are refused."""
+    world = World()
+    dispatcher = Dispatcher(world.make, 2, page_size=PAGE_SIZE)
+    for started in dispatcher.start():
+        started.result(WAIT_S)
+    futures = [dispatcher.submit(call(f"r{i}")) for i in range(50)]
+    dispatcher.close()
+    dispatcher.close()
+    dispatcher.cancel("r0")
+    assert all(isinstance(f.result(WAIT_S).error, RuntimeClosedError) for f in futures)
+    assert all(replica.is_dead for replica in world.replicas)
+    with pytest.raises(RuntimeClosedError):
+        dispatcher.submit(call("late"))

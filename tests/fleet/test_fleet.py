@@ -1,0 +1,258 @@
+"""Replicas on a real Ray: answers of one runtime, deaths that lose nothing, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import final
+
+import pytest
+
+from jaxserve import Fleet, Runtime, SamplingParams
+from jaxserve.core.errors import (
+    EmptyPromptError,
+    InvalidConfigError,
+    MissingExtraError,
+    RuntimeClosedError,
+    TokenOutOfRangeError,
+    UnknownModelError,
+)
+from jaxserve.fleet.fleet import check_resources
+from tests.processes import HEED_INTERRUPTS
+from tests.tiny import VOCAB_SIZE, random_prompts
+
+# One Ray for all of them, in one worker.
+pytestmark = pytest.mark.xdist_group("ray")
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+OPTIONS = dict(
+    load="random",
+    max_slots=4,
+    max_step_tokens=32,
+    kv_memory="8MB",
+    seed=3,
+    warmup=False,
+    progress=False,
+)
+PROMPTS = random_prompts(12, longest=40)
+LONG = [SamplingParams(max_tokens=1800, temperature=0.9 * (i % 2)) for i in range(len(PROMPTS))]
+OBJECT_STORE_BYTES = 80 << 20
+WAIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A folder with a configuration alone; its weights are drawn."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    """A Ray that fleets find, and leave as it is."""
+    ray = pytest.importorskip("ray")
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        object_store_memory=OBJECT_STORE_BYTES,
+    )
+    yield
+    assert ray.is_initialized()
+    ray.shutdown()
+
+
+@final
+@dataclass(frozen=True)
+class Wanted:
+    """What one runtime answers: its first four requests, seeds drawn by it, and the long ones."""
+
+    drawn: list[tuple[int, ...]]
+    long: list[tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def wanted(model) -> Wanted:
+    with Runtime.from_pretrained(model, **OPTIONS) as rt:
+        drawn = rt.generate(PROMPTS[:4], SamplingParams(max_tokens=12, temperature=1.0))
+        long = rt.generate(PROMPTS, _seeded(LONG))
+    return Wanted([c.token_ids for c in drawn], [c.token_ids for c in long])
+
+
+@pytest.fixture(scope="module")
+def fleet(ray, model, wanted) -> Iterator[Fleet]:  # after `wanted`, which compiled everything
+    with Fleet(model, replicas=2, **OPTIONS) as fleet:
+        yield fleet
+        pids = _pids(fleet)
+    _until(lambda: not any(map(_is_running, pids)))
+    with pytest.raises(RuntimeClosedError):
+        fleet.submit([1])
+
+
+def _seeded(params: list[SamplingParams]) -> list[SamplingParams]:
+    return [replace(one, seed=i) for i, one in enumerate(params)]
+
+
+def _pids(fleet: Fleet) -> list[int]:
+    return [state.started.pid for state in fleet.replicas if state.started is not None]
+
+
+def _is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, "it did not come to pass"
+        time.sleep(0.05)
+
+
+def test_a_killed_replica_loses_no_request(fleet, wanted):
+    """kill -9 in the middle of answers: all of them come, as one runtime gives them."""
+    pending = [fleet.submit(p, s) for p, s in zip(PROMPTS, _seeded(LONG), strict=True)]
+    _until(lambda: all(state.num_unfinished for state in fleet.replicas))
+    time.sleep(0.1)
+    victim = fleet.replicas[0]
+    assert victim.started is not None and victim.num_unfinished > 0
+    os.kill(victim.started.pid, signal.SIGKILL)
+    done = [one.result(WAIT_S) for one in pending]
+    assert [c.error for c in done] == [None] * len(done)
+    assert [c.token_ids for c in done] == wanted.long
+    assert fleet.replicas[0].num_deaths == 1
+    _until(lambda: fleet.replicas[0].started is not None)
+    assert victim.started.pid not in _pids(fleet)
+
+
+def test_bad_requests_fail_alone(fleet, wanted):
+    """In a batch they are completions with an error; a single one is raised."""
+    first, empty, outside, last = fleet.generate(
+        [PROMPTS[0], [], [VOCAB_SIZE], PROMPTS[2]], SamplingParams(max_tokens=20)
+    )
+    assert [first.token_ids, last.token_ids] == [wanted.long[0][:20], wanted.long[2][:20]]
+    assert isinstance(empty.error, EmptyPromptError)
+    assert isinstance(outside.error, TokenOutOfRangeError)
+    with pytest.raises(EmptyPromptError):
+        fleet.generate("")
+    assert fleet.generate(PROMPTS[0], SamplingParams(max_tokens=5)).token_ids == wanted.long[0][:5]
+    assert fleet.generate([]) == []
+
+
+def test_a_cancelled_request_returns_what_there_is(fleet):
+    """Wherever it is being answered."""
+    pending = fleet.submit([1, 2, 3], SamplingParams(max_tokens=None))
+    _until(lambda: sum(state.num_unfinished for state in fleet.replicas) == 1)
+    pending.cancel()
+    assert pending.result(WAIT_S).finish_reason == "cancelled"
+
+
+def test_what_prevents_a_start_is_raised(ray, tmp_path):
+    """With its own type; no replica is left."""
+    with pytest.raises(UnknownModelError, match="nowhere"):
+        Fleet("nowhere", replicas=1, **OPTIONS)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "odd"}))
+    with pytest.raises(Exception, match="odd") as raised:
+        Fleet(str(tmp_path), replicas=1, **OPTIONS)
+    assert type(raised.value).__module__ == "jaxserve.core.errors"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replicas": 0}, "replicas=0"),
+        ({"tensor_parallel": True}, "tensor_parallel=True"),
+        ({"max_slot": 3}, "max_slot"),
+        ({"policy": "vlm"}, "vllm_like"),
+        ({"record": "a.jsonl"}, "does not record"),
+    ],
+)
+def test_bad_options_are_refused_at_once(options, message):
+    """Before Ray is even looked for."""
+    with pytest.raises(InvalidConfigError, match=message):
+        Fleet("smollm2-135m", **options)
+
+
+def test_ray_is_an_extra(monkeypatch):
+    """Without it a fleet names what to install; importing jaxserve never needs it."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"jaxserve\[fleet\]"):
+        Fleet("smollm2-135m")
+    program = "import sys, jaxserve; jaxserve.Fleet; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+OWN_RAY = f"""
+{HEED_INTERRUPTS}
+import json, sys
+from jaxserve import Fleet, SamplingParams
+
+model, options, prompts = sys.argv[1], *map(json.loads, sys.argv[2:])
+with Fleet(model, replicas=1, num_cpus=0.5, **options) as fleet:
+    drawn = fleet.generate(prompts, SamplingParams(max_tokens=12, temperature=1.0))
+    print(json.dumps([c.token_ids for c in drawn]), flush=True)
+    done = fleet.generate([[1], [2], [3], [4]] * 50, SamplingParams(max_tokens=None))
+    print(len(done), {{c.finish_reason for c in done}} >= {{"cancelled"}}, flush=True)
+"""
+
+
+def test_a_fleet_of_its_own_leaves_nothing_behind(model, wanted):
+    """It starts Ray and ends it, an interrupt returns what there is, and seeds are a runtime's."""
+    pytest.importorskip("ray")
+    mark = f"jaxserve-test-{os.getpid()}-{time.monotonic_ns()}"
+    with subprocess.Popen(
+        [sys.executable, "-c", OWN_RAY, model, json.dumps(OPTIONS), json.dumps(PROMPTS[:4])],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"JAXSERVE_TEST_MARK": mark},
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        drawn = json.loads(process.stdout.readline())
+        assert [tuple(tokens) for tokens in drawn] == wanted.drawn
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        assert process.stdout.read() == "200 True\n"
+        assert process.wait(WAIT_S) == 0
+    _until(lambda: not _marked(mark))
+
+
+def test_more_than_ray_has_is_refused():
+    """Instead of waiting for it for ever, when nobody else looks after that Ray."""
+    has = {"CPU": 2.0}
+    check_resources(has, 4, {"CPU": 0.5, "GPU": 0})
+    with pytest.raises(InvalidConfigError, match=r"3 replicas .* need 3, and Ray has 2"):
+        check_resources(has, 3, {"CPU": 1, "GPU": 0})
+    with pytest.raises(InvalidConfigError, match="num_gpus"):
+        check_resources(has, 1, {"CPU": 1, "GPU": 1})
+
+
+def _marked(mark: str) -> list[str]:
+    """Processes that were started by what carries this mark in its environment."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in environ.read_bytes():
+                found.append(environ.parent.name)
+        except OSError:
+            continue
+    return found
