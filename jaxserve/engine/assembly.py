@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -15,17 +17,18 @@ from tqdm import tqdm
 
 from jaxserve.core.assets import cache_folder
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.device_executor import DeviceExecutor
+from jaxserve.engine.leading import check_alike
 from jaxserve.engine.memory_plan import PoolSize, plan_pool
 from jaxserve.engine.placement import Placement
 from jaxserve.engine.programs import Programs
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
-from sharding import state_shardings
+from sharding import JoinError, ProcessGroup, group_over, placed, state_shardings
 
 
 @final
@@ -82,14 +85,17 @@ def build_executor(
     model_config: Any,
     layer_layout: LayerLayout,
     options: RuntimeOptions,
+    group: ProcessGroup | None = None,
 ) -> tuple[DeviceExecutor, PoolSize]:
     """Size the pool, create cache and slots beside the parameters, compile.
 
     Args:
       model_config: of the model: layers, KV heads, head_dim, max_position_embeddings.
+      group: of all processes that the parameters lie on; each of them makes the same calls.
 
     Raises:
-      DeviceMemoryError, InvalidConfigError
+      DeviceMemoryError
+      InvalidConfigError: also where the processes were given different settings.
     """
     # Committed to where they are, as parameters of an update will be: else those would compile.
     params = jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
@@ -97,6 +103,8 @@ def build_executor(
     place = Placement.like(leaf.sharding)
     if place.mesh is not None:
         check_fits(place.mesh, model_config)
+    if group is not None:
+        check_alike(group, _shared_settings(model_config, leaf, options))
 
     def new_cache(num_pages: int) -> Any:
         return empty_cache(
@@ -114,7 +122,7 @@ def build_executor(
     page_bytes = nbytes(abstract) // 2 // place.num_shards
     plan = partial(
         plan_pool,
-        next(iter(place.whole.device_set)),
+        next(iter(place.whole.addressable_devices)),
         page_bytes=page_bytes,
         wanted_pages=1 + draft.max_slots * pages_a_sequence,
         min_pages=2,
@@ -122,11 +130,11 @@ def build_executor(
     )
     # The largest steps are compiled for as many pages as fit without them: if those still fit,
     # what was compiled to be measured is what runs.
-    optimistic = plan(step_bytes=0).num_pages
+    optimistic = _agreed(plan(step_bytes=0), group).num_pages
     draft = _engine_config(model_config, options, num_pages=optimistic)
     programs = Programs(graphdef, draft, place)
     abstract = jax.eval_shape(lambda: new_cache(optimistic))
-    size = plan(step_bytes=programs.largest_step_bytes(params, abstract))
+    size = _agreed(plan(step_bytes=programs.largest_step_bytes(params, abstract)), group)
     if size.num_pages != optimistic:
         config = _engine_config(model_config, options, num_pages=size.num_pages)
         programs = Programs(graphdef, config, place)
@@ -145,6 +153,59 @@ def warm_up(executor: DeviceExecutor, *, progress: bool) -> None:
             bar.set_postfix_str(name)
             compile_step()
     executor.finish_warmup()
+
+
+def processes_of(mesh: Mesh | None, params: Any = None) -> ProcessGroup | None:
+    """Those that serve on `mesh`, or where `params` are; None where this process does alone.
+
+    Raises:
+      InvalidConfigError: some of the job's processes are left out.
+      ProcessGroupError: they do not come together.
+    """
+    if mesh is None and params is not None:
+        mesh = Placement.like(jax.tree.leaves(params)[0].sharding).mesh
+    with _process_errors():
+        return group_over(mesh)
+
+
+def claim(group: ProcessGroup | None) -> None:
+    """Take the processes for one runtime, until its executor closes.
+
+    Raises:
+      ProcessGroupError: they have one already, or one of them has left.
+    """
+    if group is not None:
+        with _process_errors():
+            group.claim()
+
+
+@contextmanager
+def _process_errors() -> Iterator[None]:
+    try:
+        yield
+    except JoinError as error:
+        raise ProcessGroupError(str(error)) from error
+    except ValueError as error:
+        raise InvalidConfigError(str(error)) from error
+
+
+def _shared_settings(model_config: Any, leaf: jax.Array, options: RuntimeOptions) -> dict[str, Any]:
+    """What every process must be given alike, by name; the policy is the leader's alone."""
+    own = ("policy", "record", "progress")
+    return {
+        **{name: value for name, value in vars(options).items() if name not in own},
+        **{f"model.{name}": str(value) for name, value in asdict(model_config).items()},
+        "dtype": str(leaf.dtype),
+        "mesh": str(leaf.sharding),
+        "JAX's version": jax.__version__,
+    }
+
+
+def _agreed(size: PoolSize, group: ProcessGroup | None) -> PoolSize:
+    """As many pages as fit on every process."""
+    if group is None:
+        return size
+    return replace(size, num_pages=min(group.all_gather(size.num_pages)))
 
 
 def _engine_config(model_config: Any, options: RuntimeOptions, *, num_pages: int) -> EngineConfig:
@@ -171,7 +232,7 @@ def sharded(params: Any, mesh: Mesh, model_config: Any) -> Any:
       InvalidConfigError: the mesh does not divide them.
     """
     check_fits(mesh, model_config)
-    return jax.device_put(params, state_shardings(params, mesh))
+    return placed(params, state_shardings(params, mesh))
 
 
 def fitted(params: Any, old: Any) -> Any:
@@ -199,7 +260,7 @@ def fitted(params: Any, old: Any) -> Any:
         )
     return nnx.from_flat_state(
         [
-            (path, variable.replace(jax.device_put(new[path], now[path].sharding)))
+            (path, variable.replace(placed(new[path], now[path].sharding)))
             for path, variable in nnx.to_flat_state(old)
         ]
     )

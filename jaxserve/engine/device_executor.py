@@ -48,7 +48,9 @@ class DeviceExecutor:
         self.config = programs.config
         self._params = params
         self._cache: KVCache | None = cache
-        self._slots = jax.device_put(empty_slots(self.config), programs.place.whole)
+        # Made in place: what the host puts on a mesh over several processes it must compare.
+        new_slots = jax.jit(empty_slots, static_argnums=0, out_shardings=programs.place.whole)
+        self._slots = new_slots(self.config)
         self._programs = programs
         self._compilations = CompilationCounter()
         self._strict = strict

@@ -28,7 +28,7 @@ from jaxserve.models.registry import pull, resolve
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.source import WeightSource
 from jaxserve.models.tokenizer import Tokenizer, declared_end_ids
-from sharding import state_shardings
+from sharding import placed, state_shardings
 
 _log = logging.getLogger(__name__)
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -75,7 +75,8 @@ def load_model(
       dtype: of the parameters.
       load: `random` draws the weights from `seed`; only a config.json is needed then.
       mesh: where the parameters go, by the rules of `sharding`; None for the default device.
-      cache: keep the converted form of a GGUF file, so that the next start need not convert.
+      cache: keep the converted form of a GGUF file, so that the next start need not convert; not
+        done where the mesh reaches over several processes.
       layer_layout: of layers that are alike; others are unrolled.
       progress: show bars on stderr.
 
@@ -142,6 +143,8 @@ class _How:
 
 
 def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
+    # Processes on hosts that do not share a disk would not all find it.
+    cache = cache and not (how.mesh is not None and how.mesh.is_multi_process)
     kept = ConvertedModel(name, path, f"{how.dtype.name}-{how.layer_layout}") if cache else None
     if kept is not None and (header := kept.read_header()) is not None:
         config, tokenizer = config_from_hf(header.config), header.tokenizer
@@ -178,7 +181,7 @@ def _random(
     graphdef, _, shardings = how.abstract(config)
     params = random_params(config, seed, dtype=how.dtype, layer_layout=how.layout_of(config))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = jax.device_put(params, here if shardings is None else shardings)
+    params = placed(params, here if shardings is None else shardings)
     return _loaded(name, config, graphdef, params, tokenizer, ends, path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, cast, final, get_args, overload
@@ -13,22 +14,26 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxserve.core.clock import WallClock
-from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
+from jaxserve.core.errors import InvalidConfigError, InvalidRequestError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, Piece, PieceSink, failed_completion
 from jaxserve.engine.assembly import (
     build_executor,
+    claim,
     enable_compilation_cache,
     fitted,
     nbytes,
     platform_defaults,
+    processes_of,
     sharded,
 )
 from jaxserve.engine.device_errors import out_of_memory_as
 from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.following import FollowingExecutor
+from jaxserve.engine.leading import LeadingExecutor
 from jaxserve.engine.loop import EngineLoop, Running
 from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
 from jaxserve.planning import Origin, StepTimes, measure
@@ -40,11 +45,15 @@ from jaxserve.runtime.streams import aread, read
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.recorded import TraceWriter, check_is_free
+from sharding import ProcessGroup
 
 
 @final
 class Runtime:
-    """Serves one model from one process. Thread-safe; use as a context manager or `close` it.
+    """Serves one model. Thread-safe; use as a context manager or `close` it.
+
+    On a mesh over several processes (`sharding.join`) all of them make it, with the same arguments.
+    Process 0 leads: its runtime answers. The others call `follow`.
 
     Args:
       model: a Flax NNX decoder (`jaxserve.models`), its parameters in place or abstract.
@@ -56,8 +65,10 @@ class Runtime:
       options: see `RuntimeOptions`.
 
     Raises:
-      InvalidConfigError: also for a mesh that cannot share out the model.
+      InvalidConfigError: also for a mesh that cannot share out the model, or that leaves out some
+        of the job's processes.
       DeviceMemoryError
+      ProcessGroupError: the processes serve another model already, or some have left.
     """
 
     def __init__(
@@ -72,8 +83,6 @@ class Runtime:
     ):
         self.options = RuntimeOptions.parse(options)
         policy = get_policy(self.options.policy)
-        if self.options.record is not None:
-            check_is_free(self.options.record)
         enable_compilation_cache()
         graphdef, own_params = nnx.split(model)
         decoder = cast(Any, model)
@@ -81,15 +90,24 @@ class Runtime:
         self.model_config = decoder.config
         self._clock = WallClock()
         used = own_params if params is None else params
-        if mesh is not None:
-            used = sharded(used, mesh, decoder.config)
-        with out_of_memory_as(
-            "making the page pool and warming up",
-            "give a smaller kv_memory, max_step_tokens or max_slots",
+        group = processes_of(mesh, used)
+        record = self.options.record if group is None or group.is_leader else None
+        if record is not None:
+            check_is_free(record)
+        claim(group)
+        with (
+            nullcontext() if group is None else group.together(),
+            out_of_memory_as(
+                "making the page pool and warming up",
+                "give a smaller kv_memory, max_step_tokens or max_slots",
+            ),
         ):
-            self._executor, self._pool_size = build_executor(
-                graphdef, used, decoder.config, decoder.layer_layout, self.options
+            if mesh is not None:
+                used = sharded(used, mesh, decoder.config)
+            executor, self._pool_size = build_executor(
+                graphdef, used, decoder.config, decoder.layer_layout, self.options, group
             )
+        self._executor = _in_group(executor, group)
         self._weights_bytes = nbytes(used)
         self.config = self._executor.config
         self._origin = Origin.of(decoder.config, used, self.config)
@@ -102,11 +120,12 @@ class Runtime:
             max_prompt_tokens=self.config.max_prompt_tokens,
             seed=self.options.seed,
         )
-        record = self.options.record
         trace = None if record is None else TraceWriter(record, origin_s=self._clock.now())
         self._loop = EngineLoop(self._engine, self._clock, trace)
         # For runtimes that are dropped without `close`, as notebooks do.
         self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._executor, trace)
+        if group is not None:
+            group.before_leaving(self._finalizer)
 
     @classmethod
     def from_pretrained(
@@ -134,11 +153,15 @@ class Runtime:
 
         parsed = RuntimeOptions.parse(options)
         get_policy(parsed.policy)
-        if parsed.record is not None:
-            check_is_free(parsed.record)
         enable_compilation_cache()
         defaults = platform_defaults()
-        with out_of_memory_as("loading the weights", "give a smaller dtype or a smaller model"):
+        group = processes_of(mesh)
+        if parsed.record is not None and (group is None or group.is_leader):
+            check_is_free(parsed.record)
+        with (
+            nullcontext() if group is None else group.together(),
+            out_of_memory_as("loading the weights", "give a smaller dtype or a smaller model"),
+        ):
             loaded = load_model(
                 name_or_path,
                 dtype=dtype or defaults.dtype,
@@ -154,6 +177,46 @@ class Runtime:
             eos_token_ids=loaded.eos_token_ids,
             **options,
         )
+
+    # ---- several processes ----
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process is the one to ask: process 0 of several, or the only one."""
+        return not isinstance(self._executor, FollowingExecutor)
+
+    def follow(self) -> None:
+        """On every process but the leader: take part in its steps until it is done.
+
+        Returns when the leader closes its runtime or calls `dismiss_followers`. Ctrl-C is left to
+        the leader meanwhile. If the leader, or any other process, dies, this one ends too.
+
+        Raises:
+          ProcessGroupError: this is the leader.
+          RuntimeClosedError: the leader has closed its runtime before.
+        """
+        if not isinstance(self._executor, FollowingExecutor):
+            raise ProcessGroupError(
+                "this process leads, or is the only one, and has nobody to follow; call follow() "
+                "where rt.is_leader is false"
+            )
+        self._executor.follow()
+
+    def dismiss_followers(self) -> None:
+        """On the leader: let `follow` return on the others, once all requests have ended.
+
+        For work between answers that all processes share, such as a training step and
+        `update_params`. What is asked of the leader meanwhile waits until they follow again. Does
+        nothing where this process is the only one.
+
+        Raises:
+          ProcessGroupError: this process follows.
+          RuntimeClosedError, EngineFailedError
+        """
+        self._check_leads()
+        with self._loop.paused():
+            if isinstance(self._executor, LeadingExecutor):
+                self._executor.dismiss()
 
     # ---- answers ----
 
@@ -219,7 +282,7 @@ class Runtime:
             deadline_s=None if deadline_s is None else now + deadline_s,
         )
         answer = self._answer(request)
-        self._loop.submit(answer)
+        self._hand_in(answer)
         return Pending(answer, self.cancel)
 
     def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
@@ -230,7 +293,7 @@ class Runtime:
         """
         now = self._clock.now()
         answers = [self._answer(self._requests.build_item(item, now)) for item in items]
-        self._loop.submit(*answers)
+        self._hand_in(*answers)
         return [Pending(answer, self.cancel) for answer in answers]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece]:
@@ -290,7 +353,8 @@ class Runtime:
         """Serve other weights from here on, as a trainer has them after a step.
 
         Arrays that lie where the old ones do are shared and not copied, and nothing is compiled;
-        others are moved there. The old ones are let go.
+        others are moved there. The old ones are let go. Of several processes all call it, while
+        none follows (`dismiss_followers`).
 
         Args:
           params: of the same structure, shapes and dtypes.
@@ -320,6 +384,7 @@ class Runtime:
         Raises:
           RuntimeClosedError, EngineFailedError
         """
+        self._check_leads()
         with self._loop.paused():
             return measure(
                 self._executor,
@@ -338,7 +403,10 @@ class Runtime:
         return StepTimes.load(Path(path), expected=self._origin)
 
     def close(self) -> None:
-        """Cancel what is left and free the page pool; parameters stay with who else holds them."""
+        """Cancel what is left and free the page pool; parameters stay with who else holds them.
+
+        On a leader it ends the others' `follow`.
+        """
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -375,14 +443,22 @@ class Runtime:
             except InvalidRequestError as error:
                 timing = Timing(arrival_s=now, finished_s=now)
                 answers.append(failed_completion("refused", (), error, timing))
-        self._loop.submit(*(a for a in answers if isinstance(a, Answer)))
+        self._hand_in(*(a for a in answers if isinstance(a, Answer)))
         return answers
 
     def _start(self, prompt: Prompt, params: SamplingParams | None, sink: PieceSink) -> Answer:
         request = self._requests.build(prompt, params or SamplingParams(), self._clock.now())
         answer = self._answer(request, sink)
-        self._loop.submit(answer)
+        self._hand_in(answer)
         return answer
+
+    def _hand_in(self, *answers: Answer) -> None:
+        self._check_leads()
+        self._loop.submit(*answers)
+
+    def _check_leads(self) -> None:
+        if isinstance(self._executor, FollowingExecutor):
+            raise ProcessGroupError(self._executor.refusal)
 
     def _answer(self, request: Request, sink: PieceSink | None = None) -> Answer:
         tokenizer = self.tokenizer
@@ -392,7 +468,16 @@ class Runtime:
         return Answer(request, decoder=lambda: tokenizer.stream_decoder(skip), sink=sink)
 
 
-def _shut_down(loop: EngineLoop, executor: DeviceExecutor, trace: TraceWriter | None) -> None:
+_AnyExecutor = DeviceExecutor | LeadingExecutor | FollowingExecutor
+
+
+def _in_group(executor: DeviceExecutor, group: ProcessGroup | None) -> _AnyExecutor:
+    if group is None:
+        return executor
+    return (LeadingExecutor if group.is_leader else FollowingExecutor)(executor, group)
+
+
+def _shut_down(loop: EngineLoop, executor: _AnyExecutor, trace: TraceWriter | None) -> None:
     loop.close()
     executor.close()
     if trace is not None:
