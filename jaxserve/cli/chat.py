@@ -40,6 +40,9 @@ def chat(
     kv_memory: opt.KvMemory = None,
     max_context: opt.MaxContext = None,
     tensor_parallel: opt.TensorParallel = 1,
+    coordinator: opt.Coordinator = None,
+    num_processes: opt.NumProcesses = None,
+    process_id: opt.ProcessId = None,
     record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -58,6 +61,7 @@ def chat(
             seed=seed,
             stop=tuple(stop or ()),
         )
+        opt.join(coordinator, num_processes, process_id)
         with opt.open_runtime(
             model,
             policy=policy,
