@@ -1,19 +1,26 @@
-"""Device meshes and the rules that place parameters and caches on them."""
+"""Device meshes, the rules that place arrays on them, and start-up over several processes."""
 
 from sharding.mesh import MESH_AXES, check_tensor_axis, make_mesh
+from sharding.process_group import JoinError, ProcessGroup
+from sharding.processes import group_over, join
 from sharding.replicas import replica_meshes, split_replicas
-from sharding.rules import DEFAULT_RULES, named_sharding, partition_spec, state_shardings
+from sharding.rules import DEFAULT_RULES, named_sharding, partition_spec, placed, state_shardings
 from sharding.stages import Stage, StagePlan, stages_of
 
 __all__ = [
     "DEFAULT_RULES",
     "MESH_AXES",
+    "JoinError",
+    "ProcessGroup",
     "Stage",
     "StagePlan",
     "check_tensor_axis",
+    "group_over",
+    "join",
     "make_mesh",
     "named_sharding",
     "partition_spec",
+    "placed",
     "replica_meshes",
     "split_replicas",
     "stages_of",

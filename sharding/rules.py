@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
+import jax
+import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 # A size that its mesh axis does not divide is replicated: fewer KV heads than shards, and
 # vocabularies such as GPT-2's 50257.
@@ -96,6 +99,24 @@ def state_shardings(
             raise ValueError(f"{'.'.join(map(str, path))}: {error}") from error
 
     return nnx.map_state(place, state)
+
+
+def placed(tree: Any, shardings: Any) -> Any:
+    """`tree` where `shardings` (one, or one a leaf) say; arrays that are there are not copied.
+
+    Where they reach over several processes, each of them gives the same values and keeps its part.
+    """
+    if isinstance(shardings, Sharding):
+        return jax.tree.map(lambda x: _put(x, shardings), tree)
+    return jax.tree.map(_put, tree, shardings)
+
+
+def _put(x: Any, sharding: Sharding) -> jax.Array:
+    is_own = not isinstance(x, jax.Array) or x.is_fully_addressable
+    if sharding.is_fully_addressable or not is_own:
+        return jax.device_put(x, sharding)
+    values = np.asarray(x)  # device_put would send it to all processes, to compare
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

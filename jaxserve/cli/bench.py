@@ -23,6 +23,10 @@ def bench(
     kv_memory: opt.KvMemory = None,
     max_slots: opt.MaxSlots = None,
     max_context: opt.MaxContext = None,
+    tensor_parallel: opt.TensorParallel = 1,
+    coordinator: opt.Coordinator = None,
+    num_processes: opt.NumProcesses = None,
+    process_id: opt.ProcessId = None,
     record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -36,6 +40,7 @@ def bench(
         from jaxserve.workload import random_items
 
         started_s = time.perf_counter()
+        opt.join(coordinator, num_processes, process_id)
         with opt.open_runtime(
             model,
             policy=policy,
@@ -44,6 +49,7 @@ def bench(
             kv_memory=kv_memory,
             max_slots=max_slots,
             max_context=max_context,
+            tensor_parallel=tensor_parallel,
             record=record,
             quiet=quiet,
         ) as rt:

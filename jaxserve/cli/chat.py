@@ -41,6 +41,9 @@ def chat(
     max_context: opt.MaxContext = None,
     tensor_parallel: opt.TensorParallel = 1,
     stages: opt.Stages = None,
+    coordinator: opt.Coordinator = None,
+    num_processes: opt.NumProcesses = None,
+    process_id: opt.ProcessId = None,
     record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -59,6 +62,7 @@ def chat(
             seed=seed,
             stop=tuple(stop or ()),
         )
+        opt.join(coordinator, num_processes, process_id)
         with opt.open_runtime(
             model,
             policy=policy,

@@ -77,6 +77,9 @@ def generate(
     tensor_parallel: opt.TensorParallel = 1,
     stages: opt.Stages = None,
     data_parallel: opt.DataParallel = 1,
+    coordinator: opt.Coordinator = None,
+    num_processes: opt.NumProcesses = None,
+    process_id: opt.ProcessId = None,
     record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -102,8 +105,9 @@ def generate(
             logprobs=logprobs,
         )
         jobs = _read_jobs(prompt, file, jsonl, params)
+        answers = opt.join(coordinator, num_processes, process_id)
         with (
-            _sink(output) as sink,
+            _sink(output if answers else None) as sink,
             opt.open_runtime(
                 model,
                 policy=policy,

@@ -21,6 +21,7 @@ from jaxserve.core.errors import (
     JaxserveError,
     MissingExtraError,
     ModelError,
+    ProcessGroupError,
 )
 from jaxserve.core.sampling_params import SamplingParams
 
@@ -36,6 +37,7 @@ DEFAULT_MODEL = "smollm2-135m"
 
 _SAMPLING = "Sampling"
 _RUNTIME = "Runtime"
+_PROCESSES = "Several processes"
 
 
 def _sampling(name: str, text: str) -> typer.models.OptionInfo:
@@ -44,6 +46,10 @@ def _sampling(name: str, text: str) -> typer.models.OptionInfo:
 
 def _runtime(*names: str, text: str) -> typer.models.OptionInfo:
     return typer.Option(*names, help=text, rich_help_panel=_RUNTIME)
+
+
+def _processes(name: str, text: str) -> typer.models.OptionInfo:
+    return typer.Option(name, help=text, rich_help_panel=_PROCESSES, show_default=False)
 
 
 MaxTokens = Annotated[int, _sampling("--max-tokens", "Most output tokens of an answer.")]
@@ -87,6 +93,18 @@ Record = Annotated[
     Path | None,
     _runtime("--record", text="Write every request to this new file, for benchmarks to replay."),
 ]
+Coordinator = Annotated[
+    str | None,
+    _processes("--coordinator", "host:port of process 0. [default: JAXSERVE_COORDINATOR, SLURM]"),
+]
+NumProcesses = Annotated[
+    int | None,
+    _processes("--num-processes", "How many there are. [default: JAXSERVE_NUM_PROCESSES, SLURM]"),
+]
+ProcessId = Annotated[
+    int | None,
+    _processes("--process-id", "Which this is, from 0. [default: JAXSERVE_PROCESS_ID, SLURM]"),
+]
 Quiet = Annotated[bool, _runtime("--quiet", "-q", text="No progress bars.")]
 
 
@@ -100,6 +118,23 @@ def sampling_params(**fields: object) -> SamplingParams:
     return SamplingParams(**given)  # type: ignore[arg-type]
 
 
+def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> bool:
+    """Bring the job's processes together, if there are several; whether this one is to answer.
+
+    Raises:
+      InvalidConfigError, ProcessGroupError
+    """
+    import sharding
+
+    try:
+        group = sharding.join(coordinator, num_processes, process_id)
+    except ValueError as error:
+        raise InvalidConfigError(str(error)) from error
+    except sharding.JoinError as error:
+        raise ProcessGroupError(str(error)) from error
+    return group is None or group.is_leader
+
+
 def open_runtime(
     model: str,
     *,
@@ -109,21 +144,40 @@ def open_runtime(
     data_parallel: int = 1,
     **settings: object,
 ) -> Runtime:
-    """The runtime that the options describe; bars go to stderr."""
+    """The runtime that the options describe; bars go to stderr.
+
+    In a process that only follows it serves the leader and leaves the command when that is done.
+    """
+    import jax
+
     from jaxserve.runtime import Runtime
     from sharding import make_mesh
 
     given = {name: value for name, value in settings.items() if value is not None}
+    num_processes = jax.process_count()
     try:
         if stages is not None and data_parallel != 1:
             raise ValueError("--stages and --data-parallel cannot go together; give one of them")
         if stages is not None:
             given["mesh"] = _stage_plan(stages, tensor_parallel)
-        elif (data_parallel, tensor_parallel) != (1, 1):
-            given["mesh"] = make_mesh(data=data_parallel, tensor=tensor_parallel)
+        elif (data_parallel, tensor_parallel) != (1, 1) or num_processes > 1:
+            mesh = given["mesh"] = make_mesh(data=data_parallel, tensor=tensor_parallel)
+            if num_processes > 1 and mesh.size != jax.device_count():
+                raise ValueError(
+                    f"--tensor-parallel {tensor_parallel} is not allowed: {num_processes} "
+                    f"processes serve the model together, on all of their {jax.device_count()} "
+                    f"devices; give --tensor-parallel {jax.device_count()}, or start fewer "
+                    "processes"
+                )
     except ValueError as error:
         raise InvalidConfigError(str(error)) from error
-    return Runtime.from_pretrained(model, progress=not quiet, **given)  # type: ignore[arg-type]
+    is_quiet = quiet or jax.process_index() > 0
+    rt = Runtime.from_pretrained(model, progress=not is_quiet, **given)  # type: ignore[arg-type]
+    if not rt.is_leader:
+        with rt:
+            rt.follow()
+        raise typer.Exit
+    return rt
 
 
 def _stage_plan(text: str, tensor_parallel: int) -> StagePlan:

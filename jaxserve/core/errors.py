@@ -20,6 +20,7 @@ A message says what was given, what is allowed, and what to do.
     ├── InvalidProfileError        step times measured on something else, or unreadable
     ├── MissingExtraError          an optional package; names the extra to install
     ├── CompilationAfterWarmupError  strict mode: something compiled after warm-up
+    ├── ProcessGroupError          several processes that do not fit, or the wrong one was asked
     ├── EngineFailedError          the device or the loop failed; ends whatever was running
     ├── ReplicaDiedError           a fleet's replicas died under a request, twice; or none is left
     └── RuntimeClosedError
@@ -128,6 +129,10 @@ class MissingExtraError(JaxserveError, ImportError):
 
 class CompilationAfterWarmupError(JaxserveError):
     """Strict mode only: an executable was compiled while serving."""
+
+
+class ProcessGroupError(JaxserveError):
+    """Processes that did not come together, or a call that another of them would have to get."""
 
 
 class EngineFailedError(JaxserveError):

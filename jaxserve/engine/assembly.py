@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -17,6 +17,7 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.device_stage import DeviceStage
+from jaxserve.engine.leading import check_alike
 from jaxserve.engine.memory_plan import PoolSize, plan_pool
 from jaxserve.engine.placement import Placement
 from jaxserve.engine.programs import Programs, largest_step_bytes
@@ -25,7 +26,7 @@ from jaxserve.models.batch import empty_cache
 from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.parts import cut
-from sharding import StagePlan
+from sharding import ProcessGroup, StagePlan
 
 
 @final
@@ -83,18 +84,21 @@ def build_executor(
     layer_layout: LayerLayout,
     options: RuntimeOptions,
     stages: StagePlan | None = None,
+    group: ProcessGroup | None = None,
 ) -> tuple[DeviceExecutor | StagedExecutor, PoolSize]:
     """Size the pool, create cache and slots beside the parameters, compile.
 
     Args:
       model_config: of the model: layers, KV heads, head_dim, max_position_embeddings.
       stages: to cut the model into; None to leave it whole.
+      group: of all processes that the parameters lie on; each of them makes the same calls.
 
     Raises:
-      DeviceMemoryError, InvalidConfigError
+      DeviceMemoryError
+      InvalidConfigError: also where the processes were given different settings.
     """
     if stages is None:
-        executor, size = _build_whole(graphdef, params, model_config, layer_layout, options)
+        executor, size = _build_whole(graphdef, params, model_config, layer_layout, options, group)
     else:
         executor, size = _build_stages(params, model_config, layer_layout, options, stages)
     if options.warmup:
@@ -108,6 +112,7 @@ def _build_whole(
     model_config: Any,
     layer_layout: LayerLayout,
     options: RuntimeOptions,
+    group: ProcessGroup | None,
 ) -> tuple[DeviceExecutor, PoolSize]:
     # Committed to where they are, as parameters of an update will be: else those would compile.
     params = jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
@@ -115,14 +120,16 @@ def _build_whole(
     place = Placement.like(leaf.sharding)
     if place.mesh is not None:
         check_fits(place.mesh, model_config)
+    if group is not None:
+        check_alike(group, _shared_settings(model_config, leaf, options))
     pages = _Pages(model_config, options, leaf.dtype, layer_layout, place)
     # The largest steps are compiled for as many pages as fit without them: if those still fit,
     # what was compiled to be measured is what runs.
-    optimistic = pages.plan(step_bytes=0).num_pages
+    optimistic = _agreed(pages.plan(step_bytes=0), group).num_pages
     draft = _engine_config(model_config, options, num_pages=optimistic)
     programs = Programs(graphdef, draft, place)
     steps = programs.compiled_steps(params, pages.abstract(optimistic))
-    size = pages.plan(step_bytes=largest_step_bytes(steps))
+    size = _agreed(pages.plan(step_bytes=largest_step_bytes(steps)), group)
     if size.num_pages != optimistic:
         config = _engine_config(model_config, options, num_pages=size.num_pages)
         programs = Programs(graphdef, config, place)
@@ -196,7 +203,7 @@ class _Pages:
         draft = _engine_config(self.model_config, self.options, num_pages=2)
         kv_memory = self.options.kv_memory
         return plan_pool(
-            next(iter(self.place.whole.device_set)),
+            next(iter(self.place.whole.addressable_devices)),
             page_bytes=nbytes(self.abstract(2)) // 2 // self.place.num_shards,
             step_bytes=step_bytes,
             wanted_pages=1 + draft.max_slots * draft.max_pages_per_sequence,
@@ -231,6 +238,25 @@ def warm_up(executor: DeviceExecutor | StagedExecutor, *, progress: bool) -> Non
             bar.set_postfix_str(name)
             compile_step()
     executor.finish_warmup()
+
+
+def _shared_settings(model_config: Any, leaf: jax.Array, options: RuntimeOptions) -> dict[str, Any]:
+    """What every process must be given alike, by name; the policy is the leader's alone."""
+    own = ("policy", "record", "progress")
+    return {
+        **{name: value for name, value in vars(options).items() if name not in own},
+        **{f"model.{name}": str(value) for name, value in asdict(model_config).items()},
+        "dtype": str(leaf.dtype),
+        "mesh": str(leaf.sharding),
+        "JAX's version": jax.__version__,
+    }
+
+
+def _agreed(size: PoolSize, group: ProcessGroup | None) -> PoolSize:
+    """As many pages as fit on every process."""
+    if group is None:
+        return size
+    return replace(size, num_pages=min(group.all_gather(size.num_pages)))
 
 
 def _engine_config(model_config: Any, options: RuntimeOptions, *, num_pages: int) -> EngineConfig:

@@ -22,7 +22,9 @@ class DeviceSlots:
     """One copy of the slot state; `state` is donated to every step and replaced by its result."""
 
     def __init__(self, config: EngineConfig, place: jax.sharding.Sharding):
-        self.state: SlotState = jax.device_put(edits.empty_slots(config), place)
+        # Made in place: what the host puts on a mesh over several processes it must compare.
+        new_slots = jax.jit(edits.empty_slots, static_argnums=0, out_shardings=place)
+        self.state: SlotState = new_slots(config)
         self._config = config
         jit = partial(jax.jit, donate_argnums=0, out_shardings=place)
         self._edit_slots = jit(edits.edit)

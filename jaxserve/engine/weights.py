@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.config import check_fits
-from sharding import state_shardings
+from sharding import placed, state_shardings
 
 
 def sharded(params: Any, mesh: Mesh, model_config: Any) -> Any:
@@ -20,7 +19,7 @@ def sharded(params: Any, mesh: Mesh, model_config: Any) -> Any:
       InvalidConfigError: the mesh does not divide them.
     """
     check_fits(mesh, model_config)
-    return jax.device_put(params, state_shardings(params, mesh))
+    return placed(params, state_shardings(params, mesh))
 
 
 def check_same(params: Any, expected: Any) -> None:
@@ -57,7 +56,7 @@ def fitted(params: Any, old: Any) -> Any:
     new = dict(nnx.to_flat_state(params))
     return nnx.from_flat_state(
         [
-            (path, old.replace(jax.device_put(new[path].get_value(), old.get_value().sharding)))
+            (path, old.replace(placed(new[path].get_value(), old.get_value().sharding)))
             for path, old in nnx.to_flat_state(old)
         ]
     )

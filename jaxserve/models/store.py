@@ -29,7 +29,7 @@ from jaxserve.models.registry import pull, resolve
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.source import WeightSource
 from jaxserve.models.tokenizer import Tokenizer, declared_end_ids
-from sharding import StagePlan, state_shardings
+from sharding import StagePlan, placed, state_shardings
 
 _log = logging.getLogger(__name__)
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -77,7 +77,8 @@ def load_model(
       load: `random` draws the weights from `seed`; only a config.json is needed then.
       mesh: where the parameters go, by the rules of `sharding`, or stage by stage; None for the
         default device.
-      cache: keep the converted form of a GGUF file, so that the next start need not convert.
+      cache: keep the converted form of a GGUF file, so that the next start need not convert; not
+        done where the mesh reaches over several processes.
       layer_layout: of layers that are alike; others, and those of stages, are unrolled.
       progress: show bars on stderr.
 
@@ -95,6 +96,8 @@ def load_model(
         allowed = False
     if not allowed:
         raise InvalidConfigError(f"dtype={dtype!r} is not allowed; give one of {_DTYPES}")
+    if isinstance(mesh, StagePlan) or (mesh is not None and mesh.shape.get("stage", 1) > 1):
+        layer_layout = "unrolled"
     how = _How(jnp.dtype(dtype), layer_layout, mesh, progress)
     if isinstance(name_or_path, DecoderConfig):
         if load != "random":
@@ -128,8 +131,6 @@ class _How:
 
     def layout_of(self, config: DecoderConfig) -> LayerLayout:
         """Layers that differ cannot be scanned, whatever was asked for."""
-        if self.layer_layout == "scanned" and planned_stages(self.mesh, config) is not None:
-            return "unrolled"
         if self.layer_layout == "scanned" and not config.is_uniform:
             _log.info("layers differ, so they are unrolled instead of scanned")
             return "unrolled"
@@ -149,6 +150,8 @@ class _How:
 
 
 def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
+    # Processes on hosts that do not share a disk would not all find it.
+    cache = cache and not (isinstance(how.mesh, Mesh) and how.mesh.is_multi_process)
     kept = ConvertedModel(name, path, f"{how.dtype.name}-{how.layer_layout}") if cache else None
     if kept is not None and (header := kept.read_header()) is not None:
         config, tokenizer = config_from_hf(header.config), header.tokenizer
@@ -185,7 +188,7 @@ def _random(
     graphdef, _, shardings = how.abstract(config)
     params = random_params(config, seed, dtype=how.dtype, layer_layout=how.layout_of(config))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = jax.device_put(params, here if shardings is None else shardings)
+    params = placed(params, here if shardings is None else shardings)
     return _loaded(name, config, graphdef, params, tokenizer, ends, path)
 
 

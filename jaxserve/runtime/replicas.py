@@ -11,20 +11,23 @@ from functools import partial
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidRequestError, JaxserveError
+from jaxserve.core.errors import InvalidRequestError, JaxserveError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.assembly import build_executor
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import ModelExecutor
+from jaxserve.engine.following import FollowingExecutor
+from jaxserve.engine.leading import LeadingExecutor
 from jaxserve.engine.loop import EngineLoop, Running
 from jaxserve.engine.memory_plan import PoolSize
 from jaxserve.engine.recorder import RequestRecord, StepRecord
 from jaxserve.runtime.placing import Place
+from jaxserve.runtime.processes import in_group
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, page_hashes, predicted_tokens
 from jaxserve.workload.recorded import TraceWriter
-from sharding import split_replicas
+from sharding import ProcessGroup, split_replicas
 
 
 @final
@@ -51,6 +54,7 @@ def build_executors(
     places: Sequence[Place],
     decoder: Any,
     options: RuntimeOptions,
+    group: ProcessGroup | None,
 ) -> list[tuple[ModelExecutor, PoolSize]]:
     """An executor for each place; all are closed again when one cannot be built.
 
@@ -61,10 +65,16 @@ def build_executors(
         built = []
         for place in places:
             executor, size = build_executor(
-                graphdef, place.params, decoder.config, decoder.layer_layout, options, place.stages
+                graphdef,
+                place.params,
+                decoder.config,
+                decoder.layer_layout,
+                options,
+                place.stages,
+                group,
             )
             if_one_fails.callback(executor.close)
-            built.append((executor, size))
+            built.append((in_group(executor, group), size))
         if_one_fails.pop_all()
     return built
 
@@ -106,6 +116,22 @@ class Replicas:
         return self.all[0]
 
     @property
+    def follower(self) -> FollowingExecutor | None:
+        """What carries out another process's plans; None where this one plans."""
+        executor = self.first.executor
+        return executor if isinstance(executor, FollowingExecutor) else None
+
+    def check_leads(self) -> None:
+        """Raise ProcessGroupError where this process only follows."""
+        if self.follower is not None:
+            raise ProcessGroupError(self.follower.refusal)
+
+    def dismiss_followers(self) -> None:
+        """See `Runtime.dismiss_followers`; the loops must be paused."""
+        if isinstance(self.first.executor, LeadingExecutor):
+            self.first.executor.dismiss()
+
+    @property
     def max_prompt_tokens(self) -> int:
         """Of a prompt that any replica can take."""
         return min(replica.executor.config.max_prompt_tokens for replica in self.all)
@@ -115,8 +141,10 @@ class Replicas:
 
         Raises:
           RuntimeClosedError, EngineFailedError: of any replica.
+          ProcessGroupError: this process only follows.
           InvalidRequestError: a request of that id is still running.
         """
+        self.check_leads()
         for replica in self.all:
             replica.loop.check()
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, cast, final, get_args, overload
@@ -13,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxserve.core.clock import WallClock
-from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
+from jaxserve.core.errors import InvalidConfigError, InvalidRequestError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
@@ -27,6 +28,7 @@ from jaxserve.report import Report
 from jaxserve.runtime.batches import Params, for_each, only, wait
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.placing import place_replicas
+from jaxserve.runtime.processes import claim, processes_of
 from jaxserve.runtime.replicas import Replicas, build_executors
 from jaxserve.runtime.stats import RuntimeStats
 from jaxserve.runtime.streams import aread, read
@@ -38,7 +40,10 @@ from sharding import StagePlan
 
 @final
 class Runtime:
-    """Serves one model from one process. Thread-safe; use as a context manager or `close` it.
+    """Serves one model. Thread-safe; use as a context manager or `close` it.
+
+    On a mesh over several processes (`sharding.join`) all of them make it, with the same arguments.
+    Process 0 leads: its runtime answers. The others call `follow`.
 
     Args:
       model: a Flax NNX decoder (`jaxserve.models`), its parameters in place or abstract.
@@ -52,8 +57,10 @@ class Runtime:
       options: see `RuntimeOptions`.
 
     Raises:
-      InvalidConfigError: also for a mesh that cannot share out the model.
+      InvalidConfigError: also for a mesh that cannot share out the model, or that leaves out some
+        of the job's processes.
       DeviceMemoryError
+      ProcessGroupError: the processes serve another model already, or some have left.
     """
 
     def __init__(
@@ -68,8 +75,6 @@ class Runtime:
     ):
         self.options = RuntimeOptions.parse(options)
         policy = get_policy(self.options.policy)
-        if self.options.record is not None:
-            check_is_free(self.options.record)
         enable_compilation_cache()
         graphdef, own_params = nnx.split(model)
         decoder = cast(Any, model)
@@ -77,13 +82,20 @@ class Runtime:
         self.model_config = decoder.config
         self._clock = WallClock()
         used = own_params if params is None else params
-        with out_of_memory_as(
-            "making the page pool and warming up",
-            "give a smaller kv_memory, max_step_tokens or max_slots",
+        group = processes_of(mesh, used)
+        record = self.options.record if group is None or group.is_leader else None
+        if record is not None:
+            check_is_free(record)
+        claim(group)
+        with (
+            nullcontext() if group is None else group.together(),
+            out_of_memory_as(
+                "making the page pool and warming up",
+                "give a smaller kv_memory, max_step_tokens or max_slots",
+            ),
         ):
             places = place_replicas(used, mesh, decoder.config)
-            executors = build_executors(graphdef, places, decoder, self.options)
-        record = self.options.record
+            executors = build_executors(graphdef, places, decoder, self.options, group)
         trace = None if record is None else TraceWriter(record, origin_s=self._clock.now())
         self._replicas = Replicas(executors, policy, self._clock, trace)
         self.config = self._replicas.first.executor.config
@@ -99,6 +111,8 @@ class Runtime:
         )
         # For runtimes that are dropped without `close`, as notebooks do.
         self._finalizer = weakref.finalize(self, _shut_down, self._replicas, trace)
+        if group is not None:
+            group.before_leaving(self._finalizer)
 
     @classmethod
     def from_pretrained(
@@ -126,11 +140,15 @@ class Runtime:
 
         parsed = RuntimeOptions.parse(options)
         get_policy(parsed.policy)
-        if parsed.record is not None:
-            check_is_free(parsed.record)
         enable_compilation_cache()
         defaults = platform_defaults()
-        with out_of_memory_as("loading the weights", "give a smaller dtype or a smaller model"):
+        group = processes_of(mesh)
+        if parsed.record is not None and (group is None or group.is_leader):
+            check_is_free(parsed.record)
+        with (
+            nullcontext() if group is None else group.together(),
+            out_of_memory_as("loading the weights", "give a smaller dtype or a smaller model"),
+        ):
             loaded = load_model(
                 name_or_path,
                 dtype=dtype or defaults.dtype,
@@ -147,6 +165,46 @@ class Runtime:
             mesh=mesh,
             **options,
         )
+
+    # ---- several processes ----
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process is the one to ask: process 0 of several, or the only one."""
+        return self._replicas.follower is None
+
+    def follow(self) -> None:
+        """On every process but the leader: take part in its steps until it is done.
+
+        Returns when the leader closes its runtime or calls `dismiss_followers`. Ctrl-C is left to
+        the leader meanwhile. If the leader, or any other process, dies, this one ends too.
+
+        Raises:
+          ProcessGroupError: this is the leader.
+          RuntimeClosedError: the leader has closed its runtime before.
+        """
+        follower = self._replicas.follower
+        if follower is None:
+            raise ProcessGroupError(
+                "this process leads, or is the only one, and has nobody to follow; call follow() "
+                "where rt.is_leader is false"
+            )
+        follower.follow()
+
+    def dismiss_followers(self) -> None:
+        """On the leader: let `follow` return on the others, once all requests have ended.
+
+        For work between answers that all processes share, such as a training step and
+        `update_params`. What is asked of the leader meanwhile waits until they follow again. Does
+        nothing where this process is the only one.
+
+        Raises:
+          ProcessGroupError: this process follows.
+          RuntimeClosedError, EngineFailedError
+        """
+        self._replicas.check_leads()
+        with self._replicas.paused():
+            self._replicas.dismiss_followers()
 
     # ---- answers ----
 
@@ -283,7 +341,8 @@ class Runtime:
         """Serve other weights from here on, as a trainer has them after a step.
 
         Arrays that lie where the old ones do are shared and not copied, and nothing is compiled;
-        others are moved there. The old ones are let go.
+        others are moved there. The old ones are let go. Of several processes all call it, while
+        none follows (`dismiss_followers`).
 
         Args:
           params: of the same structure, shapes and dtypes.
@@ -312,6 +371,7 @@ class Runtime:
         Raises:
           RuntimeClosedError, EngineFailedError
         """
+        self._replicas.check_leads()
         with self._replicas.paused():
             return measure(
                 self._replicas.first.executor,
@@ -330,7 +390,10 @@ class Runtime:
         return StepTimes.load(Path(path), expected=self._origin)
 
     def close(self) -> None:
-        """Cancel what is left and free the page pool; parameters stay with who else holds them."""
+        """Cancel what is left and free the page pool; parameters stay with who else holds them.
+
+        On a leader it ends the others' `follow`.
+        """
         self._finalizer()
 
     def __enter__(self) -> Self:
