@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from sharding import make_mesh, state_shardings
-from tests.tiny import MAX_CONTEXT, random_prompts, tiny_llama
+from tests.tiny import MAX_CONTEXT, random_prompts, slow_down, tiny_llama
 
 OPTIONS = dict(max_slots=4, max_step_tokens=32, page_size=8, strict=True)
 PROMPTS = random_prompts(6, longest=30)
@@ -53,20 +52,9 @@ def test_new_weights_are_shared_and_serve(answers):
         assert rt.stats().num_compilations == before
 
 
-def _slow_down(rt: Runtime) -> None:
-    """So that answers last long enough to be caught in their middle."""
-    submit = rt._executor.submit
-
-    def slowly(plan):
-        time.sleep(0.02)
-        return submit(plan)
-
-    rt._executor.submit = slowly
-
-
 def _begun(rt: Runtime):
     """All prompts submitted, of which some are in the middle of their answers."""
-    _slow_down(rt)
+    slow_down(rt)
     pending = [rt.submit(prompt, LONG) for prompt in PROMPTS]
     while rt.stats().num_tokens < 60:
         pass
@@ -99,7 +87,7 @@ def test_running_requests_start_over(answers):
 def test_a_stream_goes_on_with_the_new_weights(answers):
     """What was shown stays; what follows is what the new weights make of it."""
     with Runtime(tiny_llama(0), **OPTIONS) as rt:
-        _slow_down(rt)
+        slow_down(rt)
         pieces = rt.stream(PROMPTS[0], LONG)
         shown = [*next(pieces).token_ids, *next(pieces).token_ids]
         rt.update_params(_params(1), running="restart")

@@ -19,9 +19,10 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.device_executor import DeviceExecutor
-from jaxserve.engine.memory_plan import PoolSize, plan_pool
+from jaxserve.engine.memory_plan import PoolSize, plan_pool, plan_resize
 from jaxserve.engine.placement import Placement
 from jaxserve.engine.programs import Programs
+from jaxserve.memory.page_pool import MIN_PAGES
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
@@ -108,7 +109,7 @@ def build_executor(
             num_shards=place.num_shards,
         )
 
-    draft = _engine_config(model_config, options, num_pages=2)
+    draft = _engine_config(model_config, options, num_pages=MIN_PAGES)
     pages_a_sequence = draft.max_pages_per_sequence
     abstract = jax.eval_shape(lambda: new_cache(2))
     page_bytes = nbytes(abstract) // 2 // place.num_shards
@@ -117,7 +118,7 @@ def build_executor(
         next(iter(place.whole.device_set)),
         page_bytes=page_bytes,
         wanted_pages=1 + draft.max_slots * pages_a_sequence,
-        min_pages=2,
+        min_pages=MIN_PAGES,
         kv_bytes=None if options.kv_memory is None else parse_bytes(options.kv_memory),
     )
     # The largest steps are compiled for as many pages as fit without them: if those still fit,
@@ -135,6 +136,22 @@ def build_executor(
     if options.warmup:
         warm_up(executor, progress=options.progress)
     return executor, size
+
+
+def resized(executor: DeviceExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
+    """The size of the executor's pool, now `size`, if it had `kv_bytes`; see `plan_resize`.
+
+    Raises:
+      DeviceMemoryError
+    """
+    config = executor.config
+    return plan_resize(
+        next(iter(jax.tree.leaves(executor.params)[0].sharding.device_set)),
+        size,
+        kv_bytes,
+        wanted_pages=1 + config.max_slots * config.max_pages_per_sequence,
+        num_buffers=executor.num_buffers,
+    )
 
 
 def warm_up(executor: DeviceExecutor, *, progress: bool) -> None:

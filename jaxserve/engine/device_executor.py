@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, final
 
 import jax
@@ -20,6 +21,7 @@ from jaxserve.engine.slots import (
     empty_slots,
     pack_admissions,
 )
+from jaxserve.memory.relocation import Moves, page_sources, page_targets
 from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import Needs, Row, StepPlan
 
@@ -52,7 +54,8 @@ class DeviceExecutor:
         self._programs = programs
         self._compilations = CompilationCounter()
         self._strict = strict
-        self._is_warm = False
+        # Sizes of the cache that every executable is there for.
+        self._warm_num_pages: set[int] = set()
 
     @property
     def num_compilations(self) -> int:
@@ -62,7 +65,7 @@ class DeviceExecutor:
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
         """(name, function) of every executable; running a function compiles it, harmlessly.
 
-        Every slot is inert, so nothing but the null page is written. Call `finish_warmup` last.
+        No slot advances, and nothing but the null page is written. Call `finish_warmup` last.
         """
         config = self.config
         steps: list[tuple[str, Callable[[], None]]] = [("slot edits", self._warm_edits)]
@@ -77,7 +80,12 @@ class DeviceExecutor:
     def finish_warmup(self) -> None:
         """From here on a compilation is a stall (and in strict mode an error)."""
         jax.block_until_ready((self._cache, self._slots))
-        self._is_warm = True
+        self._warm_num_pages.add(self.config.num_pages)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether everything was compiled for a cache of this size."""
+        return self.config.num_pages in self._warm_num_pages
 
     def submit(self, plan: StepPlan) -> DeviceHandle:
         if self._cache is None:
@@ -86,7 +94,7 @@ class DeviceExecutor:
         with self._compilations.watch(), self._programs.place.in_force():
             self._edit_slots(plan)
             handle = self._decode(plan) if plan.is_decode_loop else self._mixed(plan)
-        if self._strict and self._is_warm and self._compilations.count > before:
+        if self._strict and self.is_warm and self._compilations.count > before:
             raise CompilationAfterWarmupError(
                 f"step {plan.index} ({len(plan.rows)} rows, {plan.num_tokens} tokens) compiled "
                 f"{self._compilations.count - before} executables after warm-up; report this as a "
@@ -104,6 +112,34 @@ class DeviceExecutor:
         if self._cache is None:
             raise RuntimeClosedError("the executor was closed; create a new runtime")
         return self._params
+
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        """See `Executor`. A size that is new has to be compiled for, as at the start.
+
+        One buffer after the other is copied and deleted: at the peak there is, beside the larger
+        of the two caches, one buffer of the smaller. That is the keys of one layer where layers
+        have buffers of their own, and half that cache where all layers share two.
+        """
+        if self._cache is None:
+            raise RuntimeClosedError("the executor was closed; create a new runtime")
+        old_num_pages = self.config.num_pages
+        with self._programs.place.in_force():
+            try:
+                self._copy_pages(num_pages, moves)
+            except Exception:
+                self._copy_pages(old_num_pages, [(new, old) for old, new in moves])
+                raise
+        targets = page_targets(old_num_pages, num_pages, moves)
+        tables = jax.device_put(
+            targets[np.asarray(self._slots.page_table)], self._programs.place.whole
+        )
+        self._slots = replace(self._slots, page_table=tables)
+        self.config = replace(self.config, num_pages=num_pages)
+
+    @property
+    def num_buffers(self) -> int:
+        """Of equal size, that the cache consists of."""
+        return len(jax.tree.leaves(self._cache))
 
     def close(self) -> None:
         if self._cache is not None:
@@ -146,6 +182,22 @@ class DeviceExecutor:
             source[target] = start
             vacated[start] = True
         self._slots = self._programs.move(self._slots, source, vacated)
+
+    # ---- pages ----
+
+    def _copy_pages(self, num_pages: int, moves: Moves) -> None:
+        """Bring every buffer that has another size to `num_pages`."""
+        assert self._cache is not None
+        buffers = [*self._cache.k_pages, *self._cache.v_pages]
+        num_layers = len(self._cache.k_pages)
+        try:
+            for i, old in enumerate(buffers):
+                if old.shape[1] != num_pages:
+                    source = page_sources(old.shape[1], num_pages, moves)
+                    buffers[i] = jax.block_until_ready(self._programs.copy_pages(old, source))
+                    old.delete()
+        finally:
+            self._cache = KVCache(tuple(buffers[:num_layers]), tuple(buffers[num_layers:]))
 
     # ---- steps ----
 
@@ -267,7 +319,7 @@ class DeviceExecutor:
             self._cache,
             self._slots,
             np.int32(0),
-            np.int32(1),
+            np.int32(0),
             _needs(Needs()),
             num_rows=num_rows,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.memory.relocation import Moves
 from jaxserve.scheduling.plan import StepPlan, StepResult
 
 
@@ -29,6 +30,20 @@ class Executor(Protocol):
     config: EngineConfig
 
     def submit(self, plan: StepPlan) -> StepHandle: ...
+
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        """Go on with another number of pages; `config` says so from then on.
+
+        Every step was collected before, and none is submitted meanwhile.
+
+        Args:
+          moves: (from, to), pages whose contents go elsewhere; the slots' page tables follow them.
+            All others below both ends stay. What is gone then is of no further use.
+
+        Raises:
+          DeviceMemoryError: not enough memory; nothing has changed.
+        """
+        ...
 
     def close(self) -> None:
         """Give back all device memory; nothing can be submitted afterwards."""

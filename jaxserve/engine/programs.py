@@ -86,6 +86,7 @@ class Programs:
         self.edit = edit(slot_edits.edit)
         self.move = edit(slot_edits.move)
         self.admit = edit(slot_edits.admit)
+        self.copy_pages = jax.jit(_copy_pages, out_shardings=pages)
         self.mixed_body = jax.jit(
             bind(_mixed_body), donate_argnames="cache", out_shardings=(pages, whole, whole)
         )
@@ -265,6 +266,14 @@ def _prompt_logprobs(
     positions, slot = _positions(batch)
     successors = jnp.minimum(positions + 1, config.max_context - 1)
     return prompt_logprobs(model.logits, hidden, slots.tokens[slot, successors])
+
+
+def _copy_pages(
+    pages: jax.Array,  # [layers, pages, kv_heads, page_size, head_dim]
+    source: jax.Array,  # int32 [new pages]
+) -> jax.Array:
+    """A buffer of the cache whose page i is page `source[i]` of the old one."""
+    return pages.at[:, source].get(mode="promise_in_bounds")
 
 
 def _extra_bytes(analysis: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Generator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, cast, final, get_args, overload
@@ -17,6 +18,7 @@ from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.answers import Answer, Piece, PieceSink, failed_completion
 from jaxserve.engine.assembly import (
     build_executor,
@@ -24,7 +26,9 @@ from jaxserve.engine.assembly import (
     fitted,
     nbytes,
     platform_defaults,
+    resized,
     sharded,
+    warm_up,
 )
 from jaxserve.engine.device_errors import out_of_memory_as
 from jaxserve.engine.device_executor import DeviceExecutor
@@ -310,6 +314,46 @@ class Runtime:
         placed = fitted(params, self._executor.params)
         with self._loop.paused(running):
             self._executor.update_params(placed)
+
+    def resize_kv(self, size: int | str) -> int:
+        """Give memory of the page pool back, for a trainer's step, or take it again.
+
+        Requests that run go on and have the same answers: pages move only where they lie beyond
+        the new end; the last in the policy's order are preempted until the others fit. An answer's
+        length limit is cut to what the pool holds, as at submission. A request that has no room for
+        its next token even alone fails with PromptTooLongError, and so do prompts that are
+        submitted meanwhile and do not fit; after growing they are served again.
+
+        A size that is new is compiled for, behind the progress bar; executables of earlier ones are
+        kept, so go back and forth between few. While pages are copied, one buffer of the smaller
+        pool lies beside the larger pool: a layer's keys on CPUs, half that pool on GPUs.
+
+        Args:
+          size: bytes on each device, or such as "4GiB", rounded down to whole pages; never more
+            than all slots can use. 0 leaves two pages, of which requests can use one.
+
+        Returns:
+          Bytes of the pool on each device.
+
+        Raises:
+          DeviceMemoryError: the memory is not there; nothing has changed.
+          InvalidConfigError: not a size.
+          RuntimeClosedError, EngineFailedError
+        """
+        kv_bytes = 0 if size == 0 else parse_bytes(size)
+        with (
+            out_of_memory_as("resizing the page pool", "give a smaller size"),
+            self._loop.paused("keep"),
+        ):
+            pool = resized(self._executor, self._pool_size, kv_bytes)
+            if pool.num_pages != self.config.num_pages:
+                self._engine.resize(pool.num_pages)
+                self._pool_size, self.config = pool, self._executor.config
+                self._requests.max_prompt_tokens = self.config.max_prompt_tokens
+                self._origin = replace(self._origin, config=self.config)
+            if self.options.warmup and not self._executor.is_warm:
+                warm_up(self._executor, progress=self.options.progress)
+        return pool.pool_bytes
 
     def measure_step_times(self, *, rounds: int = 2) -> StepTimes:
         """Time every shape of step that this runtime has compiled, for `planning.simulate`.
