@@ -126,20 +126,6 @@ def test_weights_are_moved_where_the_old_ones_are(answers):
         assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[0]
 
 
-def test_log_probabilities_are_the_trainers():
-    """What was sampled has the log-probability that a forward pass over the whole gives it."""
-    model = tiny_llama(0)
-    with Runtime(model, **OPTIONS) as rt:
-        sampled = rt.generate(PROMPTS, SamplingParams(temperature=1.0, max_tokens=30, logprobs=0))
-    for completion in sampled:
-        tokens = jnp.asarray([*completion.prompt_token_ids, *completion.token_ids])
-        logprobs = jax.nn.log_softmax(model.whole_logits(tokens[None])[0, :-1])
-        whole = jnp.take_along_axis(logprobs, tokens[1:, None], 1)[:, 0]
-        whole = whole[len(completion.prompt_token_ids) - 1 :]
-        served = jnp.asarray([each.logprob for each in completion.logprobs])
-        assert jnp.linalg.norm(served - whole) < 1e-5 * jnp.linalg.norm(whole)
-
-
 def test_what_does_not_fit_is_refused():
     """Another shape, dtype or structure is named, and the runtime goes on as it was."""
     with Runtime(tiny_llama(0), **OPTIONS) as rt:
