@@ -63,7 +63,7 @@ def test_a_resized_pool_serves_the_same_tokens(policy):
     """Pages move and sequences are preempted; only what no longer fits is cut short or fails."""
     ends = Counter()
     num_moved = 0
-    for seed in range(120):
+    for seed in range(60):
         trace = Trace(seed, with_faults=seed % 4 == 0)
         together = trace.run(policy, cancel_rate=0.01 if seed % 3 == 0 else 0, resize_rate=0.15)
         num_moved += trace.num_moved
@@ -81,7 +81,7 @@ def test_a_resized_pool_serves_the_same_tokens(policy):
                     assert length in limits, f"seed {seed}, {key}"
                 else:
                     assert got.finish_reason == "error" and length >= min(limits), (seed, key)
-    assert num_moved and min(ends[end] for end in ("as alone", "length", "error")) > 10, ends
+    assert num_moved and min(ends[end] for end in ("as alone", "length", "error")) > 5, ends
 
 
 def test_samples_share_the_full_pages_of_their_prompt():
