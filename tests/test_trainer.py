@@ -23,9 +23,15 @@ _PEAK_GROWTH = """
 import json
 from pathlib import Path
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxserve import Runtime, SamplingParams
-from jaxserve.models.families.llama import Llama, LlamaConfig
+from jaxserve.models.families.llama import LlamaConfig
+from jaxserve.models.loading import abstract_model
+
+def live_bytes():
+    "Of arrays, each buffer once, however many of them share it."
+    return sum({x.unsafe_buffer_pointer(): x.nbytes for x in jax.live_arrays()}.values())
 
 def status_bytes(field):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -33,23 +39,25 @@ def status_bytes(field):
 
 config = LlamaConfig(
     vocab_size=8192, hidden_size=2048, intermediate_size=8192, num_layers=2, num_heads=8,
-    num_kv_heads=2, head_dim=64, max_position_embeddings=64,
+    num_kv_heads=2, head_dim=64, max_position_embeddings=32,
 )
-model = Llama(config, rngs=nnx.Rngs(0))
-params = jax.block_until_ready(nnx.state(model, nnx.Param))
+graphdef, abstract = abstract_model(config)
+params = jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype), abstract)
+model = nnx.merge(graphdef, jax.block_until_ready(params))
 weights = sum(x.nbytes for x in jax.tree.leaves(params))
 pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(params)]
-live = sum(x.nbytes for x in jax.live_arrays())
+live = live_bytes()
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
 before = status_bytes("VmHWM")
-with Runtime(model, params, max_slots=2, max_step_tokens=32, progress=False) as rt:
+options = dict(max_slots=1, max_step_tokens=8, warmup=False, progress=False)
+with Runtime(model, params, **options) as rt:
     rt.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=8))
     rt.update_params(params)
     rt.generate([1, 2, 3], SamplingParams(max_tokens=8))
     served = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(rt._executor.params)]
     print(json.dumps({
         "weights": weights,
-        "live": sum(x.nbytes for x in jax.live_arrays()) - live,
+        "live": live_bytes() - live,
         "resident": status_bytes("VmHWM") - before,
         "pool": rt.stats().pool_bytes,
         "shared": served == pointers,
@@ -65,7 +73,7 @@ def test_a_runtime_holds_no_second_copy_of_the_weights():
     grown = json.loads(done.stdout.splitlines()[-1])
     assert grown["shared"] and grown["weights"] > 400e6
     assert grown["live"] < grown["pool"] + 0.01 * grown["weights"]
-    assert grown["resident"] < 0.5 * grown["weights"]
+    assert grown["resident"] < 0.5 * grown["weights"], grown
 
 
 def test_every_shard_is_the_trainers():
@@ -102,11 +110,10 @@ FAMILIES = {
         final_logit_softcapping=3.0,
         layer_types=["sliding_attention", "full_attention"],
     ),
-    "gpt_neox": dict(model_type="gpt_neox", **_SIZES),
     "qwen3_moe": dict(
         model_type="qwen3_moe",
         **_SIZES,
-        num_experts=6,
+        num_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
     ),
@@ -115,14 +122,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize(
     ("family", "num_shards"),
-    [
-        ("llama", 1),
-        ("llama", 4),
-        ("gemma2", 4),
-        ("gpt_neox", 1),
-        ("qwen3_moe", 1),
-        ("qwen3_moe", 4),
-    ],
+    [("llama", 1), ("gemma2", 4), ("qwen3_moe", 1), ("qwen3_moe", 4)],
 )
 def test_log_probabilities_are_the_trainers(family, num_shards):
     """Of greedy and of sampled answers, within 1e-5 of a forward pass over the whole (L2, float32).

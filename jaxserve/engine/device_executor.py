@@ -120,7 +120,7 @@ class DeviceExecutor:
         of the two caches, one buffer of the smaller. That is the keys of one layer where layers
         have buffers of their own, and half that cache where all layers share two.
         """
-        if self._cache is None:
+        if self._cache is None or self._slots is None:
             raise RuntimeClosedError("the executor was closed; create a new runtime")
         old_num_pages = self.config.num_pages
         with self._programs.place.in_force():
