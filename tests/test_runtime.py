@@ -301,7 +301,7 @@ def test_a_dropped_runtime_frees_its_pool():
     """Without `close`, the garbage collector ends the thread and frees the pages."""
     runtime = Runtime(tiny_llama(), warmup=False, **OPTIONS)
     thread = runtime._replicas.first.loop._thread
-    cache = jax.tree.leaves(runtime._replicas.first.executor._cache)
+    cache = jax.tree.leaves(runtime._replicas.first.executor._pages.cache)
     del runtime
     gc.collect()
     thread.join(10)
@@ -445,7 +445,7 @@ def test_poisoned_weights_fail_requests_and_not_the_runtime():
 def test_closed_runtime_refuses_and_frees():
     """Close resolves what was running, frees the pool, and later calls say so; twice is fine."""
     runtime = Runtime(tiny_llama(), warmup=False, **OPTIONS)
-    cache = jax.tree.leaves(runtime._replicas.first.executor._cache)
+    cache = jax.tree.leaves(runtime._replicas.first.executor._pages.cache)
     pending = runtime.submit([1, 2, 3], SamplingParams(max_tokens=None))
     runtime.close()
     runtime.close()
@@ -500,7 +500,7 @@ def test_parameters_are_shared_with_their_owner():
     runtime = Runtime(model, params, warmup=False, **OPTIONS)
     own, used = (
         [array.unsafe_buffer_pointer() for array in jax.tree.leaves(tree)]
-        for tree in (params, runtime._replicas.first.executor.params)
+        for tree in (params, runtime._replicas.first.executor._params)
     )
     assert own == used
     runtime.close()

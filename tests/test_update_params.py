@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from sharding import make_mesh, state_shardings
-from tests.tiny import MAX_CONTEXT, random_prompts, tiny_llama
+from tests.tiny import MAX_CONTEXT, random_prompts, slow_down, tiny_llama
 
 OPTIONS = dict(max_slots=4, max_step_tokens=32, page_size=8, strict=True)
 PROMPTS = random_prompts(6, longest=30)
@@ -43,30 +42,19 @@ def test_new_weights_are_shared_and_serve(answers):
     """Answers are the new weights', from the very arrays of their owner, without compiling."""
     first = _params(0)
     with Runtime(tiny_llama(0), first, **OPTIONS) as rt:
-        assert _pointers(rt._replicas.first.executor.params) == _pointers(first)
+        assert _pointers(rt._replicas.first.executor._params) == _pointers(first)
         assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[0]
         before = rt.stats().num_compilations
         new = _params(1)
         rt.update_params(new)
-        assert _pointers(rt._replicas.first.executor.params) == _pointers(new)
+        assert _pointers(rt._replicas.first.executor._params) == _pointers(new)
         assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[1]
         assert rt.stats().num_compilations == before
 
 
-def _slow_down(rt: Runtime) -> None:
-    """So that answers last long enough to be caught in their middle."""
-    submit = rt._replicas.first.executor.submit
-
-    def slowly(plan):
-        time.sleep(0.02)
-        return submit(plan)
-
-    rt._replicas.first.executor.submit = slowly
-
-
 def _begun(rt: Runtime):
     """All prompts submitted, of which some are in the middle of their answers."""
-    _slow_down(rt)
+    slow_down(rt)
     pending = [rt.submit(prompt, LONG) for prompt in PROMPTS]
     while rt.stats().num_tokens < 60:
         pass
@@ -99,7 +87,7 @@ def test_running_requests_start_over(answers):
 def test_a_stream_goes_on_with_the_new_weights(answers):
     """What was shown stays; what follows is what the new weights make of it."""
     with Runtime(tiny_llama(0), **OPTIONS) as rt:
-        _slow_down(rt)
+        slow_down(rt)
         pieces = rt.stream(PROMPTS[0], LONG)
         shown = [*next(pieces).token_ids, *next(pieces).token_ids]
         rt.update_params(_params(1), running="restart")
@@ -131,27 +119,13 @@ def test_weights_are_moved_where_the_old_ones_are(answers):
         trained = jax.device_put(_params(0), state_shardings(_params(0), mesh))
         rt.update_params(trained)
         for own, theirs in zip(
-            jax.tree.leaves(rt._replicas.first.executor.params),
+            jax.tree.leaves(rt._replicas.first.executor._params),
             jax.tree.leaves(trained),
             strict=True,
         ):
             for a, b in zip(own.addressable_shards, theirs.addressable_shards, strict=True):
                 assert a.data.unsafe_buffer_pointer() == b.data.unsafe_buffer_pointer()
         assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[0]
-
-
-def test_log_probabilities_are_the_trainers():
-    """What was sampled has the log-probability that a forward pass over the whole gives it."""
-    model = tiny_llama(0)
-    with Runtime(model, **OPTIONS) as rt:
-        sampled = rt.generate(PROMPTS, SamplingParams(temperature=1.0, max_tokens=30, logprobs=0))
-    for completion in sampled:
-        tokens = jnp.asarray([*completion.prompt_token_ids, *completion.token_ids])
-        logprobs = jax.nn.log_softmax(model.whole_logits(tokens[None])[0, :-1])
-        whole = jnp.take_along_axis(logprobs, tokens[1:, None], 1)[:, 0]
-        whole = whole[len(completion.prompt_token_ids) - 1 :]
-        served = jnp.asarray([each.logprob for each in completion.logprobs])
-        assert jnp.linalg.norm(served - whole) < 1e-5 * jnp.linalg.norm(whole)
 
 
 def test_what_does_not_fit_is_refused():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,9 @@ from flax import nnx
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families.llama import Llama, LlamaConfig
 from jaxserve.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve import Runtime
 
 VOCAB_SIZE = 97
 MAX_CONTEXT = 128
@@ -51,6 +57,17 @@ def random_prompts(count: int, seed: int = 0, longest: int = 70) -> list[tuple[i
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, longest + 1, count)
     return [tuple(rng.integers(0, VOCAB_SIZE, length).tolist()) for length in lengths]
+
+
+def slow_down(rt: Runtime, step_s: float = 0.02) -> None:
+    """Make every step last long enough for answers to be caught in their middle."""
+    submit = rt._replicas.first.executor.submit
+
+    def slowly(plan):
+        time.sleep(step_s)
+        return submit(plan)
+
+    rt._replicas.first.executor.submit = slowly
 
 
 def letter_tokenizer() -> Tokenizer:

@@ -15,6 +15,7 @@ HEADINGS = {
     "online": "Latency against load",
     "flover": "Flover's section VI",
     "simulate": "Predicted and measured",
+    "loading": "Memory for loading a checkpoint",
 }
 _OFFLINE = (
     "workload",
@@ -47,6 +48,7 @@ def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) 
         "online": _online,
         "flover": _flover,
         "simulate": _simulate,
+        "loading": _loading,
     }[kind]
     return [make(result, link(result)) for result in results]
 
@@ -190,6 +192,18 @@ def _simulate(result: Result, link: str) -> str:
         *("measured p99 latency, s", "predicted", "error"),
     )
     return f"{_caption(result, 'Measured and simulated', link)}\n\n{_table(header, rows)}"
+
+
+def _loading(result: Result, link: str) -> str:
+    row = [
+        f"{result.get('shape')}, {result.get('dtype')}, {result.number('num_shards'):.0f} shards",
+        f"{result.number('checkpoint_bytes') / 1e9:.2f} GB",
+        f"{result.number('peak_host_bytes') / 1e9:.2f} GB",
+        _linked(result.number("ratio"), ".2f", link),
+        f"{result.number('load_s'):.0f} s",
+    ]
+    header = ("checkpoint", "size", "peak host memory", "over the size", "from disk in")
+    return f"{_caption(result, 'A random checkpoint', link)}\n\n{_table(header, [row])}"
 
 
 def _linked(value: float, form: str, link: str) -> str:

@@ -79,9 +79,14 @@ class EngineConfig:
         return -(-self.max_context // self.page_size)
 
     @property
+    def max_length(self) -> int:
+        """Most tokens of one sequence that the context and the pool hold."""
+        return min(self.max_context, (self.num_pages - 1) * self.page_size)
+
+    @property
     def max_prompt_tokens(self) -> int:
         """Longest prompt that leaves room for one output token, in the context and in the pool."""
-        return min(self.max_context, (self.num_pages - 1) * self.page_size) - 1
+        return self.max_length - 1
 
 
 def bucket(size: int, buckets: tuple[int, ...]) -> int:

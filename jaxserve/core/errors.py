@@ -45,7 +45,10 @@ class EmptyPromptError(InvalidRequestError):
 
 
 class PromptTooLongError(InvalidRequestError):
-    """A prompt that leaves no room for one output token, in the context or in the page pool."""
+    """A prompt that leaves no room for one output token, in the context or in the page pool.
+
+    Also of a running request, together with its answer so far, when the pool is made too small.
+    """
 
 
 class TokenOutOfRangeError(InvalidRequestError):

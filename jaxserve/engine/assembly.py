@@ -17,11 +17,13 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.device_stage import DeviceStage
+from jaxserve.engine.executor import ModelExecutor
 from jaxserve.engine.leading import check_alike
-from jaxserve.engine.memory_plan import PoolSize, plan_pool
+from jaxserve.engine.memory_plan import PoolSize, plan_pool, plan_resize
 from jaxserve.engine.placement import Placement
 from jaxserve.engine.programs import Programs, largest_step_bytes
 from jaxserve.engine.staged_executor import StagedExecutor
+from jaxserve.memory.page_pool import MIN_PAGES
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
@@ -200,14 +202,14 @@ class _Pages:
 
     def plan(self, *, step_bytes: int) -> PoolSize:
         """How many pages there can be beside steps of this size."""
-        draft = _engine_config(self.model_config, self.options, num_pages=2)
+        draft = _engine_config(self.model_config, self.options, num_pages=MIN_PAGES)
         kv_memory = self.options.kv_memory
         return plan_pool(
             next(iter(self.place.whole.addressable_devices)),
             page_bytes=nbytes(self.abstract(2)) // 2 // self.place.num_shards,
             step_bytes=step_bytes,
             wanted_pages=1 + draft.max_slots * draft.max_pages_per_sequence,
-            min_pages=2,
+            min_pages=MIN_PAGES,
             kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),
         )
 
@@ -230,7 +232,23 @@ class _Pages:
         )
 
 
-def warm_up(executor: DeviceExecutor | StagedExecutor, *, progress: bool) -> None:
+def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
+    """The size of the executor's pool, now `size`, if it had `kv_bytes`; see `plan_resize`.
+
+    Raises:
+      DeviceMemoryError
+    """
+    config = executor.config
+    return plan_resize(
+        executor.device,
+        size,
+        kv_bytes,
+        wanted_pages=1 + config.max_slots * config.max_pages_per_sequence,
+        num_buffers=executor.num_buffers,
+    )
+
+
+def warm_up(executor: ModelExecutor, *, progress: bool) -> None:
     """Compile every executable behind a progress bar."""
     steps = executor.warmup_steps()
     with tqdm(steps, desc="compiling", leave=False, delay=2, disable=not progress) as bar:

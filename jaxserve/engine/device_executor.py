@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import jax
@@ -11,12 +12,14 @@ import numpy as np
 from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.engine.compilations import CompilationCounter
 from jaxserve.engine.device_handle import DeviceHandle, PromptPart
+from jaxserve.engine.device_pages import DevicePages
 from jaxserve.engine.device_slots import DeviceSlots
 from jaxserve.engine.packing import pack_needs, pack_rows, pack_sampling, sampling_first
 from jaxserve.engine.programs import Programs
 from jaxserve.engine.steps import MixedBatch
 from jaxserve.engine.weights import fitted
 from jaxserve.models.batch import KVCache
+from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.scheduling.plan import Needs, StepPlan
 
 
@@ -41,10 +44,13 @@ class DeviceExecutor:
     ):
         self.config = programs.config
         self._params = params
-        self._cache: KVCache | None = cache
+        self._pages = DevicePages(cache, programs.place.pages)
         self._slots = DeviceSlots(self.config, programs.place.whole)
         self._programs = programs
         self._compilations = CompilationCounter(strict=strict)
+        self._is_closed = False
+        # Sizes of the cache that every executable is there for.
+        self._warm_num_pages: set[int] = set()
 
     @property
     def num_compilations(self) -> int:
@@ -65,8 +71,14 @@ class DeviceExecutor:
 
     def finish_warmup(self) -> None:
         """See `ModelExecutor`."""
-        jax.block_until_ready((self._cache, self._slots.state))
+        jax.block_until_ready((self._pages.cache, self._slots.state))
+        self._warm_num_pages.add(self.config.num_pages)
         self._compilations.is_warm = True
+
+    @property
+    def is_warm(self) -> bool:
+        """See `ModelExecutor`."""
+        return self._compilations.is_warm
 
     def submit(self, plan: StepPlan) -> DeviceHandle:
         self._raise_if_closed()
@@ -86,27 +98,45 @@ class DeviceExecutor:
     def compiled_steps(self) -> list[Any]:
         """The largest mixed step and decode loop as executables, to read what XLA made of them."""
         self._raise_if_closed()
-        cache: Any = self._cache
-        return self._programs.compiled_steps(self._params, cache)
+        return self._programs.compiled_steps(self._params, self._pages.cache)
+
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        """See `Executor`. A size that is new has to be compiled for, as at the start."""
+        self._raise_if_closed()
+        old_num_pages = self.config.num_pages
+        with self._programs.place.in_force():
+            self._pages.resize(num_pages, moves)
+            self._slots.relocate(page_targets(old_num_pages, num_pages, moves))
+        self.config = replace(self.config, num_pages=num_pages)
+        self._compilations.is_warm = num_pages in self._warm_num_pages
+
+    @property
+    def num_buffers(self) -> int:
+        """See `ModelExecutor`."""
+        return self._pages.num_buffers
+
+    @property
+    def device(self) -> Any:
+        """See `ModelExecutor`."""
+        return next(iter(self._programs.place.whole.addressable_devices))
 
     def close(self) -> None:
-        if self._cache is not None:
-            for leaf in jax.tree.leaves(self._cache):
-                leaf.delete()
+        if not self._is_closed:
+            self._pages.delete()
             self._slots.delete()
             self._compilations.close()
-        self._cache = self._params = None
+        self._is_closed, self._params = True, None
 
     def _raise_if_closed(self) -> None:
-        if self._cache is None:
+        if self._is_closed:
             raise RuntimeClosedError("the executor was closed; create a new runtime")
 
     # ---- steps ----
 
     def _decode(self, plan: StepPlan) -> DeviceHandle:
-        self._cache, self._slots.state, outputs = self._programs.decode_loop(
+        self._pages.cache, self._slots.state, outputs = self._programs.decode_loop(
             self._params,
-            self._cache,
+            self._pages.cache,
             self._slots.state,
             np.int32(plan.window_start),
             np.int32(plan.num_iterations),
@@ -120,8 +150,8 @@ class DeviceExecutor:
         order = sampling_first(plan.rows)
         rows = [plan.rows[i] for i in order]
         batch, starts = pack_rows(self.config, rows)
-        self._cache, hidden, row_hidden = self._programs.mixed_body(
-            self._params, self._cache, self._slots.state, batch
+        self._pages.cache, hidden, row_hidden = self._programs.mixed_body(
+            self._params, self._pages.cache, self._slots.state, batch
         )
         prompt_parts = self._prompt_parts(plan, order, starts, batch, hidden)
         num_sampling = sum(row.samples for row in rows)
@@ -167,15 +197,15 @@ class DeviceExecutor:
 
     def _warm_body(self, num_tokens: int) -> None:
         batch, _ = pack_rows(self.config, (), num_tokens)
-        self._cache, hidden, _ = self._programs.mixed_body(
-            self._params, self._cache, self._slots.state, batch
+        self._pages.cache, hidden, _ = self._programs.mixed_body(
+            self._params, self._pages.cache, self._slots.state, batch
         )
         self._programs.prompt_logprobs(self._params, self._slots.state, hidden, batch)
 
     def _warm_head(self, num_rows: int) -> None:
         batch, _ = pack_rows(self.config, ())
-        self._cache, _, row_hidden = self._programs.mixed_body(
-            self._params, self._cache, self._slots.state, batch
+        self._pages.cache, _, row_hidden = self._programs.mixed_body(
+            self._params, self._pages.cache, self._slots.state, batch
         )
         self._slots.state, _ = self._programs.mixed_head(
             self._params,
@@ -186,9 +216,9 @@ class DeviceExecutor:
         )
 
     def _warm_decode(self, num_rows: int) -> None:
-        self._cache, self._slots.state, _ = self._programs.decode_loop(
+        self._pages.cache, self._slots.state, _ = self._programs.decode_loop(
             self._params,
-            self._cache,
+            self._pages.cache,
             self._slots.state,
             np.int32(0),
             np.int32(1),

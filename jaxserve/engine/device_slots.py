@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar, final
 
@@ -23,9 +25,10 @@ class DeviceSlots:
 
     def __init__(self, config: EngineConfig, place: jax.sharding.Sharding):
         # Made in place: what the host puts on a mesh over several processes it must compare.
-        new_slots = jax.jit(edits.empty_slots, static_argnums=0, out_shardings=place)
-        self.state: SlotState = new_slots(config)
+        self._new = jax.jit(edits.empty_slots, static_argnums=0, out_shardings=place)
+        self.state: SlotState = self._new(config)
         self._config = config
+        self._place = place
         jit = partial(jax.jit, donate_argnums=0, out_shardings=place)
         self._edit_slots = jit(edits.edit)
         self._move_slots = jit(edits.move)
@@ -55,6 +58,21 @@ class DeviceSlots:
         self._edit((), ())
         self._move(())
         self.state = self._admit_slots(self.state, *edits.pack_admissions(self._config, ()))
+
+    def relocate(self, targets: np.ndarray) -> None:
+        """Let page tables follow pages; `targets` int32 [old pages], where each of them is now."""
+        tables = jax.device_put(targets[np.asarray(self.state.page_table)], self._place)
+        self.state = replace(self.state, page_table=tables)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """For the length of the block, slots that are all inert in place of these."""
+        own, self.state = self.state, self._new(self._config)
+        try:
+            yield
+        finally:
+            self.delete()
+            self.state = own
 
     def delete(self) -> None:
         for leaf in jax.tree.leaves(self.state):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
 import jax
 import numpy as np
 
+from jaxserve.engine.device_pages import DevicePages
 from jaxserve.engine.device_slots import DeviceSlots
 from jaxserve.engine.programs import Programs
 from jaxserve.engine.sampler import SamplingNeeds
 from jaxserve.engine.steps import MixedBatch, Outputs
+from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import StepPlan
 
@@ -41,7 +45,7 @@ class DeviceStage:
         self.programs = programs
         self.params = params
         self.slots = DeviceSlots(programs.config, programs.place.whole)
-        self.cache = cache
+        self.pages = DevicePages(cache, programs.place.pages)
         self._coming: deque[_Sampled] = deque()
 
     def edit(self, plan: StepPlan) -> None:
@@ -63,8 +67,8 @@ class DeviceStage:
         slots: Any = batch.slot[: int((batch.query_length > 0).sum())]
         self._take_in(slots)
         with self.programs.place.in_force():
-            self.cache, hidden, row_hidden = self.programs.mixed_body(
-                self.params, self.cache, self.slots.state, batch, self._moved(inputs)
+            self.pages.cache, hidden, row_hidden = self.programs.mixed_body(
+                self.params, self.pages.cache, self.slots.state, batch, self._moved(inputs)
             )
         return hidden, row_hidden
 
@@ -72,9 +76,9 @@ class DeviceStage:
         """Where the newest tokens of the slots from `start` on end in this stage [size, E]."""
         self._take_in(np.arange(start, start + size))
         with self.programs.place.in_force():
-            self.cache, hidden = self.programs.stage_decode(
+            self.pages.cache, hidden = self.programs.stage_decode(
                 self.params,
-                self.cache,
+                self.pages.cache,
                 self.slots.state,
                 np.int32(start),
                 self._moved(inputs),
@@ -111,11 +115,25 @@ class DeviceStage:
         while self._coming:
             self._append(self._coming.popleft())
 
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        """See `Executor.resize`."""
+        old_num_pages = self.pages.num_pages
+        with self.programs.place.in_force():
+            self.pages.resize(num_pages, moves)
+            self.slots.relocate(page_targets(old_num_pages, num_pages, moves))
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """For the length of the block, no slot advances."""
+        self.catch_up()
+        with self.programs.place.in_force(), self.slots.idle():
+            yield
+            self.catch_up()
+
     def delete(self) -> None:
         """Give back cache and slots."""
         self._coming.clear()
-        for leaf in jax.tree.leaves(self.cache):
-            leaf.delete()
+        self.pages.delete()
         self.slots.delete()
 
     def _take_in(self, slots: np.ndarray) -> None:

@@ -96,6 +96,20 @@ class Engine:
             news += self._collect()
         return news
 
+    def resize(self, num_pages: int) -> None:
+        """Serve from a pool of `num_pages` pages; `drain` first.
+
+        Live pages move only where they have to. Sequences are preempted until the others fit, and
+        fail where they fit no more, even alone.
+
+        Raises:
+          DeviceMemoryError: the executor could not; all go on in the old pool.
+        """
+        assert not self._in_flight, "steps are in flight; drain() first"
+        moves = self.scheduler.make_room(num_pages)
+        self._executor.resize(num_pages, moves)
+        self.scheduler.resize(num_pages, moves)
+
     def abandon(self) -> None:
         """Forget what is in flight; for shutting down."""
         self._in_flight.clear()

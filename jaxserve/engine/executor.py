@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.memory.relocation import Moves
 from jaxserve.scheduling.plan import StepPlan, StepResult
 
 
@@ -31,6 +32,20 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> StepHandle: ...
 
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        """Go on with another number of pages; `config` says so from then on.
+
+        Every step was collected before, and none is submitted meanwhile.
+
+        Args:
+          moves: (from, to), pages whose contents go elsewhere; the slots' page tables follow them.
+            All others below both ends stay. What is gone then is of no further use.
+
+        Raises:
+          DeviceMemoryError: not enough memory; nothing has changed.
+        """
+        ...
+
     def close(self) -> None:
         """Give back all device memory; nothing can be submitted afterwards."""
         ...
@@ -47,12 +62,27 @@ class ModelExecutor(Executor, Protocol):
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
         """(name, function) of every executable; running a function compiles it, harmlessly.
 
-        Every slot is inert, so nothing but the null page is written. Call `finish_warmup` last.
+        No slot advances, and nothing but the null page is written. Call `finish_warmup` last.
         """
         ...
 
     def finish_warmup(self) -> None:
         """From here on a compilation is a stall (and in strict mode an error)."""
+        ...
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether everything was compiled for a cache of this size."""
+        ...
+
+    @property
+    def num_buffers(self) -> int:
+        """Of equal size, that the cache consists of."""
+        ...
+
+    @property
+    def device(self) -> Any:
+        """The one whose memory limits the cache, of this process."""
         ...
 
     def fitted(self, params: Any) -> Any:

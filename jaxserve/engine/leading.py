@@ -10,6 +10,7 @@ from typing import Any, final
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.device_handle import DeviceHandle
+from jaxserve.memory.relocation import Moves
 from jaxserve.scheduling.plan import StepPlan
 from sharding import ProcessGroup
 
@@ -56,6 +57,28 @@ class LeadingExecutor:
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
         """See `ModelExecutor`; all processes call them, in this order."""
         return self._executor.warmup_steps()
+
+    @property
+    def is_warm(self) -> bool:
+        """See `ModelExecutor`."""
+        return self._executor.is_warm
+
+    @property
+    def num_buffers(self) -> int:
+        """See `ModelExecutor`."""
+        return self._executor.num_buffers
+
+    @property
+    def device(self) -> Any:
+        """See `ModelExecutor`."""
+        return self._executor.device
+
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        """Refused: the processes would have to agree on it."""
+        raise InvalidConfigError(
+            "the page pool of several processes cannot be resized; close the runtime on all of "
+            "them, and make one with another kv_memory"
+        )
 
     def finish_warmup(self) -> None:
         """See `ModelExecutor`."""

@@ -24,7 +24,7 @@ from jaxserve.scheduling.scheduler import Progress
 from jaxserve.scheduling.sequence import Phase
 from jaxserve.workload.recorded import TraceWriter
 
-# What becomes of running requests when the loop pauses.
+# What becomes of running requests when the loop pauses for new weights.
 Running = Literal["finish", "restart", "abort"]
 
 
@@ -33,7 +33,7 @@ Running = Literal["finish", "restart", "abort"]
 class _Pause:
     """One wish for a pause; `is_held` when the loop stands still for it."""
 
-    running: Running
+    running: Running | Literal["keep"]
     is_held: bool = False
 
 
@@ -89,7 +89,7 @@ class EngineLoop:
             self._changed.notify_all()
 
     @contextmanager
-    def paused(self, running: Running = "finish") -> Iterator[None]:
+    def paused(self, running: Running | Literal["keep"] = "finish") -> Iterator[None]:
         """Keep the loop's thread from the engine for the length of the block.
 
         No step is in flight then. What is submitted from now on starts after the block's end; in
@@ -97,9 +97,9 @@ class EngineLoop:
 
         Args:
           running: what becomes of requests that were submitted before: "finish" waits for their
-            end, "abort" cancels them, "restart" lets them begin anew after the block. Of those, one
-            that has shown tokens to a stream, or ended one of its samples, keeps its tokens and
-            goes on.
+            end, "abort" cancels them, "keep" lets them go on after the block where they stand,
+            "restart" lets them begin anew after the block. Of those, one that has shown tokens to a
+            stream, or ended one of its samples, keeps its tokens and goes on.
 
         Raises:
           RuntimeClosedError: the loop was closed.
@@ -150,10 +150,8 @@ class EngineLoop:
         pause = self._pause
         if pause is not None:
             self._make_room(pause.running)
+            self._stand_still(pause)
         with self._changed:
-            has_work = self._engine.has_work or bool(self._arrived)
-            if pause is not None and (pause.running == "restart" or not has_work):
-                self._stand_still(pause)
             while not (self._arrived or self._cancelled or self._is_closing or self._is_due()):
                 if self._pause is not pause:
                     break
@@ -169,28 +167,34 @@ class EngineLoop:
         for answer in arrived:
             answer.sequences = self._engine.add(answer.request)
             self._by_sequence.update((s.key, answer) for s in answer.sequences)
+            self._settle(answer)
         for request_id in cancelled:
             self._cancel(request_id)
         return True
 
-    def _make_room(self, running: Running) -> None:
-        """End or reset what runs, as was asked for; with "finish" it goes on."""
+    def _make_room(self, running: Running | Literal["keep"]) -> None:
+        """End, reset or halt what runs, as was asked for; with "finish" it goes on."""
         if running == "finish":
             return
         self._deliver(self._engine.drain())
         if running == "restart":
             for answer in self._answers.values():
                 self._restart(answer)
-        else:
+        elif running == "abort":
             for request_id in list(self._answers):
                 self._cancel(request_id)
 
     def _stand_still(self, pause: _Pause) -> None:
-        """Until the pause is over."""
-        self._engine.stats.end_busy_period()
-        pause.is_held = True
-        self._changed.notify_all()
-        self._changed.wait_for(lambda: self._pause is not pause or self._is_closing)
+        """Until the pause is over; not at all while somebody has to finish before it."""
+        with self._changed:
+            if pause.running in ("finish", "abort") and (self._engine.has_work or self._arrived):
+                return
+            self._engine.stats.end_busy_period()
+            pause.is_held = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._pause is not pause or self._is_closing)
+        for answer in list(self._answers.values()):
+            self._settle(answer)  # some may have ended in the pause
 
     def _is_due(self) -> bool:
         wake_s = self._engine.idle_until_s

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
 from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.memory.page_pool import MIN_PAGES
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +93,50 @@ def plan_pool(
     return PoolSize(
         num_pages=num_pages, page_bytes=page_bytes, free_bytes=free, step_bytes=step_bytes
     )
+
+
+def plan_resize(
+    device: Any,  # a jax.Device
+    size: PoolSize,
+    kv_bytes: int,
+    *,
+    wanted_pages: int,
+    num_buffers: int,
+) -> PoolSize:
+    """What becomes of a pool of `size` that is to have `kv_bytes`.
+
+    Args:
+      kv_bytes: rounded down to whole pages; 0 for the smallest pool there is, of `MIN_PAGES`.
+      wanted_pages: more would never be used.
+      num_buffers: of the cache, which are copied one by one.
+
+    Raises:
+      DeviceMemoryError: they are not there, not even for the moment of copying; or less than
+        `MIN_PAGES`.
+    """
+    kv_bytes = kv_bytes or MIN_PAGES * size.page_bytes
+    num_pages = min(wanted_pages, kv_bytes // size.page_bytes)
+    if num_pages < MIN_PAGES:
+        raise DeviceMemoryError(
+            f"{kv_bytes:,} bytes hold {num_pages} pages of {size.page_bytes:,}, at least "
+            f"{MIN_PAGES} are needed; give {MIN_PAGES * size.page_bytes:,} or more, or 0 for just "
+            "that"
+        )
+    if num_pages == size.num_pages and kv_bytes <= size.pool_bytes:
+        return size
+    free = free_device_bytes(device)
+    if kv_bytes > size.pool_bytes:
+        most = free + size.pool_bytes - max(size.step_bytes, size.pool_bytes // num_buffers)
+    else:
+        most = free * num_buffers
+    if kv_bytes > most:
+        raise DeviceMemoryError(
+            f"a page pool of {kv_bytes:,} bytes in place of {size.pool_bytes:,} does not fit on "
+            f"{device}: beside the present one {free:,} are free, a step needs "
+            f"{size.step_bytes:,}, and {num_buffers} parts are copied one by one; give at most "
+            f"{max(0, most):,}"
+        )
+    return replace(size, num_pages=num_pages, free_bytes=free + size.pool_bytes)
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:

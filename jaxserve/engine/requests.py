@@ -63,7 +63,8 @@ class RequestBuilder:
       tokenizer: None when the model has none; then prompts are token ids.
       eos_token_ids: the model's end tokens.
       vocab_size: token ids lie below it.
-      max_prompt_tokens: longest prompt that leaves room for one output token.
+      max_prompt_tokens: longest prompt that leaves room for one output token; an attribute, to
+        be set when the page pool is resized.
       seed: of the requests that bring none.
     """
 
@@ -79,7 +80,7 @@ class RequestBuilder:
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
-        self._max_prompt_tokens = max_prompt_tokens
+        self.max_prompt_tokens = max_prompt_tokens
         self._seed = seed
         self._numbers = itertools.count()
 
@@ -177,11 +178,11 @@ class RequestBuilder:
                 f"token id {bad[0]} ({len(bad)} such in the prompt) is outside the vocabulary of "
                 f"{self._vocab_size}; ids run from 0 to {self._vocab_size - 1}"
             )
-        if len(tokens) > self._max_prompt_tokens:
+        if len(tokens) > self.max_prompt_tokens:
             raise PromptTooLongError(
-                f"the prompt has {len(tokens)} tokens; at most {self._max_prompt_tokens} leave "
+                f"the prompt has {len(tokens)} tokens; at most {self.max_prompt_tokens} leave "
                 "room for an answer in this runtime's context and page pool. Shorten it, or raise "
-                "max_context or kv_memory"
+                "max_context or kv_memory (Runtime.resize_kv)"
             )
 
     def _check_params(self, params: SamplingParams) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ tested for correctness by the thousand cases a second.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import numpy as np
@@ -18,6 +18,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.engine.step_cost import FlatCost, StepCost, StepWork
 from jaxserve.memory.page_pool import NULL_PAGE
+from jaxserve.memory.relocation import Moves, page_sources, page_targets
 from jaxserve.scheduling.plan import Row, StepPlan, StepResult
 
 END_TOKEN = 0
@@ -119,6 +120,14 @@ class SimulatedExecutor:
         begin_s = max(self._free_at_s, self._clock.now())
         self._free_at_s = begin_s + self._cost.device_s(work)
         return _SimulatedHandle(result, self._free_at_s, self._clock)
+
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        old_num_pages = self.config.num_pages
+        self._cells = self._cells[page_sources(old_num_pages, num_pages, moves)]
+        targets = page_targets(old_num_pages, num_pages, moves)
+        for slot in self._slots.values():
+            slot.page_table = {i: int(targets[page]) for i, page in slot.page_table.items()}
+        self.config = replace(self.config, num_pages=num_pages)
 
     def close(self) -> None:
         self._slots.clear()

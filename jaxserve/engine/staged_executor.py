@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import Any, final
@@ -19,6 +20,8 @@ from jaxserve.engine.packing import pack_needs, pack_rows, pack_sampling, sampli
 from jaxserve.engine.sampler import SamplingNeeds
 from jaxserve.engine.steps import Outputs
 from jaxserve.engine.weights import check_same, fitted
+from jaxserve.memory.relocation import Moves
+from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
 from jaxserve.scheduling.plan import Needs, Row, StepPlan
 
@@ -75,6 +78,8 @@ class StagedExecutor:
         self._embed = embed
         self._micro_batches = micro_batches
         self._compilations = CompilationCounter(strict=strict)
+        # Sizes of the caches that every executable is there for.
+        self._warm_num_pages: set[int] = set()
         self.on_pass: Callable[[Pass], None] | None = None
 
     @property
@@ -109,10 +114,37 @@ class StagedExecutor:
         self._raise_if_closed()
         return [
             stage.programs.compiled_stage_steps(
-                stage.params, stage.cache, self._embed if i else None
+                stage.params, stage.pages.cache, self._embed if i else None
             )
             for i, stage in enumerate(self._stages)
         ]
+
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        """See `Executor`."""
+        self._raise_if_closed()
+        old_num_pages = self.config.num_pages
+        done: list[DeviceStage] = []
+        try:
+            for stage in self._stages:
+                stage.resize(num_pages, moves)
+                done.append(stage)
+        except Exception:
+            for stage in done:
+                stage.resize(old_num_pages, [(new, old) for old, new in moves])
+            raise
+        self.config = replace(self.config, num_pages=num_pages)
+        self._compilations.is_warm = num_pages in self._warm_num_pages
+
+    @property
+    def num_buffers(self) -> int:
+        """See `ModelExecutor`; of the stage with the fewest."""
+        return min(stage.pages.num_buffers for stage in self._stages)
+
+    @property
+    def device(self) -> Any:
+        """See `ModelExecutor`; of the stage whose pages are the largest."""
+        largest = max(self._stages, key=lambda stage: _shard_bytes(stage.pages.cache))
+        return next(iter(largest.programs.place.whole.device_set))
 
     def close(self) -> None:
         """See `Executor`."""
@@ -223,7 +255,7 @@ class StagedExecutor:
         """See `ModelExecutor`."""
         config = self.config
         sizes = sorted({size // gcd(size, self._micro_batches) for size in config.slot_buckets})
-        return [
+        steps: list[tuple[str, Callable[[], Any]]] = [
             ("slot edits", self._warm_edits),
             *(
                 (f"mixed step, {num} tokens", partial(self._warm_mixed, num))
@@ -238,12 +270,28 @@ class StagedExecutor:
                 for num in reversed(sizes)
             ),
         ]
+        return [(name, self._idly(step)) for name, step in steps]
 
     def finish_warmup(self) -> None:
         """See `ModelExecutor`."""
         for stage in self._stages:
-            jax.block_until_ready((stage.cache, stage.slots.state))
+            jax.block_until_ready((stage.pages.cache, stage.slots.state))
+        self._warm_num_pages.add(self.config.num_pages)
         self._compilations.is_warm = True
+
+    @property
+    def is_warm(self) -> bool:
+        """See `ModelExecutor`."""
+        return self._compilations.is_warm
+
+    def _idly(self, step: Callable[[], Any]) -> Callable[[], None]:
+        def without_requests() -> None:
+            with ExitStack() as idle:
+                for stage in self._stages:
+                    idle.enter_context(stage.idle())
+                step()
+
+        return without_requests
 
     def _warm_edits(self) -> None:
         for stage in self._stages:
@@ -272,8 +320,11 @@ class StagedExecutor:
         index = np.full(num_rows, self.config.max_slots, np.int32)
         none = self._stages[-1].no_outputs(num_rows, num_iterations)
         self._sample(hidden, index, none, 0, pack_needs(Needs()))
-        for stage in self._stages:
-            stage.catch_up()
+
+
+def _shard_bytes(cache: KVCache) -> int:
+    """On one device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(cache))
 
 
 def _cut(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import final
 
 NULL_PAGE = 0
+# The null page and one that somebody can own.
+MIN_PAGES = 2
 
 
 @final
@@ -18,8 +20,7 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int):
-        if num_pages < 2:
-            raise ValueError(f"num_pages={num_pages}: need the null page and at least one more")
+        _check_size(num_pages)
         self._refcounts = [0] * num_pages
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))
         self._num_promised = 0
@@ -86,6 +87,38 @@ class PagePool:
     def refcount(self, page: int) -> int:
         return self._refcounts[page]
 
+    @property
+    def owned(self) -> list[int]:
+        return [page for page, count in enumerate(self._refcounts) if count]
+
+    def resize(self, num_pages: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Have `num_pages` pages from here on; owned ones are where `moves` brought them.
+
+        References and promises stay. Page tables have to follow (`PageTable.relocate`).
+
+        Args:
+          moves: (from, to) as `relocation.fewest_moves` gives.
+
+        Raises:
+          ValueError: what is owned and promised does not fit, or an owned page would be lost;
+            nothing has changed.
+        """
+        _check_size(num_pages)
+        if self.num_owned + self._num_promised > num_pages - 1:
+            raise ValueError(
+                f"{self.num_owned} owned and {self._num_promised} promised pages do not fit into "
+                f"{num_pages - 1}"
+            )
+        targets = dict(moves)
+        refcounts = [0] * num_pages
+        for page in self.owned:
+            target = targets.get(page, page)
+            if not NULL_PAGE < target < num_pages or refcounts[target]:
+                raise ValueError(f"page {page} cannot go to {target}")
+            refcounts[target] = self._refcounts[page]
+        self._refcounts = refcounts
+        self._free = [page for page in range(num_pages - 1, NULL_PAGE, -1) if not refcounts[page]]
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page is exactly one of free and owned."""
         free = set(self._free)
@@ -95,3 +128,8 @@ class PagePool:
         for page in range(1, len(self._refcounts)):
             assert (page in free) == (self._refcounts[page] == 0), f"page {page} is in two states"
         assert 0 <= self._num_promised <= len(self._free), "more pages promised than free"
+
+
+def _check_size(num_pages: int) -> None:
+    if num_pages < MIN_PAGES:
+        raise ValueError(f"num_pages={num_pages}: need the null page and at least one more")

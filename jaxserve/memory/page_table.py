@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import final
 
 from jaxserve.memory.page_pool import PagePool
@@ -76,6 +77,10 @@ class PageTable:
         self._pool.share(shared)
         self._pages += shared
         return list(enumerate(shared))
+
+    def relocate(self, targets: Mapping[int, int]) -> None:
+        """Follow pages that `PagePool.resize` moved; those that are not in `targets` stayed."""
+        self._pages = [targets.get(page, page) for page in self._pages]
 
     def close(self) -> None:
         """Release every page and promise; the table is empty and usable again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors then uses
 import numpy as np
@@ -20,7 +20,10 @@ _REMEDY = "the download is probably incomplete: fetch the files named above agai
 
 @final
 class SafetensorsSource:
-    """A `WeightSource` over `folder`; files are memory-mapped and opened once.
+    """A `WeightSource` over `folder`.
+
+    A file is mapped into memory for the length of one read only: what was read of it would stay
+    resident otherwise, a second copy of the weights in the end.
 
     Raises:
       UnknownModelError: the folder has no safetensors file.
@@ -30,8 +33,8 @@ class SafetensorsSource:
 
     def __init__(self, folder: str | Path):
         self.where = str(folder)
-        self._files: list[Any] = []
-        self._by_name: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         problems = []
         expected = _files_and_tensors(Path(folder))
         for file_name, names in expected.items():
@@ -40,23 +43,21 @@ class SafetensorsSource:
                 problems.append(f"file {file_name} is missing")
                 continue
             try:
-                opened = safe_open(path, framework="numpy")
+                with safe_open(path, framework="numpy") as file:
+                    held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
             except (SafetensorError, OSError) as error:
                 problems.append(f"file {file_name} is unreadable: {error}")
                 continue
-            self._files.append(opened)
-            held = set(opened.keys())
-            for name in sorted(names - held if names else ()):
+            for name in sorted(names - held.keys() if names else ()):
                 problems.append(f"tensor {name} is not in {file_name}, where the index puts it")
-            self._by_name.update(dict.fromkeys(held, opened))
+            self._shapes |= held
+            self._paths |= dict.fromkeys(held, path)
         if problems:
             raise CheckpointError(self.where, problems, _REMEDY)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor, from the headers."""
-        return {
-            name: tuple(file.get_slice(name).get_shape()) for name, file in self._by_name.items()
-        }
+        return self._shapes
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """The tensor, or its part at `index`, in its stored dtype (bfloat16 from ml_dtypes).
@@ -64,11 +65,11 @@ class SafetensorsSource:
         Raises:
           CheckpointError: no such tensor, or its data cannot be read.
         """
-        if name not in self._by_name:
+        if name not in self._paths:
             raise CheckpointError(self.where, [f"tensor {name} is missing"], _REMEDY)
         try:
-            file = self._by_name[name]
-            return file.get_tensor(name) if not index else file.get_slice(name)[index]
+            with safe_open(self._paths[name], framework="numpy") as file:
+                return file.get_tensor(name) if not index else file.get_slice(name)[index]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 self.where, [f"tensor {name} is unreadable: {error}"], _REMEDY

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, Literal, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import InvalidRequestError, JaxserveError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.engine.answers import Answer
-from jaxserve.engine.assembly import build_executor
+from jaxserve.engine.assembly import build_executor, resized, warm_up
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import ModelExecutor
 from jaxserve.engine.following import FollowingExecutor
@@ -31,7 +31,7 @@ from sharding import ProcessGroup, split_replicas
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class Replica:
     """One engine with its own devices, page pool, slots, scheduler and thread."""
 
@@ -169,7 +169,7 @@ class Replicas:
             self.all[placed.replica].loop.cancel(request_id)
 
     @contextmanager
-    def paused(self, running: Running = "finish") -> Iterator[None]:
+    def paused(self, running: Running | Literal["keep"] = "finish") -> Iterator[None]:
         """Keep every loop from its engine for the length of the block; see `EngineLoop.paused`."""
         with ExitStack() as pauses:
             for replica in self.all:
@@ -187,6 +187,25 @@ class Replicas:
         with self.paused(running):
             for replica, part in zip(self.all, fitted, strict=True):
                 replica.executor.update_params(part)
+
+    def resize(self, kv_bytes: int, *, warmup: bool, progress: bool) -> None:
+        """See `Runtime.resize_kv`; the loops must be paused.
+
+        Args:
+          warmup: compile what a new size needs.
+
+        Raises:
+          DeviceMemoryError: before anything has changed, or for the replicas from the failing one
+            on.
+          InvalidConfigError: the model is served by several processes.
+        """
+        sizes = [resized(r.executor, r.pool_size, kv_bytes) for r in self.all]
+        for replica, size in zip(self.all, sizes, strict=True):
+            if size.num_pages != replica.executor.config.num_pages:
+                replica.engine.resize(size.num_pages)
+                replica.pool_size = size
+            if warmup and not replica.executor.is_warm:
+                warm_up(replica.executor, progress=progress)
 
     def steps(self) -> tuple[StepRecord, ...]:
         """Of all replicas, in the order of their submission."""

@@ -6,6 +6,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, cast, final, get_args, overload
@@ -18,6 +19,7 @@ from jaxserve.core.errors import InvalidConfigError, InvalidRequestError, Proces
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.answers import Answer, Piece, PieceSink, failed_completion
 from jaxserve.engine.assembly import enable_compilation_cache, nbytes, platform_defaults
 from jaxserve.engine.device_errors import out_of_memory_as
@@ -361,6 +363,45 @@ class Runtime:
                 f"running={running!r} is unknown; give one of {get_args(Running)}"
             )
         self._replicas.update_params(params, running)
+
+    def resize_kv(self, size: int | str) -> int:
+        """Give memory of the page pool back, for a trainer's step, or take it again.
+
+        Requests that run go on and have the same answers: pages move only where they lie beyond
+        the new end; the last in the policy's order are preempted until the others fit. An answer's
+        length limit is cut to what the pool holds, as at submission. A request that has no room for
+        its next token even alone fails with PromptTooLongError, and so do prompts that are
+        submitted meanwhile and do not fit; after growing they are served again.
+
+        A size that is new is compiled for, behind the progress bar; executables of earlier ones are
+        kept, so go back and forth between few. While pages are copied, one buffer of the smaller
+        pool lies beside the larger pool: a layer's keys on CPUs, half that pool on GPUs.
+
+        Args:
+          size: bytes on each device, or such as "4GiB", rounded down to whole pages; never more
+            than all slots can use. 0 leaves two pages, of which requests can use one.
+
+        Returns:
+          Bytes of the pool on each device.
+
+        Raises:
+          DeviceMemoryError: the memory is not there; nothing has changed.
+          InvalidConfigError: not a size, or the model is served by several processes.
+          RuntimeClosedError, EngineFailedError
+        """
+        kv_bytes = 0 if size == 0 else parse_bytes(size)
+        self._replicas.check_leads()
+        with (
+            out_of_memory_as("resizing the page pool", "give a smaller size"),
+            self._replicas.paused("keep"),
+        ):
+            self._replicas.resize(
+                kv_bytes, warmup=self.options.warmup, progress=self.options.progress
+            )
+            self.config = self._replicas.first.executor.config
+            self._requests.max_prompt_tokens = self._replicas.max_prompt_tokens
+            self._origin = replace(self._origin, config=self.config)
+        return self._replicas.first.pool_size.pool_bytes
 
     def measure_step_times(self, *, rounds: int = 2) -> StepTimes:
         """Time every shape of step that a replica has compiled, for `planning.simulate`.

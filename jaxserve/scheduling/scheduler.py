@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import JaxserveError, NumericalError
+from jaxserve.core.errors import JaxserveError, NumericalError, PromptTooLongError
 from jaxserve.core.request import FinishReason, Request
 from jaxserve.memory.page_pool import PagePool
 from jaxserve.memory.page_table import PageTable
+from jaxserve.memory.relocation import Moves, fewest_moves
 from jaxserve.scheduling.collect import append_outputs, append_prompt_logprobs
 from jaxserve.scheduling.plan import StepPlan, StepResult
 from jaxserve.scheduling.policy import Policy
@@ -67,14 +68,13 @@ class Scheduler:
         return len(self._waiting)
 
     def add(self, request: Request) -> list[Sequence]:
-        """Put a request's samples into the waiting pool."""
-        params = request.params
-        context = min(self.config.max_context, self.pool.num_usable * self.config.page_size)
-        max_length = context
-        if params.max_tokens is not None:
-            max_length = min(context, len(request.prompt) + params.max_tokens)
+        """Put a request's samples into the waiting pool.
+
+        One that was checked against a larger pool, and does not fit this one, has failed then.
+        """
+        max_length = _max_length(request, self.config)
         samples: list[Sequence] = []
-        for index in range(params.n):
+        for index in range(request.params.n):
             sequence = Sequence(
                 key=self._next_key,
                 request=request,
@@ -87,6 +87,8 @@ class Scheduler:
             self._sequences[sequence.key] = sequence
             self._wait(sequence)
             samples.append(sequence)
+        for sequence in samples:
+            self._fail_if_too_long(sequence)
         return samples
 
     def end(
@@ -230,6 +232,44 @@ class Scheduler:
         if sequence.phase is Phase.WAITING and not keeps_output:
             sequence.forget_output()
 
+    # ---- another pool ----
+
+    def make_room(self, num_pages: int) -> list[tuple[int, int]]:
+        """Preempt until what is owned and promised fits into `num_pages` pages.
+
+        Nothing may be in flight. The last in order go first, as ever; and those whose length limit
+        a pool of this size changes, because the device knows it from their admission.
+
+        Returns:
+          The fewest (from, to) moves of pages; `resize` takes them, once they are carried out.
+        """
+        config = replace(self.config, num_pages=num_pages)
+        for sequence in tuple(reversed(self.running)):
+            if _max_length(sequence.request, config) != sequence.max_length:
+                self.preempt(sequence)
+        while self.pool.num_owned + self.pool.num_promised > num_pages - 1:
+            self.preempt(self.running[-1])
+        return fewest_moves(self.pool.owned, num_pages)
+
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        """Go on with a pool of `num_pages` pages, after `make_room` for them.
+
+        A waiting sequence gets the length limit that it would have if it were submitted now. One
+        without room for its next token fails with PromptTooLongError, as it would there.
+        """
+        self.pool.resize(num_pages, moves)
+        self.config = replace(self.config, num_pages=num_pages)
+        targets = dict(moves)
+        for sequence in self.running:
+            sequence.table.relocate(targets)
+        for sequence in tuple(self._waiting):
+            sequence.max_length = _max_length(sequence.request, self.config)
+            self._fail_if_too_long(sequence)
+
+    def _fail_if_too_long(self, sequence: Sequence) -> None:
+        if sequence.num_outputs_left <= 0:
+            self.end(sequence, "error", _too_long(sequence, self.config))
+
     # ---- transitions ----
 
     def _wait(self, sequence: Sequence) -> None:
@@ -287,6 +327,13 @@ class Scheduler:
         assert len(set(taken)) == len(taken) == num_taken, "slots do not add up"
 
 
+def _max_length(request: Request, config: EngineConfig) -> int:
+    """Tokens of prompt and output at which an answer is cut."""
+    if request.params.max_tokens is None:
+        return config.max_length
+    return min(config.max_length, len(request.prompt) + request.params.max_tokens)
+
+
 def _num_shareable(sequence: Sequence, page_size: int) -> int:
     """Full prompt pages; at least one prompt token stays to be computed."""
     return (sequence.prompt_length - 1) // page_size
@@ -298,6 +345,15 @@ def _waits_for_leader(sequence: Sequence, page_size: int) -> bool:
         return False
     shareable = _num_shareable(sequence, page_size) * page_size
     return leader.phase is Phase.WAITING or leader.num_computed < shareable
+
+
+def _too_long(sequence: Sequence, config: EngineConfig) -> PromptTooLongError:
+    return PromptTooLongError(
+        f"request {sequence.request.id}: {sequence.prompt_length} prompt tokens and "
+        f"{len(sequence.output)} of the answer leave no room for another in the page pool, which "
+        f"was resized and holds {config.max_length} tokens of one request; give it more memory "
+        "(Runtime.resize_kv) and submit it again"
+    )
 
 
 def _not_finite(sequence: Sequence) -> NumericalError:

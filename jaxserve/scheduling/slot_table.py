@@ -103,6 +103,8 @@ class SlotTable:
         moves = [(stray, next(holes)) for stray in strays]
         for source, target in moves:
             self._live[source], self._live[target] = False, True
+        targets = dict(moves)
+        self._held = [targets.get(slot, slot) for slot in self._held]
         return moves
 
     def _span(self) -> tuple[int, int] | None:

@@ -97,6 +97,10 @@ def results() -> dict[str, dict[str, Any]]:
         "online": {"policies": points, "arguments": ARGUMENTS},
         "flover": {**flover, "arguments": ARGUMENTS},
         "simulate": {"runs": runs},
+        "loading": {
+            **{"shape": "7b", "dtype": "bfloat16", "num_shards": 34, "load_s": 60.0},
+            **{"checkpoint_bytes": 10e9, "peak_host_bytes": 11e9, "ratio": 1.1},
+        },
     }
     return {kind: {"benchmark": kind, **data, **HERE} for kind, data in made.items()}
 

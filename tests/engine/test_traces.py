@@ -4,6 +4,9 @@ The simulated model's tokens depend on its context as read through the page tabl
 mean that no page was lost, overwritten or shared wrongly.
 """
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
 from jaxserve.scheduling.admission.max_length import MaxLength
@@ -26,6 +29,7 @@ POLICIES = [
 BASELINES = ("fastertransformer", "triton_window", "concurrent_instances", "oracle")
 SEEDS = [range(start, start + 100) for start in range(0, 600, 100)]
 CASES = [(policy, seeds) for policy in POLICIES for seeds in SEEDS]
+RESIZED = [*POLICIES, *(PRESETS[name] for name in ("fastertransformer", "concurrent_instances"))]
 CASES += [(PRESETS[name], seeds) for name in BASELINES for seeds in SEEDS[:2]]
 
 
@@ -52,6 +56,32 @@ def test_every_request_ends_once_with_the_tokens_it_has_alone(policy, seeds):
         num_preemptions += sum(outcome.num_preemptions for outcome in together.values())
     reserves_all = isinstance(policy.admission, (MaxLength, Oracle))
     assert (num_preemptions == 0) == reserves_all, "only on-demand admission preempts, and it must"
+
+
+@pytest.mark.parametrize("policy", RESIZED, ids=lambda policy: policy.name)
+def test_a_resized_pool_serves_the_same_tokens(policy):
+    """Pages move and sequences are preempted; only what no longer fits is cut short or fails."""
+    ends = Counter()
+    num_moved = 0
+    for seed in range(60):
+        trace = Trace(seed, with_faults=seed % 4 == 0)
+        together = trace.run(policy, cancel_rate=0.01 if seed % 3 == 0 else 0, resize_rate=0.15)
+        num_moved += trace.num_moved
+        limits = [replace(trace.config, num_pages=n).max_length for n in trace.pool_sizes]
+        for request in trace.requests:
+            for key, alone in trace.alone(PRESETS["orca"], request).items():
+                got = together[key]
+                if _agrees(got, alone):
+                    ends["as alone"] += 1
+                    continue
+                assert got.output == alone.output[: len(got.output)], f"seed {seed}, {key}"
+                length = len(request.prompt) + len(got.output)
+                ends[got.finish_reason] += 1
+                if got.finish_reason == "length":
+                    assert length in limits, f"seed {seed}, {key}"
+                else:
+                    assert got.finish_reason == "error" and length >= min(limits), (seed, key)
+    assert num_moved and min(ends[end] for end in ("as alone", "length", "error")) > 5, ends
 
 
 def test_samples_share_the_full_pages_of_their_prompt():

@@ -73,6 +73,9 @@ class Trace:
         self.seed = seed
         self.config = random_config(rng)
         self.requests = random_requests(rng, self.config)
+        # Sizes that the pool had in the last run, and how many sequences' pages were moved.
+        self.pool_sizes: set[int] = set()
+        self.num_moved = 0
         self._with_faults = with_faults
 
     def _draw(self, what: str, request: Request, sample: int, low: int, high: int) -> int:
@@ -96,8 +99,14 @@ class Trace:
         )
         return Engine(executor, policy, clock)
 
-    def run(self, policy: Policy, *, cancel_rate: float = 0.0) -> dict[tuple[str, int], Outcome]:
-        """Arrivals and cancellations at random, every invariant checked after every step."""
+    def run(
+        self, policy: Policy, *, cancel_rate: float = 0.0, resize_rate: float = 0.0
+    ) -> dict[tuple[str, int], Outcome]:
+        """Arrivals, cancellations and resizes at random, every invariant checked after each step.
+
+        The pool never becomes larger than it was at the start.
+        """
+        self.pool_sizes, self.num_moved = {self.config.num_pages}, 0
         rng = random.Random(f"{self.seed} run")
         clock = VirtualClock()
         engine = self.engine(policy, clock=clock)
@@ -108,6 +117,8 @@ class Trace:
                 sequences += engine.add(arriving.pop(0))
             if sequences and rng.random() < cancel_rate:
                 engine.scheduler.end(rng.choice(sequences), "cancelled")
+            if resize_rate and rng.random() < resize_rate:
+                self._resize(engine, rng)
             before = _advancement(sequences)
             engine.step()
             engine.scheduler.check_integrity()
@@ -117,6 +128,21 @@ class Trace:
             idle = 0 if _advancement(sequences) != before or not engine.has_work else idle + 1
             assert idle <= MAX_IDLE_STEPS, f"seed {self.seed}: nothing advances"
         return self._outcomes(engine, sequences)
+
+    def _resize(self, engine: Engine, rng: random.Random) -> None:
+        num_pages = self.config.num_pages
+        if rng.random() < 0.9:
+            num_pages = rng.randint(rng.choice([2, 2 + num_pages // 2]), num_pages)
+        engine.drain()
+        before = {s.key: s.table.pages for s in engine.scheduler.running}
+        engine.resize(num_pages)
+        engine.scheduler.check_integrity()
+        for sequence in engine.scheduler.running:
+            pages, old = sequence.table.pages, before[sequence.key]
+            stayed = [new == page for new, page in zip(pages, old, strict=True)]
+            assert stayed == [page < num_pages for page in old], f"seed {self.seed}: needless move"
+            self.num_moved += not all(stayed)
+        self.pool_sizes.add(num_pages)
 
     def alone(self, policy: Policy, request: Request) -> dict[tuple[str, int], Outcome]:
         """One request by itself, with all the memory it could want, a token at a time."""

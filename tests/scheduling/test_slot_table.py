@@ -53,6 +53,19 @@ def test_random_use_keeps_live_slots_apart_and_inside_the_window():
             assert table.num_live == len(live)
 
 
+def test_held_slots_are_compacted_too():
+    """One that was moved is released where it went."""
+    table = SlotTable(4, (2, 4))
+    for _ in range(4):
+        table.take()
+    table.hold(3)
+    table.release(1)
+    table.release(2)
+    assert table.compact() == [(3, 1)]
+    table.release_held()
+    assert table.num_live == 1 and table.window() == (0, 2)
+
+
 def test_releasing_a_free_slot_is_refused():
     """A slot can be given back once."""
     table = SlotTable(2, (2,))

@@ -56,7 +56,7 @@ def _buffers(tree) -> list[list[int]]:
 
 
 def _buffers_of_replicas(rt: Runtime) -> list[list[int]]:
-    parts = [_buffers(replica.executor.params) for replica in rt._replicas.all]
+    parts = [_buffers(replica.executor._params) for replica in rt._replicas.all]
     return [sum(shards, []) for shards in zip(*parts, strict=True)]
 
 
@@ -87,7 +87,7 @@ def runtime(wanted) -> Iterator[Runtime]:
         assert _buffers_of_replicas(rt) == _buffers(weights), "no copy"
         assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted.everything
         yield rt
-        caches = jax.tree.leaves([replica.executor._cache for replica in rt._replicas.all])
+        caches = jax.tree.leaves([replica.executor._pages.cache for replica in rt._replicas.all])
         pending = [rt.submit([1, 2, 3], SamplingParams(max_tokens=None)) for _ in range(6)]
     assert {one.result(10).finish_reason for one in pending} <= {"cancelled", "error", "length"}
     assert all(array.is_deleted() for array in caches)

@@ -53,9 +53,11 @@ def test_weights_and_pages_are_split():
     """A shard holds its part of both, and no more."""
     mesh = make_mesh(tensor=2)
     with Runtime(tiny_llama(), mesh=mesh, max_slots=4) as rt:
-        pages = rt._replicas.first.executor._cache.k_pages[0]
+        pages = rt._replicas.first.executor._pages.cache.k_pages[0]
         assert pages.sharding.shard_shape(pages.shape)[2] == 1
-        everything = sum(x.nbytes for x in jax.tree.leaves(rt._replicas.first.executor._cache))
+        everything = sum(
+            x.nbytes for x in jax.tree.leaves(rt._replicas.first.executor._pages.cache)
+        )
         assert everything == 2 * rt.stats().pool_bytes
 
 

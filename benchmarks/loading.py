@@ -1,0 +1,266 @@
+"""Peak host memory of loading a checkpoint: `python -m benchmarks.loading --help`.
+
+Writes a random checkpoint in shards into a temporary folder, loads it in a process of its own, and
+prints one JSON object. docs/benchmarks.md says what each figure means.
+
+`python -m benchmarks.loading --load FOLDER` is that process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, final
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
+import numpy as np
+from safetensors.numpy import save_file
+
+from benchmarks.output import command
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.sizes import format_bytes
+from jaxserve.engine.memory_plan import available_host_bytes
+
+# Of Llama's architecture: 2 7B, TinyLlama 1.1B, and one for tests, of many small layers.
+SHAPES: dict[str, dict[str, int]] = {
+    "7b": dict(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        vocab_size=32000,
+    ),
+    "1b": dict(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        vocab_size=32000,
+    ),
+    "small": dict(
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=4096,
+    ),
+}
+DTYPES = ("bfloat16", "float16", "float32")
+# Memory over the checkpoint's size without which a run is not started.
+_ROOM = 1.25
+_SAMPLE_S = 0.01
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print, and write the result; the exit code."""
+    options = _parser().parse_args(arguments)
+    if options.load is not None:
+        print(json.dumps(_load(options.load, options.dtype)))
+        return 0
+    return command(run, options)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Write, load and measure."""
+    from benchmarks import environment
+
+    figures = measure(options.shape, options.dtype, options.folder)
+    return {
+        "benchmark": "loading",
+        "shape": options.shape,
+        "dtype": options.dtype,
+        **figures,
+        **environment.describe(),
+    }
+
+
+def measure(shape: str, dtype: str, parent: Path | None = None) -> dict[str, Any]:
+    """Figures of loading one checkpoint, made up under the folder `parent` and removed again.
+
+    Raises:
+      InvalidConfigError: the disk or the memory is too small for it.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxserve-loading-", dir=parent) as folder:
+        _check_room(SHAPES[shape], dtype, Path(folder))
+        begin_s = time.perf_counter()
+        num_shards = _write(SHAPES[shape], dtype, Path(folder))
+        write_s = time.perf_counter() - begin_s
+        num_bytes = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.loading", "--load", folder, "--dtype", dtype],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    figures = json.loads(done.stdout.splitlines()[-1])
+    return {
+        "checkpoint_bytes": num_bytes,
+        "num_shards": num_shards,
+        **figures,
+        "ratio": figures["peak_host_bytes"] / num_bytes,
+        "write_s": write_s,
+    }
+
+
+# ---- the checkpoint ----
+
+
+def _tensors(sizes: dict[str, int]) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Name -> shape of the tensors of each shard: a layer, or what is around them."""
+    hidden, inner, vocab = (
+        sizes[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
+    )
+    heads = hidden * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
+    yield {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(sizes["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        yield {
+            f"{at}.self_attn.q_proj.weight": (hidden, hidden),
+            f"{at}.self_attn.k_proj.weight": (heads, hidden),
+            f"{at}.self_attn.v_proj.weight": (heads, hidden),
+            f"{at}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{at}.mlp.gate_proj.weight": (inner, hidden),
+            f"{at}.mlp.up_proj.weight": (inner, hidden),
+            f"{at}.mlp.down_proj.weight": (hidden, inner),
+            f"{at}.input_layernorm.weight": (hidden,),
+            f"{at}.post_attention_layernorm.weight": (hidden,),
+        }
+    yield {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+
+
+def _write(sizes: dict[str, int], dtype: str, folder: Path) -> int:
+    """Write the checkpoint to the disk, not only to the page cache; returns the number of shards.
+
+    Every byte is random, so that neither file system nor memory can hold equal ones once.
+    """
+    rng = np.random.default_rng(0)
+    shards = list(_tensors(sizes))
+    weight_map = {}
+    for number, shapes in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file({key: _random(rng, shape, dtype) for key, shape in shapes.items()}, folder / name)
+        _leave_page_cache(folder / name)
+        weight_map |= dict.fromkeys(shapes, name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    config = {"model_type": "llama", "max_position_embeddings": 4096, **sizes}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return len(shards)
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Random bits, but for the highest of the exponent: finite, and below 2 in every dtype."""
+    bits = np.dtype(dtype).itemsize * 8
+    words = rng.integers(0, 2**bits, shape, dtype=f"uint{bits}")
+    words &= words.dtype.type(~(1 << (bits - 2)) & (2**bits - 1))
+    return words.view(dtype)
+
+
+def _leave_page_cache(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _check_room(sizes: dict[str, int], dtype: str, folder: Path) -> None:
+    count = sum(int(np.prod(shape)) for shard in _tensors(sizes) for shape in shard.values())
+    num_bytes = count * np.dtype(dtype).itemsize
+    for what, there, needed in (
+        (f"disk space in {folder.parent}", shutil.disk_usage(folder).free, int(num_bytes * 1.02)),
+        ("memory", available_host_bytes(), int(num_bytes * _ROOM)),
+    ):
+        if there < needed:
+            raise InvalidConfigError(
+                f"{format_bytes(there)} of {what} are there, {format_bytes(needed)} are needed; "
+                "give another --folder or a smaller --shape"
+            )
+
+
+# ---- the process that loads ----
+
+
+def _load(folder: Path, dtype: str) -> dict[str, Any]:
+    """Load a checkpoint; what this process had in memory before, and at its peak."""
+    import jax
+
+    from jaxserve.models.store import load_model
+
+    jax.devices()
+    before_bytes = _status_bytes("VmRSS")
+    with _PeakOf("RssAnon") as anonymous:
+        begin_s = time.perf_counter()
+        loaded = load_model(folder, dtype=dtype, progress=False)
+        jax.block_until_ready(loaded.params)
+        load_s = time.perf_counter() - begin_s
+    return {
+        "weights_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params)),
+        "before_bytes": before_bytes,
+        "peak_host_bytes": _status_bytes("VmHWM"),
+        "peak_anonymous_bytes": anonymous.peak_bytes,
+        "load_s": load_s,
+    }
+
+
+@final
+class _PeakOf:
+    """The largest value that a field of this process's status has in a block; looked at often."""
+
+    def __init__(self, field: str):
+        self.peak_bytes = 0
+        self._field = field
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> _PeakOf:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        ended = False
+        while not ended:
+            ended = self._ended.wait(_SAMPLE_S)
+            self.peak_bytes = max(self.peak_bytes, _status_bytes(self._field))
+
+
+def _status_bytes(field: str) -> int:
+    """Of Linux's /proc/self/status."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.loading",
+        description="Write a random checkpoint, load it in a process of its own, and print its "
+        "peak memory beside the checkpoint's size as one JSON object. Run it alone.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="7b", help="of the model")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of the checkpoint and in memory")
+    add("--folder", type=Path, default=None, help="to write under; the system's temporary one")
+    add("--output", type=Path, default=None, help="also write the result here")
+    add("--load", type=Path, default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

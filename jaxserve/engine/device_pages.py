@@ -1,0 +1,67 @@
+"""The page cache on the device, and how its size is changed."""
+
+from __future__ import annotations
+
+from typing import final
+
+import jax
+
+from jaxserve.memory.relocation import Moves, page_sources
+from jaxserve.models.batch import KVCache
+
+
+@final
+class DevicePages:
+    """One page cache; `cache` is donated to every step and replaced by its result."""
+
+    def __init__(self, cache: KVCache, place: jax.sharding.Sharding):
+        self.cache = cache
+        self._copy = jax.jit(_copy_pages, out_shardings=place)
+
+    @property
+    def num_buffers(self) -> int:
+        """Of equal size, that the cache consists of."""
+        return len(jax.tree.leaves(self.cache))
+
+    @property
+    def num_pages(self) -> int:
+        return self.cache.k_pages[0].shape[1]
+
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        """Go on with another number of pages; see `Executor.resize`.
+
+        One buffer after the other is copied and deleted: at the peak there is, beside the larger
+        of the two caches, one buffer of the smaller. That is the keys of one layer where layers
+        have buffers of their own, and half that cache where all layers share two.
+        """
+        old_num_pages = self.num_pages
+        try:
+            self._bring_to(num_pages, moves)
+        except Exception:
+            self._bring_to(old_num_pages, [(new, old) for old, new in moves])
+            raise
+
+    def delete(self) -> None:
+        for leaf in jax.tree.leaves(self.cache):
+            leaf.delete()
+
+    def _bring_to(self, num_pages: int, moves: Moves) -> None:
+        """Copy every buffer that has another size."""
+        buffers = [*self.cache.k_pages, *self.cache.v_pages]
+        num_layers = len(self.cache.k_pages)
+        try:
+            for i, old in enumerate(buffers):
+                if old.shape[1] != num_pages:
+                    source = page_sources(old.shape[1], num_pages, moves)
+                    buffers[i] = jax.block_until_ready(self._copy(old, source))
+                    old.delete()
+        finally:
+            self.cache = KVCache(tuple(buffers[:num_layers]), tuple(buffers[num_layers:]))
+
+
+def _copy_pages(
+    pages: jax.Array,  # [layers, pages, kv_heads, page_size, head_dim]
+    source: jax.Array,  # int32 [new pages]
+) -> jax.Array:
+    """A buffer of the cache whose page i is page `source[i]` of the old one."""
+    return pages.at[:, source].get(mode="promise_in_bounds")

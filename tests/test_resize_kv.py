@@ -1,0 +1,121 @@
+"""Page-pool memory is given back and taken again under running requests."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError, PromptTooLongError
+from sharding import make_mesh
+from tests.tiny import MAX_CONTEXT, random_prompts, slow_down, tiny_llama
+
+OPTIONS = dict(max_slots=2, max_step_tokens=32, page_size=8)
+PROMPTS = random_prompts(4, longest=30)
+LONG = [
+    SamplingParams(max_tokens=MAX_CONTEXT - 31, temperature=i % 2, seed=i)
+    for i in range(len(PROMPTS))
+]
+PAGES_OF_ONE = MAX_CONTEXT // 8
+# Both slots at the longest context, and the null page.
+MOST_PAGES = 1 + 2 * PAGES_OF_ONE
+# One slot at the longest context beside the beginning of another.
+FEW_PAGES = PAGES_OF_ONE + 4
+
+
+def _tokens(completions) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """Of a pool that is left alone."""
+    with Runtime(tiny_llama(), strict=True, **OPTIONS) as rt:
+        return _tokens(rt.generate(PROMPTS, LONG))
+
+
+def _cache_bytes() -> int:
+    """Of every buffer of pages that is there, over all devices; nothing else has five axes."""
+    return sum(array.nbytes for array in jax.live_arrays() if array.ndim == 5)
+
+
+def _page_bytes(rt: Runtime) -> int:
+    return rt.stats().pool_bytes // rt.stats().num_pages
+
+
+def _begun(rt: Runtime):
+    """All prompts submitted, and two of them in the middle of their answers."""
+    target = rt.stats().num_tokens + 180
+    pending = [rt.submit(prompt, each) for prompt, each in zip(PROMPTS, LONG, strict=True)]
+    while rt.stats().num_tokens < target:
+        pass
+    return pending
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_running_requests_go_on_with_the_same_tokens(answers, num_shards):
+    """Shrunk while they run, to less than they hold, and grown again; memory comes and goes."""
+    mesh = None if num_shards == 1 else make_mesh(tensor=num_shards)
+    with Runtime(tiny_llama(), mesh=mesh, strict=True, **OPTIONS) as rt:
+        whole, page = rt.stats().pool_bytes, _page_bytes(rt)
+        slow_down(rt)
+        compiled = rt.stats().num_compilations
+        pending = _begun(rt)
+        assert rt.resize_kv(FEW_PAGES * page) == FEW_PAGES * page
+        assert rt.stats().num_pages == rt.config.num_pages == FEW_PAGES
+        assert _cache_bytes() == num_shards * FEW_PAGES * page
+        assert rt.resize_kv(whole) == whole
+        assert _cache_bytes() == num_shards * whole
+        rt._replicas.first.engine.scheduler.check_integrity()
+        assert _tokens(p.result(60) for p in pending) == answers
+        assert rt.stats().num_preemptions == 1
+        pending = _begun(rt)
+        rt.resize_kv(FEW_PAGES * page)
+        assert _tokens(p.result(60) for p in pending) == answers
+        assert rt.stats().num_compilations == compiled
+
+
+def test_who_does_not_fit_fails_alone_and_is_told():
+    """Running, streaming or submitted meanwhile; the others go on, and all fit after growing."""
+    long, short = (PROMPTS[0] * 60)[:60], PROMPTS[1][:3]
+    few = SamplingParams(max_tokens=9)
+    with Runtime(tiny_llama(), warmup=False, **OPTIONS) as rt:
+        whole, page = rt.stats().pool_bytes, _page_bytes(rt)
+        assert whole == MOST_PAGES * page
+        wanted = rt.generate([long, short], few)
+        slow_down(rt)
+        stream = rt.stream(long, SamplingParams(max_tokens=60))
+        shown = next(stream).token_ids
+        pending = rt.submit(short, few)
+        assert rt.resize_kv(0) == 2 * page
+        with pytest.raises(PromptTooLongError, match=r"60 prompt tokens and .* holds 8 tokens"):
+            for piece in stream:
+                shown += piece.token_ids
+        assert shown[:9] == wanted[0].token_ids[: len(shown)]
+        # As if it had been submitted now: what the pool holds is its limit.
+        cut = pending.result(60)
+        assert cut.token_ids == wanted[1].token_ids[:5] and cut.finish_reason == "length"
+        with pytest.raises(PromptTooLongError, match="resize_kv"):
+            rt.generate(long, few)
+        refused, served = rt.generate([long[:8], short], few)
+        assert isinstance(refused.error, PromptTooLongError)
+        assert served.token_ids == cut.token_ids
+        assert rt.resize_kv("64MB") == whole
+        assert _tokens(rt.generate([long, short], few)) == _tokens(wanted)
+
+
+def test_what_cannot_be_had_changes_nothing(answers):
+    """Too much memory, less than two pages, or no size at all."""
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
+        page = _page_bytes(rt)
+        slow_down(rt)
+        assert rt.resize_kv(f"{(FEW_PAGES + 1) * page - 1}B") == FEW_PAGES * page
+        pending = _begun(rt)
+        with pytest.raises(DeviceMemoryError, match="does not fit on .* give at most"):
+            rt.resize_kv("1000TiB")
+        with pytest.raises(DeviceMemoryError, match=f"give {2 * page:,} or more, or 0"):
+            rt.resize_kv(2 * page - 1)
+        with pytest.raises(InvalidConfigError, match="not a size"):
+            rt.resize_kv("much")
+        assert rt.stats().num_pages == FEW_PAGES
+        assert _tokens(p.result(60) for p in pending) == answers

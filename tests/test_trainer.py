@@ -1,0 +1,154 @@
+"""What a trainer and the runtime share: one copy of the weights, the same log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.models.families import config_from_hf
+from jaxserve.models.loading import abstract_model, random_params
+from sharding import make_mesh, state_shardings
+from tests.tiny import tiny_llama
+
+# In a process of its own: peak memory since its weights were made, over their size.
+_PEAK_GROWTH = """
+import json
+from pathlib import Path
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxserve import Runtime, SamplingParams
+from jaxserve.models.families.llama import LlamaConfig
+from jaxserve.models.loading import abstract_model
+
+def live_bytes():
+    "Of arrays, each buffer once, however many of them share it."
+    return sum({x.unsafe_buffer_pointer(): x.nbytes for x in jax.live_arrays()}.values())
+
+def status_bytes(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+config = LlamaConfig(
+    vocab_size=8192, hidden_size=2048, intermediate_size=8192, num_layers=2, num_heads=8,
+    num_kv_heads=2, head_dim=64, max_position_embeddings=32,
+)
+graphdef, abstract = abstract_model(config)
+params = jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype), abstract)
+model = nnx.merge(graphdef, jax.block_until_ready(params))
+weights = sum(x.nbytes for x in jax.tree.leaves(params))
+pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(params)]
+live = live_bytes()
+Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+before = status_bytes("VmHWM")
+options = dict(max_slots=1, max_step_tokens=8, warmup=False, progress=False)
+with Runtime(model, params, **options) as rt:
+    rt.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=8))
+    rt.update_params(params)
+    rt.generate([1, 2, 3], SamplingParams(max_tokens=8))
+    executor = rt._replicas.first.executor
+    served = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(executor._params)]
+    print(json.dumps({
+        "weights": weights,
+        "live": live_bytes() - live,
+        "resident": status_bytes("VmHWM") - before,
+        "pool": rt.stats().pool_bytes,
+        "shared": served == pointers,
+    }))
+"""
+
+
+def test_a_runtime_holds_no_second_copy_of_the_weights():
+    """Neither as arrays, nor in its peak resident memory, compiling and serving included."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK_GROWTH], capture_output=True, text=True, check=True
+    )
+    grown = json.loads(done.stdout.splitlines()[-1])
+    assert grown["shared"] and grown["weights"] > 400e6
+    assert grown["live"] < grown["pool"] + 0.01 * grown["weights"]
+    assert grown["resident"] < 0.5 * grown["weights"], grown
+
+
+def test_every_shard_is_the_trainers():
+    """On a mesh the runtime's shards lie where the trainer's do, from the start."""
+    mesh = make_mesh(tensor=4)
+    params = nnx.state(tiny_llama(), nnx.Param)
+    trained = jax.device_put(params, state_shardings(params, mesh))
+    with Runtime(tiny_llama(), trained, mesh=mesh, max_slots=4, warmup=False) as rt:
+        served = jax.tree.leaves(rt._replicas.first.executor._params)
+        for own, theirs in zip(served, jax.tree.leaves(trained), strict=True):
+            assert len(own.addressable_shards) == 4
+            for a, b in zip(own.addressable_shards, theirs.addressable_shards, strict=True):
+                assert a.data.unsafe_buffer_pointer() == b.data.unsafe_buffer_pointer()
+
+
+_SIZES = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=8,
+    max_position_embeddings=64,
+)
+FAMILIES = {
+    "llama": dict(model_type="llama", **_SIZES),
+    "gemma2": dict(
+        model_type="gemma2",
+        **_SIZES,
+        query_pre_attn_scalar=8,
+        sliding_window=7,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe",
+        **_SIZES,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "num_shards"),
+    [("llama", 1), ("gemma2", 4), ("qwen3_moe", 1), ("qwen3_moe", 4)],
+)
+def test_log_probabilities_are_the_trainers(family, num_shards):
+    """Of greedy and of sampled answers, within 1e-5 of a forward pass over the whole (L2, float32).
+
+    In a mixed batch through the paged cache, by prefill chunks and decode loops.
+    """
+    config = config_from_hf(FAMILIES[family])
+    model = nnx.merge(abstract_model(config)[0], random_params(config, 0))
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 97, length).tolist() for length in (1, 33, 5, 20)]
+    each = [
+        SamplingParams(temperature=i % 2, max_tokens=24, logprobs=0, seed=i)
+        for i in range(len(prompts))
+    ]
+    mesh = None if num_shards == 1 else make_mesh(tensor=num_shards)
+    options = dict(max_slots=2, max_step_tokens=16, page_size=8, warmup=False)
+    with Runtime(model, mesh=mesh, **options) as rt:
+        completions = rt.generate(prompts, each)
+    forward = nnx.jit(lambda model, tokens: jax.nn.log_softmax(model.whole_logits(tokens)))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = np.zeros(64, np.int32)  # what pads changes nothing before it
+        length = len(prompt) + len(completion.token_ids)
+        tokens[:length] = [*prompt, *completion.token_ids]
+        logprobs = np.asarray(forward(model, jnp.asarray(tokens)[None])[0])
+        places = np.arange(len(prompt), length)
+        whole = logprobs[places - 1, tokens[places]]
+        served = np.array([token.logprob for token in completion.logprobs])
+        assert np.linalg.norm(served - whole) < 1e-5 * np.linalg.norm(whole)
