@@ -18,8 +18,8 @@ from jaxserve.engine.packing import pack_needs, pack_rows, pack_sampling, sampli
 from jaxserve.engine.programs import Programs
 from jaxserve.engine.steps import MixedBatch
 from jaxserve.engine.weights import fitted
-from jaxserve.models.batch import KVCache
 from jaxserve.memory.relocation import Moves, page_targets
+from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import Needs, StepPlan
 
 
@@ -221,7 +221,7 @@ class DeviceExecutor:
             self._pages.cache,
             self._slots.state,
             np.int32(0),
-            np.int32(1),
+            np.int32(0),  # iterations: requests may be running
             pack_needs(Needs()),
             num_rows=num_rows,
         )

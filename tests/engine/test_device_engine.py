@@ -20,7 +20,7 @@ from jaxserve.engine.assembly import warm_up
 from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.placement import Placement
-from jaxserve.engine.programs import Programs
+from jaxserve.engine.programs import Programs, largest_step_bytes
 from jaxserve.models.batch import empty_cache
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.unified import Unified
@@ -289,8 +289,8 @@ def test_no_copy_of_the_cache_in_any_step(executor):
             lambda: empty_cache(model_config, num_pages, CONFIG.page_size, jnp.float32, "unrolled")
         )
         cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-        needs = executor._programs.largest_step_bytes(executor._params, cache)
-        return cache_bytes, needs
+        steps = executor._programs.compiled_steps(executor._params, cache)
+        return cache_bytes, largest_step_bytes(steps)
 
     small_bytes, small_needs = needed(1000)
     large_bytes, large_needs = needed(20000)

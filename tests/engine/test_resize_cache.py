@@ -37,9 +37,10 @@ def _executor(layout: str, num_shards: int) -> DeviceExecutor:
         lambda x: jax.device_put(rng.standard_normal(x.shape, np.float32), place.pages), cache
     )
     executor = DeviceExecutor(Programs(graphdef, config, place), params, cache)
-    tables = np.zeros(executor._slots.page_table.shape, np.int32)
+    slots = executor._slots.state
+    tables = np.zeros(slots.page_table.shape, np.int32)
     tables[0, :NUM_PAGES] = np.arange(NUM_PAGES)
-    executor._slots = replace(executor._slots, page_table=jax.device_put(tables, place.whole))
+    executor._slots.state = replace(slots, page_table=jax.device_put(tables, place.whole))
     return executor
 
 
@@ -60,7 +61,7 @@ def test_pages_are_where_the_moves_brought_them(layout, num_shards):
     assert executor.config.num_pages == 6 and all(buffer.is_deleted() for buffer in old)
     for was, now in zip(before, _contents(executor), strict=True):
         np.testing.assert_array_equal(now, was[:, [0, 1, 7, 8, 4, 5]])
-    table = np.array(executor._slots.page_table)[0, :NUM_PAGES]
+    table = np.array(executor._slots.state.page_table)[0, :NUM_PAGES]
     np.testing.assert_array_equal(table, [0, 1, 2, 3, 4, 5, 0, 2, 3])
     shrunk, shardings = _contents(executor), [x.sharding for x in old]
     executor.resize(20, ())
@@ -75,7 +76,7 @@ def test_an_allocation_that_fails_halfway_changes_nothing(num_pages):
     """The buffers that were copied already are copied back."""
     executor = _executor("unrolled", 1)
     before = _contents(executor)
-    copy_pages, calls = executor._programs.copy_pages, []
+    copy_pages, calls = executor._pages._copy, []
 
     def fails_third(pages, source):
         calls.append(source)
@@ -83,7 +84,7 @@ def test_an_allocation_that_fails_halfway_changes_nothing(num_pages):
             raise RuntimeError("RESOURCE_EXHAUSTED: made up")
         return copy_pages(pages, source)
 
-    executor._programs.copy_pages = fails_third
+    executor._pages._copy = fails_third
     with pytest.raises(RuntimeError, match="made up"):
         executor.resize(num_pages, fewest_moves(OWNED, num_pages))
     assert len(calls) == 5 and executor.config.num_pages == NUM_PAGES

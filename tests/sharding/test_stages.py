@@ -74,13 +74,13 @@ def test_stacked_layers_and_a_mesh_with_a_stage_axis(whole):
         _same(rt.generate(PROMPTS, PARAMS), whole)
 
 
-@pytest.mark.parametrize("variant", ["opt_350m", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("variant", ["opt_350m", "gemma3"])
 def test_every_end_finds_its_stage(variant, tmp_path):
     """Tied embeddings, learned positions, projections, windows by layer: read onto the stages."""
     write_checkpoint(variant, tmp_path)
-    prompts = [p.tolist() for p in np.random.default_rng(1).integers(0, VOCAB_SIZE, (3, 20))]
+    prompts = [p.tolist() for p in np.random.default_rng(1).integers(0, VOCAB_SIZE, (2, 20))]
     params = SamplingParams(max_tokens=6)
-    options = dict(**OPTIONS, dtype="float32", warmup=False, max_context=64)
+    options = dict(**OPTIONS | dict(max_slots=2), dtype="float32", warmup=False, max_context=64)
     with Runtime.from_pretrained(str(tmp_path), **options) as rt:
         wanted, layers = rt.generate(prompts, params), rt.model_config.num_layers
     plan = StagePlan.of([layers - 1, 1], tensor=[1, 2])
@@ -95,9 +95,9 @@ def test_a_stage_holds_its_layers_and_no_more():
     with Runtime(model, mesh=plan, **OPTIONS) as rt:
         for stage, part in zip(plan.stages, rt._replicas.first.executor._stages, strict=True):
             devices = set(stage.mesh.devices.flat)
-            for leaf in jax.tree.leaves((part.params, part.cache, part.slots.state)):
+            for leaf in jax.tree.leaves((part.params, part.pages.cache, part.slots.state)):
                 assert leaf.sharding.device_set == devices
-            assert len(part.cache.k_pages) == len(stage.layers)
+            assert len(part.pages.cache.k_pages) == len(stage.layers)
         mine = model.blocks[0].mlp.down[...]
         theirs = (
             rt._replicas.first.executor._stages[0].params["blocks"][0]["mlp"]["down"].get_value()
@@ -153,3 +153,20 @@ def _pages(plan, num_pages):
     """Memory for so many pages on the stage whose pages are the largest."""
     heads = [max(2 // stage.num_shards, 1) * len(stage.layers) for stage in plan.stages]
     return num_pages * max(heads) * 8 * 8 * 4 * 2
+
+
+def test_the_pools_of_all_stages_are_resized(whole):
+    """Under running requests, which are preempted where they must be, and have the same answers."""
+    options = OPTIONS | dict(max_context=128)
+    with Runtime(
+        tiny_llama(num_layers=NUM_LAYERS), mesh=PLANS["two equal stages"], strict=True, **options
+    ) as rt:
+        before = rt.stats().pool_bytes
+        pending = [rt.submit(p, each) for p, each in zip(PROMPTS, PARAMS, strict=True)]
+        rt.resize_kv(_pages(PLANS["two equal stages"], 22))
+        assert rt.config.num_pages == 22
+        for stage in rt._replicas.first.executor._stages:
+            assert stage.pages.num_pages == 22
+        _same([p.result() for p in pending], whole)
+        assert rt.resize_kv(before) == before
+        _same(rt.generate(PROMPTS, PARAMS), whole)
