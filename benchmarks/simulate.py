@@ -52,20 +52,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from jaxserve.planning import StepTimes
 
     chosen = parse_policies(options.policies)
-    played = [_play(options, policy) for _ in range(options.repeats) for policy in chosen]
-    tables = [each.step_times for each in played]
+    order = [policy for _ in range(options.repeats) for policy in chosen]
+    played = [_play(options, policy, is_last=i + 1 == len(order)) for i, policy in enumerate(order)]
+    tables = [each.before for each in played]
+    # A run's steps took what they take just before it and just after it, where the next one begins.
+    after = [*tables[1:], played[-1].after or tables[-1]]
     times = StepTimes.median(tables)
     if options.save_step_times is not None:
         times.save(options.save_step_times)
-    runs = []
-    for policy in chosen:
-        own = [each for each in played if each.policy is policy]
-        measured = policies.middle([each.figures for each in own])
-        predicted = _predict(own[0], times)
-        error = {name: of(predicted) / of(measured) - 1 for name, of in FIGURES.items()}
-        runs.append(
-            {"policy": policy.name, "measured": measured, "predicted": predicted, "error": error}
-        )
+    compared = [_compare(*each) for each in zip(played, after, strict=True)]
+    runs = [_median_run(policy.name, compared) for policy in chosen]
     return {
         "benchmark": "simulate",
         "arguments": arguments_of(options),
@@ -85,11 +81,12 @@ class _Played:
     policy: Policy
     items: Sequence[WorkloadItem]
     config: EngineConfig
-    step_times: StepTimes
+    before: StepTimes
+    after: StepTimes | None
     figures: dict[str, Any]
 
 
-def _play(options: argparse.Namespace, policy: Policy) -> _Played:
+def _play(options: argparse.Namespace, policy: Policy, *, is_last: bool) -> _Played:
     from jaxserve import Runtime
 
     with Runtime.from_pretrained(
@@ -101,11 +98,35 @@ def _play(options: argparse.Namespace, policy: Policy) -> _Played:
     ) as rt:
         items = policies.arriving_items(options, rt)
         if options.step_times is None:
-            times = rt.measure_step_times(rounds=1)
+            before = rt.measure_step_times(rounds=1)
         else:
-            times = rt.load_step_times(options.step_times)
+            before = rt.load_step_times(options.step_times)
         figures, _ = serving.measure(rt, items, label=policy.name)
-        return _Played(policy, items, rt.config, times, figures)
+        is_measured = is_last and options.step_times is None
+        after = rt.measure_step_times(rounds=1) if is_measured else None
+        return _Played(policy, items, rt.config, before, after, figures)
+
+
+def _compare(played: _Played, after: StepTimes) -> dict[str, Any]:
+    """A run beside its simulation with the step times around it."""
+    from jaxserve.planning import StepTimes
+
+    predicted = _predict(played, StepTimes.median([played.before, after]))
+    error = {name: of(predicted) / of(played.figures) - 1 for name, of in FIGURES.items()}
+    return {
+        "policy": played.policy.name,
+        "measured": played.figures,
+        "predicted": predicted,
+        "error": error,
+    }
+
+
+def _median_run(policy: str, compared: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of a policy's runs the one whose throughput was predicted with the median error."""
+    own = [each for each in compared if each["policy"] == policy]
+    errors = [each["error"]["output_tokens_per_s"] for each in own]
+    median = own[errors.index(statistics.median_low(errors))]
+    return {**median, "error_of_every_run": [each["error"] for each in own]}
 
 
 def _predict(played: _Played, times: StepTimes) -> dict[str, Any]:

@@ -4,71 +4,29 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-from jaxserve.core.errors import InvalidConfigError, ProcessGroupError, RuntimeClosedError
+from jaxserve.core.errors import ProcessGroupError, RuntimeClosedError
 from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.device_handle import DeviceHandle
+from jaxserve.engine.group_executor import GroupExecutor
 from jaxserve.engine.leading import Order, ParamsUpdated
-from jaxserve.memory.relocation import Moves
 from jaxserve.scheduling.plan import StepPlan
 from sharding import ProcessGroup
 
 
 @final
-class FollowingExecutor:
-    """A `DeviceExecutor` that carries out the plans of the leading process, and no others.
+class FollowingExecutor(GroupExecutor):
+    """Carries out the plans of the leading process, and no others.
 
     A failure ends all processes: none could go on without this one's devices.
     """
 
     def __init__(self, executor: DeviceExecutor, group: ProcessGroup):
-        self.config = executor.config
-        self._executor = executor
-        self._group = group
-        self._num_updates = 0
+        super().__init__(executor, group)
         self._is_over = False
-
-    @property
-    def num_compilations(self) -> int:
-        """See `ModelExecutor`."""
-        return self._executor.num_compilations
-
-    def fitted(self, params: Any) -> Any:
-        """See `ModelExecutor`."""
-        return self._executor.fitted(params)
-
-    def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
-        """See `ModelExecutor`; all processes call them, in this order."""
-        return self._executor.warmup_steps()
-
-    @property
-    def is_warm(self) -> bool:
-        """See `ModelExecutor`."""
-        return self._executor.is_warm
-
-    @property
-    def num_buffers(self) -> int:
-        """See `ModelExecutor`."""
-        return self._executor.num_buffers
-
-    @property
-    def device(self) -> Any:
-        """See `ModelExecutor`."""
-        return self._executor.device
-
-    def resize(self, num_pages: int, moves: Moves) -> None:
-        """Refused: the processes would have to agree on it."""
-        raise InvalidConfigError(
-            "the page pool of several processes cannot be resized; close the runtime on all of "
-            "them, and make one with another kv_memory"
-        )
-
-    def finish_warmup(self) -> None:
-        """See `ModelExecutor`."""
-        self._executor.finish_warmup()
 
     def submit(self, plan: StepPlan) -> DeviceHandle:
         raise ProcessGroupError(self.refusal)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.device_handle import DeviceHandle
-from jaxserve.memory.relocation import Moves
+from jaxserve.engine.group_executor import GroupExecutor
 from jaxserve.scheduling.plan import StepPlan
 from sharding import ProcessGroup
 
@@ -32,57 +30,8 @@ class ParamsUpdated:
 
 
 @final
-class LeadingExecutor:
-    """A `DeviceExecutor` whose every plan goes to the followers before it is carried out here.
-
-    All processes call the same executables in the same order; each starts its own devices, and
-    results lie on all of them. Warm up before.
-    """
-
-    def __init__(self, executor: DeviceExecutor, group: ProcessGroup):
-        self.config = executor.config
-        self._executor = executor
-        self._group = group
-        self._num_updates = 0
-
-    @property
-    def num_compilations(self) -> int:
-        """See `ModelExecutor`."""
-        return self._executor.num_compilations
-
-    def fitted(self, params: Any) -> Any:
-        """See `ModelExecutor`."""
-        return self._executor.fitted(params)
-
-    def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
-        """See `ModelExecutor`; all processes call them, in this order."""
-        return self._executor.warmup_steps()
-
-    @property
-    def is_warm(self) -> bool:
-        """See `ModelExecutor`."""
-        return self._executor.is_warm
-
-    @property
-    def num_buffers(self) -> int:
-        """See `ModelExecutor`."""
-        return self._executor.num_buffers
-
-    @property
-    def device(self) -> Any:
-        """See `ModelExecutor`."""
-        return self._executor.device
-
-    def resize(self, num_pages: int, moves: Moves) -> None:
-        """Refused: the processes would have to agree on it."""
-        raise InvalidConfigError(
-            "the page pool of several processes cannot be resized; close the runtime on all of "
-            "them, and make one with another kv_memory"
-        )
-
-    def finish_warmup(self) -> None:
-        """See `ModelExecutor`."""
-        self._executor.finish_warmup()
+class LeadingExecutor(GroupExecutor):
+    """Sends every plan to the followers before it is carried out here. Warm up before."""
 
     def submit(self, plan: StepPlan) -> DeviceHandle:
         self._group.broadcast(plan)
