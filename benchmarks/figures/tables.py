@@ -16,6 +16,7 @@ HEADINGS = {
     "flover": "Flover's section VI",
     "simulate": "Predicted and measured",
     "loading": "Memory for loading a checkpoint",
+    "sharding": "What plans send, and how full pipelines are",
 }
 _OFFLINE = (
     "workload",
@@ -49,6 +50,7 @@ def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) 
         "flover": _flover,
         "simulate": _simulate,
         "loading": _loading,
+        "sharding": _sharding,
     }[kind]
     return [make(result, link(result)) for result in results]
 
@@ -204,6 +206,22 @@ def _loading(result: Result, link: str) -> str:
     ]
     header = ("checkpoint", "size", "peak host memory", "over the size", "from disk in")
     return f"{_caption(result, 'A random checkpoint', link)}\n\n{_table(header, [row])}"
+
+
+def _sharding(result: Result, link: str) -> str:
+    rows = []
+    for i, run in result.items("runs"):
+        sent = result.number("runs", i, "decode", "bytes")
+        least = result.number("runs", i, "decode", "least_bytes")
+        row = [str(run["plan"]), _linked(sent, ",.0f", link)]
+        row += [f"{sent / least:.2f}" if least else ""]
+        for share in ("bubble", "ideal_bubble"):
+            found = result.optional("runs", i, "pipeline", share)
+            row.append("" if found is None else f"{found:.1%}")
+        rows.append(row)
+    header = ("plan", "bytes a decode iteration", "of the least", "bubble", "ideal")
+    what = f"{result.number('rows'):.0f} sequences of a model of {result.get('model', 'layers')} layers"
+    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
 
 
 def _linked(value: float, form: str, link: str) -> str:

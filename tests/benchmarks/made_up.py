@@ -101,6 +101,17 @@ def results() -> dict[str, dict[str, Any]]:
             **{"shape": "7b", "dtype": "bfloat16", "num_shards": 34, "load_s": 60.0},
             **{"checkpoint_bytes": 10e9, "peak_host_bytes": 11e9, "ratio": 1.1},
         },
+        "sharding": {
+            **{"rows": 16, "model": {"layers": 8}},
+            "runs": [
+                {"plan": "1", "decode": {"bytes": 0, "least_bytes": 0}},
+                {
+                    "plan": "4+4",
+                    "decode": {"bytes": 1030, "least_bytes": 1000},
+                    "pipeline": {"bubble": 0.02, "ideal_bubble": 0.01},
+                },
+            ],
+        },
     }
     return {kind: {"benchmark": kind, **data, **HERE} for kind, data in made.items()}
 
