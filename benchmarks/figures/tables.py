@@ -220,7 +220,8 @@ def _sharding(result: Result, link: str) -> str:
             row.append("" if found is None else f"{found:.1%}")
         rows.append(row)
     header = ("plan", "bytes a decode iteration", "of the least", "bubble", "ideal")
-    what = f"{result.number('rows'):.0f} sequences of a model of {result.get('model', 'layers')} layers"
+    layers = result.get("model", "layers")
+    what = f"{result.number('rows'):.0f} sequences of a model of {layers} layers"
     return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
 
 
