@@ -8,17 +8,21 @@ import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal, final
 
+import jax
+
 LEADER = 0
 EXIT_LOST = 1
 # A host that vanished without a word is noticed after this long at the latest.
 _SILENCE_S = 20
 _PROBE_S = 5
+_OTHERS_FIRST_S = 2
 
 
 class JoinError(RuntimeError):
@@ -108,6 +112,10 @@ class ProcessGroup:
         try:
             yield
         except BaseException as error:
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                # Perhaps only because another process died: then its end is what to tell, and the
+                # leader, which notices it at once, ends this process meanwhile.
+                time.sleep(_OTHERS_FIRST_S)
             self.fail(f"{type(error).__name__}: {error}".rstrip(": "))
             raise
 

@@ -27,6 +27,7 @@ def tiny_llama(
     dtype: jax.typing.DTypeLike = jnp.float32,
     *,
     num_layers: int = 2,
+    num_heads: int = 4,
     layer_layout: LayerLayout = "unrolled",
 ) -> Llama:
     """Grouped queries. Weights are large, so that greedy answers do not repeat."""
@@ -35,7 +36,7 @@ def tiny_llama(
         hidden_size=32,
         intermediate_size=64,
         num_layers=num_layers,
-        num_heads=4,
+        num_heads=num_heads,
         num_kv_heads=2,
         head_dim=8,
         max_position_embeddings=MAX_CONTEXT,

@@ -35,17 +35,19 @@ def alone():
         SamplingParams(max_tokens=9, temperature=0.8 * (i % 2), seed=i, logprobs=2)
         for i in range(len(prompts))
     ]
-    with Runtime(tiny_llama(), max_slots=8, max_step_tokens=32, page_size=8) as rt:
+    with Runtime(tiny_llama(num_heads=8), max_slots=8, max_step_tokens=32, page_size=8) as rt:
         return prompts, params, rt.generate(prompts, params)
 
 
-@pytest.mark.parametrize("num_shards", [2, 4])
+@pytest.mark.parametrize("num_shards", [2, 4, 8])
 def test_the_engine_answers_alike(alone, num_shards):
-    """Two shards have a KV head each; of four, two hold the same one."""
+    """Two shards have a KV head each; of more, several hold the same one. The pool is too small."""
     prompts, params, wanted = alone
     options = dict(max_slots=8, max_step_tokens=32, page_size=8, strict=True)
-    with Runtime(tiny_llama(), mesh=make_mesh(tensor=num_shards), **options) as rt:
+    mesh = make_mesh(tensor=num_shards)
+    with Runtime(tiny_llama(num_heads=8), mesh=mesh, kv_memory=24 * 1024, **options) as rt:
         got = rt.generate(prompts, params)
+        assert rt.config.num_pages == 24 and rt.stats().num_preemptions > 0
     assert [c.token_ids for c in got] == [c.token_ids for c in wanted]
 
 
