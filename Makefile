@@ -19,7 +19,8 @@ demo: $(DEMO_STAMP) ## install, fetch a 135M instruct model, answer eight prompt
 	@$(BIN)/python -m scripts.demo
 
 test: lint ## install the test tools, then lint, type check and run every test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	@# A file stays in one worker, so that its fixtures are made once.
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(TEST_STAMP) ## formatting, lint and types, changing nothing
 	$(BIN)/ruff format --check .

@@ -31,15 +31,15 @@ from jaxserve.core.errors import (
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import runtime as runtime_module
 from jaxserve.workload import recorded
-from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, letter_tokenizer, random_prompts, tiny_llama
+from tests.tiny import (
+    MAX_CONTEXT,
+    OPTIONS,
+    VOCAB_SIZE,
+    letter_tokenizer,
+    random_prompts,
+    tiny_llama,
+)
 
-OPTIONS = {
-    "max_slots": 8,
-    "max_step_tokens": 64,
-    "page_size": 8,
-    "kv_memory": "100KB",
-    "progress": False,
-}
 GREEDY = SamplingParams(max_tokens=20)
 
 

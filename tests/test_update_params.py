@@ -12,9 +12,10 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from sharding import make_mesh, state_shardings
+from tests import tiny
 from tests.tiny import MAX_CONTEXT, random_prompts, slow_down, tiny_llama
 
-OPTIONS = dict(max_slots=4, max_step_tokens=32, page_size=8, strict=True)
+OPTIONS = tiny.OPTIONS | {"strict": True}
 PROMPTS = random_prompts(6, longest=30)
 LONG = SamplingParams(max_tokens=MAX_CONTEXT - 31)
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 97
 MAX_CONTEXT = 128
+# Of a runtime around a tiny model. Compiling takes most of the tests' time, and modules that use
+# these, and no others, share their executables.
+OPTIONS = {"max_slots": 4, "max_step_tokens": 64, "page_size": 8, "progress": False}
 
 
 def tiny_llama(

@@ -9,15 +9,13 @@ from benchmarks.serving import measure, parse_policies
 from jaxserve import Runtime
 from jaxserve.core.errors import InvalidConfigError, PromptTooLongError
 from jaxserve.workload import WorkloadItem, random_items
-from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
-
-OPTIONS = {"max_slots": 4, "max_step_tokens": 32, "page_size": 8, "kv_memory": "100KB"}
+from tests.tiny import MAX_CONTEXT, OPTIONS, VOCAB_SIZE, tiny_llama
 
 
 @pytest.fixture(scope="module")
 def runtime():
     """One runtime around a tiny model."""
-    with Runtime(tiny_llama(), policy="flover", progress=False, **OPTIONS) as runtime:
+    with Runtime(tiny_llama(), policy="flover", **OPTIONS) as runtime:
         yield runtime
 
 

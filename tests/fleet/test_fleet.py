@@ -29,9 +29,6 @@ from jaxserve.fleet.fleet import check_resources
 from tests.processes import HEED_INTERRUPTS
 from tests.tiny import VOCAB_SIZE, random_prompts
 
-# One Ray for all of them, in one worker.
-pytestmark = pytest.mark.xdist_group("ray")
-
 CONFIG = {
     "model_type": "llama",
     "vocab_size": VOCAB_SIZE,

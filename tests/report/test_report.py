@@ -8,15 +8,13 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.report import Report
-from tests.tiny import random_prompts, tiny_llama
-
-OPTIONS = {"max_slots": 4, "max_step_tokens": 64, "page_size": 8, "kv_memory": "100KB"}
+from tests.tiny import OPTIONS, random_prompts, tiny_llama
 
 
 @pytest.fixture(scope="module")
 def runtime():
     """A runtime that has answered ten requests on four slots."""
-    with Runtime(tiny_llama(), warmup=False, progress=False, **OPTIONS) as runtime:
+    with Runtime(tiny_llama(), warmup=False, **OPTIONS) as runtime:
         params = [SamplingParams(max_tokens=n) for n in range(3, 13)]
         runtime.generate(random_prompts(10, longest=30), params)
         yield runtime

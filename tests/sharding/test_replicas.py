@@ -16,9 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidRequestError, PromptTooLongError
 from sharding import make_mesh, replica_meshes, split_replicas, state_shardings
+from tests import tiny
 from tests.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 
-OPTIONS = dict(max_slots=4, max_step_tokens=32, page_size=8, progress=False, strict=True)
+OPTIONS = tiny.OPTIONS | {"strict": True}
 # As many pages in both cases: a shard holds half the heads.
 WHOLE, SHARDED = OPTIONS | {"kv_memory": "60KB"}, OPTIONS | {"kv_memory": "30KB"}
 PROMPTS = random_prompts(24, longest=60)

@@ -12,10 +12,9 @@ from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from sharding import StagePlan, make_mesh, stages_of
 from tests.models.hf_checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.tiny import random_prompts, tiny_llama
+from tests.tiny import OPTIONS, random_prompts, tiny_llama
 
 NUM_LAYERS = 4
-OPTIONS = dict(max_slots=4, max_step_tokens=64, page_size=8, progress=False)
 PLANS = {
     "two equal stages": StagePlan.of([2, 2]),
     "three unequal stages": StagePlan.of([1, 2, 1], micro_batches=2),

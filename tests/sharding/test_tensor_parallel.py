@@ -11,7 +11,7 @@ from jaxserve.core.errors import InvalidConfigError
 from sharding import make_mesh
 from tests.models.hf_checkpoints import VOCAB_SIZE, torch_logits, write_checkpoint
 from tests.models.serving import Server
-from tests.tiny import random_prompts, tiny_llama
+from tests.tiny import OPTIONS, random_prompts, tiny_llama
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 37)
 VARIANTS = ("llama", "qwen3", "gpt2", "opt_350m", "gptj", "gpt_neox", "gemma3", "qwen3_moe")
@@ -35,7 +35,7 @@ def alone():
         SamplingParams(max_tokens=9, temperature=0.8 * (i % 2), seed=i, logprobs=2)
         for i in range(len(prompts))
     ]
-    with Runtime(tiny_llama(num_heads=8), max_slots=8, max_step_tokens=32, page_size=8) as rt:
+    with Runtime(tiny_llama(num_heads=8), **OPTIONS) as rt:
         return prompts, params, rt.generate(prompts, params)
 
 
@@ -43,18 +43,19 @@ def alone():
 def test_the_engine_answers_alike(alone, num_shards):
     """Two shards have a KV head each; of more, several hold the same one. The pool is too small."""
     prompts, params, wanted = alone
-    options = dict(max_slots=8, max_step_tokens=32, page_size=8, strict=True)
     mesh = make_mesh(tensor=num_shards)
-    with Runtime(tiny_llama(num_heads=8), mesh=mesh, kv_memory=24 * 1024, **options) as rt:
+    with Runtime(
+        tiny_llama(num_heads=8), mesh=mesh, kv_memory=18 * 1024, strict=True, **OPTIONS
+    ) as rt:
         got = rt.generate(prompts, params)
-        assert rt.config.num_pages == 24 and rt.stats().num_preemptions > 0
+        assert rt.config.num_pages == 18 and rt.stats().num_preemptions > 0
     assert [c.token_ids for c in got] == [c.token_ids for c in wanted]
 
 
 def test_weights_and_pages_are_split():
     """A shard holds its part of both, and no more."""
     mesh = make_mesh(tensor=2)
-    with Runtime(tiny_llama(), mesh=mesh, max_slots=4) as rt:
+    with Runtime(tiny_llama(), mesh=mesh, warmup=False, **OPTIONS) as rt:
         pages = rt._replicas.first.executor._pages.cache.k_pages[0]
         assert pages.sharding.shard_shape(pages.shape)[2] == 1
         everything = sum(
