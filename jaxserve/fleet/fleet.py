@@ -17,11 +17,11 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, drawn_seed
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.requests import Prompt, as_batch
+from jaxserve.engine.requests import Prompt
 from jaxserve.fleet.call import make_call
 from jaxserve.fleet.dispatcher import Dispatcher, ReplicaState
 from jaxserve.fleet.ray_replica import RayReplica, import_ray
-from jaxserve.runtime.batches import Params, for_each, only, wait
+from jaxserve.runtime.batches import Batch, Params
 from jaxserve.runtime.pending import Pending
 from jaxserve.scheduling.presets import get_policy
 
@@ -129,19 +129,14 @@ class Fleet:
         Times in a completion are on its replica's clock. One whose replicas died twice, and only
         that one, has a `ReplicaDiedError`.
         """
-        batch, single = as_batch(prompts)
-        each = [only(params)] if single else for_each(params, len(batch))
-        pending = [self.submit(prompt, one) for prompt, one in zip(batch, each, strict=True)]
-        try:
-            wait(pending, progress=self.options.progress if progress is None else progress)
-        except KeyboardInterrupt:
-            for one in pending:
-                one.cancel()
-            wait(pending, progress=False)
-        done = [one.result() for one in pending]
-        if single and done[0].error is not None:
-            raise done[0].error
-        return done[0] if single else done
+        batch = Batch.of(prompts, params)
+        show = self.options.progress if progress is None else progress
+        return batch.wait(self._submit_batch(batch), progress=show)
+
+    async def agenerate(self, prompts: Any, params: Params = None) -> Any:
+        """`generate` for asyncio; cancelling the task cancels its requests."""
+        batch = Batch.of(prompts, params)
+        return await batch.await_(self._submit_batch(batch))
 
     def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
@@ -180,6 +175,9 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _submit_batch(self, batch: Batch) -> list[Pending]:
+        return list(map(self.submit, batch.prompts, batch.params))
 
     def _wait_for_replicas(self) -> None:
         starting = self._dispatcher.start()

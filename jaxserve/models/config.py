@@ -128,6 +128,41 @@ def check_readable(given: Mapping[str, Any], required: Sequence[str]) -> None:
         )
 
 
+def plain_sizes(
+    given: Mapping[str, Any],
+    *,
+    embed: str = "hidden_size",
+    layers: str = "num_hidden_layers",
+    heads: str = "num_attention_heads",
+    mlp: str = "intermediate_size",
+    mlp_factor: int | None = None,
+    positions: str = "max_position_embeddings",
+) -> dict[str, Any]:
+    """Sizes of a decoder without grouped queries, whose heads share out the hidden size.
+
+    Args:
+      embed, layers, heads, mlp, positions: what config.json calls them; 2048 positions where it
+        does not say.
+      mlp_factor: of the hidden size to the MLP's where it does not say; None requires it.
+
+    Raises:
+      UnsupportedModelError: one is missing, or the weights are quantized.
+    """
+    required = ("vocab_size", embed, layers, heads)
+    check_readable(given, required if mlp_factor else (*required, mlp))
+    hidden_size, num_heads = given[embed], given[heads]
+    return dict(
+        vocab_size=given["vocab_size"],
+        hidden_size=hidden_size,
+        intermediate_size=given.get(mlp) or (mlp_factor or 0) * hidden_size,
+        num_layers=given[layers],
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=given.get(positions) or 2048,
+    )
+
+
 def check_is(given: Mapping[str, Any], name: str, allowed: Sequence[Any]) -> None:
     """Raise UnsupportedModelError if config.json says something else; absent is allowed."""
     if given.get(name, allowed[0]) not in allowed:

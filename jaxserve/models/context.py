@@ -6,6 +6,7 @@ from typing import Protocol, final
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxserve.models.batch import AttentionBatch, KVCache
 from jaxserve.models.rope import RopeTables, apply_rope
@@ -14,19 +15,13 @@ from jaxserve.models.rope import RopeTables, apply_rope
 class LayerContext(Protocol):
     """Positions, and the keys that a query may see. Made anew for every layer of a trace."""
 
-    def rotate(self, x: jax.Array) -> jax.Array:
+    def rotate(self, x: Array) -> Array:
         """`x` [tokens, ..., head_dim] turned by its positions, where they are rotary."""
         ...
 
     def attend(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        *,
-        scale: float | None,
-        soft_cap: float | None,
-    ) -> jax.Array:
+        self, q: Array, k: Array, v: Array, *, scale: float | None, soft_cap: float | None
+    ) -> Array:
         """What `q` [tokens, q_heads, head_dim] finds; `k` and `v` are the same tokens'.
 
         Scale and soft cap are those of `pallas_kernels.paged_attention`.
@@ -44,7 +39,7 @@ class PagedContext:
 
     def __init__(
         self,
-        layer: int | jax.Array,
+        layer: int | Array,
         rope: RopeTables | None,
         sliding_window: int | None,
         batch: AttentionBatch,
@@ -56,19 +51,13 @@ class PagedContext:
         self._sliding_window = sliding_window
         self._batch = batch
 
-    def rotate(self, x: jax.Array) -> jax.Array:
+    def rotate(self, x: Array) -> Array:
         """See `LayerContext`."""
         return x if self._rope is None else apply_rope(x, self._rope)
 
     def attend(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        *,
-        scale: float | None,
-        soft_cap: float | None,
-    ) -> jax.Array:
+        self, q: Array, k: Array, v: Array, *, scale: float | None, soft_cap: float | None
+    ) -> Array:
         """See `LayerContext`."""
         out, self.cache = self.cache.attend(
             self._layer,
@@ -95,19 +84,13 @@ class WholeContext:
         self._rope = rope
         self._sliding_window = sliding_window
 
-    def rotate(self, x: jax.Array) -> jax.Array:
+    def rotate(self, x: Array) -> Array:
         """See `LayerContext`."""
         return x if self._rope is None else apply_rope(x, self._rope)
 
     def attend(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        *,
-        scale: float | None,
-        soft_cap: float | None,
-    ) -> jax.Array:
+        self, q: Array, k: Array, v: Array, *, scale: float | None, soft_cap: float | None
+    ) -> Array:
         """See `LayerContext`."""
         tokens, q_heads, head_dim = q.shape
         length, kv_heads = self._length, k.shape[1]

@@ -19,6 +19,13 @@ class Pending:
         self.future = future
         self._cancel = cancel
 
+    @classmethod
+    def ended(cls, completion: Completion) -> Pending:
+        """One that was over at once."""
+        future: Future[Completion] = Future()
+        future.set_result(completion)
+        return cls(completion.request_id, future, lambda _: None)
+
     def result(self, timeout_s: float | None = None) -> Completion:
         """Wait for the completion. Raises TimeoutError; the request then goes on."""
         return self.future.result(timeout_s)

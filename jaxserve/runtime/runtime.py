@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, cast, final, get_args, overload
 
@@ -15,25 +13,25 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxserve.core.clock import WallClock
-from jaxserve.core.errors import InvalidConfigError, InvalidRequestError, ProcessGroupError
+from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.core.request import Completion, Request, Timing
+from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sizes import parse_bytes
-from jaxserve.engine.answers import Answer, Piece, PieceSink, failed_completion
+from jaxserve.engine.answers import Piece
 from jaxserve.engine.assembly import enable_compilation_cache, nbytes, platform_defaults
 from jaxserve.engine.device_errors import out_of_memory_as
 from jaxserve.engine.loop import Running
-from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
+from jaxserve.engine.requests import Prompt, RequestBuilder
 from jaxserve.planning import Origin, StepTimes, measure
 from jaxserve.report import Report
-from jaxserve.runtime.batches import Params, for_each, only, wait
+from jaxserve.runtime.batches import Batch, Params
+from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.placing import place_replicas
 from jaxserve.runtime.processes import claim, processes_of
 from jaxserve.runtime.replicas import Replicas, build_executors
 from jaxserve.runtime.stats import RuntimeStats
-from jaxserve.runtime.streams import aread, read
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.recorded import TraceWriter, check_is_free
@@ -111,6 +109,7 @@ class Runtime:
             max_prompt_tokens=self._replicas.max_prompt_tokens,
             seed=self.options.seed,
         )
+        self._intake = Intake(self._requests, self._replicas, tokenizer, self._clock)
         # For runtimes that are dropped without `close`, as notebooks do.
         self._finalizer = weakref.finalize(self, _shut_down, self._replicas, trace)
         if group is not None:
@@ -235,13 +234,9 @@ class Runtime:
           params: for all prompts, or one a prompt; greedy and 256 tokens by default.
           progress: show a bar when it takes over two seconds; `options.progress` by default.
         """
-        batch, single = as_batch(prompts)
-        if single:
-            completion = self._run(batch, [only(params)], progress)[0]
-            if completion.error is not None:
-                raise completion.error
-            return completion
-        return self._run(batch, for_each(params, len(batch)), progress)
+        batch = Batch.of(prompts, params)
+        show = self.options.progress if progress is None else progress
+        return batch.wait(self._intake.submit_batch(batch), progress=show)
 
     def submit(
         self,
@@ -262,18 +257,9 @@ class Runtime:
         Raises:
           InvalidRequestError: one of its subclasses.
         """
-        now = self._clock.now()
-        request = self._requests.build(
-            prompt,
-            params or SamplingParams(),
-            now,
-            request_id=request_id,
-            priority=priority,
-            deadline_s=None if deadline_s is None else now + deadline_s,
+        return self._intake.submit(
+            prompt, params, request_id=request_id, priority=priority, deadline_s=deadline_s
         )
-        answer = self._answer(request)
-        self._replicas.submit(answer)
-        return Pending(request.id, answer.future, self.cancel)
 
     def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
         """Hand in requests of a workload that arrive now; a replica's start in one iteration.
@@ -281,37 +267,22 @@ class Runtime:
         Raises:
           InvalidRequestError: one of its subclasses; then none is handed in.
         """
-        now = self._clock.now()
-        answers = [self._answer(self._requests.build_item(item, now)) for item in items]
-        self._replicas.submit(*answers)
-        return [Pending(answer.request.id, answer.future, self.cancel) for answer in answers]
+        return self._intake.submit_items(items)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece]:
         """Yield an answer piece by piece; leaving the loop early cancels the request."""
-        return read(partial(self._start, prompt, params), self.cancel)
+        return self._intake.stream(prompt, params)
 
     async def agenerate(self, prompts: Any, params: Params = None) -> Any:
         """`generate` for asyncio; cancelling the task cancels its requests."""
-        batch, single = as_batch(prompts)
-        each = [only(params)] if single else for_each(params, len(batch))
-        answers = self._submit_all(batch, each)
-        running = [a for a in answers if isinstance(a, Answer)]
-        try:
-            await asyncio.gather(*(asyncio.wrap_future(a.future) for a in running))
-        except asyncio.CancelledError:
-            for answer in running:
-                self.cancel(answer.request.id)
-            raise
-        done = [a.future.result() if isinstance(a, Answer) else a for a in answers]
-        if single and done[0].error is not None:
-            raise done[0].error
-        return done[0] if single else done
+        batch = Batch.of(prompts, params)
+        return await batch.await_(self._intake.submit_batch(batch))
 
     def astream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncGenerator[Piece]:
         """`stream` for asyncio."""
-        return aread(partial(self._start, prompt, params), self.cancel)
+        return self._intake.astream(prompt, params)
 
     def cancel(self, request_id: str) -> None:
         """End a request as it stands; one that has ended already is left alone."""
@@ -442,50 +413,6 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # ---- inside ----
-
-    def _run(
-        self, batch: list[Any], params: Sequence[SamplingParams], progress: bool | None
-    ) -> list[Completion]:
-        answers = self._submit_all(batch, params)
-        running = [a for a in answers if isinstance(a, Answer)]
-        show = self.options.progress if progress is None else progress
-        try:
-            wait(running, progress=show)
-        except KeyboardInterrupt:
-            for answer in running:
-                self.cancel(answer.request.id)
-            wait(running, progress=False)
-        return [a.future.result() if isinstance(a, Answer) else a for a in answers]
-
-    def _submit_all(
-        self, batch: list[Any], params: Sequence[SamplingParams]
-    ) -> list[Answer | Completion]:
-        """Requests that cannot be served become failed completions; the rest start together."""
-        answers: list[Answer | Completion] = []
-        for prompt, each in zip(batch, params, strict=True):
-            now = self._clock.now()
-            try:
-                answers.append(self._answer(self._requests.build(prompt, each, now)))
-            except InvalidRequestError as error:
-                timing = Timing(arrival_s=now, finished_s=now)
-                answers.append(failed_completion("refused", (), error, timing))
-        self._replicas.submit(*(a for a in answers if isinstance(a, Answer)))
-        return answers
-
-    def _start(self, prompt: Prompt, params: SamplingParams | None, sink: PieceSink) -> Answer:
-        request = self._requests.build(prompt, params or SamplingParams(), self._clock.now())
-        answer = self._answer(request, sink)
-        self._replicas.submit(answer)
-        return answer
-
-    def _answer(self, request: Request, sink: PieceSink | None = None) -> Answer:
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            return Answer(request, sink=sink)
-        skip = request.params.skip_special_tokens
-        return Answer(request, decoder=lambda: tokenizer.stream_decoder(skip), sink=sink)
 
 
 def _shut_down(replicas: Replicas, trace: TraceWriter | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Self, final
 
 import jax
 
-from jaxserve.models.config import DecoderConfig, check_is, check_readable
+from jaxserve.models.config import DecoderConfig, check_is, plain_sizes
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, LayerNorm, ParamMaker, TwoLayerMLP, activation_of
@@ -47,24 +47,28 @@ class GPT2Config(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
-        check_readable(given, ("vocab_size", "n_embd", "n_layer", "n_head"))
         check_is(given, "scale_attn_weights", (True,))
         check_is(given, "scale_attn_by_inverse_layer_idx", (False,))
         check_is(given, "add_cross_attention", (False,))
-        embed, heads = given["n_embd"], given["n_head"]
         return cls(
-            vocab_size=given["vocab_size"],
-            hidden_size=embed,
-            intermediate_size=given.get("n_inner") or 4 * embed,
-            num_layers=given["n_layer"],
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=embed // heads,
-            max_position_embeddings=given.get("n_positions") or 1024,
+            **gpt_sizes({"n_positions": 1024, **given}),
             activation=activation_of(given, "activation_function", "gelu_new"),
             norm_eps=given.get("layer_norm_epsilon", 1e-5),
             tie_word_embeddings=bool(given.get("tie_word_embeddings", True)),
         )
+
+
+def gpt_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`plain_sizes` by the names of GPT-2's config.json, which GPT-J has too."""
+    return plain_sizes(
+        given,
+        embed="n_embd",
+        layers="n_layer",
+        heads="n_head",
+        mlp="n_inner",
+        mlp_factor=4,
+        positions="n_positions",
+    )
 
 
 # Table 1 of the ExeGPT paper: the GPT-3 shapes that it runs, by billions of parameters.

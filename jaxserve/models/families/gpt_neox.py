@@ -8,7 +8,7 @@ from typing import Any, Self, final
 
 import jax
 
-from jaxserve.models.config import DecoderConfig, check_readable
+from jaxserve.models.config import DecoderConfig, plain_sizes
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
@@ -37,33 +37,20 @@ class GPTNeoXConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
-        check_readable(
-            given,
-            (
-                *("vocab_size", "hidden_size", "intermediate_size"),
-                *("num_hidden_layers", "num_attention_heads"),
-            ),
-        )
-        embed, heads = given["hidden_size"], given["num_attention_heads"]
+        sizes = plain_sizes(given)
         rope = rope_fields(given, theta="rotary_emb_base")
         share = rope.get("partial_rotary_factor", given.get("rotary_pct", 0.25))
-        max_position = given.get("max_position_embeddings") or 2048
         bias = bool(given.get("attention_bias", True))
         return cls(
-            vocab_size=given["vocab_size"],
-            hidden_size=embed,
-            intermediate_size=given["intermediate_size"],
-            num_layers=given["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=embed // heads,
-            max_position_embeddings=max_position,
+            **sizes,
             activation=activation_of(given, "hidden_act", "gelu"),
             norm_eps=given.get("layer_norm_eps", 1e-5),
             tie_word_embeddings=bool(given.get("tie_word_embeddings", False)),
             qkv_bias=bias,
             o_bias=bias,
-            rope=Rope.from_hf(rope, max_position, dim=int(embed // heads * share)),
+            rope=Rope.from_hf(
+                rope, sizes["max_position_embeddings"], dim=int(sizes["head_dim"] * share)
+            ),
             parallel_residual=bool(given.get("use_parallel_residual", True)),
         )
 

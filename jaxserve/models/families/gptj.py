@@ -9,9 +9,10 @@ from typing import Any, Self, final
 import jax
 from flax import nnx
 
-from jaxserve.models.config import DecoderConfig, check_readable
+from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.families.gpt2 import gpt_sizes
 from jaxserve.models.family import Family
 from jaxserve.models.layers import (
     Attention,
@@ -39,21 +40,11 @@ class GPTJConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
-        check_readable(given, ("vocab_size", "n_embd", "n_layer", "n_head"))
-        embed, heads = given["n_embd"], given["n_head"]
-        tied = bool(given.get("tie_word_embeddings", False))
         return cls(
-            vocab_size=given["vocab_size"],
-            hidden_size=embed,
-            intermediate_size=given.get("n_inner") or 4 * embed,
-            num_layers=given["n_layer"],
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=embed // heads,
-            max_position_embeddings=given.get("n_positions") or 2048,
+            **gpt_sizes(given),
             activation=activation_of(given, "activation_function", "gelu_new"),
             norm_eps=given.get("layer_norm_epsilon", 1e-5),
-            tie_word_embeddings=tied,
+            tie_word_embeddings=bool(given.get("tie_word_embeddings", False)),
             rope=Rope(dim=given.get("rotary_dim")),
         )
 

@@ -8,7 +8,7 @@ from typing import Any, Self, final
 
 import jax
 
-from jaxserve.models.config import DecoderConfig, check_is, check_readable
+from jaxserve.models.config import DecoderConfig, check_is, plain_sizes
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
@@ -46,27 +46,16 @@ class OPTConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
-        check_readable(
-            given,
-            ("vocab_size", "hidden_size", "ffn_dim", "num_hidden_layers", "num_attention_heads"),
-        )
+        sizes = plain_sizes(given, mlp="ffn_dim")
         check_is(given, "enable_bias", (True,))
         check_is(given, "layer_norm_elementwise_affine", (True,))
         check_is(given, "_remove_final_layer_norm", (False,))
-        embed, heads = given["hidden_size"], given["num_attention_heads"]
         return cls(
-            vocab_size=given["vocab_size"],
-            hidden_size=embed,
-            intermediate_size=given["ffn_dim"],
-            num_layers=given["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=embed // heads,
-            max_position_embeddings=given.get("max_position_embeddings") or 2048,
+            **sizes,
             activation=activation_of(given, "activation_function", "relu"),
             tie_word_embeddings=bool(given.get("tie_word_embeddings", True)),
             norm_first=bool(given.get("do_layer_norm_before", True)),
-            embedding_size=given.get("word_embed_proj_dim") or embed,
+            embedding_size=given.get("word_embed_proj_dim") or sizes["hidden_size"],
         )
 
 

@@ -1,0 +1,104 @@
+"""Where prompts come in: made into requests, handed to the replicas, promised an answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Sequence
+from functools import partial
+from typing import Any, final
+
+from jaxserve.core.clock import Clock
+from jaxserve.core.errors import InvalidRequestError
+from jaxserve.core.request import Request, Timing
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Answer, Piece, PieceSink, failed_completion
+from jaxserve.engine.requests import Prompt, RequestBuilder
+from jaxserve.runtime.batches import Batch
+from jaxserve.runtime.pending import Pending
+from jaxserve.runtime.replicas import Replicas
+from jaxserve.runtime.streams import aread, read
+from jaxserve.workload import WorkloadItem
+
+
+@final
+class Intake:
+    """Thread-safe; tokenizes on the thread that asks, never on an engine's.
+
+    Args:
+      requests: checks them against the model's limits.
+      tokenizer: of the answers' text; None leaves them without.
+    """
+
+    def __init__(self, requests: RequestBuilder, replicas: Replicas, tokenizer: Any, clock: Clock):
+        self._requests = requests
+        self._replicas = replicas
+        self._tokenizer = tokenizer
+        self._clock = clock
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        deadline_s: float | None,
+        **others: Any,
+    ) -> Pending:
+        """See `Runtime.submit`; `others` as `RequestBuilder.build` has them."""
+        now = self._clock.now()
+        answer = self._answer(
+            self._requests.build(
+                prompt,
+                params or SamplingParams(),
+                now,
+                deadline_s=None if deadline_s is None else now + deadline_s,
+                **others,
+            )
+        )
+        self._replicas.submit(answer)
+        return self._pending(answer)
+
+    def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
+        """See `Runtime.submit_items`."""
+        now = self._clock.now()
+        answers = [self._answer(self._requests.build_item(item, now)) for item in items]
+        self._replicas.submit(*answers)
+        return [self._pending(answer) for answer in answers]
+
+    def submit_batch(self, batch: Batch) -> list[Pending]:
+        """Requests that cannot be served have ended with their errors; the rest start together."""
+        pending, answers = [], []
+        for prompt, params in zip(batch.prompts, batch.params, strict=True):
+            now = self._clock.now()
+            try:
+                answer = self._answer(self._requests.build(prompt, params, now))
+            except InvalidRequestError as error:
+                timing = Timing(arrival_s=now, finished_s=now)
+                pending.append(Pending.ended(failed_completion("refused", (), error, timing)))
+            else:
+                answers.append(answer)
+                pending.append(self._pending(answer))
+        self._replicas.submit(*answers)
+        return pending
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None) -> Generator[Piece]:
+        """See `Runtime.stream`."""
+        return read(partial(self._start, prompt, params), self._replicas.cancel)
+
+    def astream(self, prompt: Prompt, params: SamplingParams | None) -> AsyncGenerator[Piece]:
+        """See `Runtime.astream`."""
+        return aread(partial(self._start, prompt, params), self._replicas.cancel)
+
+    def _start(self, prompt: Prompt, params: SamplingParams | None, sink: PieceSink) -> Answer:
+        request = self._requests.build(prompt, params or SamplingParams(), self._clock.now())
+        answer = self._answer(request, sink)
+        self._replicas.submit(answer)
+        return answer
+
+    def _answer(self, request: Request, sink: PieceSink | None = None) -> Answer:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return Answer(request, sink=sink)
+        skip = request.params.skip_special_tokens
+        return Answer(request, decoder=lambda: tokenizer.stream_decoder(skip), sink=sink)
+
+    def _pending(self, answer: Answer) -> Pending:
+        return Pending(answer.request.id, answer.future, self._replicas.cancel)
