@@ -4,16 +4,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+# The machine code of kernels is looked at with the JAX that GPU machines have.
+GATE_PYTHON ?= python3.12
+GATE_JAX := 0.11.2
 
 # A stamp says which extras .venv holds for the present pyproject.toml.
 DEMO_STAMP := $(VENV)/.installed-demo
 TEST_STAMP := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint format clean gpu-check kernel-gate
 
 help: ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 demo: $(DEMO_STAMP) ## install, fetch a 135M instruct model, answer eight prompts in one batch
 	@$(BIN)/python -m scripts.demo
@@ -31,8 +34,26 @@ format: $(TEST_STAMP) ## format the code and mend what lint can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+gpu-check: ## test, time the kernels and decode on this machine's GPU, with PYTHON's own JAX
+	@$(PYTHON) -m scripts.gpu_check $(ARGS)
+
+GATE := .venv-gate
+kernel-gate: ## compile the GPU kernels to machine code, without a GPU (needs python3.12)
+	@command -v $(GATE_PYTHON) >/dev/null && $(GATE_PYTHON) -c 'import sys' 2>/dev/null || { \
+	    echo "kernel-gate: $(GATE_PYTHON) is not there; nothing was compiled (GATE_PYTHON=...)"; \
+	    exit 0; }; \
+	$(MAKE) --no-print-directory $(GATE)/.installed && $(GATE)/bin/python -m scripts.kernel_gate $(ARGS)
+
+$(GATE)/.installed: pyproject.toml
+	@echo "Installing JAX $(GATE_JAX) and its CUDA plug-in into $(GATE) (a minute or two, once)"
+	@$(GATE_PYTHON) -m venv $(GATE)
+	@$(GATE)/bin/python -m pip install --quiet --disable-pip-version-check jax==$(GATE_JAX) -e .
+	@$(GATE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    jax-cuda13-plugin==$(GATE_JAX) jax-cuda13-pjrt==$(GATE_JAX) nvidia-cuda-nvcc nvidia-nvvm
+	@touch $@
+
 clean: ## remove .venv and everything built (downloaded models stay)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(GATE) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -64,6 +64,12 @@ def measure_machine(dtype: jax.typing.DTypeLike) -> Machine:
     return Machine(flops_per_s=2 * _LARGE**3 / product_s, bytes_per_s=_MATRIX_BYTES / read_s)
 
 
+def measure_copy(num_bytes: int = 1 << 30) -> float:
+    """Bytes a second, read and written, of copying an array on the device."""
+    source = jax.random.normal(jax.random.key(0), (num_bytes // 4,))
+    return 2 * num_bytes / seconds(jax.jit(jnp.negative), source)
+
+
 def bound(
     machine: Machine,
     config: LlamaConfig,

@@ -4,8 +4,8 @@ Each operation is a folder: its public signature, a slow and obvious reference, 
 implementations, and the named shapes that tests and benchmarks share.
 """
 
-from pallas_kernels.kv_write import kv_write
+from pallas_kernels.kv_write import kv_write, quantize
 from pallas_kernels.matmul import matmul
 from pallas_kernels.paged_attention import Rows, paged_attention
 
-__all__ = ["Rows", "kv_write", "matmul", "paged_attention"]
+__all__ = ["Rows", "kv_write", "matmul", "paged_attention", "quantize"]

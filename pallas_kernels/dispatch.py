@@ -30,7 +30,7 @@ def call(
       NotImplementedError: the implementation asked for cannot serve this case.
       ValueError: there is no such implementation.
     """
-    platform = jax.default_backend()
+    platform = target_platform()
     if implementation is not None:
         if implementation not in implementations:
             raise ValueError(
@@ -50,6 +50,26 @@ def call(
             return out
     _log_choice(operation, "xla", platform, "; ".join(refused) or "the only choice")
     return implementations["xla"](**arguments)
+
+
+def target_platform() -> str:
+    """What is compiled for: "cpu", "cuda" and so on.
+
+    That is JAX's default back end, or the device of the abstract mesh in force, for compiling
+    where there is no such device.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return "cuda" if platform == "gpu" else platform
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Of the GPU that is compiled for, such as (9, 0); None where it is not at hand."""
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    if capability is None:
+        return None
+    major, minor = str(capability).split(".")
+    return int(major), int(minor)
 
 
 def is_partitioned() -> bool:

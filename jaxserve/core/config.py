@@ -34,6 +34,7 @@ class EngineConfig:
       token_buckets: compiled sizes of a mixed step; empty for a default ladder.
       slot_buckets: compiled sizes of the decode window; likewise.
       head_buckets: compiled sizes of the sampling head of a mixed step; likewise.
+      attention: implementation of paged attention; None for the platform's choice.
     """
 
     page_size: int = 32
@@ -45,6 +46,7 @@ class EngineConfig:
     token_buckets: tuple[int, ...] = ()
     slot_buckets: tuple[int, ...] = ()
     head_buckets: tuple[int, ...] = ()
+    attention: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_slots", "max_context", "max_decode_iterations"):

@@ -26,6 +26,8 @@ class RuntimeOptions:
       seed: of the requests that bring none.
       warmup: compile everything at the start; otherwise when first needed.
       strict: raise when something compiles after warm-up.
+      attention: implementation of paged attention instead of the platform's choice, one of
+        `pallas_kernels.paged_attention.IMPLEMENTATIONS`.
       record: file that gets a line for every request that ends, to be replayed by benchmarks
         (`jaxserve.workload.recorded`); new or empty.
       progress: show progress bars for anything longer than two seconds.
@@ -41,6 +43,7 @@ class RuntimeOptions:
     seed: int = 0
     warmup: bool = True
     strict: bool = False
+    attention: str | None = None
     record: str | Path | None = None
     progress: bool = True
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from jaxserve.core.assets import cache_folder
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.device_executor import DeviceExecutor
@@ -28,6 +29,7 @@ from jaxserve.models.batch import empty_cache
 from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.parts import cut
+from pallas_kernels.paged_attention import IMPLEMENTATIONS
 from sharding import ProcessGroup, StagePlan
 
 
@@ -99,10 +101,22 @@ def build_executor(
       DeviceMemoryError
       InvalidConfigError: also where the processes were given different settings.
     """
-    if stages is None:
-        executor, size = _build_whole(graphdef, params, model_config, layer_layout, options, group)
-    else:
-        executor, size = _build_stages(params, model_config, layer_layout, options, stages)
+    if options.attention not in (None, *IMPLEMENTATIONS):
+        raise InvalidConfigError(
+            f"attention={options.attention!r} is unknown; give one of {IMPLEMENTATIONS}"
+        )
+    try:
+        if stages is None:
+            built = _build_whole(graphdef, params, model_config, layer_layout, options, group)
+        else:
+            built = _build_stages(params, model_config, layer_layout, options, stages)
+    except NotImplementedError as error:
+        if options.attention is None:
+            raise
+        raise InvalidConfigError(
+            f"attention={options.attention!r} cannot serve: {error}"
+        ) from error
+    executor, size = built
     if options.warmup:
         warm_up(executor, progress=options.progress)
     return executor, size
@@ -129,12 +143,12 @@ def _build_whole(
     # what was compiled to be measured is what runs.
     optimistic = _agreed(pages.plan(step_bytes=0), group).num_pages
     draft = _engine_config(model_config, options, num_pages=optimistic)
-    programs = Programs(graphdef, draft, place)
+    programs = Programs(graphdef, draft, model_config, place)
     steps = programs.compiled_steps(params, pages.abstract(optimistic))
     size = _agreed(pages.plan(step_bytes=largest_step_bytes(steps)), group)
     if size.num_pages != optimistic:
         config = _engine_config(model_config, options, num_pages=size.num_pages)
-        programs = Programs(graphdef, config, place)
+        programs = Programs(graphdef, config, model_config, place)
     cache = pages.new(size.num_pages)
     return DeviceExecutor(programs, params, cache, strict=options.strict), size
 
@@ -160,7 +174,7 @@ def _build_stages(
     def programs_for(num_pages: int) -> list[Programs]:
         config = _engine_config(model_config, options, num_pages=num_pages)
         return [
-            Programs(part.graphdef, config, place)
+            Programs(part.graphdef, config, model_config.part(part.stage.layers), place)
             for part, place in zip(parts, places, strict=True)
         ]
 
@@ -291,6 +305,7 @@ def _engine_config(model_config: Any, options: RuntimeOptions, *, num_pages: int
         ),
         max_step_tokens=max_step_tokens,
         max_decode_iterations=options.max_decode_iterations or defaults.max_decode_iterations,
+        attention=options.attention,
     )
 
 

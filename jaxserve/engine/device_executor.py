@@ -141,6 +141,9 @@ class DeviceExecutor:
             np.int32(plan.window_start),
             np.int32(plan.num_iterations),
             pack_needs(plan.needs),
+            self._programs.plan_decode(
+                plan.rows, plan.window_start, plan.window_size, plan.num_iterations
+            ),
             num_rows=plan.window_size,
         )
         output_rows = np.array([row.slot - plan.window_start for row in plan.rows], np.int32)
@@ -151,7 +154,8 @@ class DeviceExecutor:
         rows = [plan.rows[i] for i in order]
         batch, starts = pack_rows(self.config, rows)
         self._pages.cache, hidden, row_hidden = self._programs.mixed_body(
-            self._params, self._pages.cache, self._slots.state, batch
+            *(self._params, self._pages.cache, self._slots.state, batch),
+            self._programs.plan_mixed(batch),
         )
         prompt_parts = self._prompt_parts(plan, order, starts, batch, hidden)
         num_sampling = sum(row.samples for row in rows)
@@ -198,14 +202,16 @@ class DeviceExecutor:
     def _warm_body(self, num_tokens: int) -> None:
         batch, _ = pack_rows(self.config, (), num_tokens)
         self._pages.cache, hidden, _ = self._programs.mixed_body(
-            self._params, self._pages.cache, self._slots.state, batch
+            *(self._params, self._pages.cache, self._slots.state, batch),
+            self._programs.plan_mixed(batch),
         )
         self._programs.prompt_logprobs(self._params, self._slots.state, hidden, batch)
 
     def _warm_head(self, num_rows: int) -> None:
         batch, _ = pack_rows(self.config, ())
         self._pages.cache, _, row_hidden = self._programs.mixed_body(
-            self._params, self._pages.cache, self._slots.state, batch
+            *(self._params, self._pages.cache, self._slots.state, batch),
+            self._programs.plan_mixed(batch),
         )
         self._slots.state, _ = self._programs.mixed_head(
             self._params,
@@ -223,6 +229,7 @@ class DeviceExecutor:
             np.int32(0),
             np.int32(0),  # iterations: requests may be running
             pack_needs(Needs()),
+            self._programs.plan_decode((), 0, num_rows),
             num_rows=num_rows,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -18,7 +18,7 @@ from jaxserve.engine.sampler import SamplingNeeds
 from jaxserve.engine.steps import MixedBatch, Outputs
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import Row, StepPlan
 
 
 @final
@@ -68,12 +68,20 @@ class DeviceStage:
         self._take_in(slots)
         with self.programs.place.in_force():
             self.pages.cache, hidden, row_hidden = self.programs.mixed_body(
-                self.params, self.pages.cache, self.slots.state, batch, self._moved(inputs)
+                *(self.params, self.pages.cache, self.slots.state, batch),
+                self.programs.plan_mixed(batch),
+                self._moved(inputs),
             )
         return hidden, row_hidden
 
-    def decode(self, start: int, size: int, inputs: jax.Array | None) -> jax.Array:
-        """Where the newest tokens of the slots from `start` on end in this stage [size, E]."""
+    def decode(
+        self, rows: Sequence[Row], start: int, size: int, inputs: jax.Array | None
+    ) -> jax.Array:
+        """Where the newest tokens of the slots from `start` on end in this stage [size, E].
+
+        Args:
+          rows: of these slots, where they stand now.
+        """
         self._take_in(np.arange(start, start + size))
         with self.programs.place.in_force():
             self.pages.cache, hidden = self.programs.stage_decode(
@@ -81,6 +89,7 @@ class DeviceStage:
                 self.pages.cache,
                 self.slots.state,
                 np.int32(start),
+                self.programs.plan_decode(rows, start, size),
                 self._moved(inputs),
                 num_rows=size,
             )

@@ -17,11 +17,15 @@ from flax import nnx
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.engine import steps
+from jaxserve.engine.attention_planner import AttentionPlanner
+from jaxserve.engine.packing import pack_rows
 from jaxserve.engine.placement import Placement
 from jaxserve.engine.sampler import SamplingNeeds
 from jaxserve.engine.slots import empty_slots
 from jaxserve.engine.steps import MixedBatch, Params
 from jaxserve.models.batch import KVCache
+from jaxserve.scheduling.plan import Row
+from pallas_kernels.paged_attention import Plan
 
 
 @final
@@ -31,12 +35,16 @@ class Programs:
     Args:
       graphdef: static part of a decoder: `model(tokens, batch, cache) -> hidden, cache` and
         `model.logits(hidden)`.
+      model_config: of the decoder, or of its part.
       place: where parameters, cache and slots live.
     """
 
-    def __init__(self, graphdef: nnx.GraphDef, config: EngineConfig, place: Placement):
+    def __init__(
+        self, graphdef: nnx.GraphDef, config: EngineConfig, model_config: Any, place: Placement
+    ):
         self.config = config
         self.place = place
+        self._planner = AttentionPlanner.of(config, model_config, place)
         bind = partial(partial, graphdef=graphdef, config=config)
         whole, pages = place.whole, place.pages
         self.mixed_body = jax.jit(
@@ -70,6 +78,18 @@ class Programs:
         )
         self.no_outputs = jax.jit(steps.no_outputs, static_argnums=(0, 1), out_shardings=whole)
 
+    def plan_mixed(self, batch: MixedBatch) -> Plan | None:
+        """Of attention in a mixed step, for `mixed_body`."""
+        return None if self._planner is None else self._planner.mixed(batch)
+
+    def plan_decode(
+        self, rows: Sequence[Row], window_start: int, num_rows: int, num_iterations: int = 1
+    ) -> Plan | None:
+        """Of attention in the iterations of a decode loop, for `decode_loop`."""
+        if self._planner is None:
+            return None
+        return self._planner.decode(rows, window_start, num_rows, num_iterations)
+
     def compiled_steps(self, params: Params, cache: KVCache) -> list[Any]:
         """The largest mixed step and decode loop, compiled as they will be called.
 
@@ -78,11 +98,12 @@ class Programs:
         """
         batch, scalar, needs = self._arguments()
         cache, slots = self._placed(cache)
+        decode_plan = self.plan_decode((), 0, self.config.max_slots)
         loop = partial(self.decode_loop.lower, num_rows=self.config.max_slots)
         with self.place.in_force():
             lowered = [
-                self.mixed_body.lower(params, cache, slots, batch),
-                loop(params, cache, slots, scalar, scalar, needs),
+                self.mixed_body.lower(params, cache, slots, batch, self.plan_mixed(batch)),
+                loop(params, cache, slots, scalar, scalar, needs, decode_plan),
             ]
         return [step.compile() for step in lowered]
 
@@ -108,9 +129,10 @@ class Programs:
         with self.place.in_force():
             lowered = [
                 self.mixed_body.lower(
-                    params, cache, slots, batch, inputs(self.config.max_step_tokens)
+                    *(params, cache, slots, batch, self.plan_mixed(batch)),
+                    inputs(self.config.max_step_tokens),
                 ),
-                step(params, cache, slots, scalar, inputs(rows)),
+                step(params, cache, slots, scalar, self.plan_decode((), 0, rows), inputs(rows)),
             ]
         return [step.compile() for step in lowered]
 
@@ -126,12 +148,9 @@ class Programs:
         return at(self.place.pages, cache), at(self.place.whole, slots)
 
     def _arguments(self) -> tuple[MixedBatch, Any, SamplingNeeds]:
-        """Abstract: the largest batch, a number, and needs."""
-        config = self.config
-        row = jax.ShapeDtypeStruct((config.max_slots,), jnp.int32)
-        tokens = jax.ShapeDtypeStruct((config.max_step_tokens,), jnp.int32)
+        """The largest batch, without rows; abstract: a number, and needs."""
         flag = jax.ShapeDtypeStruct((), jnp.bool_)
-        batch = MixedBatch(tokens, row, row, row, row)  # pyright: ignore[reportArgumentType]
+        batch, _ = pack_rows(self.config, (), self.config.max_step_tokens)
         needs = SamplingNeeds(*(flag for _ in fields(SamplingNeeds)))  # pyright: ignore[reportArgumentType]
         return batch, jax.ShapeDtypeStruct((), jnp.int32), needs
 

@@ -201,10 +201,15 @@ class StagedExecutor:
         needs = pack_needs(plan.needs)
         for iteration in range(plan.num_iterations):
             for batch, start in enumerate(starts):
+                rows = [
+                    replace(row, start=row.start + iteration)
+                    for row in plan.rows
+                    if start <= row.slot < start + size
+                ]
                 self._tell(range(start, start + size), size, samples=True)
                 hidden = None
                 for stage in self._stages:
-                    hidden = stage.decode(start, size, hidden)
+                    hidden = stage.decode(rows, start, size, hidden)
                 index = np.arange(start, start + size, dtype=np.int32)
                 outputs[batch] = self._sample(hidden, index, outputs[batch], iteration, needs)
         place = {start: batch * size for batch, start in enumerate(starts)}
@@ -313,7 +318,7 @@ class StagedExecutor:
     def _warm_decode(self, num_rows: int) -> None:
         hidden = None
         for stage in self._stages:
-            hidden = stage.decode(0, num_rows, hidden)
+            hidden = stage.decode((), 0, num_rows, hidden)
         self._warm_sampling(hidden, num_rows, self.config.max_decode_iterations)
 
     def _warm_sampling(self, hidden: Any, num_rows: int, num_iterations: int) -> None:

@@ -22,6 +22,7 @@ from jaxserve.engine.slots import SlotState
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.models.batch import AttentionBatch, KVCache
 from pallas_kernels import Rows
+from pallas_kernels.paged_attention import Plan
 
 Params = Any
 
@@ -67,6 +68,7 @@ def mixed_body(
     cache: KVCache,
     slots: SlotState,
     batch: MixedBatch,
+    attention_plan: Plan | None,
     inputs: jax.Array | None = None,  # [T, E], where a stage before this one ended
     *,
     graphdef: nnx.GraphDef,
@@ -89,6 +91,7 @@ def mixed_body(
             context_length=batch.start + batch.query_length,
             page_table=slots.page_table[batch.slot],
         ),
+        plan=attention_plan,
     )
     inputs = slots.tokens[slot, positions] if inputs is None else inputs
     hidden, cache = model(inputs, attention, cache)
@@ -120,6 +123,7 @@ def decode_loop(
     window_start: jax.Array,  # int32 scalar
     num_iterations: jax.Array,  # int32 scalar
     needs: SamplingNeeds,
+    attention_plan: Plan | None,
     *,
     num_rows: int,
     graphdef: nnx.GraphDef,
@@ -139,7 +143,7 @@ def decode_loop(
     ) -> tuple[jax.Array, KVCache, SlotState, Outputs]:
         iteration, cache, window, outputs = carry
         live = ~window.done
-        hidden, cache = _decode_once(model, window, cache, None, config)
+        hidden, cache = _decode_once(model, window, cache, None, attention_plan, config)
         sampled = sample(model.logits(hidden), window.sampling, window.tokens, window.length, needs)
         window = slot_edits.append(window, index, live, sampled.token, sampled.finite)
         return iteration + 1, cache, window, _record(outputs, iteration, live, sampled)
@@ -159,6 +163,7 @@ def stage_decode(
     cache: KVCache,
     slots: SlotState,
     window_start: jax.Array,  # int32 scalar
+    attention_plan: Plan | None,
     inputs: jax.Array | None,  # [R, E], where the stage before this one ended
     *,
     num_rows: int,
@@ -167,7 +172,8 @@ def stage_decode(
 ) -> tuple[KVCache, jax.Array]:
     """A stage's part of one decode iteration of a window. Returns the cache and [R, E]."""
     window = _window(slots, window_start, num_rows)
-    hidden, cache = _decode_once(nnx.merge(graphdef, params), window, cache, inputs, config)
+    model = nnx.merge(graphdef, params)
+    hidden, cache = _decode_once(model, window, cache, inputs, attention_plan, config)
     return cache, hidden
 
 
@@ -231,7 +237,12 @@ def _window(slots: SlotState, start: jax.Array, size: int) -> SlotState:
 
 
 def _decode_once(
-    model: Any, window: SlotState, cache: KVCache, inputs: jax.Array | None, config: EngineConfig
+    model: Any,
+    window: SlotState,
+    cache: KVCache,
+    inputs: jax.Array | None,
+    attention_plan: Plan | None,
+    config: EngineConfig,
 ) -> tuple[jax.Array, KVCache]:
     """Hidden states [R, E] of each slot's newest token, and the cache with its KV."""
     index = jnp.arange(window.done.shape[0])
@@ -249,6 +260,7 @@ def _decode_once(
             context_length=jnp.where(live, window.length, 0),
             page_table=window.page_table,
         ),
+        plan=attention_plan,
         max_query_length=1,
     )
     inputs = window.tokens[index, positions] if inputs is None else inputs
@@ -270,6 +282,7 @@ def _attention_batch(
     token_pages: jax.Array,
     valid: jax.Array,
     rows: Rows,
+    plan: Plan | None,
     max_query_length: int | None = None,
 ) -> AttentionBatch:
     return AttentionBatch(
@@ -277,7 +290,9 @@ def _attention_batch(
         page=jnp.where(valid, token_pages, NULL_PAGE),
         offset=positions % config.page_size,
         rows=rows,
+        plan=plan,
         max_query_length=max_query_length,
+        implementation=config.attention,
     )
 
 

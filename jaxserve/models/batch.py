@@ -12,14 +12,15 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.models.config import DecoderConfig
 from pallas_kernels import Rows, kv_write, paged_attention
+from pallas_kernels.paged_attention import Plan
 from sharding.shards import TENSOR, over_tensor
 
 
 @final
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("positions", "page", "offset", "rows"),
-    meta_fields=("max_query_length",),
+    data_fields=("positions", "page", "offset", "rows", "plan"),
+    meta_fields=("max_query_length", "implementation"),
 )
 @dataclass(frozen=True)
 class AttentionBatch:
@@ -30,6 +31,8 @@ class AttentionBatch:
       page, offset: int32 [tokens], where each token's KV is written; page 0 for padding.
       rows: see `pallas_kernels.Rows`.
       max_query_length: static; 1 for a pure decode batch, None otherwise.
+      plan: of the rows, for kernels that work through one.
+      implementation: of attention; None for the platform's choice.
     """
 
     positions: jax.Array
@@ -37,6 +40,8 @@ class AttentionBatch:
     offset: jax.Array
     rows: Rows
     max_query_length: int | None
+    plan: Plan | None = None
+    implementation: Any = None
 
 
 @final
@@ -117,6 +122,8 @@ def _write_and_attend(
         layer,
         batch.rows,
         max_query_length=batch.max_query_length,
+        plan=batch.plan,
+        implementation=batch.implementation,
         **options,
     )
     return out, k_pages, v_pages

@@ -22,8 +22,9 @@ def matmul(
     x: jax.Array, weight: jax.Array, *, transposed: bool, out_dtype: jax.typing.DTypeLike
 ) -> jax.Array:
     """See `api.matmul`."""
-    if jax.default_backend() != "cpu":
-        raise NotImplementedError(f"compiled for the CPU, not for {jax.default_backend()}")
+    platform = dispatch.target_platform()
+    if platform != "cpu":
+        raise NotImplementedError(f"compiled for the CPU, not for {platform}")
     dtypes = {str(x.dtype), str(weight.dtype), str(jnp.dtype(out_dtype))}
     if dtypes != {"float32"}:
         raise NotImplementedError(f"float32 only, not {sorted(dtypes)}")

@@ -1,6 +1,19 @@
 """Attention over a paged KV cache: `paged_attention` is the one public entry."""
 
-from pallas_kernels.paged_attention.api import paged_attention
+from pallas_kernels.paged_attention.api import IMPLEMENTATIONS, paged_attention
+from pallas_kernels.paged_attention.planner import Capacity, Plan, Tiling, no_work, plan
 from pallas_kernels.paged_attention.rows import Rows
+from pallas_kernels.paged_attention.tilings import planned_tiling, tiling_for
 
-__all__ = ["Rows", "paged_attention"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Capacity",
+    "Plan",
+    "Rows",
+    "Tiling",
+    "no_work",
+    "paged_attention",
+    "plan",
+    "planned_tiling",
+    "tiling_for",
+]

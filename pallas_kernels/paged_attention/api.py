@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.paged_attention import cpu, reference, xla
+from pallas_kernels.paged_attention import cpu, reference, triton, xla
+from pallas_kernels.paged_attention.planner import Plan
 from pallas_kernels.paged_attention.rows import Rows
 
-Implementation = Literal["reference", "xla", "cpu"]
+Implementation = Literal["reference", "xla", "cpu", "triton", "triton_interpreted"]
 
 _IMPLEMENTATIONS = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
     "cpu": cpu.paged_attention,
+    "triton": triton.paged_attention,
+    "triton_interpreted": partial(triton.paged_attention, interpret=True),
 }
-_PREFERRED = {"cpu": ("cpu",)}
+_PREFERRED = {"cpu": ("cpu",), "cuda": ("triton",)}
+
+IMPLEMENTATIONS = tuple(_IMPLEMENTATIONS)
+
+jax.tree_util.register_dataclass(
+    Plan,
+    data_fields=["tiles", "splits", "merges", "counts"],
+    meta_fields=["tiling", "num_slots"],
+)
 
 
 def paged_attention(
@@ -31,7 +43,10 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: jax.Array | None = None,
+    k_scales: jax.Array | None = None,
+    v_scales: jax.Array | None = None,
     max_query_length: int | None = None,
+    plan: Plan | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention of a flat ragged batch over paged keys and values.
@@ -47,10 +62,15 @@ def paged_attention(
       scale: of the logits; 1 / sqrt(head_dim) by default.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap).
       alibi_slopes: float32 [q_heads]; adds slope * (key position - query position).
+      k_scales, v_scales: float32 [layers, pages, kv_heads, page_size], which quantized pages (int8,
+        float8) are to be multiplied by; both or none.
       max_query_length: static bound on `rows.query_length`. 1 promises a decode batch: token i
         is the only query of row i.
+      plan: of these rows, by `planner.plan`, for kernels that share them out beforehand. Rows
+        may have shrunk since.
       implementation: overrides the platform's choice, made when the call is traced and logged
-        once: on the CPU "cpu", else "xla"; elsewhere "xla".
+        once: "cpu" on the CPU, "triton" on NVIDIA GPUs, "xla" elsewhere and where those refuse.
+        "triton_interpreted" runs that kernel anywhere, for tests.
 
     Returns:
       [tokens, q_heads, head_dim] in q's dtype.
@@ -60,6 +80,7 @@ def paged_attention(
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
     _check_shapes(q, k_pages, v_pages, rows, alibi_slopes, max_query_length)
+    _check_scales(k_pages, k_scales, v_scales)
     return dispatch.call(
         "paged_attention",
         _IMPLEMENTATIONS,
@@ -74,7 +95,10 @@ def paged_attention(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
+        k_scales=k_scales,
+        v_scales=v_scales,
         max_query_length=max_query_length,
+        plan=plan,
     )
 
 
@@ -112,3 +136,13 @@ def _check_shapes(
             f"max_query_length=1 promises one token a row, but there are {q.shape[0]} tokens and "
             f"{rows.query_length.shape[0]} rows"
         )
+
+
+def _check_scales(pages: jax.Array, k_scales: jax.Array | None, v_scales: jax.Array | None) -> None:
+    if (k_scales is None) != (v_scales is None):
+        raise ValueError("k_scales and v_scales belong together; give both or none")
+    for scales in (k_scales, v_scales):
+        if scales is not None and scales.shape != pages.shape[:4]:
+            raise ValueError(
+                f"scales{scales.shape}: expected {pages.shape[:4]}, one a token and head"
+            )

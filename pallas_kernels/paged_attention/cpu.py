@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import build, dispatch
+from pallas_kernels.paged_attention.planner import Plan
 from pallas_kernels.paged_attention.rows import Rows
 
 _SOURCE = Path(__file__).with_name("cpu.cc")
@@ -28,20 +29,25 @@ def paged_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     alibi_slopes: jax.Array | None,
+    k_scales: jax.Array | None,
+    v_scales: jax.Array | None,
     max_query_length: int | None,
+    plan: Plan | None,
 ) -> jax.Array:
     """See `api.paged_attention`. Tokens of no row get zeros.
 
     The bits of a row's output do not depend on the rest of the batch. Rows that reach outside the
     batch, the page table or the cache fail when the call runs, with XLA's InvalidArgument.
     """
-    if jax.default_backend() != "cpu":
-        raise NotImplementedError(f"compiled for the CPU, not for {jax.default_backend()}")
+    platform = dispatch.target_platform()
+    if platform != "cpu":
+        raise NotImplementedError(f"compiled for the CPU, not for {platform}")
     if dispatch.is_partitioned():
         raise NotImplementedError("XLA cannot partition it over a mesh")
     dtypes = {str(x.dtype) for x in (q, k_pages, v_pages)}
     if dtypes != {"float32"}:
         raise NotImplementedError(f"float32 queries and pages only, not {sorted(dtypes)}")
+    del k_scales, v_scales, plan  # scaled pages are not float32, and threads share the rows
     if q.shape[2] % 8:
         raise NotImplementedError(f"head_dim must be a multiple of 8, not {q.shape[2]}")
     if sliding_window is not None and sliding_window < 1:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.paged_attention.planner import Plan
 from pallas_kernels.paged_attention.rows import Rows
 
 
@@ -20,13 +21,19 @@ def paged_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     alibi_slopes: jax.Array | None,
+    k_scales: jax.Array | None,
+    v_scales: jax.Array | None,
     max_query_length: int | None,
+    plan: Plan | None,
 ) -> jax.Array:
     """See `api.paged_attention`. Loops in NumPy float64, query by query; cannot be traced."""
-    del max_query_length
+    del max_query_length, plan
     if isinstance(q, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
         raise NotImplementedError("the reference runs outside jit only; use implementation='xla'")
     queries, keys, values = (np.asarray(x, np.float64) for x in (q, k_pages[layer], v_pages[layer]))
+    if k_scales is not None and v_scales is not None:
+        keys *= np.asarray(k_scales, np.float64)[layer][..., None]
+        values *= np.asarray(v_scales, np.float64)[layer][..., None]
     tables = np.asarray(rows.page_table)
     page_size = keys.shape[2]
     group = queries.shape[1] // keys.shape[1]

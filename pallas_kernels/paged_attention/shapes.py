@@ -75,6 +75,35 @@ BENCHMARK_SHAPES = (
     AttentionShape(name="smollm2_mixed", rows=(*_DECODE_32[:31], (225, 600)), **_SMOLLM2),
 )
 
+_LLAMA3_8B = dict(num_heads=32, num_kv_heads=8, head_dim=128, page_size=32)
+_LLAMA2_13B = dict(num_heads=40, num_kv_heads=40, head_dim=128, page_size=32)
+
+# Timed on GPUs only. Decoding: the curve over batches and contexts that one device holds.
+GPU_DECODE_SHAPES = (
+    *(
+        AttentionShape(
+            name=f"llama3_8b_decode_{batch}x{context}", rows=((1, context),) * batch, **_LLAMA3_8B
+        )
+        for batch in (1, 8, 32, 128, 256)
+        for context in (128, 1024, 4096, 16384, 65536, 131072)
+        if batch * context <= 2**21
+    ),
+    AttentionShape(name="llama2_13b_decode_32x4096", rows=((1, 4096),) * 32, **_LLAMA2_13B),
+    AttentionShape(
+        name="llama3_8b_decode_ragged", rows=_decode_contexts(128, 100, 16000), **_LLAMA3_8B
+    ),
+)
+GPU_PREFILL_SHAPES = tuple(
+    AttentionShape(name=f"llama3_8b_prefill_{length}", rows=((length, length),), **_LLAMA3_8B)
+    for length in (512, 1024, 4096, 16384)
+)
+GPU_MIXED_SHAPES = (
+    AttentionShape(
+        name="llama3_8b_mixed_64x4096_1024", rows=(*((1, 4096),) * 64, (1024, 1024)), **_LLAMA3_8B
+    ),
+    AttentionShape(name="llama3_8b_turn_20_of_32768", rows=((20, 32768),), **_LLAMA3_8B),
+)
+
 
 def make_inputs(
     shape: AttentionShape, seed: int, *, layers: int = 2, padding: int = 0

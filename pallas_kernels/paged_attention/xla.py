@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.paged_attention.planner import Plan
 from pallas_kernels.paged_attention.rows import Rows
 
 # A chunk is as many pages as hold these tokens.
@@ -39,9 +40,13 @@ def paged_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     alibi_slopes: jax.Array | None,
+    k_scales: jax.Array | None,
+    v_scales: jax.Array | None,
     max_query_length: int | None,
+    plan: Plan | None,
 ) -> jax.Array:
     """See `api.paged_attention`."""
+    del plan  # its loops are XLA's
     tokens, num_heads, head_dim = q.shape
     kv_heads = k_pages.shape[2]
     shape = (kv_heads, num_heads // kv_heads)
@@ -54,6 +59,8 @@ def paged_attention(
             sliding_window,
             soft_cap,
             None if alibi_slopes is None else alibi_slopes.astype(jnp.float32).reshape(shape),
+            k_scales,
+            v_scales,
         ),
     )
     scaled = (q.astype(jnp.float32) * scale).reshape(tokens, *shape, head_dim)
@@ -70,6 +77,8 @@ class _Options:
     sliding_window: int | None
     soft_cap: float | None
     alibi_slopes: jax.Array | None  # [kv_heads, group]
+    k_scales: jax.Array | None  # [layers, pages, kv_heads, page_size]
+    v_scales: jax.Array | None
 
 
 def _single_token_rows(q: jax.Array, rows: Rows, attend) -> jax.Array:
@@ -172,7 +181,7 @@ def _attend(
     Returns:
       float32, q's shape; zeros where nothing was seen.
     """
-    num_pages, kv_heads, page_size, head_dim = k_pages.shape[1:]
+    layers, num_pages, kv_heads, page_size, head_dim = k_pages.shape
     blocks, queries, _, group, _ = q.shape
     pages = max(1, min(chunk_tokens // page_size, page_table.shape[1]))
     page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))
@@ -187,16 +196,21 @@ def _attend(
     paged_q = jnp.moveaxis(q, 1, 3)[:, None]
     paged_q = jnp.broadcast_to(paged_q, (blocks, pages, *paged_q.shape[2:]))
 
-    def read(cache: jax.Array, table: jax.Array) -> jax.Array:
-        # A page as one flat row of a two-dimensional array is what XLA gathers fastest.
-        flat = cache.reshape(-1, kv_heads * page_size * head_dim)
-        got = flat.at[table + layer * num_pages].get(mode="promise_in_bounds")
-        return got.astype(jnp.float32).reshape(blocks, pages, kv_heads, page_size, head_dim)
+    def read(cache: jax.Array, scales: jax.Array | None, table: jax.Array) -> jax.Array:
+        def gathered(x: jax.Array, *tail: int) -> jax.Array:
+            # A page as one flat row of a two-dimensional array is what XLA gathers fastest.
+            flat = x.reshape(layers * num_pages, -1)
+            got = flat.at[table + layer * num_pages].get(mode="promise_in_bounds")
+            return got.astype(jnp.float32).reshape(blocks, pages, *tail)
+
+        got = gathered(cache, kv_heads, page_size, head_dim)
+        return got if scales is None else got * gathered(scales, kv_heads, page_size, 1)
 
     def one_chunk(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         maximum, total, weighted = carry
         table = lax.dynamic_slice_in_dim(page_table, chunk * pages, pages, axis=1)
-        k, v = read(k_pages, table), read(v_pages, table)
+        k = read(k_pages, options.k_scales, table)
+        v = read(v_pages, options.v_scales, table)
         # [blocks, pages, page_size]
         key = (chunk * tokens + jnp.arange(tokens)).reshape(1, pages, page_size)
         exists = key < end[:, None, None]

@@ -50,7 +50,7 @@ def _new_executor(model, config: EngineConfig = CONFIG) -> DeviceExecutor:
     cache = empty_cache(model.config, config.num_pages, config.page_size, jnp.float32, "unrolled")
     device = jax.devices()[0]
     place = Placement.like(jax.sharding.SingleDeviceSharding(device))
-    programs = Programs(graphdef, config, place)
+    programs = Programs(graphdef, config, model.config, place)
     return DeviceExecutor(programs, params, jax.device_put(cache, device), strict=True)
 
 

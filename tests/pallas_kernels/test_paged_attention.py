@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Rows, kv_write, paged_attention
+from pallas_kernels import Rows, kv_write, paged_attention, quantize
+from pallas_kernels.paged_attention import Capacity, Plan, Tiling, plan
 from pallas_kernels.paged_attention.shapes import TEST_SHAPES, AttentionShape, make_inputs
 
 OPTIONS = {
@@ -22,9 +23,15 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(params=["xla", "cpu"])
+@pytest.fixture(params=["xla", "cpu", "triton_interpreted"])
 def attention(request):
     """`paged_attention` by each implementation that is compared with the reference."""
+    return partial(paged_attention, implementation=request.param)
+
+
+@pytest.fixture(params=["xla", "cpu"])
+def compiled_attention(request):
+    """Those that run here as they are compiled."""
     return partial(paged_attention, implementation=request.param)
 
 
@@ -38,7 +45,8 @@ def _options(name: str, shape: AttentionShape) -> dict:
 def _check(attention, inputs, layer=1, max_query_length=None, **options) -> None:
     """Compare the rows' tokens in relative norm; the other tokens must be finite."""
     q, k_pages, v_pages, rows = inputs
-    attend = partial(attention, max_query_length=max_query_length, **options)
+    work = _plan(q, k_pages, rows, max_query_length)
+    attend = partial(attention, max_query_length=max_query_length, plan=work, **options)
     got = np.asarray(jax.jit(attend, static_argnums=3)(q, k_pages, v_pages, layer, rows))
     wanted = np.asarray(attend(q, k_pages, v_pages, layer, rows, implementation="reference"))
     owned = np.zeros(len(q), bool)
@@ -56,11 +64,12 @@ def test_agrees_with_the_reference(attention, shape):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_each_option_alone(attention, options):
+def test_each_option_alone(compiled_attention, options):
     """Each option alone agrees, in the mixed form and in the decode form."""
-    _check(attention, make_inputs(_shape("mixed"), seed=1), **_options(options, _shape("mixed")))
+    attend = compiled_attention
+    _check(attend, make_inputs(_shape("mixed"), seed=1), **_options(options, _shape("mixed")))
     shape = _shape("decode")
-    _check(attention, _decode_inputs(shape, seed=2), max_query_length=1, **_options(options, shape))
+    _check(attend, _decode_inputs(shape, seed=2), max_query_length=1, **_options(options, shape))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -107,7 +116,8 @@ def test_garbage_outside_the_context_is_never_seen(attention, poison, max_query_
 def test_one_row_with_not_a_number_leaves_the_others_alone(attention):
     """A sequence whose own values are not numbers does not reach the rest of the batch."""
     q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=4)
-    run = jax.jit(partial(attention, layer=0, rows=rows, max_query_length=1))
+    work = _plan(q, k_pages, rows, 1)
+    run = jax.jit(partial(attention, layer=0, rows=rows, max_query_length=1, plan=work))
     wanted = run(q, k_pages, v_pages)
     victim = int(rows.page_table[3, 0])
     got = run(q, k_pages.at[:, victim].set(jnp.nan), v_pages.at[:, victim].set(jnp.nan))
@@ -141,16 +151,16 @@ def test_bfloat16_is_computed_in_float32():
     np.testing.assert_allclose(got.astype(jnp.float32), wanted, rtol=2**-7, atol=1e-6)
 
 
-def test_layer_may_be_traced(attention):
+def test_layer_may_be_traced(compiled_attention):
     """A traced layer index reads the same layer as a static one."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=7)
-    static = jax.jit(attention, static_argnums=3)(q, k_pages, v_pages, 1, rows)
-    traced = jax.jit(attention)(q, k_pages, v_pages, jnp.int32(1), rows)
+    static = jax.jit(compiled_attention, static_argnums=3)(q, k_pages, v_pages, 1, rows)
+    traced = jax.jit(compiled_attention)(q, k_pages, v_pages, jnp.int32(1), rows)
     np.testing.assert_allclose(static, traced, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("max_query_length", [None, 1])
-def test_the_cache_is_not_copied(attention, max_query_length):
+def test_the_cache_is_not_copied(compiled_attention, max_query_length):
     """With donated pages, writing and attending need far less memory than the cache itself."""
     shape = AttentionShape(
         name="large_cache",
@@ -168,7 +178,7 @@ def test_the_cache_is_not_copied(attention, max_query_length):
     def step(k_pages, v_pages):
         k_pages = kv_write(k_pages, 1, new, where, where)
         v_pages = kv_write(v_pages, 1, new, where, where)
-        out = attention(q, k_pages, v_pages, 1, rows, max_query_length=max_query_length)
+        out = compiled_attention(q, k_pages, v_pages, 1, rows, max_query_length=max_query_length)
         return out, k_pages, v_pages
 
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(k_pages, v_pages).compile()
@@ -176,20 +186,25 @@ def test_the_cache_is_not_copied(attention, max_query_length):
 
 
 @pytest.mark.parametrize("decode", [False, True])
-def test_a_row_has_the_same_bits_in_any_batch(decode):
-    """The compiled CPU kernel: the other rows of a batch change no bit of a row's output."""
+@pytest.mark.parametrize("implementation", ["cpu", "triton_interpreted"])
+def test_a_row_has_the_same_bits_in_any_batch(implementation, decode):
+    """The other rows of a batch, and how its work is split, change no bit of a row's output."""
     shape = dataclasses.replace(_shape("chunk"), head_dim=64, rows=((1, 200), (1, 7), (1, 130)))
     if not decode:
         shape = dataclasses.replace(shape, rows=((40, 200), (7, 7), (130, 130)))
     q, k_pages, v_pages, rows = make_inputs(shape, seed=10)
-    attend = partial(paged_attention, layer=1, implementation="cpu")
-    run = jax.jit(partial(attend, max_query_length=1 if decode else None))
-    together = np.asarray(run(q, k_pages, v_pages, rows=rows))
+    longest = 1 if decode else None
+    attend = partial(paged_attention, layer=1, implementation=implementation)
+    run = jax.jit(partial(attend, max_query_length=longest))
+    work = _plan(q, k_pages, rows, longest)
+    together = np.asarray(run(q, k_pages, v_pages, rows=rows, plan=work))
     for row, (queries, _) in enumerate(shape.rows):
         start = int(rows.query_start[row])
         alone = jax.tree.map(lambda x, row=row: x[row : row + 1], rows)
         alone = dataclasses.replace(alone, query_start=jnp.zeros(1, jnp.int32))
-        got = np.asarray(run(q[start : start + queries], k_pages, v_pages, rows=alone))
+        own = q[start : start + queries]
+        work = _plan(own, k_pages, alone, longest)
+        got = np.asarray(run(own, k_pages, v_pages, rows=alone, plan=work))
         np.testing.assert_array_equal(got, together[start : start + queries])
 
 
@@ -219,12 +234,66 @@ def test_rows_outside_the_cache_fail_the_call(field, added, message):
 
 @pytest.mark.parametrize("window", [None, 2, 6])
 @pytest.mark.parametrize("context", [-(2**31), -7, 0, 3])
-def test_a_context_that_ends_before_the_queries(attention, context, window):
+def test_a_context_that_ends_before_the_queries(compiled_attention, context, window):
     """Queries past the context see what is left of it; zeros where that is nothing."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=12)
     rows = dataclasses.replace(rows, context_length=jnp.minimum(rows.context_length, context))
-    attend = partial(attention, q, k_pages, v_pages, 1, rows, sliding_window=window)
+    attend = partial(compiled_attention, q, k_pages, v_pages, 1, rows, sliding_window=window)
     np.testing.assert_allclose(attend(), attend(implementation="reference"), atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton_interpreted"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantized_pages_are_multiplied_by_their_scales(implementation, dtype):
+    """A scale a token and head gives the answer of the pages that they stand for."""
+    q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=13)
+    (k, k_scales), (v, v_scales) = (quantize(pages, dtype) for pages in (k_pages, v_pages))
+    assert k.dtype == dtype and k_scales.shape == k_pages.shape[:4]
+    restored = (
+        k.astype(jnp.float32) * k_scales[..., None],
+        v.astype(jnp.float32) * v_scales[..., None],
+    )
+    assert np.linalg.norm(restored[0] - k_pages) < 0.04 * np.linalg.norm(k_pages)
+    wanted = paged_attention(q, *restored, 1, rows, implementation="reference")
+    got = paged_attention(
+        *(q, k, v, 1, rows),
+        k_scales=k_scales,
+        v_scales=v_scales,
+        plan=_plan(q, k_pages, rows),
+        implementation=implementation,
+    )
+    assert np.linalg.norm(got - wanted) < 2e-6 * np.linalg.norm(wanted)
+
+
+def test_a_row_that_shrank_since_the_plan():
+    """Work items of rows that have gone, or of longer contexts, do no harm, nor do empty ones."""
+    q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=14)
+    longer = dataclasses.replace(
+        rows,
+        query_length=jnp.ones_like(rows.query_length),
+        first_position=rows.first_position + 5,
+        context_length=rows.context_length + 5,
+    )
+    work = _plan(q, k_pages, longer, 1)
+    attend = partial(paged_attention, q, k_pages, v_pages, 1, rows, max_query_length=1)
+    got = attend(plan=work, implementation="triton_interpreted")
+    np.testing.assert_allclose(got, attend(implementation="reference"), atol=2e-6)
+    shorter = dataclasses.replace(rows, context_length=rows.context_length - 5)
+    attend = partial(paged_attention, q, k_pages, v_pages, 1, shorter, max_query_length=1)
+    got = attend(plan=work, implementation="triton_interpreted")
+    np.testing.assert_allclose(got, attend(implementation="reference"), atol=2e-6)
+
+
+def test_a_plan_of_other_heads_is_refused():
+    """A plan for other heads says so; none at all is a refusal that names what is missing."""
+    q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=15)
+    attend = partial(
+        paged_attention, q, k_pages, v_pages, 0, rows, implementation="triton_interpreted"
+    )
+    with pytest.raises(NotImplementedError, match="plan of the batch"):
+        attend()
+    with pytest.raises(ValueError, match="4 KV heads in groups of 1"):
+        attend(plan=_plan(q, q[None, :, :, None], rows))
 
 
 def test_contradictory_shapes_are_refused():
@@ -243,6 +312,39 @@ def test_contradictory_shapes_are_refused():
     with pytest.raises(ValueError, match="four times"):
         short = dataclasses.replace(rows, context_length=rows.context_length[:-1])
         paged_attention(q, k_pages, v_pages, 0, short)
+    scales = k_pages[..., 0]
+    with pytest.raises(ValueError, match="belong together"):
+        paged_attention(q, k_pages, v_pages, 0, rows, k_scales=scales)
+    with pytest.raises(ValueError, match="one a token and head"):
+        paged_attention(q, k_pages, v_pages, 0, rows, k_scales=scales[0], v_scales=scales[0])
+
+
+def _plan(q, k_pages, rows: Rows, max_query_length: int | None = None) -> Plan:
+    """Work items of a device so small that these batches have every kind of them."""
+    tiling = Tiling(
+        kv_heads=k_pages.shape[2],
+        group=q.shape[1] // k_pages.shape[2],
+        split_rows=8,
+        tile_rows=16,
+        block_keys=16,
+        chunk_keys=32,
+        split_programs=6,
+        tile_programs=6,
+    )
+    capacity = Capacity.of(
+        tiling,
+        num_tokens=len(q),
+        num_rows=len(rows.query_length),
+        max_context=rows.page_table.shape[1] * k_pages.shape[3],
+        is_decode=max_query_length == 1,
+    )
+    return plan(
+        tiling,
+        capacity,
+        query_length=np.asarray(rows.query_length),
+        first_position=np.asarray(rows.first_position),
+        context_length=np.asarray(rows.context_length),
+    )
 
 
 def _shape(name: str) -> AttentionShape:

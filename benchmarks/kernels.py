@@ -1,0 +1,259 @@
+"""The GPU kernels against the device's limits: `python -m benchmarks.kernels --help`.
+
+Paged attention at the named shapes: time, the share of the roofline that is reached, the error
+against float32, and JAX's own paged attention beside it where that can serve the shape. A table on
+stderr, one JSON object on stdout. docs/benchmarks.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks import environment
+from benchmarks.output import command, show
+from benchmarks.roofline import Machine, measure_copy, measure_machine, seconds
+from jaxserve.core.errors import InvalidConfigError
+from pallas_kernels import Rows, paged_attention
+from pallas_kernels.paged_attention import Capacity, Plan, plan, planned_tiling
+from pallas_kernels.paged_attention.shapes import (
+    BENCHMARK_SHAPES,
+    GPU_DECODE_SHAPES,
+    GPU_MIXED_SHAPES,
+    GPU_PREFILL_SHAPES,
+    AttentionShape,
+)
+
+SHAPES = {
+    "decode": GPU_DECODE_SHAPES,
+    "prefill": GPU_PREFILL_SHAPES,
+    "mixed": GPU_MIXED_SHAPES,
+    "small": BENCHMARK_SHAPES,
+}
+# Layers of the cache, so that what one call reads is in no cache of the device for the next.
+_CACHE_BYTES = 512 << 20
+_CALLS = 20
+_ROWS_COMPARED = 4
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print, and write the result; the exit code."""
+    return command(run, _parser().parse_args(arguments), show_result=_print_table)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Every shape's figures."""
+    unknown = sorted(set(options.shapes.split(",")) - set(SHAPES))
+    if unknown:
+        raise InvalidConfigError(f"unknown shapes {unknown}; give some of {tuple(SHAPES)}")
+    dtype = jnp.dtype(options.dtype)
+    machine = Machine(flops_per_s=measure_machine(dtype).flops_per_s, bytes_per_s=measure_copy())
+    shapes = [shape for kind in options.shapes.split(",") for shape in SHAPES[kind]]
+    with tqdm(shapes, desc="timing kernels", delay=2, leave=False) as bar:
+        results = []
+        for shape in bar:
+            bar.set_postfix_str(shape.name)
+            results.append(_measure(shape, dtype, machine))
+    return {
+        "benchmark": "kernels",
+        "dtype": dtype.name,
+        "machine": {
+            "copy_bytes_per_s": machine.bytes_per_s,
+            "product_flops_per_s": machine.flops_per_s,
+        },
+        "shapes": results,
+        **environment.describe(),
+    }
+
+
+def _measure(shape: AttentionShape, dtype: jnp.dtype, machine: Machine) -> dict[str, Any]:
+    num_bytes, flops = _work(shape, dtype)
+    kv_bytes = sum(context for _, context in shape.rows) * _token_bytes(shape, dtype)
+    layers = max(1, min(16, -(-_CACHE_BYTES // kv_bytes)))
+    q, k_pages, v_pages, rows = _inputs(shape, dtype, layers)
+    longest = 1 if shape.is_decode else None
+    work = _plan(shape, rows)
+    attend = partial(paged_attention, max_query_length=longest)
+    own_s = _seconds(partial(attend, rows=rows, plan=work), q, k_pages, v_pages, layers)
+    bound_s = machine.step_s(flops=flops, num_bytes=num_bytes)
+    result = {
+        "shape": shape.name,
+        "seconds": own_s,
+        "bound_s": bound_s,
+        "of_bound": bound_s / own_s,
+        "bytes_per_s": num_bytes / own_s,
+        "flops_per_s": flops / own_s,
+        "error": _error(shape, attend, q, k_pages, v_pages, rows),
+    }
+    peer_s = _jax_seconds(shape, q, k_pages, v_pages, rows)
+    return result if peer_s is None else {**result, "jax_paged_attention_s": peer_s}
+
+
+def _work(shape: AttentionShape, dtype: jnp.dtype) -> tuple[int, int]:
+    """Bytes that have to be moved, and operations of both products."""
+    queries = sum(queries for queries, _ in shape.rows)
+    keys = sum(context for _, context in shape.rows)
+    pairs = sum(queries * context - queries * (queries - 1) // 2 for queries, context in shape.rows)
+    each = shape.num_heads * shape.head_dim
+    return (
+        keys * _token_bytes(shape, dtype) + 2 * queries * each * dtype.itemsize,
+        4 * pairs * each,
+    )
+
+
+def _token_bytes(shape: AttentionShape, dtype: jnp.dtype) -> int:
+    return 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+
+
+def _inputs(
+    shape: AttentionShape, dtype: jnp.dtype, layers: int
+) -> tuple[jax.Array, jax.Array, jax.Array, Rows]:
+    """Random ones, made on the device; pages lie scattered, each of one row alone."""
+    lengths = np.asarray([queries for queries, _ in shape.rows], np.int32)
+    contexts = np.asarray([context for _, context in shape.rows], np.int32)
+    needed = -(-contexts // shape.page_size)
+    num_pages = 1 + int(needed.sum())
+    pages = np.random.default_rng(0).permutation(np.arange(1, num_pages, dtype=np.int32))
+    table = np.zeros((len(contexts), int(needed.max())), np.int32)
+    table[np.arange(table.shape[1]) < needed[:, None]] = pages
+    rows = Rows(
+        query_start=jnp.asarray(np.cumsum(lengths) - lengths, jnp.int32),
+        query_length=jnp.asarray(lengths),
+        first_position=jnp.asarray(contexts - lengths),
+        context_length=jnp.asarray(contexts),
+        page_table=jnp.asarray(table),
+    )
+    cache = (layers, num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
+    normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = normal(keys[0], (int(lengths.sum()), shape.num_heads, shape.head_dim), dtype)
+    return q, normal(keys[1], cache, dtype), normal(keys[2], cache, dtype), rows
+
+
+def _plan(shape: AttentionShape, rows: Rows) -> Plan | None:
+    tiling = planned_tiling(
+        jax.devices()[0],
+        kv_heads=shape.num_kv_heads,
+        group=shape.num_heads // shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    if tiling is None:
+        return None
+    length = np.asarray(rows.query_length)
+    capacity = Capacity.of(
+        tiling,
+        num_tokens=int(length.sum()),
+        num_rows=len(length),
+        max_context=rows.page_table.shape[1] * shape.page_size,
+        is_decode=shape.is_decode,
+    )
+    return plan(
+        *(tiling, capacity),
+        query_length=length,
+        first_position=np.asarray(rows.first_position),
+        context_length=np.asarray(rows.context_length),
+    )
+
+
+def _seconds(
+    attend: Callable[..., jax.Array],
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layers: int,
+) -> float:
+    """Of one call, in a chain over the layers in turn that attends with what came out before."""
+
+    def chain(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> jax.Array:
+        for i in range(_CALLS):
+            q = attend(q, k_pages, v_pages, i % layers)
+        return q
+
+    return seconds(jax.jit(chain), q, k_pages, v_pages) / _CALLS
+
+
+def _error(
+    shape: AttentionShape,
+    attend: Callable[..., jax.Array],
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    rows: Rows,
+) -> float:
+    """Relative norm of some rows' difference from XLA's, which computes in float32."""
+    some = jax.tree.map(lambda x: x[:_ROWS_COMPARED], rows)
+    if shape.is_decode:
+        q = q[:_ROWS_COMPARED]
+    got = attend(q, k_pages, v_pages, 0, some, plan=_plan(shape, some))
+    wanted = attend(q.astype(jnp.float32), k_pages, v_pages, 0, some, implementation="xla")
+    owned = slice(0, int(some.query_length.sum()))
+    got, wanted = np.asarray(got, np.float32)[owned], np.asarray(wanted)[owned]
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
+def _jax_seconds(
+    shape: AttentionShape, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows
+) -> float | None:
+    """Of the decoding attention that JAX ships for GPUs, over the same pages."""
+    if not shape.is_decode or jax.default_backend() != "gpu":
+        return None
+    from jax.experimental.pallas.ops.gpu import paged_attention as peer
+
+    # [kv_heads, pages, page_size, head_dim]
+    keys, values = (jnp.swapaxes(pages[0], 0, 1) for pages in (k_pages, v_pages))
+    scaled = q * jnp.asarray(shape.head_dim**-0.5, q.dtype)
+
+    def attend(q: jax.Array, keys: jax.Array, values: jax.Array, _: int) -> jax.Array:
+        return peer.paged_attention(q, keys, values, rows.page_table, rows.context_length)
+
+    return _seconds(attend, scaled, keys, values, 1)
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    machine = result["machine"]
+    table = Table(
+        *("shape", "us", "GB/s", "TFLOP/s", "of bound", "error", "JAX's own, us"),
+        title=f"copy {machine['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
+        f"products {machine['product_flops_per_s'] / 1e12:.2f} TFLOP/s",
+        box=None,
+    )
+    for row in result["shapes"]:
+        peer_s = row.get("jax_paged_attention_s")
+        table.add_row(
+            row["shape"],
+            f"{row['seconds'] * 1e6:,.1f}",
+            f"{row['bytes_per_s'] / 1e9:,.0f}",
+            f"{row['flops_per_s'] / 1e12:.2f}",
+            f"{row['of_bound']:.0%}",
+            f"{row['error']:.1e}",
+            "" if peer_s is None else f"{peer_s * 1e6:,.1f}",
+        )
+    show(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from pathlib import Path
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels",
+        description="Paged attention at named shapes against the roofline of the device.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--shapes", default="decode,prefill,mixed", help=f"some of {', '.join(SHAPES)}")
+    add("--dtype", default="bfloat16", help="of queries and pages")
+    add("--output", type=Path, default=None, help="also write the object here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""What the GPU kernels are lowered and compiled for before they are shipped, on any machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cross import H100, H100_CORES
+from pallas_kernels.paged_attention.api import paged_attention
+from pallas_kernels.paged_attention.planner import Capacity, no_work
+from pallas_kernels.paged_attention.rows import Rows
+from pallas_kernels.paged_attention.tilings import tiling_for
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+# KV heads, and query heads for each: grouped, multi-query, plain, and a group that fills no tile.
+_HEADS = ((8, 4), (1, 8), (4, 1), (2, 5))
+# Of queries, and of pages.
+_DTYPES = (
+    ("bfloat16", "bfloat16"),
+    ("float16", "float16"),
+    ("float32", "float32"),
+    ("bfloat16", "int8"),
+    ("bfloat16", "float8_e4m3fn"),
+)
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"sliding_window": 1000},
+    {"soft_cap": 30.0, "scale": 0.1},
+    {"has_alibi": True, "sliding_window": 77, "soft_cap": 50.0},
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """One kind of call.
+
+    Attributes:
+      options: of `paged_attention`, and `has_alibi`.
+    """
+
+    head_dim: int
+    page_size: int
+    kv_heads: int
+    group: int
+    dtype: str
+    page_dtype: str
+    options: tuple[tuple[str, Any], ...]
+    is_decode: bool
+
+    def __str__(self) -> str:
+        heads = f"{self.kv_heads}x{self.group}x{self.head_dim}"
+        names = "-".join(name for name, _ in self.options) or "plain"
+        kind = "decode" if self.is_decode else "mixed"
+        return f"{heads}-page{self.page_size}-{self.dtype}-{self.page_dtype}-{names}-{kind}"
+
+    def call(
+        self, *, num_rows: int = 8, num_tokens: int = 64, num_pages: int = 40, width: int = 9
+    ) -> tuple[Any, dict[str, Any]]:
+        """A function to jit, and its arguments: abstract ones, and a plan for an H100."""
+        tokens = num_rows if self.is_decode else num_tokens
+        tiling = tiling_for(
+            device=H100,
+            num_cores=H100_CORES,
+            kv_heads=self.kv_heads,
+            group=self.group,
+            head_dim=self.head_dim,
+        )
+        capacity = Capacity.of(
+            tiling,
+            num_tokens=tokens,
+            num_rows=num_rows,
+            max_context=width * self.page_size,
+            is_decode=self.is_decode,
+        )
+
+        def array(dtype: str, *shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+        options = dict(self.options)
+        row, pages = array("int32", num_rows), (2, num_pages, self.kv_heads, self.page_size)
+        arguments: dict[str, Any] = dict(
+            q=array(self.dtype, tokens, self.kv_heads * self.group, self.head_dim),
+            k_pages=array(self.page_dtype, *pages, self.head_dim),
+            v_pages=array(self.page_dtype, *pages, self.head_dim),
+            layer=array("int32"),
+            rows=Rows(row, row, row, row, array("int32", num_rows, width)),
+            plan=no_work(tiling, capacity),
+        )
+        if options.pop("has_alibi", False):
+            arguments["alibi_slopes"] = array("float32", self.kv_heads * self.group)
+        if self.page_dtype != self.dtype:
+            arguments["k_scales"] = arguments["v_scales"] = array("float32", *pages)
+        longest = 1 if self.is_decode else None
+        return partial(paged_attention, max_query_length=longest, **options), arguments
+
+
+# Every head size with every page size; the rest takes turns, so that many pairs of values meet.
+CONFIGURATIONS = tuple(
+    Configuration(
+        head_dim=head_dim,
+        page_size=page_size,
+        kv_heads=_HEADS[(i + i // 4) % 4][0],
+        group=_HEADS[(i + i // 4) % 4][1],
+        dtype=_DTYPES[i % 5][0],
+        page_dtype=_DTYPES[i % 5][1],
+        options=tuple(_OPTIONS[(i + i // 16) % 4].items()),
+        is_decode=is_decode,
+    )
+    for i, (head_dim, page_size) in enumerate(product(HEAD_DIMS, PAGE_SIZES))
+    for is_decode in (False, True)
+)

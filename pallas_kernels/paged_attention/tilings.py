@@ -1,0 +1,71 @@
+"""The tiling for a model on a device, from the table beside this file."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels import dispatch
+from pallas_kernels.cross import H100_CORES
+from pallas_kernels.paged_attention.planner import Launch, Tiling
+
+_TABLE = Path(__file__).with_name("tilings.toml")
+
+
+def tiling_for(*, device: str, num_cores: int, kv_heads: int, group: int, head_dim: int) -> Tiling:
+    """How the kernels cut attention of these heads.
+
+    Args:
+      device: its name, such as "NVIDIA H100 80GB HBM3".
+      num_cores: its multiprocessors.
+      kv_heads: of the cache, on one device.
+      group: query heads a KV head.
+
+    Raises:
+      NotImplementedError: no entry has heads of this size.
+    """
+    for entry in _entries():
+        if entry["device"] in device and head_dim <= entry["max_head_dim"]:
+            break
+    else:
+        raise NotImplementedError(f"no tiling for heads of {head_dim} on {device}")
+    split_rows = max(entry["split"]["rows"], 1 << (group - 1).bit_length())
+    return Tiling(
+        kv_heads=kv_heads,
+        group=group,
+        split_rows=split_rows,
+        tile_rows=max(entry["tile"]["rows"], split_rows),
+        block_keys=entry["block_keys"],
+        chunk_keys=entry["chunk_keys"],
+        split_programs=entry["split"]["programs"] * num_cores,
+        tile_programs=entry["tile"]["programs"] * num_cores,
+        split_launch=_launch(entry["split"]),
+        tile_launch=_launch(entry["tile"]),
+        merge_launch=_launch(entry["merge"]),
+    )
+
+
+def planned_tiling(device: Any, implementation: str | None = None, **heads: int) -> Tiling | None:
+    """The tiling of a model on a JAX device; None where no kernel works through plans.
+
+    Args:
+      implementation: that was asked for; None for the platform's choice.
+      heads: kv_heads, group and head_dim, as `tiling_for` has them.
+    """
+    if implementation == "triton_interpreted":
+        return tiling_for(device=device.device_kind, num_cores=1, **heads)
+    if dispatch.target_platform() != "cuda" or implementation not in (None, "triton"):
+        return None
+    num_cores = getattr(device, "core_count", H100_CORES)
+    return tiling_for(device=device.device_kind, num_cores=num_cores, **heads)
+
+
+def _launch(entry: dict[str, Any]) -> Launch:
+    return Launch(num_warps=entry["warps"], num_stages=entry["stages"])
+
+
+@functools.cache
+def _entries() -> list[dict[str, Any]]:
+    return tomllib.loads(_TABLE.read_text())["tiling"]

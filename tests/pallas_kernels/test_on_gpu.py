@@ -1,0 +1,123 @@
+"""The compiled kernels on a real GPU, every configuration; skipped where there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import paged_attention, quantize
+from pallas_kernels.paged_attention import Capacity, Plan, Rows, plan, planned_tiling
+from pallas_kernels.paged_attention.configurations import CONFIGURATIONS, Configuration
+from pallas_kernels.paged_attention.shapes import AttentionShape, make_inputs
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
+
+# Relative norm of the error against XLA in float32.
+ALLOWED = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}
+CONTEXTS = (1, 63, 64, 65, 511, 513, 700, 1500, 2047, 3000)
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
+def test_agrees_with_float32(configuration):
+    """Ragged batches of rows short and long, poisoned where nothing may be read."""
+    q, k_pages, v_pages, rows, options = _inputs(configuration)
+    longest = 1 if configuration.is_decode else None
+    attend = partial(paged_attention, max_query_length=longest, **options)
+    work = _plan(configuration, q, rows)
+    got = jax.jit(partial(attend, implementation="triton"), static_argnums=3)(
+        q, k_pages, v_pages, 1, rows, plan=work
+    )
+    wanted = attend(q.astype(jnp.float32), k_pages, v_pages, 1, rows, implementation="xla")
+    got, wanted = np.asarray(got, np.float32), np.asarray(wanted)
+    assert np.isfinite(got).all()
+    error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+    assert error < ALLOWED[configuration.dtype]
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS[:2], ids=str)
+def test_a_row_has_the_same_bits_in_any_batch(configuration):
+    """Alone, split over the whole chip, and in a crowd, where nothing is split."""
+    q, k_pages, v_pages, rows, options = _inputs(configuration)
+    longest = 1 if configuration.is_decode else None
+    run = jax.jit(
+        partial(
+            paged_attention,
+            max_query_length=longest,
+            layer=1,
+            implementation="triton",
+            **options,
+        )
+    )
+    crowd = jax.tree.map(lambda x: jnp.concatenate([x] * 40), rows)
+    starts = jnp.concatenate([rows.query_start + i * len(q) for i in range(40)])
+    crowd = dataclasses.replace(crowd, query_start=starts)
+    many = jnp.concatenate([q] * 40)
+    together = np.asarray(
+        run(many, k_pages, v_pages, rows=crowd, plan=_plan(configuration, many, crowd))
+    )
+    for row, start in enumerate(np.asarray(rows.query_start)):
+        one = jax.tree.map(lambda x, row=row: x[row : row + 1], rows)
+        own = q[start : start + int(one.query_length[0])]
+        one = dataclasses.replace(one, query_start=jnp.zeros(1, jnp.int32))
+        got = run(own, k_pages, v_pages, rows=one, plan=_plan(configuration, own, one))
+        np.testing.assert_array_equal(np.asarray(got), together[start : start + len(own)])
+
+
+def _inputs(configuration: Configuration):
+    lengths = [1] * 10 if configuration.is_decode else [1, 63, 2, 1, 300, 7, 1, 40, 5, 1000]
+    shape = AttentionShape(
+        name="ragged",
+        num_heads=configuration.kv_heads * configuration.group,
+        num_kv_heads=configuration.kv_heads,
+        head_dim=configuration.head_dim,
+        page_size=configuration.page_size,
+        rows=tuple(
+            (min(length, context), context)
+            for length, context in zip(lengths, CONTEXTS, strict=True)
+        ),
+    )
+    q, k_pages, v_pages, rows = make_inputs(shape, seed=0)
+    held = np.zeros((k_pages.shape[1], shape.page_size), bool)
+    for table, context in zip(np.asarray(rows.page_table), CONTEXTS, strict=True):
+        position = np.arange(context)
+        held[table[position // shape.page_size], position % shape.page_size] = True
+    options = dict(configuration.options)
+    if options.pop("has_alibi", False):
+        options["alibi_slopes"] = jnp.linspace(0.01, 0.2, shape.num_heads)
+    if configuration.page_dtype == configuration.dtype:
+        mask = jnp.asarray(held)[None, :, None, :, None]
+        k_pages, v_pages = (
+            jnp.where(mask, x, np.nan).astype(configuration.dtype) for x in (k_pages, v_pages)
+        )
+    else:
+        k_pages, options["k_scales"] = quantize(k_pages, configuration.page_dtype)
+        v_pages, options["v_scales"] = quantize(v_pages, configuration.page_dtype)
+    return q.astype(configuration.dtype), k_pages, v_pages, rows, options
+
+
+def _plan(configuration: Configuration, q: jax.Array, rows: Rows) -> Plan:
+    tiling = planned_tiling(
+        jax.devices()[0],
+        kv_heads=configuration.kv_heads,
+        group=configuration.group,
+        head_dim=configuration.head_dim,
+    )
+    assert tiling is not None
+    capacity = Capacity.of(
+        tiling,
+        num_tokens=len(q),
+        num_rows=len(rows.query_length),
+        max_context=max(CONTEXTS),
+        is_decode=configuration.is_decode,
+    )
+    return plan(
+        *(tiling, capacity),
+        query_length=np.asarray(rows.query_length),
+        first_position=np.asarray(rows.first_position),
+        context_length=np.asarray(rows.context_length),
+    )

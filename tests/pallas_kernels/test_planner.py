@@ -1,0 +1,190 @@
+"""Work items cover what the rows ask for, once, in the order that their bits promise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention.planner import Capacity, Plan, Tiling, plan
+
+# Small, so that small batches have every kind of item.
+TILING = Tiling(
+    kv_heads=2,
+    group=2,
+    split_rows=4,
+    tile_rows=8,
+    block_keys=4,
+    chunk_keys=8,
+    split_programs=12,
+    tile_programs=12,
+)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_query_meets_every_key_once(seed):
+    """A hundred random batches a seed: each allowed pair of query and key is in one item."""
+    random = np.random.default_rng(seed)
+    for _ in range(100):
+        tiling, rows, window = _random_batch(random)
+        capacity = _capacity(tiling, rows)
+        made = plan(tiling, capacity, **rows, sliding_window=window)
+        np.testing.assert_array_equal(_pairs(made, rows, window), _allowed(rows, window))
+        _check_slots(made, capacity)
+
+
+def test_programs_share_the_work():
+    """No program has more than the mean and the longest item; the longest come first."""
+    random = np.random.default_rng(0)
+    tiling = replace(TILING, split_programs=16)
+    rows = _rows(random.integers(1, 3, 64), random.integers(3, 300, 64))
+    made = plan(tiling, _capacity(tiling, rows), **rows)
+    keys = _keys_of_items(made, rows)
+    assert (np.diff(-(-keys // tiling.block_keys)) <= 0).all()
+    programs = np.zeros(tiling.split_grid)
+    np.add.at(programs, np.arange(len(keys)) % tiling.split_grid, keys)
+    assert programs.max() <= programs.mean() + keys.max()
+
+
+def test_few_rows_are_split_and_many_are_not():
+    """The split follows the batch: one long row fills the chip, enough rows need no merge."""
+    tiling = replace(TILING, split_programs=64)
+    alone = _rows(np.asarray([1]), np.asarray([1000]))
+    made = plan(tiling, _capacity(tiling, alone), **alone)
+    assert made.counts[1] >= tiling.split_grid and made.counts[2] == 1
+    crowd = _rows(np.ones(64, int), np.full(64, 1000))
+    made = plan(tiling, _capacity(tiling, crowd), **crowd)
+    assert made.counts.tolist() == [0, 64, 0]
+
+
+def test_chunks_stand_where_they_always_stand():
+    """Whatever else is in the batch, an item's chunks begin at multiples of a chunk."""
+    random = np.random.default_rng(1)
+    long = (1, 777)
+    for others in range(12):
+        lengths = np.asarray([long[0], *random.integers(1, 3, others)])
+        contexts = np.asarray([long[1], *random.integers(3, 900, others)])
+        rows = _rows(lengths, contexts)
+        made = plan(TILING, _capacity(TILING, rows), **rows)
+        mine = made.splits[: made.counts[1]]
+        mine = mine[mine[:, 0] == 0]
+        covered = sorted(chunk for item in mine for chunk in range(item[3], item[4]))
+        assert covered == list(range(-(-long[1] // TILING.chunk_keys)))
+
+
+def test_which_kernel_serves_a_row_depends_on_the_row_alone():
+    """Long rows go to the tile kernel, short ones and short ones behind long contexts do not."""
+    tiling = Tiling(kv_heads=8, group=4, split_rows=16, tile_rows=64)
+    rows = _rows(np.asarray([1, 4, 5, 40, 700]), np.asarray([9000, 4, 5, 9000, 9000]))
+    made = plan(tiling, _capacity(tiling, rows), **rows)
+    assert set(made.tiles[: made.counts[0], 0]) == {2, 4}
+    assert set(made.splits[: made.counts[1], 0]) == {0, 1, 3}
+
+
+def test_a_batch_over_the_capacity_is_refused():
+    """A plan that would not fit says so instead of dropping work."""
+    rows = _rows(np.ones(5, int), np.full(5, 9))
+    capacity = replace(_capacity(TILING, rows), splits=4)
+    with pytest.raises(ValueError, match="5 splits, more than the plan's capacity of 4"):
+        plan(TILING, capacity, **rows)
+
+
+@pytest.mark.parametrize(
+    "wrong", [dict(group=5), dict(tile_rows=2), dict(block_keys=3), dict(chunk_keys=6)]
+)
+def test_tilings_that_contradict_themselves(wrong):
+    """Sizes that do not nest are refused where they are written down."""
+    with pytest.raises(ValueError, match="expected each|not a multiple"):
+        replace(TILING, **wrong)
+
+
+def _rows(lengths: np.ndarray, contexts: np.ndarray) -> dict[str, np.ndarray]:
+    """Rows whose queries are the last ones of their contexts."""
+    return dict(
+        query_length=lengths,
+        first_position=np.maximum(contexts - lengths, 0),
+        context_length=contexts,
+    )
+
+
+def _random_batch(random: np.random.Generator):
+    group = int(random.choice([1, 2, 3, 4]))
+    tiling = replace(
+        TILING,
+        group=group,
+        split_rows=int(random.choice([4, 8])),
+        tile_rows=int(random.choice([8, 16])),
+        split_programs=int(random.choice([2, 8, 64])),
+    )
+    count = int(random.integers(0, 12))
+    kinds = random.integers(0, 4, count)
+    lengths = np.choose(kinds, [np.zeros(count, int), 1, 2, 3]) * random.integers(1, 20, count)
+    lengths = np.where(kinds == 1, 1, lengths)
+    rows = _rows(lengths, lengths + random.integers(0, 120, count))
+    # Some rows are a range inside of their sequence, and some queries lie past the context.
+    rows["context_length"] = np.maximum(rows["context_length"] + random.integers(-9, 30, count), 0)
+    window = None if random.random() < 0.5 else int(random.integers(1, 60))
+    return tiling, rows, window
+
+
+def _capacity(tiling: Tiling, rows: dict[str, np.ndarray]) -> Capacity:
+    lengths = rows["query_length"]
+    return Capacity.of(
+        tiling,
+        num_tokens=int(lengths.sum()),
+        num_rows=len(lengths),
+        max_context=int(rows["context_length"].max(initial=1)),
+        is_decode=bool((lengths <= 1).all()),
+    )
+
+
+def _allowed(rows: dict[str, np.ndarray], window: int | None) -> np.ndarray:
+    """[rows, queries, keys] of what may be seen."""
+    shape = _shape(rows)
+    query, key = np.ogrid[: shape[1], : shape[2]]
+    position = rows["first_position"][:, None, None] + query
+    seen = (query < rows["query_length"][:, None, None]) & (key <= position)
+    seen &= key < rows["context_length"][:, None, None]
+    return seen if window is None else seen & (key > position - window)
+
+
+def _shape(rows: dict[str, np.ndarray]) -> tuple[int, int, int]:
+    lengths, contexts = rows["query_length"], rows["context_length"]
+    return len(lengths), int(lengths.max(initial=0)), int(contexts.max(initial=0))
+
+
+def _pairs(made: Plan, rows: dict[str, np.ndarray], window: int | None) -> np.ndarray:
+    """How often each pair is computed, masked as the kernels do."""
+    times = np.zeros(_shape(rows), int)
+    for row, first, count in made.tiles[: made.counts[0]]:
+        times[row, first : first + count] += 1
+    for row, first, count, begin, end, _ in made.splits[: made.counts[1]]:
+        keys = slice(begin * TILING.chunk_keys, end * TILING.chunk_keys)
+        times[row, first : first + count, keys] += 1
+    return times * _allowed(rows, window)
+
+
+def _keys_of_items(made: Plan, rows: dict[str, np.ndarray]) -> np.ndarray:
+    items = made.splits[: made.counts[1]]
+    last = rows["first_position"][items[:, 0]] + items[:, 1] + items[:, 2]
+    end = np.minimum(items[:, 4] * TILING.chunk_keys, last)
+    return end - items[:, 3] * TILING.chunk_keys
+
+
+def _check_slots(made: Plan, capacity: Capacity) -> None:
+    """Every slot that is merged is written once, by the item of its queries and its chunk."""
+    written = np.zeros(capacity.slots, int)
+    owner = {}
+    for row, first, count, begin, end, slot in made.splits[: made.counts[1]]:
+        if slot >= 0:
+            written[slot : slot + end - begin] += 1
+            owner.update({slot + i: (row, first, count, begin + i) for i in range(end - begin)})
+    merged = np.zeros(capacity.slots, int)
+    for row, first, count, slot, num in made.merges[: made.counts[2]]:
+        merged[slot : slot + num] += 1
+        chunks = [owner[slot + i] for i in range(num)]
+        assert {chunk[:3] for chunk in chunks} == {(row, first, count)}
+        assert [chunk[3] for chunk in chunks] == list(range(chunks[0][3], chunks[0][3] + num))
+    np.testing.assert_array_equal(written, merged)
+    assert written.max(initial=0) <= 1
