@@ -1,0 +1,81 @@
+"""Honest baselines: what any predictor has to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import numpy as np
+
+from predictor.buckets import LengthBuckets
+
+Features = Callable[[Sequence[str]], np.ndarray]
+
+_RIDGE = 1e-2
+_ROUNDS = 300
+
+
+@final
+class Majority:
+    """The lengths that came, whatever is asked."""
+
+    def __init__(self, buckets: LengthBuckets):
+        self._buckets = buckets
+        self._logits = np.zeros(buckets.num)
+
+    def fit(self, prompts: Sequence[str], lengths: np.ndarray) -> Majority:
+        counts = np.bincount(self._buckets.bucket_of(lengths), minlength=self._buckets.num)
+        self._logits = np.log((counts + 1.0) / (counts.sum() + self._buckets.num))
+        return self
+
+    def logits(self, prompts: Sequence[str]) -> np.ndarray:
+        """float [prompts, buckets]."""
+        return np.tile(self._logits, (len(prompts), 1))
+
+
+@final
+class Linear:
+    """Multinomial logistic regression on features of the prompts, standardised.
+
+    Args:
+      features: from prompts to float [prompts, features]: their lengths, or mean-pooled embeddings.
+    """
+
+    def __init__(self, buckets: LengthBuckets, features: Features):
+        self._buckets = buckets
+        self._features = features
+        self._weights = np.zeros((0, buckets.num))
+        self._mean = self._scale = np.zeros(0)
+
+    def fit(self, prompts: Sequence[str], lengths: np.ndarray) -> Linear:
+        """By full-batch gradient descent with Nesterov's momentum: the loss is convex."""
+        x = self._features(prompts)
+        self._mean, self._scale = x.mean(0), x.std(0) + 1e-8
+        x = self._standardised(x)
+        wanted = np.eye(self._buckets.num)[self._buckets.bucket_of(lengths)]
+        # The loss is no steeper than half the largest eigenvalue of the features' second moment.
+        rate = 2.0 / (np.linalg.eigvalsh(x.T @ x / len(x))[-1] + _RIDGE)
+        weights = ahead = np.zeros((x.shape[1], self._buckets.num))
+        for step in range(_ROUNDS):
+            logits = x @ ahead
+            probabilities = np.exp(logits - logits.max(1, keepdims=True))
+            probabilities /= probabilities.sum(1, keepdims=True)
+            gradient = x.T @ (probabilities - wanted) / len(x) + _RIDGE * ahead / len(x)
+            new = ahead - rate * gradient
+            ahead = new + step / (step + 3.0) * (new - weights)
+            weights = new
+        self._weights = weights
+        return self
+
+    def logits(self, prompts: Sequence[str]) -> np.ndarray:
+        """float [prompts, buckets]."""
+        return self._standardised(self._features(prompts)) @ self._weights
+
+    def _standardised(self, x: np.ndarray) -> np.ndarray:
+        return np.concatenate([(x - self._mean) / self._scale, np.ones((len(x), 1))], axis=1)
+
+
+def prompt_lengths(prompts: Sequence[str]) -> np.ndarray:
+    """Characters and words, and their logarithms: float [prompts, 4]."""
+    counts = np.asarray([(len(p), len(p.split())) for p in prompts], np.float64).reshape(-1, 2)
+    return np.concatenate([counts, np.log1p(counts)], axis=1)

@@ -1,0 +1,83 @@
+"""Making probabilities mean what they say, and reservations keep what they promise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from predictor.buckets import LengthBuckets
+from predictor.distribution import LengthDistributions
+
+_TEMPERATURES = (0.05, 20.0)
+_ROUNDS = 60
+# A level just over another.
+_OVER = 1e-6
+
+
+@final
+@dataclass(frozen=True)
+class Calibration:
+    """What was learned on held-out requests.
+
+    Attributes:
+      temperature: logits are divided by it (Guo et al., arXiv:1706.04599).
+      levels: float [requests], sorted: what the predicted distribution gave to lengths shorter than
+        the one that came. A reservation at a level is outgrown where this reaches it, so the
+        conformal quantile is the level that a promise needs (distributional conformal prediction,
+        Chernozhukov et al., arXiv:1909.07889).
+    """
+
+    temperature: float
+    levels: np.ndarray
+
+    @classmethod
+    def fit(cls, buckets: LengthBuckets, logits: np.ndarray, lengths: np.ndarray) -> Calibration:
+        """Of held-out logits [requests, buckets] and the lengths that came, int [requests]."""
+        if len(logits) != len(lengths) or not len(lengths):
+            raise ValueError(f"{len(logits)} predictions for {len(lengths)} lengths; give some")
+        temperature = _best_temperature(logits, buckets.bucket_of(lengths))
+        predicted = LengthDistributions(buckets, softmax(logits / temperature))
+        return cls(temperature, np.sort(predicted.cdf(np.asarray(lengths) - 1)))
+
+    def level(self, miss_rate: float) -> float:
+        """The level whose quantile at most `miss_rate` of requests outgrow.
+
+        The promise holds on average over draws of held-out and new requests alike. 1, the longest
+        length, where too few were held out to promise anything less.
+        """
+        if not 0.0 < miss_rate < 1.0:
+            raise ValueError(f"miss_rate={miss_rate}: give a share between 0 and 1")
+        rank = math.ceil((len(self.levels) + 1) * (1.0 - miss_rate))
+        return 1.0 if rank > len(self.levels) else min(1.0, float(self.levels[rank - 1]) + _OVER)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Along the last axis, in float64."""
+    logits = np.asarray(logits, np.float64)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def _best_temperature(logits: np.ndarray, buckets: np.ndarray) -> float:
+    """That of the least cross-entropy, by golden section over its logarithm: it has one minimum."""
+    logits = np.asarray(logits, np.float64)
+    index = np.arange(len(buckets))
+
+    def loss(log_temperature: float) -> float:
+        scaled = logits / math.exp(log_temperature)
+        top = scaled.max(1)
+        total = top + np.log(np.exp(scaled - top[:, None]).sum(1))
+        return float((total - scaled[index, buckets]).mean())
+
+    low, high = (math.log(edge) for edge in _TEMPERATURES)
+    ratio = (math.sqrt(5.0) - 1.0) / 2.0
+    for _ in range(_ROUNDS):
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        if loss(left) < loss(right):
+            high = right
+        else:
+            low = left
+    return math.exp((low + high) / 2.0)

@@ -1,0 +1,182 @@
+"""BERT-family encoders in Flax NNX: BERT, DistilBERT and MiniLM differ by their configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """Devlin et al., arXiv:1810.04805.
+
+    Attributes:
+      num_types: segment embeddings; 0 for none (DistilBERT). All text is of the first segment.
+      max_positions: most tokens of a text; what is longer loses its middle.
+    """
+
+    vocab_size: int = 30522
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    max_positions: int = 512
+    num_types: int = 2
+    norm_eps: float = 1e-12
+    dropout: float = 0.1
+
+    @classmethod
+    def from_hf(cls, given: Mapping[str, Any]) -> EncoderConfig:
+        """From config.json as a dictionary.
+
+        Raises:
+          ValueError: another kind of model, or one with another activation.
+        """
+        kind = given.get("model_type")
+        if kind not in ("bert", "distilbert"):
+            raise ValueError(f"model_type={kind!r}: only 'bert' and 'distilbert' are encoders here")
+        activation = given.get("hidden_act", given.get("activation", "gelu"))
+        if activation != "gelu":
+            raise ValueError(f"activation {activation!r} is not supported; only 'gelu' is")
+        distil = kind == "distilbert"
+        return cls(
+            vocab_size=given["vocab_size"],
+            hidden_size=given["dim" if distil else "hidden_size"],
+            intermediate_size=given["hidden_dim" if distil else "intermediate_size"],
+            num_layers=given["n_layers" if distil else "num_hidden_layers"],
+            num_heads=given["n_heads" if distil else "num_attention_heads"],
+            max_positions=given.get("max_position_embeddings", 512),
+            num_types=0 if distil else given.get("type_vocab_size", 2),
+            norm_eps=given.get("layer_norm_eps", 1e-12),
+            dropout=given.get("dropout" if distil else "hidden_dropout_prob", 0.1),
+        )
+
+
+# Table 5 of the S3 paper, by millions of parameters.
+SIZES = {
+    "22m": EncoderConfig(hidden_size=384, intermediate_size=1536, num_layers=6, num_heads=12),
+    "66m": EncoderConfig(
+        hidden_size=768, intermediate_size=3072, num_layers=6, num_heads=12, num_types=0
+    ),
+    "110m": EncoderConfig(hidden_size=768, intermediate_size=3072, num_layers=12, num_heads=12),
+    "340m": EncoderConfig(hidden_size=1024, intermediate_size=4096, num_layers=24, num_heads=16),
+}
+
+
+@final
+class Encoder(nnx.Module):
+    """Hidden states of texts.
+
+    Args:
+      dtype: that products are computed in; parameters are float32.
+    """
+
+    def __init__(
+        self, config: EncoderConfig, *, rngs: nnx.Rngs, dtype: jax.typing.DTypeLike = jnp.float32
+    ):
+        embed = config.hidden_size
+        initial = nnx.initializers.normal(0.02)
+
+        def table(rows: int) -> nnx.Embed:
+            return nnx.Embed(rows, embed, embedding_init=initial, dtype=dtype, rngs=rngs)
+
+        self.words = table(config.vocab_size)
+        self.positions = table(config.max_positions)
+        self.types = table(config.num_types) if config.num_types else None
+        self.norm = nnx.LayerNorm(embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        self.layers = nnx.List(
+            [_Layer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)]
+        )
+
+    def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+        """[texts, tokens, hidden_size] of int32 tokens and bool mask, both [texts, tokens]."""
+        x = self.words(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        if self.types is not None:
+            x = x + self.types(jnp.zeros_like(tokens))
+        x = self.dropout(self.norm(x))
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+@final
+class _Layer(nnx.Module):
+    """Attention and MLP, each with its norm behind the sum."""
+
+    def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs, dtype: jax.typing.DTypeLike):
+        embed, inner = config.hidden_size, config.intermediate_size
+
+        def linear(inputs: int, outputs: int) -> nnx.Linear:
+            initial = nnx.initializers.normal(0.02)
+            return nnx.Linear(inputs, outputs, kernel_init=initial, dtype=dtype, rngs=rngs)
+
+        def norm() -> nnx.LayerNorm:
+            return nnx.LayerNorm(embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
+
+        self.num_heads = config.num_heads
+        self.query, self.key, self.value = (linear(embed, embed) for _ in range(3))
+        self.out, self.attention_norm = linear(embed, embed), norm()
+        self.up, self.down, self.mlp_norm = linear(embed, inner), linear(inner, embed), norm()
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        shape = (*x.shape[:2], self.num_heads, -1)
+        q, k, v = (part(x).reshape(shape) for part in (self.query, self.key, self.value))
+        seen = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None, None, :])
+        x = self.attention_norm(x + self.dropout(self.out(seen.reshape(x.shape))))
+        inner = jax.nn.gelu(self.up(x), approximate=False)
+        return self.mlp_norm(x + self.dropout(self.down(inner)))
+
+
+@final
+class LengthClassifier(nnx.Module):
+    """An encoder with a head over the mean of its hidden states: logits of length buckets."""
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        num_buckets: int,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+    ):
+        embed = config.hidden_size
+        self.encoder = Encoder(config, rngs=rngs, dtype=dtype)
+        # The prompt's length is beside its meaning: a mean forgets it.
+        self.hidden = nnx.Linear(embed + 1, embed, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        self.head = nnx.Linear(embed, num_buckets, rngs=rngs)
+
+    @classmethod
+    def random(
+        cls,
+        config: EncoderConfig,
+        num_buckets: int,
+        *,
+        seed: int = 0,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+    ) -> LengthClassifier:
+        """With random parameters, made in one compiled call."""
+        make = nnx.jit(lambda: cls(config, num_buckets, rngs=nnx.Rngs(seed), dtype=dtype))
+        return make()
+
+    def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+        """float32 [texts, buckets]; tokens int32 and mask bool, both [texts, tokens]."""
+        pooled = mean_pooled(self.encoder(tokens, mask), mask)
+        length = jnp.log1p(mask.sum(1, keepdims=True).astype(jnp.float32))
+        x = self.dropout(jnp.concatenate([pooled, length], axis=1))
+        return self.head(self.dropout(jax.nn.gelu(self.hidden(x))))
+
+
+def mean_pooled(hidden: jax.Array, mask: jax.Array) -> jax.Array:
+    """float32 [texts, hidden_size], the mean over the tokens that are there."""
+    weights = mask.astype(jnp.float32)[..., None]
+    total = (hidden.astype(jnp.float32) * weights).sum(1)
+    return total / jnp.maximum(weights.sum(1), 1.0)

@@ -1,0 +1,266 @@
+"""Fine-tuning the predictor in optax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+from predictor.buckets import LengthBuckets
+from predictor.data import Example, padded, shuffled_batches
+from predictor.encoder import LengthClassifier
+from predictor.predictor import LengthPredictor
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How to fine-tune.
+
+    Attributes:
+      warmup: share of all steps in which the learning rate rises; then it falls to 0 (cosine).
+      weigh_classes: rare buckets count more, in inverse proportion to how often they come.
+      patience: epochs without a better held-out loss after which training ends.
+    """
+
+    batch_size: int = 32
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.01
+    warmup: float = 0.1
+    clip_norm: float = 1.0
+    num_epochs: int = 4
+    patience: int = 1
+    weigh_classes: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "num_epochs", "patience"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; give 1 or more")
+        if not 0.0 <= self.warmup < 1.0 or self.learning_rate <= 0.0:
+            raise ValueError(
+                f"warmup={self.warmup} must be a share, learning_rate={self.learning_rate} over 0"
+            )
+
+
+@final
+@dataclass
+class History:
+    """Mean cross-entropy an epoch, of what was learned from and of what was held out."""
+
+    losses: list[float] = field(default_factory=list)
+    held_out_losses: list[float] = field(default_factory=list)
+
+    @property
+    def best_epoch(self) -> int:
+        return int(np.argmin(self.held_out_losses))
+
+
+def train(
+    predictor: LengthPredictor,
+    examples: Sequence[Example],
+    held_out: Sequence[Example],
+    config: TrainingConfig = TrainingConfig(),
+    *,
+    checkpoints: Path | None = None,
+    mesh: Mesh | None = None,
+    progress: bool = True,
+) -> History:
+    """Train until `held_out` gets no better, and leave the best parameters in the predictor.
+
+    Its calibration is dropped: it was of other parameters.
+
+    Args:
+      checkpoints: folder for the state after every epoch; training goes on from the last one there.
+      mesh: batches are shared out over its `data` axis.
+
+    Raises:
+      ValueError: nothing to learn from, or nothing held out.
+    """
+    if not examples or not held_out:
+        raise ValueError(
+            f"{len(examples)} examples and {len(held_out)} held out; give some of both"
+        )
+    tokens = predictor.encoder.tokens([example.prompt for example in examples])
+    labels = _labels(predictor.buckets, examples)
+    weights = _weights(labels, predictor.buckets.num, config.weigh_classes)
+    steps_an_epoch = -(-len(examples) // config.batch_size)
+    optimizer = nnx.Optimizer(
+        predictor.model, _optimizer(config, steps_an_epoch * config.num_epochs), wrt=nnx.Param
+    )
+    predictor.calibration = None
+    history, best = History(), _params(predictor.model)
+    store = _Store(checkpoints, predictor.model, optimizer)
+    history, best, first = store.restore(history, best)
+    put = _placer(mesh, (predictor.model, optimizer))
+    lengths = np.asarray([len(ids) for ids in tokens])
+    with tqdm(
+        total=steps_an_epoch * config.num_epochs,
+        initial=steps_an_epoch * first,
+        desc="training",
+        unit="step",
+        delay=2,
+        leave=False,
+        disable=not progress,
+    ) as bar:
+        for epoch in range(first, config.num_epochs):
+            random = np.random.default_rng((config.seed, epoch))
+            predictor.model.train()
+            losses = []
+            for batch in shuffled_batches(lengths, config.batch_size, random):
+                ids, mask = padded([tokens[i] for i in batch], config.batch_size)
+                full = np.zeros((2, config.batch_size), np.float32)
+                full[0, : len(batch)], full[1, : len(batch)] = labels[batch], weights[batch]
+                loss = _step(
+                    predictor.model, optimizer, *put(ids, mask, full[0].astype(np.int32), full[1])
+                )
+                losses.append(loss)
+                bar.update()
+            history.losses.append(float(np.mean([float(loss) for loss in losses])))
+            history.held_out_losses.append(_held_out_loss(predictor, held_out))
+            bar.set_postfix(held_out=f"{history.held_out_losses[-1]:.3f}")
+            if history.best_epoch == epoch:
+                best = _params(predictor.model)
+            store.save(epoch, history, best)
+            if epoch - history.best_epoch >= config.patience:
+                break
+    nnx.update(predictor.model, best)
+    return history
+
+
+@nnx.jit
+def _step(
+    model: LengthClassifier,
+    optimizer: nnx.Optimizer,
+    tokens: jax.Array,
+    mask: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+) -> jax.Array:
+    def loss_of(model: LengthClassifier) -> jax.Array:
+        each = optax.softmax_cross_entropy_with_integer_labels(model(tokens, mask), labels)
+        return (each * weights).sum() / jnp.maximum(weights.sum(), 1e-6)
+
+    loss, gradients = nnx.value_and_grad(loss_of)(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def _optimizer(config: TrainingConfig, num_steps: int) -> optax.GradientTransformation:
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, max(1, int(config.warmup * num_steps)), max(2, num_steps)
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(schedule, weight_decay=config.weight_decay, mask=_decays),
+    )
+
+
+def _decays(params: Any) -> Any:
+    """Matrices decay; biases and norms do not."""
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def _labels(buckets: LengthBuckets, examples: Sequence[Example]) -> np.ndarray:
+    return buckets.bucket_of([example.output_length for example in examples])
+
+
+def _weights(labels: np.ndarray, num: int, weigh_classes: bool) -> np.ndarray:
+    if not weigh_classes:
+        return np.ones(len(labels), np.float32)
+    counts = np.bincount(labels, minlength=num)
+    return (len(labels) / (num * counts[labels])).astype(np.float32)
+
+
+def _held_out_loss(predictor: LengthPredictor, held_out: Sequence[Example]) -> float:
+    logits = predictor.logits([example.prompt for example in held_out])
+    labels = _labels(predictor.buckets, held_out)
+    return float(
+        np.mean(np.asarray(optax.softmax_cross_entropy_with_integer_labels(logits, labels)))
+    )
+
+
+def _params(model: LengthClassifier) -> nnx.State:
+    """A copy that training does not change."""
+    return jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+
+
+def _placer(mesh: Mesh | None, objects: Any) -> Callable[..., tuple[Any, ...]]:
+    """Puts a batch's arrays on the mesh, after everything else was copied to all of it."""
+    if mesh is None:
+        return lambda *arrays: arrays
+    state = nnx.state(objects)
+    nnx.update(objects, jax.device_put(state, NamedSharding(mesh, PartitionSpec())))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    return lambda *arrays: jax.device_put(arrays, rows)
+
+
+@final
+class _Store:
+    """The state after every epoch, in Orbax; does nothing without a folder."""
+
+    def __init__(self, folder: Path | None, model: LengthClassifier, optimizer: nnx.Optimizer):
+        self._objects = (model, optimizer)
+        self._manager = None
+        if folder is not None:
+            options = ocp.CheckpointManagerOptions(max_to_keep=1)
+            self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+    def restore(self, history: History, best: nnx.State) -> tuple[History, nnx.State, int]:
+        """What was saved last, with model and optimizer set to it, and the epoch to go on with."""
+        if self._manager is None or (epoch := self._manager.latest_step()) is None:
+            return history, best, 0
+        state = nnx.state(self._objects)
+        found = self._manager.restore(
+            epoch,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(_plain(state)),
+                best=ocp.args.StandardRestore(_plain(best)),
+                history=ocp.args.JsonRestore(),
+            ),
+        )
+        _replace(state, found["state"])
+        nnx.update(self._objects, state)
+        _replace(best, found["best"])
+        return History(**found["history"]), best, epoch + 1
+
+    def save(self, epoch: int, history: History, best: nnx.State) -> None:
+        if self._manager is None:
+            return
+        self._manager.save(
+            epoch,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(_plain(nnx.state(self._objects))),
+                best=ocp.args.StandardSave(_plain(best)),
+                history=ocp.args.JsonSave(vars(history)),
+            ),
+        )
+        self._manager.wait_until_finished()
+
+
+def _plain(state: nnx.State) -> list[Any]:
+    """Arrays alone, in the state's order; random keys as numbers."""
+    return [jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in jax.tree.leaves(state)]
+
+
+def _replace(state: nnx.State, leaves: list[Any]) -> None:
+    old, structure = jax.tree.flatten(state)
+    new = [
+        jax.random.wrap_key_data(given) if _is_key(leaf) else given
+        for leaf, given in zip(old, leaves, strict=True)
+    ]
+    nnx.replace_by_pure_dict(state, nnx.to_pure_dict(jax.tree.unflatten(structure, new)))
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

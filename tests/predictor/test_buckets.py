@@ -1,0 +1,57 @@
+"""Buckets cover every length once, whichever way their edges were chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from predictor import LengthBuckets
+
+
+@given(data=st.data())
+def test_every_length_has_one_bucket(data):
+    """A length lies over its bucket's lower edge, and not over its upper one."""
+    num = data.draw(st.integers(1, 20))
+    longest = data.draw(st.integers(num, 5000))
+    made = data.draw(st.sampled_from([LengthBuckets.equal_width, LengthBuckets.logarithmic]))
+    buckets = made(longest, num)
+    assert buckets.num == num and buckets.max_length == longest
+    lengths = np.arange(1, longest + 1)
+    index = buckets.bucket_of(lengths)
+    edges = np.asarray(buckets.edges)
+    assert (edges[index] < lengths).all() and (lengths <= buckets.upper(index)).all()
+    assert set(index) == set(range(num))
+
+
+def test_the_paper_s_buckets():
+    """Ten of equal width: 1 to 100 is the first, 901 to 1000 the last; longer ones count there."""
+    buckets = LengthBuckets.equal_width(1000)
+    assert buckets.bucket_of([1, 100, 101, 1000, 9999, 0]).tolist() == [0, 0, 1, 9, 9, 0]
+    assert buckets.upper([0, 9]).tolist() == [100, 1000]
+    assert buckets.middle(0) == 50.5
+
+
+def test_quantiles_share_out_the_lengths():
+    """Each bucket has about as many; equal lengths make fewer buckets, not empty ones."""
+    lengths = np.random.default_rng(0).integers(1, 1000, 5000)
+    buckets = LengthBuckets.quantiles(lengths, 1000, 10)
+    counts = np.bincount(buckets.bucket_of(lengths))
+    assert len(counts) == 10 and counts.min() > 400
+    assert LengthBuckets.quantiles([7] * 100, 50).edges == (0, 7, 50)
+
+
+@pytest.mark.parametrize("edges", [(), (0,), (1, 2), (0, 5, 5), (0, 9, 3)])
+def test_edges_that_are_none(edges):
+    """Edges begin at 0 and rise."""
+    with pytest.raises(ValueError, match="larger and larger"):
+        LengthBuckets(edges)
+
+
+def test_more_buckets_than_lengths():
+    """Refused, saying what was asked for."""
+    with pytest.raises(ValueError, match="10 buckets of lengths up to 9"):
+        LengthBuckets.equal_width(9)
+    with pytest.raises(ValueError, match="no lengths"):
+        LengthBuckets.quantiles([], 100)

@@ -1,0 +1,74 @@
+"""Temperatures are found, and reservations keep what they promise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from predictor import Calibration, LengthBuckets, LengthDistributions, evaluate
+from predictor.calibration import softmax
+from predictor.evaluation import miss_rates
+
+BUCKETS = LengthBuckets.equal_width(200)
+
+
+def _draw(random: np.random.Generator, num: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits, and lengths that come as they say."""
+    logits = 2.0 * random.standard_normal((num, BUCKETS.num))
+    cumulative = np.cumsum(softmax(logits), axis=1)
+    bucket = (random.random((num, 1)) > cumulative).sum(1).clip(max=BUCKETS.num - 1)
+    low = np.asarray(BUCKETS.edges)[bucket]
+    return logits, low + random.integers(1, BUCKETS.upper(bucket) - low + 1)
+
+
+@pytest.mark.parametrize("wrong", [0.3, 1.0, 4.0])
+def test_the_temperature_is_found(wrong):
+    """Logits that are too sure of themselves, or not enough, are scaled back."""
+    logits, lengths = _draw(np.random.default_rng(0), 4000)
+    fitted = Calibration.fit(BUCKETS, logits * wrong, lengths)
+    assert fitted.temperature == pytest.approx(wrong, rel=0.1)
+
+
+@pytest.mark.parametrize("promised", [0.05, 0.1, 0.3])
+def test_reservations_keep_their_promise(promised):
+    """Whatever the predictor is like, as many outgrow them as promised, within 2 points."""
+    random = np.random.default_rng(1)
+    for distort in (1.0, 5.0, -1.0, 0.0):
+        (logits, lengths), (new, new_lengths) = _draw(random, 20_000), _draw(random, 20_000)
+        fitted = Calibration.fit(BUCKETS, logits * distort, lengths)
+        scaled = softmax(new * distort / fitted.temperature)
+        predicted = LengthDistributions(BUCKETS, scaled)
+        (missed,) = miss_rates(predicted, new_lengths, [fitted.level(promised)])
+        assert abs(missed - promised) < 0.02, distort
+
+
+def test_too_few_held_out_requests_promise_the_longest():
+    """With nine of them nothing under a tenth can be promised short of everything."""
+    logits, lengths = _draw(np.random.default_rng(2), 9)
+    fitted = Calibration.fit(BUCKETS, logits, lengths)
+    assert fitted.level(0.05) == 1.0 and fitted.level(0.5) < 1.0
+    for wrong in (0.0, 1.0, -1.0):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            fitted.level(wrong)
+    with pytest.raises(ValueError, match="give some"):
+        Calibration.fit(BUCKETS, logits, lengths[:3])
+
+
+def test_figures_of_an_evaluation():
+    """Accuracy, distance, error and under-prediction on a case counted by hand."""
+    logits = np.log(np.full((4, BUCKETS.num), 1e-9))
+    logits[[0, 1, 2, 3], [0, 3, 5, 9]] = 0.0
+    figures = evaluate(BUCKETS, logits, np.asarray([7, 81, 81, 190]))
+    assert figures.accuracy == 0.5
+    assert figures.wrong_by == 1.0
+    assert figures.under_prediction == 0.25
+    expected = np.abs(np.asarray([10.5, 70.5, 110.5, 190.5]) - [7, 81, 81, 190]).mean()
+    assert figures.error_tokens == pytest.approx(expected, rel=1e-3)
+    assert figures.calibration_error == pytest.approx(0.5, abs=1e-3)
+
+
+def test_calibrated_predictions_are_reliable():
+    """Confidence is accuracy for logits that mean what they say, and not for doubled ones."""
+    logits, lengths = _draw(np.random.default_rng(3), 20_000)
+    assert evaluate(BUCKETS, logits, lengths).calibration_error < 0.015
+    assert evaluate(BUCKETS, 3 * logits, lengths).calibration_error > 0.1

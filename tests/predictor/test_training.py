@@ -1,0 +1,158 @@
+"""Training learns, ends early, goes on where it was cut off, and predicts alike after loading."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from predictor import Example, LengthPredictor, TrainingConfig, evaluate, split, train
+from predictor.baselines import Linear, Majority, prompt_lengths
+from predictor.data import padded, read_jsonl, shuffled_batches, write_jsonl
+from sharding import make_mesh
+from tests.predictor.tiny import BUCKETS, examples, tiny_predictor
+
+CONFIG = TrainingConfig(batch_size=32, learning_rate=3e-3, num_epochs=8, patience=8)
+
+
+@pytest.fixture(scope="module")
+def trained() -> LengthPredictor:
+    """A predictor that learned what decides the lengths."""
+    predictor = tiny_predictor()
+    train(predictor, examples(1500), examples(200, seed=1), CONFIG, progress=False)
+    return predictor
+
+
+def test_it_learns_what_decides_the_length(trained):
+    """Far better than always the same bucket, and than what the prompts' lengths tell."""
+    learned, new = examples(1500), examples(300, seed=2)
+    prompts, lengths = [e.prompt for e in new], np.asarray([e.output_length for e in new])
+    figures = evaluate(BUCKETS, trained.logits(prompts), lengths)
+    seen = np.asarray([e.output_length for e in learned])
+    for baseline in (Majority(BUCKETS), Linear(BUCKETS, prompt_lengths)):
+        fitted = baseline.fit([e.prompt for e in learned], seen)
+        assert evaluate(BUCKETS, fitted.logits(prompts), lengths).accuracy < 0.4
+    assert figures.accuracy > 0.6
+
+
+def test_reservations_after_calibration(trained):
+    """At most the promised share outgrows them; before calibration there is no promise."""
+    with pytest.raises(ValueError, match="not calibrated"):
+        tiny_predictor().reserve("w1 w2")
+    held_out, new = examples(400, seed=3), examples(400, seed=4)
+    trained.calibrate([e.prompt for e in held_out], [e.output_length for e in held_out])
+    level = trained.calibration.level(0.1)
+    reserved = trained.predict([e.prompt for e in new]).quantile(level)
+    missed = np.mean([e.output_length > length for e, length in zip(new, reserved, strict=True)])
+    assert missed < 0.15
+    assert trained.reserve(new[0].prompt, miss_rate=0.1) == reserved[0]
+
+
+def test_saved_and_loaded(trained, tmp_path):
+    """The same predictions and promises; a folder without a predictor says so."""
+    prompts = [e.prompt for e in examples(70, seed=5)]
+    trained.calibrate(prompts, [e.output_length for e in examples(70, seed=5)])
+    trained.save(tmp_path / "own")
+    trained.save(tmp_path / "own")
+    loaded = LengthPredictor.load(tmp_path / "own")
+    np.testing.assert_array_equal(loaded.logits(prompts), trained.logits(prompts))
+    assert loaded.reserve(prompts[0]) == trained.reserve(prompts[0])
+    with pytest.raises(ValueError, match="holds no predictor"):
+        LengthPredictor.load(tmp_path)
+
+
+def test_cut_off_and_gone_on(tmp_path):
+    """Training that was interrupted after an epoch ends where one that was not does."""
+    learn, held_out = examples(200), examples(60, seed=1)
+    config = TrainingConfig(batch_size=32, learning_rate=3e-3, num_epochs=3, patience=3)
+    whole = tiny_predictor()
+    wanted = train(whole, learn, held_out, config, progress=False)
+    cut = tiny_predictor()
+
+    class Interrupted(Exception):
+        pass
+
+    asked = 0
+    original = cut.logits
+
+    def interrupting(prompts):
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            raise Interrupted
+        return original(prompts)
+
+    cut.logits = interrupting  # type: ignore[method-assign]
+    with pytest.raises(Interrupted):
+        train(cut, learn, held_out, config, checkpoints=tmp_path, progress=False)
+    again = tiny_predictor(seed=9)
+    got = train(again, learn, held_out, config, checkpoints=tmp_path, progress=False)
+    np.testing.assert_allclose(got.losses, wanted.losses, rtol=1e-5)
+    prompts = [e.prompt for e in held_out]
+    np.testing.assert_allclose(again.logits(prompts), whole.logits(prompts), rtol=1e-4, atol=1e-5)
+
+
+def test_training_over_a_mesh():
+    """Batches shared out over two devices give the losses of one."""
+    learn, held_out = examples(128), examples(40, seed=1)
+    config = TrainingConfig(batch_size=32, learning_rate=3e-3, num_epochs=1)
+    alone = train(tiny_predictor(), learn, held_out, config, progress=False)
+    mesh = make_mesh(data=2)
+    shared = train(tiny_predictor(), learn, held_out, config, mesh=mesh, progress=False)
+    np.testing.assert_allclose(shared.losses, alone.losses, rtol=1e-4)
+
+
+def test_training_ends_when_it_gets_no_better():
+    """With lengths that nothing decides, patience ends it, and the best epoch is kept."""
+    random = np.random.default_rng(0)
+    noise = [Example(e.prompt, int(random.integers(1, 41))) for e in examples(300)]
+    predictor = tiny_predictor()
+    history = train(
+        predictor,
+        noise[:200],
+        noise[200:],
+        TrainingConfig(batch_size=20, learning_rate=1e-2, num_epochs=30, patience=2),
+        progress=False,
+    )
+    assert len(history.losses) < 30
+    assert len(history.losses) - 1 - history.best_epoch == 2
+    with pytest.raises(ValueError, match="0 examples"):
+        train(predictor, [], noise, progress=False)
+
+
+def test_conversations_are_never_torn_apart():
+    """All prompts of one are on one side, whatever else there is; shares are about as asked."""
+    all_of_them = examples(2000)
+    learn, held_out = split(all_of_them, held_out=0.2)
+    assert not {e.conversation for e in learn} & {e.conversation for e in held_out}
+    assert abs(len(held_out) / 2000 - 0.2) < 0.03
+    assert set(split(all_of_them[:500], held_out=0.2)[1]) <= set(held_out)
+    with pytest.raises(ValueError, match="share between"):
+        split(all_of_them, held_out=1.0)
+
+
+def test_jsonl_there_and_back(tmp_path):
+    """What was written is read; a line that is no example is named."""
+    wanted = [Example("naïve\nprompt", 3, "a"), Example("w1", 40)]
+    write_jsonl(tmp_path / "e.jsonl", wanted)
+    assert list(read_jsonl(tmp_path / "e.jsonl")) == wanted
+    with (tmp_path / "e.jsonl").open("a") as file:
+        file.write('\n{"prompt": "x"}\n')
+    with pytest.raises(ValueError, match=r"e.jsonl:4: KeyError: 'output_length'"):
+        list(read_jsonl(tmp_path / "e.jsonl"))
+    with pytest.raises(ValueError, match="a token at least"):
+        Example("w1", 0)
+
+
+def test_batches_have_texts_of_about_one_length():
+    """Every text once; padding is to the next size, and long prompts lose their middle."""
+    lengths = np.random.default_rng(0).integers(1, 60, 500)
+    batches = shuffled_batches(lengths, 16, np.random.default_rng(1))
+    assert sorted(np.concatenate(batches)) == list(range(500))
+    spread = [np.ptp(lengths[batch]) for batch in batches]
+    assert np.mean(spread) < 10
+    ids, mask = padded([np.arange(5), np.arange(33)], 3)
+    assert ids.shape == (3, 64) and mask.sum(1).tolist() == [5, 33, 1]
+    encoder = tiny_predictor().encoder
+    words = [f"w{i}" for i in range(50)]
+    (short,) = encoder.tokens([" ".join(words)])
+    assert len(short) == 32 and short[0] == 2 and short[-1] == 51

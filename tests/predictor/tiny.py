@@ -1,0 +1,47 @@
+"""A tiny encoder with a tokenizer, and prompts whose answers' lengths can be learned."""
+
+from __future__ import annotations
+
+import numpy as np
+import tokenizers
+
+from predictor import EncoderConfig, Example, LengthBuckets, LengthClassifier, LengthPredictor
+
+BUCKETS = LengthBuckets.equal_width(40, 4)
+CONFIG = EncoderConfig(
+    vocab_size=60,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=2,
+    max_positions=64,
+    dropout=0.0,
+)
+_WORDS = [f"w{i}" for i in range(50)]
+
+
+def tiny_tokenizer() -> tokenizers.Tokenizer:
+    """One token a word."""
+    vocab = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *_WORDS])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+def tiny_predictor(seed: int = 0) -> LengthPredictor:
+    """Untrained."""
+    model = LengthClassifier.random(CONFIG, BUCKETS.num, seed=seed)
+    return LengthPredictor(CONFIG, model, BUCKETS, tiny_tokenizer(), max_tokens=32)
+
+
+def examples(num: int, seed: int = 0) -> list[Example]:
+    """The first word decides which quarter of the lengths an answer is from."""
+    random = np.random.default_rng(seed)
+    made = []
+    for number in range(num):
+        words = random.integers(0, len(_WORDS), random.integers(1, 20))
+        quarter = int(words[0]) % 4
+        length = 10 * quarter + int(random.integers(1, 11))
+        prompt = " ".join(_WORDS[word] for word in words)
+        made.append(Example(prompt, length, f"{seed}-{number // 2}"))
+    return made
