@@ -87,7 +87,11 @@ def main() -> int:
     print(json.dumps({"launches a layer": launches}, indent=2))
     if options.write:
         LAUNCHES.write_text(json.dumps(launches, indent=2) + "\n")
-    known = json.loads(LAUNCHES.read_text())
+    if not LAUNCHES.is_file():
+        print("no launches are written down to compare with; see --write", file=sys.stderr)
+        known = launches
+    else:
+        known = json.loads(LAUNCHES.read_text())
     problems += [
         f"{name}: {count} launches a layer, {known.get(name)} before"
         for name, count in launches.items()
