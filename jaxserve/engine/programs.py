@@ -160,14 +160,6 @@ def largest_step_bytes(steps: Sequence[Any]) -> int:
     return max(_extra_bytes(step.memory_analysis()) for step in steps)
 
 
-def _copy_pages(
-    pages: jax.Array,  # [layers, pages, kv_heads, page_size, head_dim]
-    source: jax.Array,  # int32 [new pages]
-) -> jax.Array:
-    """A buffer of the cache whose page i is page `source[i]` of the old one."""
-    return pages.at[:, source].get(mode="promise_in_bounds")
-
-
 def _extra_bytes(analysis: Any) -> int:
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return analysis.temp_size_in_bytes + max(0, outputs)
