@@ -3,16 +3,51 @@
 `LengthPredictor` is a BERT-family encoder with a head over length buckets (S3, section 3.1), which
 `train` trains; its distributions can be conditioned on tokens that have come
 (`LengthDistributions`) and turned into reservations that keep a promised miss rate (`Calibration`).
+
+Names are imported on first use, so that buckets, distributions and calibration do without JAX.
 """
 
-from predictor.buckets import LengthBuckets
-from predictor.calibration import Calibration
-from predictor.data import Example, read_jsonl, split, write_jsonl
-from predictor.distribution import LengthDistributions
-from predictor.encoder import SIZES, EncoderConfig, LengthClassifier
-from predictor.evaluation import Evaluation, evaluate
-from predictor.predictor import LengthPredictor
-from predictor.training import History, TrainingConfig, train
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from predictor.buckets import LengthBuckets as LengthBuckets
+    from predictor.calibration import Calibration as Calibration
+    from predictor.data import Example as Example
+    from predictor.data import read_jsonl as read_jsonl
+    from predictor.data import split as split
+    from predictor.data import write_jsonl as write_jsonl
+    from predictor.distribution import LengthDistributions as LengthDistributions
+    from predictor.encoder import SIZES as SIZES
+    from predictor.encoder import EncoderConfig as EncoderConfig
+    from predictor.encoder import LengthClassifier as LengthClassifier
+    from predictor.evaluation import Evaluation as Evaluation
+    from predictor.evaluation import evaluate as evaluate
+    from predictor.predictor import LengthPredictor as LengthPredictor
+    from predictor.training import History as History
+    from predictor.training import TrainingConfig as TrainingConfig
+    from predictor.training import train as train
+
+_HOMES = {
+    "SIZES": "encoder",
+    "Calibration": "calibration",
+    "EncoderConfig": "encoder",
+    "Evaluation": "evaluation",
+    "Example": "data",
+    "History": "training",
+    "LengthBuckets": "buckets",
+    "LengthClassifier": "encoder",
+    "LengthDistributions": "distribution",
+    "LengthPredictor": "predictor",
+    "TrainingConfig": "training",
+    "evaluate": "evaluation",
+    "read_jsonl": "data",
+    "split": "data",
+    "train": "training",
+    "write_jsonl": "data",
+}
 
 __all__ = [
     "SIZES",
@@ -32,3 +67,15 @@ __all__ = [
     "train",
     "write_jsonl",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'predictor' has no attribute {name!r}")
+    value = getattr(import_module(f"predictor.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
