@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,20 @@ from rich.table import Table
 
 from benchmarks import workloads
 from benchmarks.output import command, show
-from benchmarks.serving import DEFAULT, add_policy_options, arguments_of, parse_policies
+from benchmarks.serving import (
+    DEFAULT,
+    add_policy_options,
+    arguments_of,
+    load_predictor,
+    parse_policies,
+)
 from jaxserve.core.metrics import summarise
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.arrivals import with_arrivals
 
 if TYPE_CHECKING:
-    from jaxserve.runtime import Runtime
+    from jaxserve.engine.recorder import StepRecord
+    from jaxserve.runtime import Runtime, RuntimeStats
 
 ARRIVALS = "all, constant:SECONDS or poisson:RATE; all by default, or as they were recorded"
 
@@ -39,6 +47,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from jaxserve import Runtime
 
     policies = parse_policies(options.policies)
+    predictor = load_predictor(options)
     runs: dict[str, list[dict[str, Any]]] = {policy.name: [] for policy in policies}
     for repeat in range(options.repeats):
         for policy in policies:
@@ -48,11 +57,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 max_slots=options.max_slots,
                 max_context=options.max_context,
                 kv_memory=options.kv_memory,
+                predictor=predictor,
             ) as rt:
                 items = arriving_items(options, rt)
                 done, wall_s = replay(rt, items, label=f"{policy.name}, run {repeat + 1}")
-                figures = summarise(done, wall_s)
-                runs[policy.name].append({**figures, "engine": asdict(rt.stats())})
+                runs[policy.name].append(
+                    {
+                        **summarise(done, wall_s),
+                        "average_batch": average_batch(rt.report().steps),
+                        "latency_split_s": latency_split(rt.stats()),
+                        "engine": asdict(rt.stats()),
+                    }
+                )
     return {
         "benchmark": "policies",
         "arguments": arguments_of(options),
@@ -69,6 +85,24 @@ def arriving_items(options: argparse.Namespace, rt: Runtime) -> list[WorkloadIte
     return with_arrivals(items, options.arrivals, options.seed)
 
 
+def average_batch(steps: Sequence[StepRecord]) -> float:
+    """Sequences that an iteration advances."""
+    num_iterations = sum(step.num_iterations for step in steps)
+    return sum(step.num_rows * step.num_iterations for step in steps) / max(1, num_iterations)
+
+
+def latency_split(stats: RuntimeStats) -> dict[str, float]:
+    """As figure 6 of the S3 paper: seconds of generation, of preemptions, and of deciding.
+
+    Deciding mostly goes on while the device computes, so it is part of nobody's latency.
+    """
+    return {
+        "generation": stats.busy_s - stats.penalty_s,
+        "penalty": stats.penalty_s,
+        "overhead": stats.planning_s + stats.predicting_s,
+    }
+
+
 def middle(results: list[dict[str, Any]]) -> dict[str, Any]:
     """The run of median throughput, and every run's throughput."""
     rates = [result["output_tokens_per_s"] for result in results]
@@ -79,10 +113,11 @@ def middle(results: list[dict[str, Any]]) -> dict[str, Any]:
 def _print_table(result: dict[str, Any]) -> None:
     table = Table(
         "policy", "tokens/s", "latency p50 s", "p99 s", "first token p50 s", "s/token p50",
-        "iterations", "padding", "preempted", box=None, header_style="bold",
+        "batch", "iterations", "padding", "preempted", "penalty + overhead", box=None,
+        header_style="bold",
     )  # fmt: skip
     for name, figures in result["policies"].items():
-        engine = figures["engine"]
+        engine, split = figures["engine"], figures["latency_split_s"]
         first, rate = figures["time_to_first_token_s"], figures["time_per_output_token_s"]
         table.add_row(
             name,
@@ -91,9 +126,11 @@ def _print_table(result: dict[str, Any]) -> None:
             f"{figures['latency_s']['p99']:.1f}",
             f"{first['p50']:.2f}",
             f"{rate['p50']:.3f}" if rate else "",
+            f"{figures['average_batch']:.1f}",
             str(engine["num_iterations"]),
             str(engine["num_padding_tokens"]),
             str(engine["num_preemptions"]),
+            f"{(split['penalty'] + split['overhead']) / split['generation']:.1%}",
         )
     show(table)
 

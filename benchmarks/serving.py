@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import summarise
+from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.scheduling.iteration.iteration_level import IterationLevel
@@ -21,6 +22,7 @@ from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime, RuntimeStats
+    from predictor import LengthPredictor
 
 DEFAULT = "fastertransformer,triton_window,concurrent_instances,orca,vllm_like,flover"
 # For Flover's ablation: its memory shuffle left out.
@@ -37,9 +39,16 @@ COUNTERS = (
     "num_tokens",
     "num_padding_tokens",
     "num_preemptions",
+    "num_outgrown",
+    "num_pages_out",
+    "num_pages_in",
+    "num_recomputed",
     "num_compilations",
     "busy_s",
     "host_gap_s",
+    "planning_s",
+    "penalty_s",
+    "predicting_s",
 )
 _SETTLING_S = 0.02
 
@@ -56,6 +65,7 @@ def add_policy_options(
     add("--policies", default=policies, help=f"separated by commas; known are {known}")
     add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
     add("--kv-memory", default=None, help='size of each page pool, e.g. "1GiB"')
+    add("--predictor", default=None, help="folder of a trained one, for policies that use it")
     add("--max-slots", type=int, default=None, help="most sequences at once")
     if max_context is not None:
         text = "most tokens of prompt and answer"
@@ -84,6 +94,35 @@ def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def load_predictor(options: argparse.Namespace) -> LengthPredictor | None:
+    """Once for all runtimes.
+
+    Raises:
+      InvalidConfigError: the folder holds none.
+    """
+    if options.predictor is None:
+        return None
+    from predictor import LengthPredictor
+
+    try:
+        return LengthPredictor.load(options.predictor)
+    except ValueError as error:
+        raise InvalidConfigError(f"--predictor: {error}") from error
+
+
+def predictions_of(
+    predictor: LengthPredictor | None, items: Sequence[WorkloadItem], tokenizer: Any
+) -> list[LengthPrediction] | None:
+    """What a runtime with this predictor believes of the items; for simulations."""
+    if predictor is None:
+        return None
+    predicted = predictor.predict([tokenizer.decode(item.prompt_token_ids) for item in items])
+    return [
+        LengthPrediction(predicted.buckets, row, predictor.calibration)
+        for row in predicted.probabilities
+    ]
+
+
 @final
 class Runtimes:
     """Runtimes around one copy of the weights. A context manager, which closes them.
@@ -105,6 +144,7 @@ class Runtimes:
             "kv_memory": options.kv_memory,
             "max_slots": options.max_slots,
             "max_context": options.max_context,
+            "predictor": load_predictor(options),
         }
         self._num_pages: int | None = None
         self._open = ExitStack()

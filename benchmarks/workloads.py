@@ -20,6 +20,8 @@ KNOWN = (
 _TASK = "task:"
 _RECORDED = "recorded:"
 NUM_REQUESTS = 32
+# Share of the conversations that predictors are calibrated on, and as many that they are tested on.
+HELD_OUT = 0.15
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-tokens", type=int, default=16, help="uniform: of each prompt")
     add("--min-output-tokens", type=int, default=None, help="uniform: of the shortest answer")
     add("--output-tokens", type=int, default=128, help="sharegpt, uniform: of the longest answer")
+    add("--max-prompt-tokens", type=int, default=512, help="sharegpt: longer ones are passed over")
+    add("--output-scale", type=float, default=1.0, help="sharegpt: multiplies answers' lengths")
+    add(
+        "--unlimited",
+        action="store_true",
+        help="sharegpt: requests set no limit but the context, so policies know none",
+    )
+    add(
+        "--held-out",
+        action="store_true",
+        help="sharegpt: only conversations that predictors are not trained on",
+    )
     add("--scale", type=float, default=1.0, help="task: multiplies every length")
 
 
@@ -66,7 +80,11 @@ def _draw(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
             num,
             options.seed,
             tokenizer=rt.tokenizer,
+            max_prompt_tokens=options.max_prompt_tokens,
             max_output_tokens=options.output_tokens,
+            output_scale=options.output_scale,
+            is_limit_known=not options.unlimited,
+            accepts=is_tested_on if options.held_out else lambda _: True,
         )
     if options.workload == "uniform":
         return random_items(
@@ -84,6 +102,16 @@ def _draw(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
         seed=options.seed,
         scale=options.scale,
     )
+
+
+def is_tested_on(conversation: str) -> bool:
+    """Whether predictors are neither trained nor calibrated on a conversation of ShareGPT.
+
+    As `jaxserve predictor train` and benchmarks.predictor split by default.
+    """
+    from predictor.data import Example, split_in_three
+
+    return bool(split_in_three([Example("-", 1, conversation)], held_out=HELD_OUT)[2])
 
 
 def _known(workload: str) -> str:

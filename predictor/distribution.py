@@ -71,6 +71,15 @@ class LengthDistributions:
         length = np.ceil(at(low) + share * (at(self._high) - at(low)) - 1e-9)
         return np.maximum(length, t[:, 0] + 1).astype(np.int64)
 
+    def survival(self, elapsed: np.ndarray | int, more: np.ndarray) -> np.ndarray:
+        """P(L > t + m | L > t) [sequences, times] for `more` tokens m, float [times]."""
+        t = self._column(elapsed)
+        left, low = self._after(t)
+        ends = (t + more)[:, None, :]
+        width = np.maximum(self._high - low, 1e-9)[:, :, None]
+        over = np.clip((self._high[:, None] - ends) / width, 0.0, 1.0)
+        return (left[:, :, None] * over).sum(1)
+
     def cdf(self, lengths: np.ndarray) -> np.ndarray:
         """P(L <= length) of each sequence's own length [sequences]."""
         return 1.0 - (self.probabilities * self._share_over(self._column(lengths))).sum(1)

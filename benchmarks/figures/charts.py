@@ -22,7 +22,7 @@ def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
         return {f"{stem}_{number}": chart for number, chart in flover_charts.BY_NUMBER.items()}
     if result.kind == "offline":
         return {f"{stem}_peers": _peers} if result.has_peers else {}
-    if result.kind in ("loading", "sharding"):
+    if result.kind in ("loading", "sharding", "predictor", "s3"):
         return {}
     return {stem: {"policies": _policies, "online": _online, "simulate": _simulate}[result.kind]}
 

@@ -11,7 +11,10 @@ from typing import Any, final
 from jaxserve.core.errors import InvalidConfigError
 
 # What may lie in the folder, in the order of the pages.
-KINDS = ("offline", "policies", "online", "flover", "simulate", "loading", "sharding")
+KINDS = (
+    *("offline", "policies", "online", "flover", "simulate", "predictor", "s3"),
+    *("loading", "sharding"),
+)
 
 
 class ResultFileError(InvalidConfigError):

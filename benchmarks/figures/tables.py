@@ -15,6 +15,8 @@ HEADINGS = {
     "online": "Latency against load",
     "flover": "Flover's section VI",
     "simulate": "Predicted and measured",
+    "predictor": "Predicted lengths of answers",
+    "s3": "S3's models on its GPU, simulated",
     "loading": "Memory for loading a checkpoint",
     "sharding": "What plans send, and how full pipelines are",
 }
@@ -49,6 +51,8 @@ def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) 
         "online": _online,
         "flover": _flover,
         "simulate": _simulate,
+        "predictor": _predictor,
+        "s3": _s3,
         "loading": _loading,
         "sharding": _sharding,
     }[kind]
@@ -115,6 +119,8 @@ def _policies(result: Result, link: str) -> str:
                 f"{result.number(*at, 'latency_s', 'p50'):.1f} s",
                 f"{result.number(*at, 'latency_s', 'p99'):.1f} s",
                 f"{result.number(*at, 'time_to_first_token_s', 'p50'):.2f} s",
+                _optional(result, (*at, "average_batch"), ".1f"),
+                _optional(result, (*at, "num_preemptions"), ".0f"),
             ]
         )
     arguments = result.get("arguments")
@@ -122,7 +128,14 @@ def _policies(result: Result, link: str) -> str:
         f"{arguments['num_requests']} {arguments['workload']} requests, {_when(arguments)}, "
         f"{arguments['model']}"
     )
-    header = ("policy", "output tokens/s", "latency, median", "99th percentile", "first token")
+    if arguments.get("kv_memory"):
+        what += f", a page pool of {arguments['kv_memory']}"
+    if arguments.get("max_slots"):
+        what += f", at most {arguments['max_slots']} at once"
+    header = (
+        *("policy", "output tokens/s", "latency, median", "99th percentile", "first token"),
+        *("average batch", "preempted"),
+    )
     return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
 
 
@@ -196,6 +209,59 @@ def _simulate(result: Result, link: str) -> str:
     return f"{_caption(result, 'Measured and simulated', link)}\n\n{_table(header, rows)}"
 
 
+def _predictor(result: Result, link: str) -> str:
+    rows = []
+    for i, one in result.items("contenders"):
+        at = ("contenders", i)
+        rows.append(
+            [
+                str(one["name"]),
+                _linked(result.number(*at, "accuracy"), ".1%", link),
+                f"{result.number(*at, 'wrong_by'):.2f}",
+                f"{result.number(*at, 'error_tokens'):.0f}",
+                f"{result.number(*at, 'under_prediction'):.1%}",
+                *(
+                    f"{promise['missed']:.1%} ({promise['reserved_tokens']:.0f})"
+                    for promise in one["promises"].values()
+                ),
+            ]
+        )
+    edges = result.get("bucket_edges")
+    what = (
+        f"{result.number('num_examples', 'test'):.0f} {result.get('settings', 'data')} prompts, "
+        f"{len(edges) - 1} buckets up to {edges[-1]} tokens; outgrown reservations and, in "
+        "brackets, their mean length in tokens"
+    )
+    header = (
+        *("predictor", "accuracy", "wrong by, buckets", "error, tokens", "too short"),
+        *(f"outgrown at {float(p):.0%}" for p in result.get("contenders", 0, "promises")),
+    )
+    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+
+
+def _s3(result: Result, link: str) -> str:
+    """Tables 2, 3 and 4 of the paper, its numbers beside ours."""
+    known = ("orca", "s3", "s3_oracle")
+    rows = []
+    for model, runs in result.items("models"):
+        for policy in runs:
+            at = ("models", model, policy)
+            row = [model, name(policy)]
+            for key in ("output_tokens_per_s", "average_batch", "num_iterations"):
+                theirs = result.get("paper").get(model, {}).get(key)
+                given = theirs is not None and policy in known
+                row.append(_linked(result.number(*at, key), ".0f", link))
+                row.append(f"{theirs[known.index(policy)]:.0f}" if given else "")
+            rows.append(row)
+    header = ("model", "policy", "tokens/s", "paper", "batch", "paper", "iterations", "paper")
+    arguments = result.get("arguments")
+    what = (
+        f"{arguments['num_requests']} requests of ShareGPT's lengths, all at once, A100 80 GB as "
+        "rooflines, simulated"
+    )
+    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+
+
 def _loading(result: Result, link: str) -> str:
     row = [
         f"{result.get('shape')}, {result.get('dtype')}, {result.number('num_shards'):.0f} shards",
@@ -223,6 +289,11 @@ def _sharding(result: Result, link: str) -> str:
     layers = result.get("model", "layers")
     what = f"{result.number('rows'):.0f} sequences of a model of {layers} layers"
     return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+
+
+def _optional(result: Result, at: Sequence[str], form: str) -> str:
+    found = result.optional(*at)
+    return "" if found is None else f"{found:{form}}"
 
 
 def _linked(value: float, form: str, link: str) -> str:

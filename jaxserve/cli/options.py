@@ -72,6 +72,10 @@ Policy = Annotated[str, _runtime("--policy", text="Scheduling preset, such as au
 Load = Annotated[str, _runtime("--load", text="auto, or random for weights made up on the spot.")]
 DType = Annotated[str | None, _runtime("--dtype", text="Of weights and cache, e.g. bfloat16.")]
 KvMemory = Annotated[str | None, _runtime("--kv-memory", text="Size of the KV pool, e.g. 2GiB.")]
+Predictor = Annotated[
+    str | None,
+    _runtime("--predictor", text="Folder of a length predictor, for policies that use one."),
+]
 MaxSlots = Annotated[int | None, _runtime("--max-slots", text="Most sequences that run at once.")]
 MaxContext = Annotated[
     int | None, _runtime("--max-context", text="Most tokens of prompt and answer together.")

@@ -35,6 +35,7 @@ class EngineConfig:
       slot_buckets: compiled sizes of the decode window; likewise.
       head_buckets: compiled sizes of the sampling head of a mixed step; likewise.
       attention: implementation of paged attention; None for the platform's choice.
+      num_host_pages: pages of host memory for the KV of preempted sequences.
     """
 
     page_size: int = 32
@@ -47,6 +48,7 @@ class EngineConfig:
     slot_buckets: tuple[int, ...] = ()
     head_buckets: tuple[int, ...] = ()
     attention: str | None = None
+    num_host_pages: int = 0
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_slots", "max_context", "max_decode_iterations"):
@@ -57,6 +59,8 @@ class EngineConfig:
                 f"num_pages={self.num_pages}: the pool needs the null page and at least one more; "
                 "give more kv_memory"
             )
+        if self.num_host_pages < 0:
+            raise InvalidConfigError(f"num_host_pages={self.num_host_pages} is below 0")
         if self.max_step_tokens < self.max_slots:
             raise InvalidConfigError(
                 f"max_step_tokens={self.max_step_tokens} is less than max_slots={self.max_slots}: "

@@ -18,6 +18,11 @@ class RuntimeOptions:
     Attributes:
       policy: name of a preset, or a `jaxserve.scheduling.policy.Policy`.
       kv_memory: of the page pool, in bytes or as "4GiB"; by default what memory is left.
+      host_memory: on the host, for the KV of preempted sequences, in bytes or as "4GiB"; by default
+        as much as the page pool, if that is under a quarter of what is free. 0 for none.
+      predictor: of answers' lengths, for policies that use them: a `predictor.LengthPredictor`, or
+        the folder of one (`jaxserve predictor train`).
+      learns: go on training the predictor with the requests that end (`predictor.OnlineLearner`).
       max_slots: sequences that run at once.
       max_context: most tokens of prompt and output together; the model's own limit by default.
       max_step_tokens: most tokens of a step with prompts in it (the prefill chunk).
@@ -35,6 +40,9 @@ class RuntimeOptions:
 
     policy: Any = "auto"
     kv_memory: int | str | None = None
+    host_memory: int | str | None = None
+    predictor: Any = None
+    learns: bool = False
     max_slots: int | None = None
     max_context: int | None = None
     max_step_tokens: int | None = None
@@ -75,3 +83,5 @@ class RuntimeOptions:
                 raise InvalidConfigError(f"{name}={value!r}; give a whole number of at least 1")
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
+        if self.host_memory not in (None, 0):
+            parse_bytes(self.host_memory)

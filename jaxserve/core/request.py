@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 from jaxserve.core.errors import JaxserveError
+from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -24,6 +25,7 @@ class Request:
       priority: higher goes first under the priority order.
       deadline_s: engine clock by which it should end; breaks ties of priority.
       conversation_id: whose cache this continues; None for none.
+      prediction: of its output length; None where nobody predicted it.
       stop_token_ids: `params.stop_token_ids` and, unless ignored, the model's end tokens.
       seed: `params.seed`, or one drawn by the runtime.
     """
@@ -37,6 +39,7 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None
     conversation_id: str | None = None
+    prediction: LengthPrediction | None = None
 
     def end_length(self, max_length: int, sample_index: int) -> int:
         """Prompt and output tokens at which a sample limited to `max_length` ends.

@@ -20,7 +20,7 @@ from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.device_stage import DeviceStage
 from jaxserve.engine.executor import ModelExecutor
 from jaxserve.engine.leading import check_alike
-from jaxserve.engine.memory_plan import PoolSize, plan_pool, plan_resize
+from jaxserve.engine.memory_plan import PoolSize, plan_host_pages, plan_pool, plan_resize
 from jaxserve.engine.placement import Placement
 from jaxserve.engine.programs import Programs, largest_step_bytes
 from jaxserve.engine.staged_executor import StagedExecutor
@@ -146,11 +146,17 @@ def _build_whole(
     programs = Programs(graphdef, draft, model_config, place)
     steps = programs.compiled_steps(params, pages.abstract(optimistic))
     size = _agreed(pages.plan(step_bytes=largest_step_bytes(steps)), group)
+    config = _engine_config(
+        model_config,
+        options,
+        num_pages=size.num_pages,
+        # Pages are not gathered from other processes' shards.
+        num_host_pages=pages.plan_host(size) if group is None else 0,
+    )
     if size.num_pages != optimistic:
-        config = _engine_config(model_config, options, num_pages=size.num_pages)
         programs = Programs(graphdef, config, model_config, place)
     cache = pages.new(size.num_pages)
-    return DeviceExecutor(programs, params, cache, strict=options.strict), size
+    return DeviceExecutor(config, programs, params, cache, strict=options.strict), size
 
 
 def _build_stages(
@@ -227,6 +233,15 @@ class _Pages:
             kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),
         )
 
+    def plan_host(self, size: PoolSize) -> int:
+        """How many pages of the host there can be."""
+        wanted = self.options.host_memory
+        return plan_host_pages(
+            size.page_bytes * self.place.num_shards,
+            size.num_pages - 1,
+            None if wanted is None else 0 if wanted == 0 else parse_bytes(wanted),
+        )
+
     def abstract(self, num_pages: int) -> Any:
         """Shapes and dtypes."""
         return jax.eval_shape(lambda: self._empty(num_pages))
@@ -274,7 +289,7 @@ def warm_up(executor: ModelExecutor, *, progress: bool) -> None:
 
 def _shared_settings(model_config: Any, leaf: jax.Array, options: RuntimeOptions) -> dict[str, Any]:
     """What every process must be given alike, by name; the policy is the leader's alone."""
-    own = ("policy", "record", "progress")
+    own = ("policy", "predictor", "learns", "record", "progress")
     return {
         **{name: value for name, value in vars(options).items() if name not in own},
         **{f"model.{name}": str(value) for name, value in asdict(model_config).items()},
@@ -291,7 +306,9 @@ def _agreed(size: PoolSize, group: ProcessGroup | None) -> PoolSize:
     return replace(size, num_pages=min(group.all_gather(size.num_pages)))
 
 
-def _engine_config(model_config: Any, options: RuntimeOptions, *, num_pages: int) -> EngineConfig:
+def _engine_config(
+    model_config: Any, options: RuntimeOptions, *, num_pages: int, num_host_pages: int = 0
+) -> EngineConfig:
     defaults = platform_defaults()
     max_slots = options.max_slots or defaults.max_slots
     max_step_tokens = options.max_step_tokens or max(defaults.max_step_tokens, max_slots)
@@ -306,6 +323,7 @@ def _engine_config(model_config: Any, options: RuntimeOptions, *, num_pages: int
         max_step_tokens=max_step_tokens,
         max_decode_iterations=options.max_decode_iterations or defaults.max_decode_iterations,
         attention=options.attention,
+        num_host_pages=num_host_pages,
     )
 
 

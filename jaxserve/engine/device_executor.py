@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -9,18 +10,22 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.engine.compilations import CompilationCounter
 from jaxserve.engine.device_handle import DeviceHandle, PromptPart
 from jaxserve.engine.device_pages import DevicePages
 from jaxserve.engine.device_slots import DeviceSlots
+from jaxserve.engine.host_pages import PAGES_A_CALL
 from jaxserve.engine.packing import pack_needs, pack_rows, pack_sampling, sampling_first
 from jaxserve.engine.programs import Programs
 from jaxserve.engine.steps import MixedBatch
 from jaxserve.engine.weights import fitted
+from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import Needs, StepPlan
+from jaxserve.scheduling.supervisor import SwapCosts
 
 
 @final
@@ -28,7 +33,8 @@ class DeviceExecutor:
     """Owns the page cache and the slots on the device; borrows the parameters.
 
     Args:
-      programs: the executables; their config's `num_pages` and `page_size` must be the cache's.
+      config: its `num_pages` and `page_size` are the cache's.
+      programs: the executables for such a cache.
       params: of the programs' decoder.
       cache: all zeros; the executor donates it from step to step.
       strict: raise on any compilation after `warmup`.
@@ -36,15 +42,17 @@ class DeviceExecutor:
 
     def __init__(
         self,
+        config: EngineConfig,
         programs: Programs,
         params: Any,
         cache: KVCache,
         *,
         strict: bool = False,
     ):
-        self.config = programs.config
+        self.config = config
         self._params = params
-        self._pages = DevicePages(cache, programs.place.pages)
+        self.swap_costs: SwapCosts | None = None
+        self._pages = DevicePages(cache, programs.place.pages, self.config.num_host_pages)
         self._slots = DeviceSlots(self.config, programs.place.whole)
         self._programs = programs
         self._compilations = CompilationCounter(strict=strict)
@@ -67,6 +75,8 @@ class DeviceExecutor:
             steps.append((f"sampling, {num_rows} rows", _bind(self._warm_head, num_rows)))
         for num_rows in reversed(config.slot_buckets):
             steps.append((f"decode loop, {num_rows} slots", _bind(self._warm_decode, num_rows)))
+        if config.num_host_pages:
+            steps.append(("page swaps", self._measure_swaps))
         return [(name, self._in_force(step)) for name, step in steps]
 
     def finish_warmup(self) -> None:
@@ -83,6 +93,7 @@ class DeviceExecutor:
     def submit(self, plan: StepPlan) -> DeviceHandle:
         self._raise_if_closed()
         with self._compilations.watch(plan), self._programs.place.in_force():
+            self._pages.swap(plan.swaps_out, plan.swaps_in)
             self._slots.apply(plan)
             return self._decode(plan) if plan.is_decode_loop else self._mixed(plan)
 
@@ -232,6 +243,23 @@ class DeviceExecutor:
             self._programs.plan_decode((), 0, num_rows),
             num_rows=num_rows,
         )
+
+    def _measure_swaps(self) -> None:
+        """Copy the null page to the host and back, and compute a prompt of nobody's."""
+
+        def seconds(step: Callable[[], None]) -> float:
+            step()  # compiles
+            jax.block_until_ready(self._pages.cache)
+            begin_s = time.perf_counter()
+            step()
+            jax.block_until_ready(self._pages.cache)
+            return time.perf_counter() - begin_s
+
+        copies = ((NULL_PAGE, 0),) * PAGES_A_CALL
+        swap_s = seconds(lambda: self._pages.swap(copies, copies))
+        num_tokens = self.config.token_buckets[-1]
+        prompt_s = seconds(lambda: self._warm_body(num_tokens))
+        self.swap_costs = SwapCosts(page_s=swap_s / 2 / PAGES_A_CALL, token_s=prompt_s / num_tokens)
 
 
 def _bind(function: Callable[[int], None], size: int) -> Callable[[], None]:

@@ -6,16 +6,24 @@ from typing import final
 
 import jax
 
+from jaxserve.engine.host_pages import HostPages
 from jaxserve.memory.relocation import Moves, page_sources
 from jaxserve.models.batch import KVCache
+from jaxserve.scheduling.plan import PageCopies
 
 
 @final
 class DevicePages:
-    """One page cache; `cache` is donated to every step and replaced by its result."""
+    """One page cache; `cache` is donated to every step and replaced by its result.
 
-    def __init__(self, cache: KVCache, place: jax.sharding.Sharding):
+    Args:
+      place: sharding of its buffers.
+      num_host_pages: room for pages on the host.
+    """
+
+    def __init__(self, cache: KVCache, place: jax.sharding.Sharding, num_host_pages: int = 0):
         self.cache = cache
+        self._host = HostPages(num_host_pages, place)
         self._copy = jax.jit(_copy_pages, out_shardings=place)
 
     @property
@@ -26,6 +34,12 @@ class DevicePages:
     @property
     def num_pages(self) -> int:
         return self.cache.k_pages[0].shape[1]
+
+    def swap(self, out: PageCopies, back: PageCopies) -> None:
+        """Copy pages to the host, (device page, host page), and then others back from it."""
+        self._host.swap_out(self.cache, out)
+        if back:
+            self.cache = self._host.swap_in(self.cache, back)
 
     def resize(self, num_pages: int, moves: Moves) -> None:
         """Go on with another number of pages; see `Executor.resize`.
@@ -42,6 +56,7 @@ class DevicePages:
             raise
 
     def delete(self) -> None:
+        self._host.delete()
         for leaf in jax.tree.leaves(self.cache):
             leaf.delete()
 

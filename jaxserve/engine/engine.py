@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import final
@@ -45,7 +46,7 @@ class Engine:
         max_in_flight: int = 2,
         replica: int = 0,
     ):
-        self.scheduler = Scheduler(executor.config, policy, clock)
+        self.scheduler = Scheduler(executor.config, policy, clock, executor.swap_costs)
         self.stats = EngineStats(clock)
         self.recorder = Recorder(executor.config, replica)
         self._clock = clock
@@ -72,7 +73,9 @@ class Engine:
         The plan for the next step is made and submitted before the step before it is read, so the
         device has work while the host catches up.
         """
+        begin_s = time.perf_counter()
         plan = self.scheduler.plan()
+        self.stats.planning_s += time.perf_counter() - begin_s
         if plan is not None:
             gap_before_s = self.stats.host_gap_s
             self.stats.before_submit(self._newest_handle())

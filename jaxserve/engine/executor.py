@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from jaxserve.core.config import EngineConfig
 from jaxserve.memory.relocation import Moves
 from jaxserve.scheduling.plan import StepPlan, StepResult
+from jaxserve.scheduling.supervisor import SwapCosts
 
 
 class StepHandle(Protocol):
@@ -29,6 +30,8 @@ class Executor(Protocol):
     """
 
     config: EngineConfig
+    swap_costs: SwapCosts | None
+    """Of bringing pages to the host and back, beside computing them anew; None if not measured."""
 
     def submit(self, plan: StepPlan) -> StepHandle: ...
 

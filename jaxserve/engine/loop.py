@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +20,9 @@ from jaxserve.core.request import Completion, Request
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.device_errors import is_out_of_memory
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.request_log import RequestLog
 from jaxserve.scheduling.scheduler import Progress
 from jaxserve.scheduling.sequence import Phase
-from jaxserve.workload.recorded import TraceWriter
 
 # What becomes of running requests when the loop pauses for new weights.
 Running = Literal["finish", "restart", "abort"]
@@ -42,14 +42,14 @@ class EngineLoop:
     """Owns an engine from one thread; `submit`, `cancel` and `close` are safe from any.
 
     Requests join at the next iteration, there is no batch window. Every answer's future is
-    resolved exactly once, also when the loop fails or is closed. `trace` gets every request that
+    resolved exactly once, also when the loop fails or is closed. `logs` get every request that
     began and ended, unless the loop itself failed.
     """
 
-    def __init__(self, engine: Engine, clock: Clock, trace: TraceWriter | None = None):
+    def __init__(self, engine: Engine, clock: Clock, logs: Sequence[RequestLog] = ()):
         self._engine = engine
         self._clock = clock
-        self._trace = trace
+        self._logs = logs
         self._changed = threading.Condition()
         self._arrived: list[Answer] = []
         self._held: list[Answer] = []  # arrived during a pause
@@ -239,8 +239,8 @@ class EngineLoop:
 
     def _keep(self, request: Request, completion: Completion) -> None:
         self._engine.recorder.request_ended(completion)
-        if self._trace is not None:
-            self._trace.append(request, completion)
+        for log in self._logs:
+            log.append(request, completion)
 
     def _cancel_all(self) -> None:
         """For closing: everyone gets what there is; who had not begun, an error."""

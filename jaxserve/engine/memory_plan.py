@@ -17,6 +17,7 @@ _log = logging.getLogger(__name__)
 # Shares of the free memory that a pool may take. A CPU's memory belongs to others too.
 _SHARE = {"cpu": 0.125}
 _DEFAULT_SHARE = 0.92
+_HOST_SHARE = 0.25
 
 
 @final
@@ -93,6 +94,28 @@ def plan_pool(
     return PoolSize(
         num_pages=num_pages, page_bytes=page_bytes, free_bytes=free, step_bytes=step_bytes
     )
+
+
+def plan_host_pages(page_bytes: int, num_device_pages: int, wanted_bytes: int | None) -> int:
+    """Pages of host memory for the KV of preempted sequences.
+
+    Args:
+      page_bytes: of one page, all layers and shards, keys and values.
+      num_device_pages: of the pool, which more would never be used beside.
+      wanted_bytes: the user's wish; None for as much as the pool, up to a share of what is free.
+
+    Raises:
+      DeviceMemoryError: the wish is not there.
+    """
+    free = available_host_bytes()
+    if wanted_bytes is None:
+        return min(num_device_pages, int(free * _HOST_SHARE) // page_bytes)
+    if wanted_bytes > free:
+        raise DeviceMemoryError(
+            f"host_memory={wanted_bytes:,} bytes do not fit on the host, where {free:,} are free; "
+            "give less"
+        )
+    return wanted_bytes // page_bytes
 
 
 def plan_resize(

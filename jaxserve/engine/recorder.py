@@ -27,6 +27,7 @@ class StepRecord:
       num_padding_tokens: computed for nobody, up to the compiled size.
       num_running, num_waiting: sequences with and without a slot.
       pages_owned, pages_promised: in use, and reserved on top.
+      pages_out, pages_in: copied to the host before it, and back.
       host_gap_s: how long the device may have idled before it.
       collected_s: when the host had read it; None if it never did.
       replica: whose step it was; `index` counts each replica's own.
@@ -42,6 +43,8 @@ class StepRecord:
     num_waiting: int
     pages_owned: int
     pages_promised: int
+    pages_out: int
+    pages_in: int
     submitted_s: float
     host_gap_s: float
     collected_s: float | None = None
@@ -103,6 +106,8 @@ class Recorder:
                 num_waiting=scheduler.num_waiting,
                 pages_owned=scheduler.pool.num_owned,
                 pages_promised=scheduler.pool.num_promised,
+                pages_out=len(plan.swaps_out),
+                pages_in=len(plan.swaps_in),
                 submitted_s=now_s,
                 host_gap_s=host_gap_s,
                 replica=self._replica,

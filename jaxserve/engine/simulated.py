@@ -20,6 +20,7 @@ from jaxserve.engine.step_cost import FlatCost, StepCost, StepWork
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_sources, page_targets
 from jaxserve.scheduling.plan import Row, StepPlan, StepResult
+from jaxserve.scheduling.supervisor import SwapCosts
 
 END_TOKEN = 0
 _MASK = (1 << 61) - 1
@@ -80,6 +81,7 @@ class SimulatedExecutor:
         reads_context: bool = True,
     ):
         self.config = config
+        self.swap_costs: SwapCosts | None = None
         self._clock = clock
         self._answer_length = answer_length
         self._fault_length = fault_length
@@ -89,10 +91,12 @@ class SimulatedExecutor:
         self._slots: dict[int, _Slot] = {}
         # What is written at (page, offset): a hash of the whole context up to there.
         self._cells = np.zeros((config.num_pages, config.page_size), np.int64)
+        self._host_cells = np.zeros((config.num_host_pages, config.page_size), np.int64)
         self._free_at_s = 0.0
 
     def submit(self, plan: StepPlan) -> _SimulatedHandle:
         self._clock.advance_to(self._clock.now() + self._cost.host_s(plan))
+        self._swap(plan)
         self._edit_slots(plan)
         shape = (len(plan.rows), plan.num_iterations)
         result = StepResult(
@@ -131,6 +135,12 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         self._slots.clear()
+
+    def _swap(self, plan: StepPlan) -> None:
+        for page, host_page in plan.swaps_out:
+            self._host_cells[host_page] = self._cells[page]
+        for host_page, page in plan.swaps_in:
+            self._cells[page] = self._host_cells[host_page]
 
     def _edit_slots(self, plan: StepPlan) -> None:
         for slot in plan.releases:

@@ -24,6 +24,7 @@ from jaxserve.memory.relocation import Moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
 from jaxserve.scheduling.plan import Needs, Row, StepPlan
+from jaxserve.scheduling.supervisor import SwapCosts
 
 
 @final
@@ -72,6 +73,7 @@ class StagedExecutor:
         strict: bool = False,
     ):
         self.config = stages[0].programs.config
+        self.swap_costs: SwapCosts | None = None
         self._stages = list(stages)
         self._parts = list(parts)
         self._whole = whole

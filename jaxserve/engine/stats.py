@@ -25,9 +25,14 @@ class EngineStats:
       num_tokens: prompt and output tokens computed, iterations past an early end included.
       num_padding_tokens: computed for nobody (idle slots in the window; mixed steps not counted).
       num_preemptions: sequences sent back to the pool.
+      num_outgrown: of these, because they had used up what was reserved for them.
+      num_pages_out, num_pages_in: copied to the host and back.
+      num_recomputed: tokens of preempted sequences whose KV was dropped, to be computed anew.
       max_pages_owned: most pages in use at once.
       busy_s: seconds with work on hand.
       host_gap_s: of these, seconds the device may have idled.
+      planning_s: seconds the scheduler took; the device works meanwhile.
+      penalty_s: seconds of the device that preemptions took, by costs measured at the start.
     """
 
     clock: Clock
@@ -37,9 +42,15 @@ class EngineStats:
     num_tokens: int = 0
     num_padding_tokens: int = 0
     num_preemptions: int = 0
+    num_outgrown: int = 0
+    num_pages_out: int = 0
+    num_pages_in: int = 0
+    num_recomputed: int = 0
     max_pages_owned: int = 0
     busy_s: float = 0.0
     host_gap_s: float = 0.0
+    planning_s: float = 0.0
+    penalty_s: float = 0.0
     _busy_since_s: float | None = field(default=None, repr=False)
     _seen_busy_s: float = field(default=0.0, repr=False)
 
@@ -67,7 +78,13 @@ class EngineStats:
         self.num_tokens += plan.num_tokens
         if plan.is_decode_loop:
             self.num_padding_tokens += plan.num_iterations * (plan.window_size - len(plan.rows))
+        supervisor = scheduler.supervisor
         self.num_preemptions = scheduler.num_preemptions
+        self.num_outgrown = supervisor.num_outgrown
+        self.num_pages_out = supervisor.num_pages_out
+        self.num_pages_in = supervisor.num_pages_in
+        self.num_recomputed = supervisor.num_recomputed
+        self.penalty_s = supervisor.penalty_s
         self.max_pages_owned = max(self.max_pages_owned, scheduler.pool.num_owned)
 
     def after_collect(self, newest: StepHandle | None) -> None:

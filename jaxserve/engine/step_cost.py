@@ -42,14 +42,17 @@ class StepCost(Protocol):
 @final
 @dataclass(frozen=True)
 class FlatCost:
-    """A constant for each iteration, and a share for each token; the host costs nothing."""
+    """A constant for each iteration, a share for each token and swapped page; the host is free."""
 
     per_iteration_s: float = 1e-3
     per_token_s: float = 1e-5
+    per_page_s: float = 1e-5
 
     def host_s(self, plan: StepPlan) -> float:
         return 0.0
 
     def device_s(self, work: StepWork) -> float:
         num_tokens = sum(row.num_tokens for row in work.plan.rows)
-        return len(work.decoded) * (self.per_iteration_s + self.per_token_s * num_tokens)
+        num_pages = len(work.plan.swaps_out) + len(work.plan.swaps_in)
+        iteration_s = self.per_iteration_s + self.per_token_s * num_tokens
+        return len(work.decoded) * iteration_s + self.per_page_s * num_pages

@@ -2,7 +2,17 @@
 
 from jaxserve.planning.origin import Origin
 from jaxserve.planning.profiler import measure
+from jaxserve.planning.roofline import DeviceRoofs, ModelShape, RooflineCost
 from jaxserve.planning.simulator import Simulation, simulate
 from jaxserve.planning.step_times import StepTimes
 
-__all__ = ["Origin", "Simulation", "StepTimes", "measure", "simulate"]
+__all__ = [
+    "DeviceRoofs",
+    "ModelShape",
+    "Origin",
+    "RooflineCost",
+    "Simulation",
+    "StepTimes",
+    "measure",
+    "simulate",
+]

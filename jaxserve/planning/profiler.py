@@ -23,8 +23,10 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import Executor
+from jaxserve.engine.host_pages import PAGES_A_CALL
 from jaxserve.engine.simulated import SimulatedExecutor
 from jaxserve.engine.slots import ADMISSIONS_A_CALL
+from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.planning.origin import Origin
 from jaxserve.planning.step_times import Curve, StepTimes
 from jaxserve.scheduling.plan import Admission, Needs, Row, StepPlan
@@ -145,6 +147,8 @@ class _Bench:
             edit_s=max(0.0, only("edit") - without_edit_s),
             move_s=max(0.0, only("move") - without_edit_s),
             admit_s=max(0.0, only("admit and edit") - only("edit")),
+            page_out_s=max(0.0, only("swap out") - without_edit_s) / PAGES_A_CALL,
+            page_in_s=max(0.0, only("swap in") - without_edit_s) / PAGES_A_CALL,
             plan_s=_planning_s(self.config, self._clock),
             submit_s=statistics.median(self._submits_s),
         )
@@ -217,7 +221,12 @@ class _Bench:
             self.reset()
             return self._loop(smallest, edits)
 
+        out, back = ((NULL_PAGE, 0),) * PAGES_A_CALL, ((0, NULL_PAGE),) * PAGES_A_CALL
+        swaps = [{"swaps_out": out}, {"swaps_in": back}] if self.config.num_host_pages else [{}, {}]
         return {
+            # In this order: what is brought back has to have been brought out.
+            "swap out": partial(self._loop, smallest, swaps[:1]),
+            "swap in": partial(self._loop, smallest, swaps[1:]),
             "edit": partial(after_reset, [released]),
             "move": partial(after_reset, moves),
             "admit and edit": partial(after_reset, [{"admissions": admissions, **released}]),
@@ -265,6 +274,8 @@ class _Bench:
 def _plan(**fields: Any) -> StepPlan:
     nothing = {
         "index": 0,
+        "swaps_out": (),
+        "swaps_in": (),
         "releases": (),
         "moves": (),
         "admissions": (),

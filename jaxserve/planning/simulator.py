@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from tqdm import tqdm
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.engine import Engine
@@ -50,12 +51,18 @@ def simulate(
     config: EngineConfig,
     cost: StepCost,
     *,
+    predictions: Sequence[LengthPrediction | None] | None = None,
+    label: str = "simulating",
     progress: bool = True,
 ) -> Simulation:
     """Play a workload, arrivals and all, against a policy, without a device or a model.
 
     Every decision is made by the code that serves on a device; only the time that passes is made
     up, by `cost`: usually a `StepTimes`.
+
+    Args:
+      predictions: of each item's output length, for policies that use them.
+      label: of the progress bar.
 
     Raises:
       InvalidRequestError: an item that a runtime of this configuration would refuse.
@@ -70,11 +77,14 @@ def simulate(
         max_prompt_tokens=config.max_prompt_tokens,
         seed=0,
     )
-    answers = [Answer(builder.build_item(item, item.arrival_s)) for item in items]
+    answers = [
+        Answer(replace(builder.build_item(item, item.arrival_s), prediction=prediction))
+        for item, prediction in zip(items, predictions or [None] * len(items), strict=True)
+    ]
     arriving = deque(sorted(answers, key=lambda answer: answer.request.arrival_s))
     unsettled = list(answers)
     with tqdm(
-        total=len(items), desc="simulating", unit="req", leave=False, delay=2, disable=not progress
+        total=len(items), desc=label, unit="req", leave=False, delay=2, disable=not progress
     ) as bar:
         while arriving or engine.has_work:
             if not _take_in(engine, arriving, clock.now()) and _wait(engine, arriving, clock):

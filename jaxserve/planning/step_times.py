@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import bisect
 import json
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self, final
+
+import numpy as np
 
 from jaxserve.core.config import bucket
 from jaxserve.core.errors import InvalidProfileError
@@ -60,6 +61,7 @@ class StepTimes:
         several tokens attend to. Rows of one token attend as in the widest decode loop.
       head_s: head bucket -> sampling in a mixed step.
       edit_s, move_s, admit_s: one call that edits slots, compacts them, or admits into them.
+      page_out_s, page_in_s: a page that is copied to the host, or back; 0 where none can be.
       plan_s, submit_s: what the host needs a step.
     """
 
@@ -71,6 +73,8 @@ class StepTimes:
     edit_s: float
     move_s: float
     admit_s: float
+    page_out_s: float
+    page_in_s: float
     plan_s: float
     submit_s: float
 
@@ -93,7 +97,9 @@ class StepTimes:
     def _edits_s(self, plan: StepPlan) -> float:
         num_admits = -(-len(plan.admissions) // ADMISSIONS_A_CALL)
         num_edits = -(-len(plan.page_updates) // PAGE_UPDATES_A_CALL) or bool(plan.releases)
-        return num_admits * self.admit_s + bool(plan.moves) * self.move_s + num_edits * self.edit_s
+        swaps_s = len(plan.swaps_out) * self.page_out_s + len(plan.swaps_in) * self.page_in_s
+        edits_s = num_admits * self.admit_s + num_edits * self.edit_s
+        return swaps_s + edits_s + bool(plan.moves) * self.move_s
 
     # ---- several into one; to a file and back ----
 
@@ -104,11 +110,16 @@ class StepTimes:
         Raises:
           InvalidProfileError: they are of different origins.
         """
+        return cls.quantile(measured, 0.5)
+
+    @classmethod
+    def quantile(cls, measured: Sequence[StepTimes], level: float) -> StepTimes:
+        """Entry by entry a quantile, as `median`."""
         first = measured[0]
         for other in measured[1:]:
             _raise_if_foreign(other.origin, first.origin, "a table to be merged")
         tables = [times._table() for times in measured]
-        return cls._from_table(first.origin, _median(tables))
+        return cls._from_table(first.origin, _quantile(tables, level))
 
     def save(self, path: Path) -> None:
         """Write a JSON file for people and for `load`."""
@@ -163,14 +174,14 @@ class StepTimes:
         return cls(origin=origin, **{**table, **by_size})
 
 
-def _median(trees: Sequence[Any]) -> Any:
-    """Of nested dictionaries and lists of the same form: the median of each number."""
+def _quantile(trees: Sequence[Any], level: float) -> Any:
+    """Of nested dictionaries and lists of the same form: a quantile of each number."""
     first = trees[0]
     if isinstance(first, dict):
-        return {key: _median([tree[key] for tree in trees]) for key in first}
+        return {key: _quantile([tree[key] for tree in trees], level) for key in first}
     if isinstance(first, list):
-        return [_median(items) for items in zip(*trees, strict=True)]
-    return statistics.median(trees)
+        return [_quantile(items, level) for items in zip(*trees, strict=True)]
+    return float(np.quantile(trees, level))
 
 
 def _raise_if_foreign(given: Origin, expected: Origin, what: str) -> None:

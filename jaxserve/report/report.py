@@ -63,6 +63,8 @@ class Report:
             "num_steps": len(self.steps),
             "num_iterations": sum(step.num_iterations for step in self.steps),
             "num_preemptions": sum(t.num_preemptions for t in timings),
+            "pages_out": sum(step.pages_out for step in self.steps),
+            "pages_in": sum(step.pages_in for step in self.steps),
             "padding_share": num_padding / (num_computed + num_padding) if self.steps else None,
             "host_gap_s": sum(step.host_gap_s for step in self.steps),
             "rows_a_step": spread(rows),

@@ -13,6 +13,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, Piece, PieceSink, failed_completion
 from jaxserve.engine.requests import Prompt, RequestBuilder
 from jaxserve.runtime.batches import Batch
+from jaxserve.runtime.forecaster import Forecaster
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.streams import aread, read
@@ -26,10 +27,19 @@ class Intake:
     Args:
       requests: checks them against the model's limits.
       tokenizer: of the answers' text; None leaves them without.
+      forecaster: None leaves requests without predictions of their lengths.
     """
 
-    def __init__(self, requests: RequestBuilder, replicas: Replicas, tokenizer: Any, clock: Clock):
+    def __init__(
+        self,
+        requests: RequestBuilder,
+        replicas: Replicas,
+        tokenizer: Any,
+        clock: Clock,
+        forecaster: Forecaster | None = None,
+    ):
         self._requests = requests
+        self._forecaster = forecaster
         self._replicas = replicas
         self._tokenizer = tokenizer
         self._clock = clock
@@ -44,40 +54,33 @@ class Intake:
     ) -> Pending:
         """See `Runtime.submit`; `others` as `RequestBuilder.build` has them."""
         now = self._clock.now()
-        answer = self._answer(
-            self._requests.build(
-                prompt,
-                params or SamplingParams(),
-                now,
-                deadline_s=None if deadline_s is None else now + deadline_s,
-                **others,
-            )
+        request = self._requests.build(
+            prompt,
+            params or SamplingParams(),
+            now,
+            deadline_s=None if deadline_s is None else now + deadline_s,
+            **others,
         )
-        self._replicas.submit(answer)
-        return self._pending(answer)
+        return self._hand_over([request])[0]
 
     def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
         """See `Runtime.submit_items`."""
         now = self._clock.now()
-        answers = [self._answer(self._requests.build_item(item, now)) for item in items]
-        self._replicas.submit(*answers)
-        return [self._pending(answer) for answer in answers]
+        return self._hand_over([self._requests.build_item(item, now) for item in items])
 
     def submit_batch(self, batch: Batch) -> list[Pending]:
         """Requests that cannot be served have ended with their errors; the rest start together."""
-        pending, answers = [], []
-        for prompt, params in zip(batch.prompts, batch.params, strict=True):
+        refused: dict[int, Pending] = {}
+        requests = []
+        for index, (prompt, params) in enumerate(zip(batch.prompts, batch.params, strict=True)):
             now = self._clock.now()
             try:
-                answer = self._answer(self._requests.build(prompt, params, now))
+                requests.append(self._requests.build(prompt, params, now))
             except InvalidRequestError as error:
                 timing = Timing(arrival_s=now, finished_s=now)
-                pending.append(Pending.ended(failed_completion("refused", (), error, timing)))
-            else:
-                answers.append(answer)
-                pending.append(self._pending(answer))
-        self._replicas.submit(*answers)
-        return pending
+                refused[index] = Pending.ended(failed_completion("refused", (), error, timing))
+        accepted = iter(self._hand_over(requests))
+        return [refused.get(i) or next(accepted) for i in range(len(batch.prompts))]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None) -> Generator[Piece]:
         """See `Runtime.stream`."""
@@ -89,9 +92,18 @@ class Intake:
 
     def _start(self, prompt: Prompt, params: SamplingParams | None, sink: PieceSink) -> Answer:
         request = self._requests.build(prompt, params or SamplingParams(), self._clock.now())
-        answer = self._answer(request, sink)
+        answer = self._answer(self._predicted([request])[0], sink)
         self._replicas.submit(answer)
         return answer
+
+    def _hand_over(self, requests: Sequence[Request]) -> list[Pending]:
+        """All start in the same iteration."""
+        answers = [self._answer(request) for request in self._predicted(requests)]
+        self._replicas.submit(*answers)
+        return [self._pending(answer) for answer in answers]
+
+    def _predicted(self, requests: Sequence[Request]) -> Sequence[Request]:
+        return requests if self._forecaster is None else self._forecaster.with_predictions(requests)
 
     def _answer(self, request: Request, sink: PieceSink | None = None) -> Answer:
         tokenizer = self._tokenizer

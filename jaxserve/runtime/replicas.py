@@ -22,11 +22,11 @@ from jaxserve.engine.leading import LeadingExecutor
 from jaxserve.engine.loop import EngineLoop, Running
 from jaxserve.engine.memory_plan import PoolSize
 from jaxserve.engine.recorder import RequestRecord, StepRecord
+from jaxserve.engine.request_log import RequestLog
 from jaxserve.runtime.placing import Place
 from jaxserve.runtime.processes import in_group
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, page_hashes, predicted_tokens
-from jaxserve.workload.recorded import TraceWriter
 from sharding import ProcessGroup, split_replicas
 
 
@@ -94,14 +94,14 @@ class Replicas:
         executors: Sequence[tuple[ModelExecutor, PoolSize]],
         policy: Policy,
         clock: Clock,
-        trace: TraceWriter | None,
+        logs: Sequence[RequestLog] = (),
     ):
         engines = [
             Engine(executor, policy, clock, replica=index)
             for index, (executor, _) in enumerate(executors)
         ]
         self.all = tuple(
-            Replica(executor, size, engine, EngineLoop(engine, clock, trace))
+            Replica(executor, size, engine, EngineLoop(engine, clock, logs))
             for (executor, size), engine in zip(executors, engines, strict=True)
         )
         config = self.first.executor.config

@@ -26,6 +26,7 @@ from jaxserve.engine.requests import Prompt, RequestBuilder
 from jaxserve.planning import Origin, StepTimes, measure
 from jaxserve.report import Report
 from jaxserve.runtime.batches import Batch, Params
+from jaxserve.runtime.forecaster import Forecaster
 from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.placing import place_replicas
@@ -75,6 +76,7 @@ class Runtime:
     ):
         self.options = RuntimeOptions.parse(options)
         policy = get_policy(self.options.policy)
+        forecaster = Forecaster.of(self.options, tokenizer)
         enable_compilation_cache()
         graphdef, own_params = nnx.split(model)
         decoder = cast(Any, model)
@@ -97,7 +99,8 @@ class Runtime:
             places = place_replicas(used, mesh, decoder.config)
             executors = build_executors(graphdef, places, decoder, self.options, group)
         trace = None if record is None else TraceWriter(record, origin_s=self._clock.now())
-        self._replicas = Replicas(executors, policy, self._clock, trace)
+        logs = [log for log in (trace, forecaster) if log is not None]
+        self._replicas = Replicas(executors, policy, self._clock, logs)
         self.config = self._replicas.first.executor.config
         self._weights_bytes = nbytes(used)
         self._origin = Origin.of(decoder.config, places[0].params, self.config)
@@ -109,9 +112,10 @@ class Runtime:
             max_prompt_tokens=self._replicas.max_prompt_tokens,
             seed=self.options.seed,
         )
-        self._intake = Intake(self._requests, self._replicas, tokenizer, self._clock)
+        self._forecaster = forecaster
+        self._intake = Intake(self._requests, self._replicas, tokenizer, self._clock, forecaster)
         # For runtimes that are dropped without `close`, as notebooks do.
-        self._finalizer = weakref.finalize(self, _shut_down, self._replicas, trace)
+        self._finalizer = weakref.finalize(self, _shut_down, self._replicas, trace, forecaster)
         if group is not None:
             group.before_leaving(self._finalizer)
 
@@ -299,6 +303,7 @@ class Runtime:
             pool_bytes=self._replicas.first.pool_size.pool_bytes,
             weights_bytes=self._weights_bytes,
             step_bytes=self._replicas.first.pool_size.step_bytes,
+            predicting_s=0.0 if self._forecaster is None else self._forecaster.seconds,
         )
 
     def report(self) -> Report:
@@ -415,7 +420,11 @@ class Runtime:
         self.close()
 
 
-def _shut_down(replicas: Replicas, trace: TraceWriter | None) -> None:
+def _shut_down(
+    replicas: Replicas, trace: TraceWriter | None, forecaster: Forecaster | None
+) -> None:
     replicas.close()
+    if forecaster is not None:
+        forecaster.close()
     if trace is not None:
         trace.close()

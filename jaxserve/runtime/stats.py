@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import final
+from typing import Any, final
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.engine.stats import EngineStats
@@ -16,7 +16,8 @@ class RuntimeStats:
     """Counters since the start, and what memory is used for; see `EngineStats`.
 
     Of several replicas the counters and times are added up, `max_pages_owned` is the most of any,
-    and the sizes are those of one.
+    and the sizes are those of one. `predicting_s` is what predicting lengths took, on the threads
+    that asked.
     """
 
     num_steps: int
@@ -25,9 +26,16 @@ class RuntimeStats:
     num_tokens: int
     num_padding_tokens: int
     num_preemptions: int
+    num_outgrown: int
+    num_pages_out: int
+    num_pages_in: int
+    num_recomputed: int
     num_compilations: int
     busy_s: float
     host_gap_s: float
+    planning_s: float
+    penalty_s: float
+    predicting_s: float
     num_pages: int
     max_pages_owned: int
     page_size: int
@@ -36,7 +44,7 @@ class RuntimeStats:
     step_bytes: int
 
     @classmethod
-    def of(cls, stats: Sequence[EngineStats], config: EngineConfig, **rest: int) -> RuntimeStats:
+    def of(cls, stats: Sequence[EngineStats], config: EngineConfig, **rest: Any) -> RuntimeStats:
         """The engines' counters as they stand, and what else there is to know."""
         names = {field.name for field in fields(cls)} & {
             field.name for field in fields(EngineStats)

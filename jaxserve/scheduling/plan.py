@@ -56,6 +56,10 @@ class Needs:
     top_logprobs: bool = False
 
 
+# (from, to), in the order in which they are made.
+PageCopies = tuple[tuple[int, int], ...]
+
+
 @final
 @dataclass(frozen=True)
 class StepPlan:
@@ -66,6 +70,8 @@ class StepPlan:
     rows write to the null page and deliver nothing.
 
     Attributes:
+      swaps_out: (device page, host page), contents to be kept on the host.
+      swaps_in: (host page, device page), contents that come back.
       releases: slots that serve nobody from now on.
       moves: (from, to) slots, compaction; every `to` is free and every `from` becomes free.
       admissions: slots that begin to serve a sequence.
@@ -76,6 +82,8 @@ class StepPlan:
     """
 
     index: int
+    swaps_out: PageCopies
+    swaps_in: PageCopies
     releases: tuple[int, ...]
     moves: tuple[tuple[int, int], ...]
     admissions: tuple[Admission, ...]

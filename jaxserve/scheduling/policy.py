@@ -1,4 +1,4 @@
-"""The four choices of a policy, as protocols; a preset names one of each."""
+"""The five choices of a policy, as protocols; a preset names one of each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, final
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.scheduling.preemption.last_in_order import LastInOrder
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -17,16 +18,47 @@ class Admission(Protocol):
         """Tokens to reserve before the sequence may run; at least one more than it has."""
         ...
 
-    def headroom_pages(self, num_usable: int, num_running: int) -> int:
-        """Pages that must stay available after an admission, for those that run to grow into."""
+    def headroom_pages(
+        self, sequence: Sequence, running: Seq[Sequence], config: EngineConfig
+    ) -> int:
+        """Pages that must stay available after admitting the sequence, for all to grow into."""
+        ...
+
+    @property
+    def extends(self) -> bool:
+        """Whether a sequence that outgrows its reservation may take more pages.
+
+        Where not, it is preempted, and comes back with another reservation.
+        """
         ...
 
 
 class Order(Protocol):
-    """Who goes first. The last in this order is preempted first."""
+    """Who goes first."""
 
     def key(self, sequence: Sequence) -> Any:
         """Sort key; a total order that does not change while a sequence waits or runs."""
+        ...
+
+    @property
+    def max_passes(self) -> int:
+        """How many may be admitted before a sequence ahead of them that does not fit."""
+        ...
+
+
+class Preemption(Protocol):
+    """Who has to go when memory runs out, and what becomes of its KV."""
+
+    def victim(self, candidates: Seq[Sequence]) -> Sequence:
+        """One of these, which are in order; the first of all that run is not among them."""
+        ...
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether its KV waits on the host, where there is room and it costs less than computing.
+
+        Otherwise it is computed anew.
+        """
         ...
 
 
@@ -63,7 +95,7 @@ class StepBuilder(Protocol):
 
     @property
     def waiting(self) -> Seq[Sequence]:
-        """Sequences that could be admitted now, in order."""
+        """Sequences that wait for a slot or memory, in order; no more than there are slots."""
         ...
 
     @property
@@ -76,12 +108,26 @@ class StepBuilder(Protocol):
         """Sequences admitted since the last decode loop, this step's included."""
         ...
 
-    def can_admit(self, sequence: Sequence) -> bool:
+    def can_admit(self) -> bool:
         """Whether `admit` would succeed now."""
         ...
 
-    def admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence a slot and its reservation; False if either lacks."""
+    def admit(self) -> Sequence | None:
+        """Give the first waiting sequence that fits a slot and its reservation.
+
+        None if there is none, or it may not pass those before it.
+        """
+        ...
+
+    def add_decoding(self) -> None:
+        """Add the next token of every decoding sequence, as `add_row` does one by one."""
+        ...
+
+    def expected_ends(self, num_iterations: int) -> Seq[float] | None:
+        """How many decoding sequences will have ended after 1, 2, ... iterations.
+
+        None where nothing was predicted of them.
+        """
         ...
 
     def add_row(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -102,8 +148,11 @@ class StepBuilder(Protocol):
         """
         ...
 
-    def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> None:
-        """Make this step a decode loop over one decoding sequence; the others stand still."""
+    def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> bool:
+        """Make this step a decode loop over one decoding sequence; the others stand still.
+
+        False when it had to be preempted.
+        """
         ...
 
     def wait_until(self, time_s: float) -> None:
@@ -125,10 +174,11 @@ class IterationShape(Protocol):
 @final
 @dataclass(frozen=True)
 class Policy:
-    """A named combination of the four choices."""
+    """A named combination of the five choices."""
 
     name: str
     admission: Admission
     order: Order
     iteration: IterationShape
     retention: Retention
+    preemption: Preemption = LastInOrder()

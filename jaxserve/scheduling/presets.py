@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.scheduling.admission.expected import Expected
 from jaxserve.scheduling.admission.max_length import MaxLength
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.admission.oracle import Oracle
+from jaxserve.scheduling.admission.predicted import Predicted
 from jaxserve.scheduling.iteration.concurrent import Concurrent
 from jaxserve.scheduling.iteration.iteration_level import IterationLevel
 from jaxserve.scheduling.iteration.static import Static
 from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.order.longest_first import LongestFirst
 from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.preemption.last_in_order import LastInOrder
+from jaxserve.scheduling.preemption.longest_remaining import LongestRemaining
 from jaxserve.scheduling.retention.stateless import Stateless
 
 PRESETS: dict[str, Policy] = {
@@ -33,8 +38,20 @@ PRESETS: dict[str, Policy] = {
         Policy("vllm_like", OnDemand(), FCFS(), Unified(), Stateless()),
         # As vllm_like, but it knows how long every answer will be, and never preempts.
         Policy("oracle", Oracle(), FCFS(), Unified(), Stateless()),
-        # Ours; until answers' lengths are predicted it makes the same choices as vllm_like.
-        Policy("auto", OnDemand(), FCFS(), Unified(), Stateless()),
+        # S3: memory reserved by predicted length and packed by decreasing first fit; who uses it
+        # up goes to the host, and comes back with twice as much.
+        Policy(
+            "s3",
+            Predicted(),
+            LongestFirst(Predicted()),
+            IterationLevel(),
+            Stateless(),
+            LastInOrder(keeps_state=True),
+        ),
+        # S3 with a predictor that is always right.
+        Policy("s3_oracle", Oracle(), LongestFirst(Oracle()), IterationLevel(), Stateless()),
+        # Ours.
+        Policy("auto", Expected(), FCFS(), Unified(), Stateless(), LongestRemaining()),
     )
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -19,6 +20,7 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.step import Step
+from jaxserve.scheduling.supervisor import Supervisor, SwapCosts
 
 
 @final
@@ -39,9 +41,16 @@ class Scheduler:
     they were made; any number of them may lie in between.
     """
 
-    def __init__(self, config: EngineConfig, policy: Policy, clock: Clock):
+    def __init__(
+        self,
+        config: EngineConfig,
+        policy: Policy,
+        clock: Clock,
+        swap_costs: SwapCosts | None = None,
+    ):
         self.config = config
         self.policy = policy
+        self.supervisor = Supervisor(config, policy.preemption, swap_costs)
         self.pool = PagePool(config.num_pages)
         self.slots = SlotTable(config.max_slots, config.slot_buckets)
         self.running: list[Sequence] = []
@@ -54,6 +63,8 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._pending_releases: list[int] = []
         self._num_plans = 0
+        # So many available pages are known to be too few for any of those that wait.
+        self._too_few_pages = 0
         self._next_key = 0
 
     # ---- requests ----
@@ -99,6 +110,7 @@ class Scheduler:
             return
         if sequence.phase is Phase.WAITING:
             self._waiting.remove(sequence)
+            self.supervisor.forget(sequence)
         if sequence.phase is Phase.RUNNING:
             self._leave_slot(sequence, has_ended=True)
         sequence.phase = Phase.FINISHED
@@ -115,6 +127,9 @@ class Scheduler:
         """The next step, or None when nothing can advance before results are applied."""
         step = Step(self)
         self.policy.iteration.select(step)
+        if step.is_futile:  # but now there is room for others, or for more of the same
+            step = Step(self)
+            self.policy.iteration.select(step)
         self.wake_s = step.wake_s
         if not step.has_rows:
             return None
@@ -168,39 +183,64 @@ class Scheduler:
     def order_key(self, sequence: Sequence) -> Any:
         return self.policy.order.key(sequence)
 
-    def admissible(self) -> list[Sequence]:
-        """Waiting sequences in order, up to the first whose tokens are still in flight.
+    def waiting(self) -> Iterator[Sequence]:
+        """Waiting sequences that could run at once, in order.
 
-        As many as there are free slots, and one where there is none.
+        Unless others may pass it, one whose tokens are still in flight is the end of them.
         """
-        ready: list[Sequence] = []
-        most = max(1, self.slots.num_free)
         for sequence in self._waiting:
-            if sequence.num_in_flight or len(ready) == most:
-                break
-            if not _waits_for_leader(sequence, self.config.page_size):
-                ready.append(sequence)
-        return ready
+            if sequence.num_in_flight:
+                if sequence.num_passed >= self.policy.order.max_passes:
+                    return
+            elif not _waits_for_leader(sequence, self.config.page_size):
+                yield sequence
 
-    def can_admit(self, sequence: Sequence) -> bool:
+    def first_admissible(self) -> Sequence | None:
+        """The first waiting sequence that fits, if it may pass those before it."""
+        available = self.pool.num_available
+        if self.slots.num_free == 0 or available <= self._too_few_pages:
+            return None
+        num_tried = 0
+        for sequence in self.waiting():
+            if self._fits(sequence):
+                return sequence
+            if sequence.num_passed >= self.policy.order.max_passes:
+                return None
+            num_tried += 1
+        if num_tried == len(self._waiting):
+            self._too_few_pages = available
+        return None
+
+    def _fits(self, sequence: Sequence) -> bool:
         tokens, num_shared = self._entry_terms(sequence)
         missing = sequence.table.pages_for(tokens) - num_shared
-        headroom = self.policy.admission.headroom_pages(self.pool.num_usable, len(self.running))
-        return self.slots.num_free > 0 and missing + headroom <= self.pool.num_available
+        if missing > self.pool.num_available:
+            return False
+        headroom = self.policy.admission.headroom_pages(sequence, self.running, self.config)
+        return missing + headroom <= self.pool.num_available
 
     def admit(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Move a waiting sequence that `can_admit` allows into a slot.
+        """Move a waiting sequence that is `first_admissible` into a slot.
 
-        Returns (index, page) of the pages it begins with, shared with its leader.
+        Returns (index, page) of the pages it begins with: shared with its leader, or to be filled
+        from the host.
         """
         tokens, num_shared = self._entry_terms(sequence)
         entries: list[tuple[int, int]] = []
         if num_shared and sequence.leader is not None:
             entries = sequence.table.share_prefix(sequence.leader.table, num_shared)
         if not sequence.table.reserve(tokens):
-            raise AssertionError("admit() was called although can_admit() is False")
+            raise AssertionError("admit() was called although the sequence does not fit")
+        if sequence.host_pages:
+            entries = sequence.table.grow(sequence.num_computed)
+        else:
+            sequence.num_computed = num_shared * self.config.page_size
+        for passed in self._waiting:
+            if passed is sequence:
+                break
+            passed.num_passed += 1
         self._waiting.remove(sequence)
-        sequence.num_computed = num_shared * self.config.page_size
+        sequence.num_passed = 0
         sequence.slot = self.slots.take()
         sequence.phase = Phase.RUNNING
         sequence.last_step = self._num_plans - 1
@@ -210,11 +250,18 @@ class Scheduler:
         bisect.insort(self.running, sequence, key=self.order_key)
         return entries
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Back to the pool; its KV will be recomputed, its tokens are kept."""
+    def preempt(self, sequence: Sequence, *, has_outgrown: bool = False) -> None:
+        """Back to the waiting pool; its tokens are kept, and its KV as the supervisor decides.
+
+        Args:
+          has_outgrown: because it used up its reservation; it comes back with a larger one.
+        """
+        self.supervisor.save(sequence)
         self._leave_slot(sequence, has_ended=False)
         sequence.table.close()
-        sequence.num_computed = 0
+        if has_outgrown:
+            sequence.num_outgrown += 1
+            self.supervisor.num_outgrown += 1
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._wait(sequence)
@@ -229,6 +276,7 @@ class Scheduler:
             sequence.table.close()
             sequence.num_computed = 0
             self._wait(sequence)
+        self.supervisor.forget(sequence)
         if sequence.phase is Phase.WAITING and not keeps_output:
             sequence.forget_output()
 
@@ -249,6 +297,7 @@ class Scheduler:
                 self.preempt(sequence)
         while self.pool.num_owned + self.pool.num_promised > num_pages - 1:
             self.preempt(self.running[-1])
+        self.supervisor.forget_unsaved()
         return fewest_moves(self.pool.owned, num_pages)
 
     def resize(self, num_pages: int, moves: Moves) -> None:
@@ -265,6 +314,8 @@ class Scheduler:
         for sequence in tuple(self._waiting):
             sequence.max_length = _max_length(sequence.request, self.config)
             self._fail_if_too_long(sequence)
+        self._waiting.sort(key=self.order_key)
+        self._too_few_pages = 0
 
     def _fail_if_too_long(self, sequence: Sequence) -> None:
         if sequence.num_outputs_left <= 0:
@@ -274,6 +325,7 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.phase = Phase.WAITING
+        self._too_few_pages = 0
         bisect.insort(self._waiting, sequence, key=self.order_key)
 
     def _close(self, sequence: Sequence) -> None:
@@ -298,7 +350,7 @@ class Scheduler:
         wanted = self.policy.admission.reserve_tokens(sequence)
         tokens = min(max(wanted, sequence.planned_length + 1), sequence.max_length)
         leader = sequence.leader
-        if leader is None or leader.phase is not Phase.RUNNING:
+        if sequence.host_pages or leader is None or leader.phase is not Phase.RUNNING:
             return tokens, 0
         return tokens, _num_shareable(sequence, self.config.page_size)
 
@@ -308,7 +360,7 @@ class Scheduler:
         """Raise AssertionError when an invariant of DESIGN.md section 4 is broken."""
         self.pool.check_integrity()
         owned: dict[int, int] = {}
-        promised = 0
+        promised = num_on_host = 0
         for sequence in self._sequences.values():
             holds = sequence.table.num_reserved > 0
             assert holds == (sequence.phase is Phase.RUNNING), f"{sequence.phase} holds={holds}"
@@ -318,10 +370,14 @@ class Scheduler:
             ), "computed tokens lie outside the page table"
             for page in sequence.table.pages:
                 owned[page] = owned.get(page, 0) + 1
+            num_on_host += len(sequence.host_pages)
+            assert not sequence.host_pages or sequence.phase is Phase.WAITING, "KV in two places"
         assert promised == self.pool.num_promised, "promises do not add up"
         assert len(owned) == self.pool.num_owned, "owned pages do not add up"
         for page, count in owned.items():
             assert self.pool.refcount(page) == count, f"page {page}: wrong reference count"
+        host = self.supervisor.host
+        assert num_on_host == host.num_pages - host.num_free, "host pages do not add up"
         taken = [sequence.slot for sequence in self.running]
         num_taken = self.slots.num_live - self.slots.num_held
         assert len(set(taken)) == len(taken) == num_taken, "slots do not add up"

@@ -39,6 +39,9 @@ class Sequence:
       last_step: index of the newest step with a row of it, or of the last one before its admission
         where it had none since.
       num_in_flight: steps submitted that may still deliver tokens of it.
+      host_pages: of the host, where its KV waits while it does not run; empty if it waits nowhere.
+      num_outgrown: how often it used up what was reserved for it.
+      num_passed: admissions that went before it although it came first.
     """
 
     key: int
@@ -54,6 +57,9 @@ class Sequence:
     num_in_flight: int = 0
     last_step: int = -1
     num_preemptions: int = 0
+    host_pages: tuple[int, ...] = ()
+    num_outgrown: int = 0
+    num_passed: int = 0
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, final
 
 import numpy as np
 
+from jaxserve.scheduling.forecast import Forecast
 from jaxserve.scheduling.plan import Admission, Needs, Row, StepPlan
 from jaxserve.scheduling.sequence import Sequence
 
@@ -28,7 +30,8 @@ class Step:
         self._new_pages: list[tuple[Sequence, int, int]] = []
         self._num_iterations = 1
         self._is_decode_loop = False
-        self._has_preempted = False
+        self.has_preempted = False
+        self._is_short = False
         self._compacts = True
         self._window: tuple[int, int] | None = None
         self.wake_s: float | None = None
@@ -36,6 +39,11 @@ class Step:
     @property
     def has_rows(self) -> bool:
         return bool(self.sequences)
+
+    @property
+    def is_futile(self) -> bool:
+        """Whether everything that could have run was preempted."""
+        return self.has_preempted and not self.sequences and not self._admitted
 
     @property
     def now_s(self) -> float:
@@ -55,8 +63,10 @@ class Step:
 
     @property
     def waiting(self) -> Seq[Sequence]:
-        """Nobody is admitted into a step that preempted: the memory is short."""
-        return [] if self._has_preempted else self._scheduler.admissible()
+        """Nobody is admitted into a step that ran out of memory."""
+        if self._is_short:
+            return []
+        return list(itertools.islice(self._scheduler.waiting(), self.config.max_slots))
 
     @property
     def num_tokens_left(self) -> int:
@@ -66,16 +76,16 @@ class Step:
     def num_admitted_since_loop(self) -> int:
         return self._scheduler.num_admitted_since_loop
 
-    def can_admit(self, sequence: Sequence) -> bool:
-        return self._scheduler.can_admit(sequence)
+    def can_admit(self) -> bool:
+        return not self._is_short and self._scheduler.first_admissible() is not None
 
-    def admit(self, sequence: Sequence) -> bool:
-        if not self.can_admit(sequence):
-            return False
-        entries = self._scheduler.admit(sequence)
-        self._new_pages += [(sequence, index, page) for index, page in entries]
-        self._admitted.append(sequence)
-        return True
+    def admit(self) -> Sequence | None:
+        sequence = None if self._is_short else self._scheduler.first_admissible()
+        if sequence is not None:
+            entries = self._scheduler.admit(sequence)
+            self._new_pages += [(sequence, index, page) for index, page in entries]
+            self._admitted.append(sequence)
+        return sequence
 
     def add_row(self, sequence: Sequence, num_tokens: int, *, is_decode_loop: bool = False) -> bool:
         if sequence.slot is None or not self._secure(sequence, num_tokens):
@@ -86,28 +96,47 @@ class Step:
 
     def add_decode_loop(self, max_iterations: int, *, compacts: bool = True) -> None:
         assert not self.sequences, "a decode loop is a step of its own"
-        if not self.decoding:
+        self._make_room_to_decode()
+        decoding = self.decoding
+        if not decoding:
             return
-        count = min(max_iterations, *(s.num_outputs_left for s in self.decoding))
+        count = min(max_iterations, *(s.num_outputs_left for s in decoding))
+        if not self._extends:
+            count = min(count, *(self._num_reserved_left(s) for s in decoding))
         while count > 1 and not self._fits(count):
             count //= 2
         self._compacts = compacts
         self._num_iterations = count
-        for sequence in self.decoding:
+        for sequence in decoding:
             self.add_row(sequence, count, is_decode_loop=True)
 
-    def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> None:
-        assert not self.sequences and sequence.slot is not None
+    def add_decoding(self) -> None:
+        self._make_room_to_decode()
+        for sequence in self.decoding:
+            self.add_row(sequence, 1)
+
+    def expected_ends(self, num_iterations: int) -> Seq[float] | None:
+        forecast = Forecast.of(self.decoding)
+        if forecast is None:
+            return None
+        return forecast.expected_ends(np.arange(1.0, num_iterations + 1)).tolist()
+
+    def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> bool:
+        assert not self.sequences
+        if sequence.slot is None:
+            return False
+        if self._has_outgrown(sequence):
+            self._preempt(sequence, has_outgrown=True)
+            return False
         self._window = self._scheduler.slots.window_of_one(sequence.slot)
         if self._window is None:
-            self.add_row(sequence, 1)
-            return
+            return self.add_row(sequence, 1)
         count = min(max_iterations, sequence.num_outputs_left)
         missing = sequence.table.missing(sequence.num_computed + count)
-        if missing > self._scheduler.pool.num_available:
+        if missing > (self._scheduler.pool.num_available if self._extends else 0):
             count = 1
         self._num_iterations = count
-        self.add_row(sequence, count, is_decode_loop=True)
+        return self.add_row(sequence, count, is_decode_loop=True)
 
     def wait_until(self, time_s: float) -> None:
         self.wake_s = time_s
@@ -120,14 +149,18 @@ class Step:
             if self._window is None and self._compacts:
                 moves = tuple(self._compact())
             window_start, window_size = self._window or self._scheduler.slots.window()
+        admitted = [sequence for sequence in self._admitted if sequence.slot is not None]
+        supervisor = self._scheduler.supervisor
         for sequence in self.sequences:
             sequence.num_in_flight += 1
             sequence.last_step = index
         return StepPlan(
             index=index,
+            swaps_out=supervisor.copies_out(),
+            swaps_in=supervisor.copies_in(admitted),
             releases=releases,
             moves=moves,
-            admissions=tuple(_admission(s) for s in self._admitted if s.slot is not None),
+            admissions=tuple(map(_admission, admitted)),
             page_updates=tuple(
                 (sequence.slot, index, page)
                 for sequence, index, page in self._new_pages
@@ -173,18 +206,53 @@ class Step:
         missing = sum(s.table.missing(s.num_computed + count) for s in self.decoding)
         return missing <= self._scheduler.pool.num_available
 
+    def _make_room_to_decode(self) -> None:
+        """Let every decoding sequence that stays have pages for its next token."""
+        for sequence in self.decoding:
+            if self._has_outgrown(sequence):
+                self._preempt(sequence, has_outgrown=True)
+        while not self._fits(1):
+            self._preempt_one()
+
     def _secure(self, sequence: Sequence, count: int) -> bool:
-        """Own the pages for `count` more tokens, preempting later sequences for them."""
+        """Own the pages for `count` more tokens, preempting others for them."""
         length = sequence.num_computed + count
+        if not self._extends and sequence.table.missing(length):
+            self._preempt(sequence, has_outgrown=True)
+            return False
         while not sequence.table.reserve(length):
-            victim = next(s for s in reversed(self._scheduler.running) if s not in self.sequences)
-            self._has_preempted = True
-            self._scheduler.preempt(victim)
-            if victim is sequence:
+            if self._preempt_one() is sequence:
                 return False
         entries = sequence.table.grow(length)
         self._new_pages += [(sequence, index, page) for index, page in entries]
         return True
+
+    def _preempt_one(self) -> Sequence:
+        """Whom the policy chooses of those without a row; never the first, while there are others.
+
+        So the first in order always gets on, and then the next.
+        """
+        running = self._scheduler.running
+        candidates = [s for s in running[1:] if s not in self.sequences] or running[:1]
+        victim = self._scheduler.policy.preemption.victim(candidates)
+        self._is_short = True
+        self._preempt(victim)
+        return victim
+
+    def _preempt(self, sequence: Sequence, *, has_outgrown: bool = False) -> None:
+        self.has_preempted = True
+        self._scheduler.preempt(sequence, has_outgrown=has_outgrown)
+
+    @property
+    def _extends(self) -> bool:
+        return self._scheduler.policy.admission.extends
+
+    def _num_reserved_left(self, sequence: Sequence) -> int:
+        """Tokens that fit into its reservation yet."""
+        return sequence.table.num_reserved * self.config.page_size - sequence.num_computed
+
+    def _has_outgrown(self, sequence: Sequence) -> bool:
+        return not self._extends and self._num_reserved_left(sequence) <= 0
 
     def _compact(self) -> list[tuple[int, int]]:
         moves = self._scheduler.slots.compact()

@@ -7,8 +7,9 @@ by record; the broken last one is left out.
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO, final
@@ -111,6 +112,9 @@ def sample(
     tokenizer: Encoder,
     max_prompt_tokens: int = 512,
     max_output_tokens: int = 256,
+    output_scale: float = 1.0,
+    is_limit_known: bool = True,
+    accepts: Callable[[str], bool] = lambda _: True,
     path: Path | None = None,
     progress: bool = True,
 ) -> list[WorkloadItem]:
@@ -122,6 +126,10 @@ def sample(
       tokenizer: counts the tokens of prompts and answers.
       max_prompt_tokens: longer prompts are passed over.
       max_output_tokens: longer answers count as this long.
+      output_scale: multiplies the recorded lengths of answers first.
+      is_limit_known: requests ask for no more than `max_output_tokens`; else for all that the
+        context holds, as most people do.
+      accepts: whether a conversation, by its id, may be drawn from.
       path: a ShareGPT file; the published one is fetched where None.
       progress: show a bar while downloading.
 
@@ -130,20 +138,23 @@ def sample(
       DownloadError, ModelCacheError: the file cannot be fetched.
     """
     path = path or fetch(FILE, progress=progress)
-    turns = [turn for talk in read(path) if (turn := talk.first_turn) is not None]
+    turns = [
+        turn for talk in read(path) if accepts(talk.id) and (turn := talk.first_turn) is not None
+    ]
     random.Random(seed).shuffle(turns)
     items: list[WorkloadItem] = []
     for question, answer in turns:
         if len(items) == num:
             break
         prompt = tuple(tokenizer.encode(question))
-        num_output = min(len(tokenizer.encode(answer)), max_output_tokens)
-        if MIN_TOKENS <= len(prompt) <= max_prompt_tokens and num_output >= MIN_TOKENS:
+        num_recorded = len(tokenizer.encode(answer))
+        num_output = min(math.ceil(output_scale * num_recorded), max_output_tokens)
+        if MIN_TOKENS <= len(prompt) <= max_prompt_tokens and num_recorded >= MIN_TOKENS:
             items.append(
                 WorkloadItem(
                     prompt_token_ids=prompt,
                     num_output_tokens=num_output,
-                    max_tokens=max_output_tokens,
+                    max_tokens=max_output_tokens if is_limit_known else None,
                 )
             )
     if len(items) < num:

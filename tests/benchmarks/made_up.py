@@ -91,12 +91,29 @@ def results() -> dict[str, dict[str, Any]]:
         {"policy": policy, "measured": _figures(speed), "predicted": _figures(speed * 1.1)}
         for policy, speed in speeds.items()
     ]
+    s3 = {"output_tokens_per_s": 5.0, "average_batch": 4.0, "num_iterations": 3}
     made = {
         "offline": offline,
         "policies": {"policies": policies, "arguments": ARGUMENTS},
         "online": {"policies": points, "arguments": ARGUMENTS},
         "flover": {**flover, "arguments": ARGUMENTS},
         "simulate": {"runs": runs},
+        "predictor": {
+            **{"settings": {"data": "sharegpt"}, "bucket_edges": [0, 10, 20]},
+            "num_examples": {"test": 30},
+            "contenders": [
+                {
+                    **{"name": "a predictor", "accuracy": 0.5, "wrong_by": 1.2},
+                    **{"error_tokens": 3.0, "under_prediction": 0.2},
+                    "promises": {"0.1": {"missed": 0.11, "reserved_tokens": 17.0}},
+                }
+            ],
+        },
+        "s3": {
+            "arguments": ARGUMENTS,
+            "models": {"a model": {"orca": s3, "auto": s3}},
+            "paper": {"a model": {"average_batch": [1.0, 2.0, 3.0]}},
+        },
         "loading": {
             **{"shape": "7b", "dtype": "bfloat16", "num_shards": 34, "load_s": 60.0},
             **{"checkpoint_bytes": 10e9, "peak_host_bytes": 11e9, "ratio": 1.1},

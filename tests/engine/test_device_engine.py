@@ -51,7 +51,7 @@ def _new_executor(model, config: EngineConfig = CONFIG) -> DeviceExecutor:
     device = jax.devices()[0]
     place = Placement.like(jax.sharding.SingleDeviceSharding(device))
     programs = Programs(graphdef, config, model.config, place)
-    return DeviceExecutor(programs, params, jax.device_put(cache, device), strict=True)
+    return DeviceExecutor(config, programs, params, jax.device_put(cache, device), strict=True)
 
 
 @pytest.fixture(scope="module")

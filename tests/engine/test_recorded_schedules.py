@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.engine import Engine
@@ -19,6 +20,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.workload.recorded import RecordedRequest, TraceWriter, read
 from tests.engine.traces import Trace
 
+ORACLES = ("oracle", "s3_oracle")
 LONGER_THAN_ANY = 10_000
 
 
@@ -26,7 +28,7 @@ class Plans:
     """A simulated executor that keeps what it was given, and when."""
 
     def __init__(self, simulated: SimulatedExecutor, clock: VirtualClock):
-        self.config = simulated.config
+        self.config, self.swap_costs = simulated.config, simulated.swap_costs
         self.seen: list[tuple[object, ...]] = []
         self._simulated, self._clock = simulated, clock
 
@@ -100,7 +102,7 @@ def _recorded_run(seed: int, policy: str) -> Run:
     for request in trace.requests:
         now_s += rng.expovariate(1 / rng.choice([0.001, 0.01]))
         params = request.params
-        if policy == "oracle":  # it plans by forced lengths: these must have held from the start
+        if policy in ORACLES:  # it plans by forced lengths: these must have held from the start
             request = replace(request, stop_token_ids=())
             lengths = [rng.randint(1, params.max_tokens or 20) for _ in range(params.n)]
             params = replace(params, forced_length=tuple(lengths))
@@ -108,13 +110,13 @@ def _recorded_run(seed: int, policy: str) -> Run:
     patience = {
         request.id: request.arrival_s + rng.expovariate(50)
         for request in arrivals
-        if policy != "oracle" and rng.random() < 0.2
+        if policy not in ORACLES and rng.random() < 0.2
     }
     length = lambda request, i: trace._draw("answer", request, i, 1, 40)  # noqa: E731
     return Run(trace.config, length, policy, arrivals, patience)
 
 
-def _again(recorded: RecordedRequest) -> Request:
+def _again(recorded: RecordedRequest, prediction: LengthPrediction | None) -> Request:
     """The request as a replay asks it; one that was cancelled would otherwise go on."""
     item = recorded.item()
     params = item.params()
@@ -135,6 +137,7 @@ def _again(recorded: RecordedRequest) -> Request:
         seed=params.seed,
         priority=item.priority,
         deadline_s=recorded.deadline_s,
+        prediction=prediction,
     )
 
 
@@ -151,12 +154,12 @@ def test_a_recorded_trace_replays_to_the_same_schedule(policy: str, tmp_path: Pa
         recorded = read(path)
         reasons |= {reason for request in recorded for reason in request.finish_reasons}
         cancelled_s = {r.id: r.finished_s for r in recorded if "cancelled" in r.finish_reasons}
-        again = Run(
-            run.config, run.answer_length, policy, [_again(r) for r in recorded], cancelled_s
-        )
+        predictions = {request.id: request.prediction for request in run.arrivals}
+        requests = [_again(r, predictions[r.id]) for r in recorded]
+        again = Run(run.config, run.answer_length, policy, requests, cancelled_s)
         assert again.play() == schedule, f"seed {seed}"
         assert again.tokens() == run.tokens(), f"seed {seed}"
-    expected = {"length"} if policy == "oracle" else {"stop", "length", "cancelled"}
+    expected = {"length"} if policy in ORACLES else {"stop", "length", "cancelled"}
     assert reasons == expected
 
 
@@ -168,5 +171,5 @@ def test_another_length_is_another_schedule(tmp_path: Path):
     schedule = run.play(writer)
     writer.close()
     recorded = [replace(r, num_output_tokens=(1,) * r.params.n) for r in read(path)]
-    again = Run(run.config, run.answer_length, "orca", [_again(r) for r in recorded], {})
+    again = Run(run.config, run.answer_length, "orca", [_again(r, None) for r in recorded], {})
     assert again.play() != schedule

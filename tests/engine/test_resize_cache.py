@@ -36,7 +36,8 @@ def _executor(layout: str, num_shards: int) -> DeviceExecutor:
     cache = jax.tree.map(
         lambda x: jax.device_put(rng.standard_normal(x.shape, np.float32), place.pages), cache
     )
-    executor = DeviceExecutor(Programs(graphdef, config, tiny_llama().config, place), params, cache)
+    programs = Programs(graphdef, config, tiny_llama().config, place)
+    executor = DeviceExecutor(config, programs, params, cache)
     slots = executor._slots.state
     tables = np.zeros(slots.page_table.shape, np.int32)
     tables[0, :NUM_PAGES] = np.arange(NUM_PAGES)

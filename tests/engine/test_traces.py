@@ -12,10 +12,18 @@ import pytest
 from jaxserve.scheduling.admission.max_length import MaxLength
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.admission.oracle import Oracle
+from jaxserve.scheduling.admission.predicted import Predicted
+from jaxserve.scheduling.iteration.concurrent import Concurrent
 from jaxserve.scheduling.iteration.iteration_level import IterationLevel
+from jaxserve.scheduling.iteration.static import Static
 from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.order.longest_first import LongestFirst
 from jaxserve.scheduling.order.priority import Priority
+from jaxserve.scheduling.order.shortest_first import ShortestPredictedFirst
 from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.preemption.last_in_order import LastInOrder
+from jaxserve.scheduling.preemption.longest_remaining import LongestRemaining
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.stateless import Stateless
 from tests.engine.traces import Outcome, Trace
@@ -25,11 +33,38 @@ POLICIES = [
     PRESETS["vllm_like"],
     Policy("by_priority", OnDemand(watermark=0.0), Priority(), IterationLevel(), Stateless()),
     Policy("small_chunks", MaxLength(), Priority(), Unified(chunk_tokens=3), Stateless()),
+    PRESETS["s3"],
+    PRESETS["auto"],
 ]
-BASELINES = ("fastertransformer", "triton_window", "concurrent_instances", "oracle")
+PREDICTED = [
+    Policy(
+        "one_by_one",
+        Predicted(),
+        LongestFirst(Predicted(), max_passes=3),
+        Concurrent(),
+        Stateless(),
+        LastInOrder(keeps_state=True),
+    ),
+    Policy(
+        "quantiles",
+        Predicted(miss_rate=0.3, extends=True),
+        ShortestPredictedFirst(),
+        IterationLevel(),
+        Stateless(),
+        LongestRemaining(keeps_state=False),
+    ),
+    Policy("swapped", OnDemand(0.0), FCFS(), Unified(), Stateless(), LastInOrder(keeps_state=True)),
+    Policy("static_s3", Predicted(), LongestFirst(Predicted()), Static(), Stateless()),
+]
+BASELINES = ("fastertransformer", "triton_window", "concurrent_instances", "oracle", "s3_oracle")
 SEEDS = [range(start, start + 100) for start in range(0, 600, 100)]
 CASES = [(policy, seeds) for policy in POLICIES for seeds in SEEDS]
-RESIZED = [*POLICIES, *(PRESETS[name] for name in ("fastertransformer", "concurrent_instances"))]
+CASES += [(policy, seeds) for policy in PREDICTED for seeds in SEEDS[:3]]
+RESIZED = [
+    *POLICIES,
+    *PREDICTED,
+    *(PRESETS[name] for name in ("fastertransformer", "concurrent_instances")),
+]
 CASES += [(PRESETS[name], seeds) for name in BASELINES for seeds in SEEDS[:2]]
 
 
@@ -55,7 +90,7 @@ def test_every_request_ends_once_with_the_tokens_it_has_alone(policy, seeds):
                 assert _agrees(together[key], alone), f"seed {seed}, sequence {key}"
         num_preemptions += sum(outcome.num_preemptions for outcome in together.values())
     reserves_all = isinstance(policy.admission, (MaxLength, Oracle))
-    assert (num_preemptions == 0) == reserves_all, "only on-demand admission preempts, and it must"
+    assert (num_preemptions == 0) == reserves_all, "who reserves less than all preempts, and must"
 
 
 @pytest.mark.parametrize("policy", RESIZED, ids=lambda policy: policy.name)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.simulated import END_TOKEN, SimulatedExecutor
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.sequence import Phase, Sequence
+from predictor import LengthBuckets
 
 # Steps that may pass without any sequence getting a token or computing one.
 MAX_IDLE_STEPS = 4
+BUCKETS = LengthBuckets.equal_width(40, 4)
 
 
 @dataclass(frozen=True)
@@ -30,13 +36,15 @@ class Outcome:
 def random_config(rng: random.Random) -> EngineConfig:
     """A small machine: few slots, few pages, odd sizes."""
     max_slots = rng.randint(1, 9)
+    page_size, num_pages = rng.choice([1, 2, 4, 8]), rng.randint(6, 60)
     return EngineConfig(
-        page_size=rng.choice([1, 2, 4, 8]),
-        num_pages=rng.randint(6, 60),
+        page_size=page_size,
+        num_pages=num_pages,
         max_slots=max_slots,
         max_context=rng.randint(20, 80),
         max_step_tokens=max_slots + rng.randint(0, 30),
         max_decode_iterations=rng.choice([1, 4, 8]),
+        num_host_pages=(0, 3, 200)[num_pages % 3],
     )
 
 
@@ -62,7 +70,22 @@ def random_requests(rng: random.Random, config: EngineConfig) -> list[Request]:
                 priority=rng.randrange(3),
             )
         )
-    return requests
+    kinds = random.Random(f"predictions {len(requests)}")
+    return [replace(request, prediction=random_prediction(kinds)) for request in requests]
+
+
+def random_prediction(rng: random.Random) -> LengthPrediction | None:
+    """Of every kind: none, right now and then, always the shortest, the longest, not a number."""
+    kind = rng.choice(["none", "random", "shortest", "longest", "nan"])
+    weights = {
+        "random": [rng.random() for _ in range(BUCKETS.num)],
+        "shortest": [1.0, 0.0, 0.0, 0.0],
+        "longest": [0.0, 0.0, 0.0, 1.0],
+        "nan": [math.nan] * BUCKETS.num,
+    }.get(kind)
+    if weights is None:
+        return None
+    return LengthPrediction(BUCKETS, np.asarray(weights) / sum(weights))
 
 
 class Trace:
@@ -167,6 +190,8 @@ class Trace:
     ) -> dict[tuple[str, int], Outcome]:
         assert engine.scheduler.pool.num_owned == 0, f"seed {self.seed}: pages leaked"
         assert engine.scheduler.slots.num_live == 0, f"seed {self.seed}: slots leaked"
+        host = engine.scheduler.supervisor.host
+        assert host.num_free == host.num_pages, f"seed {self.seed}: host pages leaked"
         assert all(s.phase is Phase.FINISHED for s in sequences), f"seed {self.seed}"
         counted = engine.scheduler.num_preemptions
         assert counted == sum(s.num_preemptions for s in sequences), f"seed {self.seed}"

@@ -1,10 +1,13 @@
-"""A made-up table of step times for tests."""
+"""A made-up table of step times, and plans to hold against it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.planning import Origin, StepTimes
 from jaxserve.planning.step_times import Curve
+from jaxserve.scheduling.plan import Needs, Row, StepPlan
 
 CONFIG = EngineConfig(
     page_size=8,
@@ -13,6 +16,7 @@ CONFIG = EngineConfig(
     max_context=256,
     max_step_tokens=128,
     max_decode_iterations=4,
+    num_host_pages=4,
 )
 
 
@@ -32,6 +36,16 @@ def made_up(config: EngineConfig = CONFIG) -> StepTimes:
         edit_s=0.125,
         move_s=0.5,
         admit_s=0.375,
+        page_out_s=0.25,
+        page_in_s=0.125,
         plan_s=0.01,
         submit_s=0.02,
     )
+
+
+def plan(rows: tuple[Row, ...], **fields: Any) -> StepPlan:
+    """A mixed step of these rows, unless said otherwise."""
+    nothing = ("swaps_out", "swaps_in", "releases", "moves", "admissions", "page_updates")
+    defaults: dict[str, Any] = {name: () for name in nothing}
+    defaults |= {"index": 0, "num_iterations": 1, "window_start": 0, "window_size": 0}
+    return StepPlan(**{**defaults, "needs": Needs(), "rows": rows, **fields})

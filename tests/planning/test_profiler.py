@@ -20,7 +20,14 @@ from tests.tiny import random_prompts, tiny_llama
 CONFIGS = [
     CONFIG,
     replace(CONFIG, num_pages=3, max_decode_iterations=1),
-    EngineConfig(num_pages=9, max_slots=1, max_context=20, max_step_tokens=5, token_buckets=(2, 5)),
+    EngineConfig(
+        num_pages=9,
+        max_slots=1,
+        max_context=20,
+        max_step_tokens=5,
+        token_buckets=(2, 5),
+        num_host_pages=1,
+    ),
 ]
 
 

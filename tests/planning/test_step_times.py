@@ -11,14 +11,8 @@ from jaxserve.core.errors import InvalidProfileError
 from jaxserve.engine.step_cost import StepWork
 from jaxserve.planning import StepTimes
 from jaxserve.planning.step_times import Curve
-from jaxserve.scheduling.plan import Needs, Row, StepPlan
-from tests.planning.step_times import CONFIG, made_up
-
-
-def _plan(rows: tuple[Row, ...], **fields) -> StepPlan:
-    defaults = {"num_iterations": 1, "window_start": 0, "window_size": 0}
-    edits = {"releases": (), "moves": (), "admissions": (), "page_updates": ()}
-    return StepPlan(**{"index": 0, "needs": Needs(), "rows": rows, **edits, **defaults, **fields})
+from jaxserve.scheduling.plan import Row
+from tests.planning.step_times import CONFIG, made_up, plan
 
 
 def test_a_curve_is_straight_between_and_beyond_its_points():
@@ -36,11 +30,11 @@ def test_a_decode_loop_costs_its_iterations():
     """Each by the positions its rows attend to; the loop itself and edits come on top."""
     times = made_up()
     rows = (Row(0, 0, 99, 1, True), Row(1, 1, 199, 1, True))
-    plan = _plan(rows, num_iterations=4, window_size=4, moves=((5, 1),), releases=(5,))
-    two = times.device_s(StepWork(plan, 0, (300, 302)))
+    loop = plan(rows, num_iterations=4, window_size=4, moves=((5, 1),), releases=(5,))
+    two = times.device_s(StepWork(loop, 0, (300, 302)))
     assert two == pytest.approx(4.25 + (4 + 0.6) + (4 + 0.604) + 0.5 + 0.125)
-    assert times.device_s(StepWork(plan, 0, ())) == pytest.approx(4.25 + 0.5 + 0.125)
-    assert times.host_s(plan) == pytest.approx(0.03)
+    assert times.device_s(StepWork(loop, 0, ())) == pytest.approx(4.25 + 0.5 + 0.125)
+    assert times.host_s(loop) == pytest.approx(0.03)
 
 
 def test_a_mixed_step_costs_its_bucket_its_attention_and_its_head():
@@ -48,10 +42,10 @@ def test_a_mixed_step_costs_its_bucket_its_attention_and_its_head():
     times = made_up()
     assert (CONFIG.token_buckets, CONFIG.head_buckets) == ((64, 128), (8,))
     rows = (Row(0, 0, 0, 80, True), Row(1, 1, 499, 1, True))
-    cost = times.device_s(StepWork(_plan(rows), 3240, (500,)))
+    cost = times.device_s(StepWork(plan(rows), 3240, (500,)))
     assert cost == pytest.approx(128 + 3.24 + 1.0 + 0.5)
     rows = (Row(0, 0, 0, 20, False),)
-    assert times.device_s(StepWork(_plan(rows), 210, (0,))) == pytest.approx(64 + 0.21)
+    assert times.device_s(StepWork(plan(rows), 210, (0,))) == pytest.approx(64 + 0.21)
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -13,8 +15,12 @@ from jaxserve.scheduling.sequence import Sequence
 class MaxLength:
     """A sequence never outgrows its reservation, so nothing is ever preempted."""
 
+    extends: ClassVar[bool] = True
+
     def reserve_tokens(self, sequence: Sequence) -> int:
         return sequence.max_length
 
-    def headroom_pages(self, num_usable: int, num_running: int) -> int:
+    def headroom_pages(
+        self, sequence: Sequence, running: Seq[Sequence], config: EngineConfig
+    ) -> int:
         return 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -18,9 +20,12 @@ class OnDemand:
     """
 
     watermark: float = 0.01
+    extends: ClassVar[bool] = True
 
     def reserve_tokens(self, sequence: Sequence) -> int:
         return sequence.planned_length + 1
 
-    def headroom_pages(self, num_usable: int, num_running: int) -> int:
-        return int(self.watermark * num_usable) if num_running else 0
+    def headroom_pages(
+        self, sequence: Sequence, running: Seq[Sequence], config: EngineConfig
+    ) -> int:
+        return int(self.watermark * (config.num_pages - 1)) if running else 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -16,8 +18,12 @@ class Oracle:
     Answers without a forced length are reserved to their limit.
     """
 
+    extends: ClassVar[bool] = True
+
     def reserve_tokens(self, sequence: Sequence) -> int:
         return sequence.request.end_length(sequence.max_length, sequence.sample_index)
 
-    def headroom_pages(self, num_usable: int, num_running: int) -> int:
+    def headroom_pages(
+        self, sequence: Sequence, running: Seq[Sequence], config: EngineConfig
+    ) -> int:
         return 0

@@ -21,16 +21,15 @@ class Concurrent:
     keeps_finished_rows: ClassVar[bool] = False
 
     def select(self, step: StepBuilder) -> None:
-        for sequence in step.waiting:
-            if not step.admit(sequence):
-                break
-        turn = min(step.running, key=_last_turn, default=None)
-        if turn is None:
-            return
-        if turn.num_uncomputed > 1:
-            step.add_row(turn, min(turn.num_uncomputed, step.num_tokens_left))
-        else:
-            step.add_decode_loop_of(turn, step.config.max_decode_iterations)
+        while step.admit():
+            pass
+        for turn in sorted(step.running, key=_last_turn):
+            if turn.num_uncomputed > 1:
+                advances = step.add_row(turn, min(turn.num_uncomputed, step.num_tokens_left))
+            else:
+                advances = step.add_decode_loop_of(turn, step.config.max_decode_iterations)
+            if advances:
+                return
 
 
 def _last_turn(sequence: Sequence) -> int:

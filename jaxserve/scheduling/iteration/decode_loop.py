@@ -6,9 +6,16 @@ from jaxserve.scheduling.policy import StepBuilder
 
 
 def decode_iterations(step: StepBuilder) -> int:
-    """All that the device was compiled for, or a quarter while others wait for a slot or memory.
+    """All that the device was compiled for, or fewer while others wait for a slot or memory.
 
-    The loop is cut at the first length limit anyway; the quarter is for those that end earlier.
+    Then as many as are expected to end half an answer, whose place somebody else could have; a
+    quarter where nothing is known of their lengths. The loop is cut at the first length limit
+    anyway.
     """
     most = step.config.max_decode_iterations
-    return max(1, most // 4) if step.waiting else most
+    if not step.waiting:
+        return most
+    ends = step.expected_ends(most)
+    if ends is None:
+        return max(1, most // 4)
+    return max(1, sum(ended <= 0.5 for ended in ends))

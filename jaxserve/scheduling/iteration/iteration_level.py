@@ -33,8 +33,9 @@ class IterationLevel:
             if step.num_tokens_left == 0:
                 break
             step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
-        for sequence in step.waiting[:num_first]:
-            if step.num_tokens_left == 0 or not step.admit(sequence):
+        for _ in range(num_first):
+            sequence = step.admit() if step.num_tokens_left else None
+            if sequence is None:
                 break
             step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
         if step.num_tokens_left == step.config.max_step_tokens:

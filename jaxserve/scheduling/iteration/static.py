@@ -42,7 +42,6 @@ class Static:
             if step.now_s < due_s:
                 step.wait_until(due_s)
                 return False
-        for sequence in waiting:
-            if not step.admit(sequence):
-                break
+        while step.admit():
+            pass
         return True

@@ -25,23 +25,16 @@ class Unified:
     chunk_tokens: int = 0
 
     def select(self, step: StepBuilder) -> None:
-        prompts_wait = bool(step.prefilling) or self._can_admit(step)
-        if not prompts_wait:
+        if not step.prefilling and not step.can_admit():
             step.add_decode_loop(decode_iterations(step))
             return
-        for sequence in step.decoding:
-            step.add_row(sequence, 1)
+        step.add_decoding()
         budget = min(step.num_tokens_left, self.chunk_tokens or step.num_tokens_left)
         for sequence in step.prefilling:
             budget -= self._add_chunk(step, sequence, budget)
-        for sequence in step.waiting:
-            if budget == 0 or not step.admit(sequence):
-                break
+        while budget and (sequence := step.admit()):
             budget -= self._add_chunk(step, sequence, budget)
 
     def _add_chunk(self, step: StepBuilder, sequence: Sequence, budget: int) -> int:
         count = min(sequence.num_uncomputed, budget)
         return count if count and step.add_row(sequence, count) else 0
-
-    def _can_admit(self, step: StepBuilder) -> bool:
-        return bool(step.waiting) and step.can_admit(step.waiting[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from jaxserve.scheduling.sequence import Sequence
 
@@ -12,6 +12,8 @@ from jaxserve.scheduling.sequence import Sequence
 @dataclass(frozen=True)
 class FCFS:
     """By arrival; a preempted sequence keeps its place."""
+
+    max_passes: ClassVar[int] = 0
 
     def key(self, sequence: Sequence) -> tuple[float, int]:
         return (sequence.request.arrival_s, sequence.key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from jaxserve.scheduling.sequence import Sequence
 
@@ -21,6 +21,7 @@ class Priority:
     """
 
     ageing_s: float = 300.0
+    max_passes: ClassVar[int] = 0
 
     def key(self, sequence: Sequence) -> tuple[float, float, int]:
         request = sequence.request

@@ -1,0 +1,101 @@
+"""KV pages on the host: copied there while the device goes on, and brought back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import final
+
+import jax
+import numpy as np
+
+from jaxserve.models.batch import KVCache
+from jaxserve.scheduling.plan import PageCopies
+
+# Pages that one call copies; fewer are filled up with the null page.
+PAGES_A_CALL = 8
+
+
+@final
+class HostPages:
+    """Memory for `num_pages` pages, taken from the host when the first of them arrives.
+
+    What leaves the device is gathered into a buffer of its own first: the pages may be written by
+    the very next step, which the cache is donated to.
+
+    Args:
+      place: sharding of the cache's buffers.
+    """
+
+    def __init__(self, num_pages: int, place: jax.sharding.Sharding):
+        self._num_pages = num_pages
+        self._buffers: list[np.ndarray] = []
+        self._leaving: deque[tuple[tuple[int, ...], list[jax.Array]]] = deque()
+        self._gather = jax.jit(_gather)
+        self._scatter = jax.jit(_scatter, donate_argnums=0, out_shardings=place)
+
+    def swap_out(self, cache: KVCache, copies: PageCopies) -> None:
+        """Begin to copy (device page, host page); the cache may be donated afterwards."""
+        self.settle(wait=False)
+        for some in _batched(copies):
+            ids = np.zeros(PAGES_A_CALL, np.int32)
+            ids[: len(some)] = [page for page, _ in some]
+            gathered = jax.tree.leaves(self._gather(cache, ids))
+            for each in gathered:
+                each.copy_to_host_async()
+            self._leaving.append((tuple(host_page for _, host_page in some), gathered))
+
+    def swap_in(self, cache: KVCache, copies: PageCopies) -> KVCache:
+        """The cache with (host page, device page) copied into it; the one given is gone."""
+        self.settle(wait=True)
+        for some in _batched(copies):
+            ids = np.zeros(PAGES_A_CALL, np.int32)
+            ids[: len(some)] = [page for _, page in some]
+            wanted = np.zeros(PAGES_A_CALL, np.int64)
+            wanted[: len(some)] = [host_page for host_page, _ in some]
+            # Host pages come first in the buffers, so that a page of a layer is one stretch.
+            values = [np.moveaxis(buffer[wanted], 0, 1) for buffer in self._buffers]
+            cache = self._scatter(cache, ids, jax.tree.unflatten(jax.tree.structure(cache), values))
+        return cache
+
+    def settle(self, *, wait: bool) -> None:
+        """Put what has arrived into its place, and with `wait` all that is on its way."""
+        while self._leaving and (wait or all(each.is_ready() for each in self._leaving[0][1])):
+            host_pages, gathered = self._leaving.popleft()
+            if not self._buffers:
+                self._buffers = [self._empty(each) for each in gathered]
+            for buffer, each in zip(self._buffers, gathered, strict=True):
+                pages = np.asarray(each)
+                for i, host_page in enumerate(host_pages):
+                    buffer[host_page] = pages[:, i]
+
+    def delete(self) -> None:
+        self._leaving.clear()
+        self._buffers.clear()
+
+    def _empty(self, gathered: jax.Array) -> np.ndarray:
+        layers, _, *page = gathered.shape
+        return np.empty((self._num_pages, layers, *page), gathered.dtype)
+
+
+def _batched(copies: PageCopies) -> Iterator[PageCopies]:
+    for start in range(0, len(copies), PAGES_A_CALL):
+        yield copies[start : start + PAGES_A_CALL]
+
+
+def _gather(
+    cache: KVCache,
+    pages: jax.Array,  # int32 [PAGES_A_CALL]
+) -> KVCache:
+    """Buffers [layers, PAGES_A_CALL, kv_heads, page_size, head_dim]."""
+    return jax.tree.map(lambda buffer: buffer.at[:, pages].get(mode="promise_in_bounds"), cache)
+
+
+def _scatter(
+    cache: KVCache,
+    pages: jax.Array,  # int32 [PAGES_A_CALL]
+    values: KVCache,  # as `_gather` gives
+) -> KVCache:
+    return jax.tree.map(
+        lambda buffer, new: buffer.at[:, pages].set(new, mode="promise_in_bounds"), cache, values
+    )

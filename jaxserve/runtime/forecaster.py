@@ -1,0 +1,157 @@
+"""Requests get a prediction of their answers' lengths on their way in."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.prediction import LengthPrediction
+from jaxserve.core.request import Completion, Request
+from predictor import Calibration, LengthDistributions
+
+_log = logging.getLogger(__name__)
+
+
+class Predictor(Protocol):
+    """What a runtime asks for lengths: a `predictor.LengthPredictor`, or anything like it."""
+
+    calibration: Calibration | None
+
+    def predict(self, prompts: Sequence[str], /) -> LengthDistributions:
+        """The distribution of each prompt's output length."""
+        ...
+
+
+class Learner(Protocol):
+    """What goes on training a predictor: `predictor.OnlineLearner`."""
+
+    def observe(self, prompt: str, length: int, predicted: int | None = None) -> None:
+        """Take note of an answer's length, at once and without raising."""
+        ...
+
+    def close(self) -> None:
+        """Stop learning."""
+        ...
+
+
+@final
+class Forecaster:
+    """Predicts on the thread that asks, all prompts of a batch at once. Thread-safe.
+
+    A predictor that raises leaves its requests without predictions, which policies can do with;
+    the first time is logged.
+
+    Args:
+      learner: is told of answers that ended by themselves, and is closed with this. None learns
+        nothing.
+
+    Attributes:
+      num_failed: requests that got none for that reason.
+      seconds: spent in predicting, over all threads.
+    """
+
+    def __init__(self, predictor: Predictor, tokenizer: Any, learner: Learner | None = None):
+        self._predictor = predictor
+        self._tokenizer = tokenizer
+        self._learner = learner
+        self.num_failed = 0
+        self.seconds = 0.0
+
+    @classmethod
+    def of(cls, options: RuntimeOptions, tokenizer: Any) -> Forecaster | None:
+        """From `predictor` and `learns`.
+
+        Raises:
+          InvalidConfigError: no predictor, or no tokenizer to show it prompts with.
+        """
+        given = options.predictor
+        if given is None:
+            if options.learns:
+                raise InvalidConfigError(
+                    "learns=True needs a predictor to go on training; give predictor="
+                )
+            return None
+        if tokenizer is None:
+            raise InvalidConfigError(
+                "predictor= reads the prompts' text, and this runtime has no tokenizer; pass "
+                "tokenizer= to Runtime, or leave the predictor out"
+            )
+        if isinstance(given, (str, Path)):
+            from predictor import LengthPredictor
+
+            try:
+                given = LengthPredictor.load(given)
+            except ValueError as error:
+                raise InvalidConfigError(f"predictor={str(given)!r}: {error}") from error
+        if not hasattr(given, "predict"):
+            raise InvalidConfigError(
+                f"predictor={given!r} cannot predict; give a predictor.LengthPredictor or a folder"
+            )
+        return cls(given, tokenizer, _started_learner(given) if options.learns else None)
+
+    def with_predictions(self, requests: Sequence[Request]) -> list[Request]:
+        """The same requests, each with its prediction."""
+        if not requests:
+            return []
+        begin_s = time.perf_counter()
+        try:
+            prompts = [self._tokenizer.decode(request.prompt) for request in requests]
+            predicted = self._predictor.predict(prompts)
+            calibration = self._predictor.calibration
+            return [
+                replace(
+                    request,
+                    prediction=LengthPrediction(predicted.buckets, row, calibration),
+                )
+                for request, row in zip(requests, predicted.probabilities, strict=True)
+            ]
+        except Exception:
+            if not self.num_failed:
+                _log.exception("the length predictor fails; requests go on without predictions")
+            self.num_failed += len(requests)
+            return list(requests)
+        finally:
+            self.seconds += time.perf_counter() - begin_s
+
+    def append(self, request: Request, completion: Completion) -> None:
+        """Let the learner know how long a request's answers were; a `RequestLog`.
+
+        Answers that were cancelled or failed say nothing. One that reached its limit would have
+        been longer, and is learned as long as that: so long it will be again.
+        """
+        if self._learner is None:
+            return
+        for sample in completion.samples:
+            if sample.finish_reason in ("stop", "length"):
+                prompt = self._tokenizer.decode(request.prompt)
+                self._learner.observe(prompt, len(sample.token_ids), _likeliest(request))
+
+    def close(self) -> None:
+        """Stop learning."""
+        if self._learner is not None:
+            self._learner.close()
+
+
+def _likeliest(request: Request) -> int | None:
+    """The bucket that was thought likeliest."""
+    if request.prediction is None:
+        return None
+    return int(request.prediction.probabilities.argmax())
+
+
+def _started_learner(predictor: Any) -> Learner:
+    from predictor import LengthPredictor, OnlineLearner
+
+    if not isinstance(predictor, LengthPredictor):
+        raise InvalidConfigError(
+            f"learns=True trains a predictor.LengthPredictor, and predictor={predictor!r} is none"
+        )
+    learner = OnlineLearner(predictor)
+    learner.start()
+    return learner

@@ -1,0 +1,102 @@
+"""A runtime with a length predictor: whatever it predicts, the answers are the same."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import InvalidConfigError
+from predictor import LengthBuckets, LengthDistributions
+from tests.tiny import OPTIONS, letter_tokenizer, random_prompts, tiny_llama
+
+BUCKETS = LengthBuckets.equal_width(40, 4)
+PROMPTS = random_prompts(16, longest=20)
+PARAMS = [SamplingParams(max_tokens=None, forced_length=3 + 5 * (i % 7)) for i in range(16)]
+# Room for about two of the longest at once.
+MEMORY = {"kv_memory": 12 * 2 * 2 * 2 * 8 * 8 * 4, **OPTIONS}
+
+
+class Fixed:
+    """Says the same of every prompt."""
+
+    calibration = None
+
+    def __init__(self, probabilities):
+        self._probabilities = probabilities
+
+    def predict(self, prompts, /):
+        return LengthDistributions(BUCKETS, np.tile(self._probabilities, (len(prompts), 1)))
+
+
+class Broken:
+    """Raises."""
+
+    calibration = None
+
+    def predict(self, prompts, /):
+        raise RuntimeError("no idea")
+
+
+PREDICTORS = {
+    "zero": Fixed([1.0, 0, 0, 0]),
+    "maximum": Fixed([0, 0, 0, 1.0]),
+    "unsure": Fixed([0.25] * 4),
+    "not numbers": Fixed([np.nan] * 4),
+    "broken": Broken(),
+}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Every prompt's answer alone, with all the memory it could want."""
+    with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), **OPTIONS) as rt:
+        return [rt.generate(p, params).token_ids for p, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@pytest.mark.parametrize("policy", ["s3", "auto"])
+@pytest.mark.parametrize("name", PREDICTORS)
+def test_wrong_predictions_cost_time_and_never_tokens(expected, policy, name):
+    """Always too short, too long, undecided, not a number, or an exception."""
+    with Runtime(
+        tiny_llama(),
+        tokenizer=letter_tokenizer(),
+        policy=policy,
+        predictor=PREDICTORS[name],
+        **MEMORY,
+    ) as rt:
+        done = rt.generate(PROMPTS, PARAMS)
+        stats = rt.stats()
+    assert [each.token_ids for each in done] == expected
+    if policy == "s3":
+        # Of those whose 20 tokens of prompt and up to 10 of the answer are not all there is.
+        assert (stats.num_outgrown > 0) == (name in ("zero", "unsure", "not numbers"))
+        assert stats.num_pages_out == stats.num_pages_in
+        assert bool(stats.num_pages_out) == bool(stats.num_outgrown)
+    assert stats.predicting_s > 0
+
+
+def test_a_broken_predictor_is_reported_once(caplog):
+    """With its traceback; requests go on without predictions."""
+    with (
+        caplog.at_level(logging.ERROR),
+        Runtime(tiny_llama(), tokenizer=letter_tokenizer(), predictor=Broken(), **OPTIONS) as rt,
+    ):
+        for prompt in PROMPTS[:3]:
+            assert rt.generate(prompt, SamplingParams(max_tokens=2)).error is None
+    assert caplog.text.count("the length predictor fails") == 1 and "no idea" in caplog.text
+
+
+@pytest.mark.parametrize("given", ["/nowhere", 5])
+def test_what_is_no_predictor_is_refused(given):
+    """Before anything is built, saying what to give."""
+    with pytest.raises(InvalidConfigError, match="predictor"):
+        Runtime(tiny_llama(), tokenizer=letter_tokenizer(), predictor=given, **OPTIONS)
+
+
+def test_a_predictor_needs_a_tokenizer():
+    """It reads text."""
+    with pytest.raises(InvalidConfigError, match="tokenizer"):
+        Runtime(tiny_llama(), predictor=PREDICTORS["zero"], **OPTIONS)
