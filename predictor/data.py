@@ -72,13 +72,34 @@ def split(
 
     A conversation's side depends on its name and the seed alone, so more data moves none over.
     """
-    if not 0.0 < held_out < 1.0:
-        raise ValueError(f"held_out={held_out}: give a share between 0 and 1")
-    sides: tuple[list[Example], list[Example]] = ([], [])
+    learned, kept, rest = _split(examples, (held_out, 0.0), seed)
+    assert not rest
+    return learned, kept
+
+
+def split_in_three(
+    examples: Sequence[Example], *, held_out: float, seed: int = 0
+) -> tuple[list[Example], list[Example], list[Example]]:
+    """As `split`: to learn from, to stop early and calibrate by, and to test on.
+
+    Args:
+      held_out: share of each of the latter two; under a half.
+    """
+    return _split(examples, (held_out, held_out), seed)
+
+
+def _split(
+    examples: Sequence[Example], shares: tuple[float, float], seed: int
+) -> tuple[list[Example], list[Example], list[Example]]:
+    """What is left over, and the two shares."""
+    if not 0.0 < shares[0] < 1.0 or sum(shares) >= 1.0:
+        largest = "1" if not shares[1] else "a half"
+        raise ValueError(f"held_out={shares[0]}: give a share between 0 and {largest}")
+    sides: tuple[list[Example], list[Example], list[Example]] = ([], [], [])
     for example in examples:
         name = f"{seed}:{example.conversation or example.prompt}".encode()
-        digest = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
-        sides[digest < held_out * 2**64].append(example)
+        drawn = int.from_bytes(hashlib.sha256(name).digest()[:8], "big") / 2**64
+        sides[1 if drawn < shares[0] else 2 if drawn < sum(shares) else 0].append(example)
     return sides
 
 
@@ -107,10 +128,16 @@ class PromptEncoder:
         return np.concatenate([ids[:head], ids[len(ids) - (self.max_tokens - head) :]])
 
 
-def padded(tokens: Sequence[np.ndarray], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """int32 tokens and bool mask [num_rows, T], T the smallest bucket that holds the longest."""
-    longest = max((len(ids) for ids in tokens), default=1)
-    width = next((size for size in TOKEN_BUCKETS if longest <= size), longest)
+def width_of(num_tokens: int) -> int:
+    """The smallest bucket that holds a text."""
+    return next((size for size in TOKEN_BUCKETS if num_tokens <= size), num_tokens)
+
+
+def padded(
+    tokens: Sequence[np.ndarray], num_rows: int, width: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """int32 tokens and bool mask [num_rows, width]; by default as wide as the longest needs."""
+    width = width or width_of(max((len(ids) for ids in tokens), default=1))
     ids, mask = np.zeros((num_rows, width), np.int32), np.zeros((num_rows, width), bool)
     for row, own in enumerate(tokens):
         ids[row, : len(own)], mask[row, : len(own)] = own, True

@@ -95,6 +95,12 @@ class Encoder(nnx.Module):
             [_Layer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)]
         )
 
+    def compute_in(self, dtype: jax.typing.DTypeLike) -> None:
+        """Compute products and norms in this type from now on; parameters stay as they are."""
+        for _, module in nnx.iter_modules(self):
+            if isinstance(module, nnx.Linear | nnx.Embed | nnx.LayerNorm):
+                module.dtype = jnp.dtype(dtype)
+
     def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         """[texts, tokens, hidden_size] of int32 tokens and bool mask, both [texts, tokens]."""
         x = self.words(tokens) + self.positions(jnp.arange(tokens.shape[1]))

@@ -72,16 +72,16 @@ def test_cut_off_and_gone_on(tmp_path):
         pass
 
     asked = 0
-    original = cut.logits
+    original = cut.logits_of
 
-    def interrupting(prompts):
+    def interrupting(tokens, params=None):
         nonlocal asked
         asked += 1
         if asked == 3:
             raise Interrupted
-        return original(prompts)
+        return original(tokens, params)
 
-    cut.logits = interrupting  # type: ignore[method-assign]
+    cut.logits_of = interrupting  # type: ignore[method-assign]
     with pytest.raises(Interrupted):
         train(cut, learn, held_out, config, checkpoints=tmp_path, progress=False)
     again = tiny_predictor(seed=9)
