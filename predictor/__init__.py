@@ -14,11 +14,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from predictor.comparison import compare as compare
-    from predictor.comparison import Contender as Contender
-    from predictor.comparison import PROMISES as PROMISES
     from predictor.buckets import LengthBuckets as LengthBuckets
     from predictor.calibration import Calibration as Calibration
+    from predictor.comparison import PROMISES as PROMISES
+    from predictor.comparison import Contender as Contender
+    from predictor.comparison import compare as compare
     from predictor.data import Example as Example
     from predictor.data import read_jsonl as read_jsonl
     from predictor.data import split as split

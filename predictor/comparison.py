@@ -11,7 +11,7 @@ import numpy as np
 from predictor.baselines import Features, Linear, Majority, prompt_lengths
 from predictor.buckets import LengthBuckets
 from predictor.calibration import Calibration, softmax
-from predictor.data import Example
+from predictor.data import Example, clipped
 from predictor.distribution import LengthDistributions
 from predictor.evaluation import Evaluation, evaluate
 
@@ -82,13 +82,12 @@ def compare(
 ) -> list[Contender]:
     """A predictor, and after it the baselines: majority, prompt length, linear on embeddings.
 
-    Lengths over the last bucket's count as its longest.
-
     Args:
       logits: the predictor's.
       features: what the linear baseline sees: embeddings of the encoder before it was trained.
       learned: what the baselines learn from, and the predictor did.
       held_out: calibrates every one of them.
+      test: as all of these, longer answers count as the longest length.
       calibration: the predictor's own, to be measured in place of a new one.
 
     Raises:
@@ -99,7 +98,9 @@ def compare(
             f"{len(learned)} examples to learn from, {len(held_out)} held out and {len(test)} to "
             "test on; give some of each"
         )
-    learned, held_out, test = (_clipped(buckets, part) for part in (learned, held_out, test))
+    learned, held_out, test = (
+        clipped(part, buckets.max_length) for part in (learned, held_out, test)
+    )
     baselines = {
         "majority": Majority(buckets),
         "prompt length": Linear(buckets, prompt_lengths),
@@ -120,8 +121,3 @@ def compare(
 def columns(examples: Sequence[Example]) -> tuple[list[str], np.ndarray]:
     """Prompts, and output lengths, int [examples]."""
     return [e.prompt for e in examples], np.asarray([e.output_length for e in examples])
-
-
-def _clipped(buckets: LengthBuckets, examples: Sequence[Example]) -> list[Example]:
-    longest = buckets.max_length
-    return [Example(e.prompt, min(e.output_length, longest), e.conversation) for e in examples]

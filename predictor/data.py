@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
@@ -63,6 +63,11 @@ def write_jsonl(path: Path, examples: Iterable[Example]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for example in examples:
             file.write(json.dumps(vars(example), ensure_ascii=False) + "\n")
+
+
+def clipped(examples: Iterable[Example], max_length: int) -> list[Example]:
+    """Answers that would be longer end at `max_length`, as they do where they are served."""
+    return [replace(one, output_length=min(one.output_length, max_length)) for one in examples]
 
 
 def split(

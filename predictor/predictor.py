@@ -128,9 +128,13 @@ class LengthPredictor:
         params = self.params if params is None else params
         return _in_batches(lambda *batch: self._logits(params, *batch), tokens, self.buckets.num)
 
-    def embeddings(self, prompts: Sequence[str]) -> np.ndarray:
-        """float32 [prompts, hidden_size], the encoder's hidden states averaged over the tokens."""
-        tokens, params = self.encoder.tokens(prompts), self.params
+    def embeddings(self, prompts: Sequence[str], params: Params | None = None) -> np.ndarray:
+        """float32 [prompts, hidden_size], the encoder's hidden states averaged over the tokens.
+
+        Args:
+          params: by default those that serve.
+        """
+        tokens, params = self.encoder.tokens(prompts), self.params if params is None else params
         width = self.config.hidden_size
         return _in_batches(lambda *batch: self._embeddings(params, *batch), tokens, width)
 

