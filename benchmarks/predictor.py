@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from benchmarks.output import command, show
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 
@@ -45,7 +43,8 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks import environment
     from jaxserve.cli.predictor import Settings
     from predictor import TrainingConfig, train
-    from predictor.comparison import columns, compare
+    from predictor.comparison import compare
+    from predictor.data import columns
 
     settings = Settings(
         data=str(options.data or "sharegpt"),
@@ -103,24 +102,14 @@ def _latencies(predictor: LengthPredictor, prompts: list[str]) -> dict[str, floa
 
 
 def _print_table(result: dict[str, Any]) -> None:
+    from jaxserve.cli.predictor import table_of
+
     num, edges = result["num_examples"], result["bucket_edges"]
-    promises = list(result["contenders"][0]["promises"])
-    table = Table(
-        *("", "accuracy", "wrong by", "error, tokens", "too short"),
-        *(f"outgrown at {float(promised):.0%} (tokens)" for promised in promises),
-        title=f"{result['settings']['data']}: {num['test']} prompts, {len(edges) - 1} buckets up "
-        f"to {edges[-1]} tokens; trained on {num['learned']} in {result['training_s']:.0f} s",
+    table = table_of(result["contenders"])
+    table.title = (
+        f"{result['settings']['data']}: {num['test']} prompts, {len(edges) - 1} buckets up to "
+        f"{edges[-1]} tokens; trained on {num['learned']} in {result['training_s']:.0f} s"
     )
-    for one in result["contenders"]:
-        kept = (one["promises"][promised] for promised in promises)
-        table.add_row(
-            one["name"],
-            f"{one['accuracy']:.1%}",
-            f"{one['wrong_by']:.2f}",
-            f"{one['error_tokens']:.1f}",
-            f"{one['under_prediction']:.1%}",
-            *(f"{each['missed']:.1%} ({each['reserved_tokens']:.0f})" for each in kept),
-        )
     show(table)
     for size, milliseconds in result["milliseconds_a_prompt"].items():
         print(f"{milliseconds:.2f} ms a prompt in batches of {size}", file=sys.stderr)

@@ -11,7 +11,7 @@ import numpy as np
 from predictor.baselines import Features, Linear, Majority, prompt_lengths
 from predictor.buckets import LengthBuckets
 from predictor.calibration import Calibration, softmax
-from predictor.data import Example, clipped
+from predictor.data import Example, clipped, columns
 from predictor.distribution import LengthDistributions
 from predictor.evaluation import Evaluation, evaluate
 
@@ -116,8 +116,3 @@ def compare(
         fitted = fitted or Calibration.fit(buckets, own(prompts), lengths)
         done.append(contender(name, buckets, own, test, fitted))
     return done
-
-
-def columns(examples: Sequence[Example]) -> tuple[list[str], np.ndarray]:
-    """Prompts, and output lengths, int [examples]."""
-    return [e.prompt for e in examples], np.asarray([e.output_length for e in examples])

@@ -65,6 +65,11 @@ def write_jsonl(path: Path, examples: Iterable[Example]) -> None:
             file.write(json.dumps(vars(example), ensure_ascii=False) + "\n")
 
 
+def columns(examples: Sequence[Example]) -> tuple[list[str], np.ndarray]:
+    """Prompts, and output lengths, int [examples]."""
+    return [e.prompt for e in examples], np.asarray([e.output_length for e in examples])
+
+
 def clipped(examples: Iterable[Example], max_length: int) -> list[Example]:
     """Answers that would be longer end at `max_length`, as they do where they are served."""
     return [replace(one, output_length=min(one.output_length, max_length)) for one in examples]
@@ -124,9 +129,10 @@ class PromptEncoder:
     def tokens(self, prompts: Sequence[str]) -> list[np.ndarray]:
         """Token ids (int32) of each prompt, at most `max_tokens`."""
         encoded = self._tokenizer.encode_batch(list(prompts))
-        return [self._shortened(np.asarray(one.ids, np.int32)) for one in encoded]
+        return [self.shortened(np.asarray(one.ids, np.int32)) for one in encoded]
 
-    def _shortened(self, ids: np.ndarray) -> np.ndarray:
+    def shortened(self, ids: np.ndarray) -> np.ndarray:
+        """Token ids (int32) without those in the middle that are too many."""
         if len(ids) <= self.max_tokens:
             return ids
         head = self.max_tokens // 2

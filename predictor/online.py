@@ -166,7 +166,9 @@ class OnlineLearner:
         try:
             if length < 1 or self._stop.is_set() or self._has_failed:
                 return
-            given = prompt if isinstance(prompt, str) else np.asarray(prompt, np.int32)
+            given: str | np.ndarray = prompt
+            if not isinstance(prompt, str):
+                given = self.predictor.encoder.shortened(np.asarray(prompt, np.int32).reshape(-1))
             with self._observing:
                 self._inbox.append(
                     (given, int(length), None if predicted is None else int(predicted))

@@ -142,7 +142,7 @@ class LengthPredictor:
         """The distribution of each prompt's output length, calibrated if it was."""
         return self._predict(self._serving, prompts)
 
-    def calibrate(self, prompts: Sequence[str], lengths: Sequence[int]) -> Calibration:
+    def calibrate(self, prompts: Sequence[str], lengths: Sequence[int] | np.ndarray) -> Calibration:
         """Learn the temperature and the promises from prompts that were held out of training."""
         fitted = Calibration.fit(self.buckets, self.logits(prompts), np.asarray(lengths))
         self.adopt(self.params, fitted)

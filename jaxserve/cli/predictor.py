@@ -156,7 +156,8 @@ def train(
         checkpoints = _prepare(output, settings, resume)
         from predictor import TrainingConfig
         from predictor import train as train_predictor
-        from predictor.comparison import columns, compare
+        from predictor.comparison import compare
+        from predictor.data import columns
 
         config = TrainingConfig(
             num_epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, seed=seed
@@ -251,26 +252,26 @@ def show(folder: Annotated[Path, typer.Argument(help="A trained predictor.")]) -
             typer.echo(f"{key:<26} {value}")
 
 
-def table_of(done: list[Contender]) -> Table:
-    """The contenders' figures, the predictor first."""
+def table_of(contenders: list[dict[str, Any]]) -> Table:
+    """Their figures, as `Contender.to_dict` gives them, the predictor first."""
     from rich.table import Table
 
     table = Table(
-        "", "accuracy", "wrong by", "error, tokens", "too short",
-        *(f"outgrown at {rate:.0%} (tokens)" for rate in done[0].missed),
-        box=None, header_style="bold",
-    )  # fmt: skip
+        *("", "accuracy", "wrong by", "error, tokens", "too short"),
+        *(f"outgrown at {float(rate):.0%} (tokens)" for rate in contenders[0]["promises"]),
+        box=None,
+        header_style="bold",
+    )
     for column in table.columns[1:]:
         column.justify = "right"
-    for one in done:
-        figures = one.evaluation
+    for one in contenders:
         table.add_row(
-            one.name,
-            f"{figures.accuracy:.1%}",
-            f"{figures.wrong_by:.2f}",
-            f"{figures.error_tokens:.1f}",
-            f"{figures.under_prediction:.1%}",
-            *(f"{m:.1%} ({one.reserved[rate]:.0f})" for rate, m in one.missed.items()),
+            one["name"],
+            f"{one['accuracy']:.1%}",
+            f"{one['wrong_by']:.2f}",
+            f"{one['error_tokens']:.1f}",
+            f"{one['under_prediction']:.1%}",
+            *(f"{p['missed']:.1%} ({p['reserved_tokens']:.0f})" for p in one["promises"].values()),
         )
     return table
 
@@ -279,14 +280,15 @@ def _print(
     done: list[Contender], parts: list[list[Example]], as_json: bool, **more: object
 ) -> None:
     num = dict(zip(("trained_on", "calibrated_on", "tested_on"), map(len, parts), strict=True))
+    contenders = [one.to_dict() for one in done]
     if as_json:
-        typer.echo(json.dumps({**num, "contenders": [one.to_dict() for one in done], **more}))
+        typer.echo(json.dumps({**num, "contenders": contenders, **more}))
         return
     from rich.console import Console
 
     console = Console()
     console.width = max(console.width, 120)
-    console.print(table_of(done))
+    console.print(table_of(contenders))
     typer.echo(f"tested on {num['tested_on']} prompts that none of them was trained on")
 
 
