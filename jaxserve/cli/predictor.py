@@ -153,7 +153,6 @@ def train(
             buckets=buckets, num_buckets=num_buckets, epochs=epochs, batch_size=batch_size,
             learning_rate=learning_rate,
         )  # fmt: skip
-        checkpoints = _prepare(output, settings, resume)
         from predictor import TrainingConfig
         from predictor import train as train_predictor
         from predictor.comparison import compare
@@ -162,6 +161,7 @@ def train(
         config = TrainingConfig(
             num_epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, seed=seed
         )
+        checkpoints = _prepare(output, settings, resume)
         parts = settings.read(not quiet)
         learned, kept, test = parts
         predictor = settings.start(parts, not quiet)
@@ -302,6 +302,8 @@ def _prepare(output: Path, settings: Settings, resume: bool) -> Path:
         )
     checkpoints = output.with_name(output.name + ".checkpoints")
     kept = checkpoints / SETTINGS
+    if checkpoints.exists() and not kept.is_file():
+        raise InvalidConfigError(f"{checkpoints} is not ours to use; name another --output")
     if not resume:
         shutil.rmtree(checkpoints, ignore_errors=True)
     elif kept.is_file() and json.loads(kept.read_text(encoding="utf-8")) != asdict(settings):
@@ -309,8 +311,7 @@ def _prepare(output: Path, settings: Settings, resume: bool) -> Path:
             f"{checkpoints} is of a run with other options; give the same, or leave out --resume"
         )
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        checkpoints.mkdir(exist_ok=True)
+        checkpoints.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(asdict(settings)) + "\n", encoding="utf-8")
     except OSError as error:
         raise InvalidConfigError(
