@@ -30,7 +30,8 @@ def test_who_knows_more_does_better():
         "predictor", "majority", "prompt length", "linear on embeddings",
     ]  # fmt: skip
     for rate in PROMISES:
-        assert all(abs(one.missed[rate] - rate) < 0.04 for one in done), rate
+        # Lengths are whole numbers: a token more may keep a promise of 5 % with none outgrown.
+        assert all(one.missed[rate] < rate + 0.04 for one in done), rate
         assert knowing.reserved[rate] < min(majority.reserved[rate], by_length.reserved[rate])
     for other in (majority, by_length):
         assert other.evaluation.accuracy < 0.35
