@@ -74,7 +74,7 @@ def test_evaluation_on_other_data(folder):
     """A table with every contender; answers there are longer, so promises are broken."""
     done = _run("evaluate", str(folder / "own"), str(folder / "other.jsonl"), "--quiet")
     assert done.exit_code == 0, done.stderr
-    for name in ("predictor", "majority", "prompt length", "linear on embeddings", "outgrown"):
+    for name in ("predictor", "majority", "prompt length", "linear on embeddings", "outgrew"):
         assert name in done.stdout
     assert "prompts that none of them was trained on" in done.stdout
 

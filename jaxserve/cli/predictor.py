@@ -257,11 +257,15 @@ def table_of(contenders: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     table = Table(
-        *("", "accuracy", "wrong by", "error, tokens", "too short"),
-        *(f"outgrown at {float(rate):.0%} (tokens)" for rate in contenders[0]["promises"]),
+        *("", "accuracy", "wrong by", "error", "too short"),
+        *(f"for {float(rate):.0%}" for rate in contenders[0]["promises"]),
+        caption="error: tokens; for 10%: what outgrew reservations that a tenth may outgrow, and "
+        "their mean length",
+        caption_justify="left",
         box=None,
         header_style="bold",
     )
+    table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
     for one in contenders:
