@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+_MASKED = -1e30
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +135,25 @@ class _Layer(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        shape = (*x.shape[:2], self.num_heads, -1)
-        q, k, v = (part(x).reshape(shape) for part in (self.query, self.key, self.value))
-        seen = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None, None, :])
-        x = self.attention_norm(x + self.dropout(self.out(seen.reshape(x.shape))))
+        q, k, v = (self._heads(part(x)) for part in (self.query, self.key, self.value))
+        seen = _attended(q, k, v, mask).swapaxes(1, 2).reshape(x.shape)
+        x = self.attention_norm(x + self.dropout(self.out(seen)))
         inner = jax.nn.gelu(self.up(x), approximate=False)
         return self.mlp_norm(x + self.dropout(self.down(inner)))
+
+    def _heads(self, x: jax.Array) -> jax.Array:
+        """[texts, heads, tokens, head_dim] of [texts, tokens, hidden_size]."""
+        return x.reshape(*x.shape[:2], self.num_heads, -1).swapaxes(1, 2)
+
+
+def _attended(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Attention to the tokens of the mask [texts, tokens]; the others [texts, heads, tokens, dim].
+
+    On CPUs the time of `jax.nn.dot_product_attention` is half as long again.
+    """
+    scores = (q * q.shape[-1] ** -0.5) @ k.swapaxes(2, 3)
+    scores = jnp.where(mask[:, None, None, :], scores.astype(jnp.float32), _MASKED)
+    return jax.nn.softmax(scores).astype(v.dtype) @ v
 
 
 @final
