@@ -8,6 +8,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 _MASKED = -1e30
@@ -187,6 +188,21 @@ class LengthClassifier(nnx.Module):
         """With random parameters, made in one compiled call."""
         make = nnx.jit(lambda: cls(config, num_buckets, rngs=nnx.Rngs(seed), dtype=dtype))
         return make()
+
+    @classmethod
+    def blank(cls, config: EncoderConfig, num_buckets: int) -> LengthClassifier:
+        """With zeros, to be replaced by saved parameters; nothing is compiled."""
+        model = nnx.eval_shape(lambda: cls(config, num_buckets, rngs=nnx.Rngs(0)))
+        leaves, structure = jax.tree.flatten(nnx.state(model))
+        filled = [
+            # Of dropout, each layer's its own.
+            jax.random.key(number)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else jax.device_put(np.zeros(leaf.shape, leaf.dtype))
+            for number, leaf in enumerate(leaves)
+        ]
+        nnx.update(model, jax.tree.unflatten(structure, filled))
+        return model
 
     def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         """float32 [texts, buckets]; tokens int32 and mask bool, both [texts, tokens]."""

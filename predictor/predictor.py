@@ -198,7 +198,7 @@ class LengthPredictor:
         calibration = given["calibration"]
         predictor = cls(
             config,
-            LengthClassifier.random(config, buckets.num),
+            LengthClassifier.blank(config, buckets.num),
             buckets,
             read_tokenizer(folder),
             max_tokens=given["max_tokens"],
