@@ -3,6 +3,7 @@
 `LengthPredictor` is a BERT-family encoder with a head over length buckets (S3, section 3.1), which
 `train` trains; its distributions can be conditioned on tokens that have come
 (`LengthDistributions`) and turned into reservations that keep a promised miss rate (`Calibration`).
+`OnlineLearner` goes on training it with the answers that come.
 
 Names are imported on first use, so that buckets, distributions and calibration do without JAX.
 """
@@ -15,9 +16,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from predictor.buckets import LengthBuckets as LengthBuckets
     from predictor.calibration import Calibration as Calibration
+    from predictor.comparison import PROMISES as PROMISES
+    from predictor.comparison import Contender as Contender
+    from predictor.comparison import compare as compare
     from predictor.data import Example as Example
     from predictor.data import read_jsonl as read_jsonl
     from predictor.data import split as split
+    from predictor.data import split_in_three as split_in_three
     from predictor.data import write_jsonl as write_jsonl
     from predictor.distribution import LengthDistributions as LengthDistributions
     from predictor.encoder import SIZES as SIZES
@@ -25,14 +30,20 @@ if TYPE_CHECKING:
     from predictor.encoder import LengthClassifier as LengthClassifier
     from predictor.evaluation import Evaluation as Evaluation
     from predictor.evaluation import evaluate as evaluate
+    from predictor.online import Counters as Counters
+    from predictor.online import OnlineConfig as OnlineConfig
+    from predictor.online import OnlineLearner as OnlineLearner
     from predictor.predictor import LengthPredictor as LengthPredictor
     from predictor.training import History as History
     from predictor.training import TrainingConfig as TrainingConfig
     from predictor.training import train as train
 
 _HOMES = {
+    "PROMISES": "comparison",
     "SIZES": "encoder",
     "Calibration": "calibration",
+    "Contender": "comparison",
+    "Counters": "online",
     "EncoderConfig": "encoder",
     "Evaluation": "evaluation",
     "Example": "data",
@@ -41,17 +52,24 @@ _HOMES = {
     "LengthClassifier": "encoder",
     "LengthDistributions": "distribution",
     "LengthPredictor": "predictor",
+    "OnlineConfig": "online",
+    "OnlineLearner": "online",
     "TrainingConfig": "training",
+    "compare": "comparison",
     "evaluate": "evaluation",
     "read_jsonl": "data",
     "split": "data",
+    "split_in_three": "data",
     "train": "training",
     "write_jsonl": "data",
 }
 
 __all__ = [
+    "PROMISES",
     "SIZES",
     "Calibration",
+    "Contender",
+    "Counters",
     "EncoderConfig",
     "Evaluation",
     "Example",
@@ -60,10 +78,14 @@ __all__ = [
     "LengthClassifier",
     "LengthDistributions",
     "LengthPredictor",
+    "OnlineConfig",
+    "OnlineLearner",
     "TrainingConfig",
+    "compare",
     "evaluate",
     "read_jsonl",
     "split",
+    "split_in_three",
     "train",
     "write_jsonl",
 ]

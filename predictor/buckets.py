@@ -9,6 +9,7 @@ from typing import final
 import numpy as np
 
 NUM_BUCKETS = 10
+KINDS = ("equal", "log", "quantile")
 
 
 @final
@@ -28,6 +29,21 @@ class LengthBuckets:
             raise ValueError(f"edges={edges}: give 0 and then larger and larger lengths")
 
     @classmethod
+    def of(
+        cls, kind: str, lengths: Sequence[int], max_length: int, num: int = NUM_BUCKETS
+    ) -> LengthBuckets:
+        """By name: equal (as in the paper), log or quantile; only the last looks at the lengths.
+
+        Raises:
+          ValueError: another name; or see the methods below.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"buckets={kind!r}; give one of {', '.join(KINDS)}")
+        if kind == "quantile":
+            return cls.quantiles(lengths, max_length, num)
+        return (cls.equal_width if kind == "equal" else cls.logarithmic)(max_length, num)
+
+    @classmethod
     def equal_width(cls, max_length: int, num: int = NUM_BUCKETS) -> LengthBuckets:
         """As in the paper: each a `num`-th of the longest length."""
         return cls._rounded(np.linspace(0, max_length, num + 1), max_length, num)
@@ -45,6 +61,8 @@ class LengthBuckets:
         """Each with about as many of these lengths; fewer buckets where many are equal."""
         if not len(lengths):
             raise ValueError("no lengths to take quantiles of")
+        if num < 1 or max_length < 1:
+            raise ValueError(f"{num} buckets of lengths up to {max_length}: give each a length")
         inner = np.quantile(np.minimum(lengths, max_length), np.arange(1, num) / num)
         edges = [0]
         for edge in (*np.ceil(inner).astype(int), max_length):

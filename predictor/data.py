@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
@@ -65,6 +65,16 @@ def write_jsonl(path: Path, examples: Iterable[Example]) -> None:
             file.write(json.dumps(vars(example), ensure_ascii=False) + "\n")
 
 
+def columns(examples: Sequence[Example]) -> tuple[list[str], np.ndarray]:
+    """Prompts, and output lengths, int [examples]."""
+    return [e.prompt for e in examples], np.asarray([e.output_length for e in examples])
+
+
+def clipped(examples: Iterable[Example], max_length: int) -> list[Example]:
+    """Answers that would be longer end at `max_length`, as they do where they are served."""
+    return [replace(one, output_length=min(one.output_length, max_length)) for one in examples]
+
+
 def split(
     examples: Sequence[Example], *, held_out: float, seed: int = 0
 ) -> tuple[list[Example], list[Example]]:
@@ -72,13 +82,34 @@ def split(
 
     A conversation's side depends on its name and the seed alone, so more data moves none over.
     """
-    if not 0.0 < held_out < 1.0:
-        raise ValueError(f"held_out={held_out}: give a share between 0 and 1")
-    sides: tuple[list[Example], list[Example]] = ([], [])
+    learned, kept, rest = _split(examples, (held_out, 0.0), seed)
+    assert not rest
+    return learned, kept
+
+
+def split_in_three(
+    examples: Sequence[Example], *, held_out: float, seed: int = 0
+) -> tuple[list[Example], list[Example], list[Example]]:
+    """As `split`: to learn from, to stop early and calibrate by, and to test on.
+
+    Args:
+      held_out: share of each of the latter two; under a half.
+    """
+    return _split(examples, (held_out, held_out), seed)
+
+
+def _split(
+    examples: Sequence[Example], shares: tuple[float, float], seed: int
+) -> tuple[list[Example], list[Example], list[Example]]:
+    """What is left over, and the two shares."""
+    if not 0.0 < shares[0] < 1.0 or sum(shares) >= 1.0:
+        largest = "1" if not shares[1] else "a half"
+        raise ValueError(f"held_out={shares[0]}: give a share between 0 and {largest}")
+    sides: tuple[list[Example], list[Example], list[Example]] = ([], [], [])
     for example in examples:
         name = f"{seed}:{example.conversation or example.prompt}".encode()
-        digest = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
-        sides[digest < held_out * 2**64].append(example)
+        drawn = int.from_bytes(hashlib.sha256(name).digest()[:8], "big") / 2**64
+        sides[1 if drawn < shares[0] else 2 if drawn < sum(shares) else 0].append(example)
     return sides
 
 
@@ -98,19 +129,26 @@ class PromptEncoder:
     def tokens(self, prompts: Sequence[str]) -> list[np.ndarray]:
         """Token ids (int32) of each prompt, at most `max_tokens`."""
         encoded = self._tokenizer.encode_batch(list(prompts))
-        return [self._shortened(np.asarray(one.ids, np.int32)) for one in encoded]
+        return [self.shortened(np.asarray(one.ids, np.int32)) for one in encoded]
 
-    def _shortened(self, ids: np.ndarray) -> np.ndarray:
+    def shortened(self, ids: np.ndarray) -> np.ndarray:
+        """Token ids (int32) without those in the middle that are too many."""
         if len(ids) <= self.max_tokens:
             return ids
         head = self.max_tokens // 2
         return np.concatenate([ids[:head], ids[len(ids) - (self.max_tokens - head) :]])
 
 
-def padded(tokens: Sequence[np.ndarray], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """int32 tokens and bool mask [num_rows, T], T the smallest bucket that holds the longest."""
-    longest = max((len(ids) for ids in tokens), default=1)
-    width = next((size for size in TOKEN_BUCKETS if longest <= size), longest)
+def width_of(num_tokens: int) -> int:
+    """The smallest bucket that holds a text."""
+    return next((size for size in TOKEN_BUCKETS if num_tokens <= size), num_tokens)
+
+
+def padded(
+    tokens: Sequence[np.ndarray], num_rows: int, width: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """int32 tokens and bool mask [num_rows, width]; by default as wide as the longest needs."""
+    width = width or width_of(max((len(ids) for ids in tokens), default=1))
     ids, mask = np.zeros((num_rows, width), np.int32), np.zeros((num_rows, width), bool)
     for row, own in enumerate(tokens):
         ids[row, : len(own)], mask[row, : len(own)] = own, True

@@ -8,7 +8,10 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+
+_MASKED = -1e30
 
 
 @final
@@ -95,6 +98,12 @@ class Encoder(nnx.Module):
             [_Layer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)]
         )
 
+    def compute_in(self, dtype: jax.typing.DTypeLike) -> None:
+        """Compute products and norms in this type from now on; parameters stay as they are."""
+        for _, module in nnx.iter_modules(self):
+            if isinstance(module, nnx.Linear | nnx.Embed | nnx.LayerNorm):
+                module.dtype = jnp.dtype(dtype)
+
     def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         """[texts, tokens, hidden_size] of int32 tokens and bool mask, both [texts, tokens]."""
         x = self.words(tokens) + self.positions(jnp.arange(tokens.shape[1]))
@@ -127,12 +136,25 @@ class _Layer(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        shape = (*x.shape[:2], self.num_heads, -1)
-        q, k, v = (part(x).reshape(shape) for part in (self.query, self.key, self.value))
-        seen = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None, None, :])
-        x = self.attention_norm(x + self.dropout(self.out(seen.reshape(x.shape))))
+        q, k, v = (self._heads(part(x)) for part in (self.query, self.key, self.value))
+        seen = _attended(q, k, v, mask).swapaxes(1, 2).reshape(x.shape)
+        x = self.attention_norm(x + self.dropout(self.out(seen)))
         inner = jax.nn.gelu(self.up(x), approximate=False)
         return self.mlp_norm(x + self.dropout(self.down(inner)))
+
+    def _heads(self, x: jax.Array) -> jax.Array:
+        """[texts, heads, tokens, head_dim] of [texts, tokens, hidden_size]."""
+        return x.reshape(*x.shape[:2], self.num_heads, -1).swapaxes(1, 2)
+
+
+def _attended(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Attention to the tokens of the mask [texts, tokens]; the others [texts, heads, tokens, dim].
+
+    On CPUs the time of `jax.nn.dot_product_attention` is half as long again.
+    """
+    scores = (q * q.shape[-1] ** -0.5) @ k.swapaxes(2, 3)
+    scores = jnp.where(mask[:, None, None, :], scores.astype(jnp.float32), _MASKED)
+    return jax.nn.softmax(scores).astype(v.dtype) @ v
 
 
 @final
@@ -166,6 +188,21 @@ class LengthClassifier(nnx.Module):
         """With random parameters, made in one compiled call."""
         make = nnx.jit(lambda: cls(config, num_buckets, rngs=nnx.Rngs(seed), dtype=dtype))
         return make()
+
+    @classmethod
+    def blank(cls, config: EncoderConfig, num_buckets: int) -> LengthClassifier:
+        """With zeros, to be replaced by saved parameters; nothing is compiled."""
+        model = nnx.eval_shape(lambda: cls(config, num_buckets, rngs=nnx.Rngs(0)))
+        leaves, structure = jax.tree.flatten(nnx.state(model))
+        filled = [
+            # Of dropout, each layer's its own.
+            jax.random.key(number)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else jax.device_put(np.zeros(leaf.shape, leaf.dtype))
+            for number, leaf in enumerate(leaves)
+        ]
+        nnx.update(model, jax.tree.unflatten(structure, filled))
+        return model
 
     def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         """float32 [texts, buckets]; tokens int32 and mask bool, both [texts, tokens]."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tokenizers
@@ -19,7 +18,7 @@ from predictor.buckets import LengthBuckets
 from predictor.calibration import Calibration, softmax
 from predictor.data import PromptEncoder, padded
 from predictor.distribution import LengthDistributions
-from predictor.encoder import EncoderConfig, LengthClassifier
+from predictor.encoder import EncoderConfig, LengthClassifier, mean_pooled
 from predictor.weights import config_of, load_encoder
 
 DESCRIPTION, TOKENIZER, PARAMS = "predictor.json", "tokenizer.json", "params"
@@ -27,14 +26,25 @@ MAX_TOKENS = 256
 # Prompts that are computed together; fewer are padded to the next of these.
 _BATCHES = (1, 8, 64)
 
+# Nested dictionaries of float32 arrays, as `nnx.to_pure_dict` gives them.
+Params = dict[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class _Serving:
+    """What answers now: never changed, only replaced as a whole."""
+
+    params: Params
+    calibration: Calibration | None
+
 
 @final
 class LengthPredictor:
-    """Predicts how many tokens an answer will have.
+    """Predicts how many tokens an answer will have; safe to share between threads.
 
-    Attributes:
-      model: see `LengthClassifier`.
-      calibration: None until it was calibrated.
+    Args:
+      model: gives its parameters; it is not kept.
     """
 
     def __init__(
@@ -48,12 +58,13 @@ class LengthPredictor:
         calibration: Calibration | None = None,
     ):
         self.config = config
-        self.model = model
         self.buckets = buckets
-        self.calibration = calibration
         self._tokenizer = tokenizer
         self.encoder = PromptEncoder(tokenizer, min(max_tokens, config.max_positions))
-        self._logits = jax.jit(_logits, static_argnums=0)
+        model.eval()
+        self._graphdef, self._state, self._rest = nnx.split(model, nnx.Param, ...)
+        self._serving = _Serving(nnx.to_pure_dict(self._state), calibration)
+        self._logits, self._embeddings = jax.jit(self.apply), jax.jit(self._pooled)
 
     @classmethod
     def from_encoder(
@@ -67,38 +78,74 @@ class LengthPredictor:
         """Around a pre-trained encoder of a Hugging Face folder, its head still to be trained.
 
         Raises:
-          ValueError: see `load_encoder`.
+          ValueError: see `load_encoder`; or the folder has no tokenizer.json.
         """
         folder = Path(folder)
         config = config_of(folder)
         model = LengthClassifier.random(config, buckets.num, seed=seed)
         load_encoder(model.encoder, folder)
-        tokenizer = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER))
-        return cls(config, model, buckets, tokenizer, max_tokens=max_tokens)
+        return cls(config, model, buckets, read_tokenizer(folder), max_tokens=max_tokens)
+
+    @property
+    def params(self) -> Params:
+        """The parameters that serve; whoever has them may keep them, and nobody changes them."""
+        return self._serving.params
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """None until it was calibrated."""
+        return self._serving.calibration
+
+    def adopt(self, params: Params, calibration: Calibration | None) -> None:
+        """Serve with these from the next prediction on; both change at once, for every thread.
+
+        Args:
+          calibration: of these parameters; None if there is none yet.
+        """
+        self._serving = _Serving(params, calibration)
+
+    def module(self) -> LengthClassifier:
+        """The model with the parameters that serve, as a module of the caller's own."""
+        return self._merged(self.params)
+
+    def apply(self, params: Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+        """float32 [texts, buckets] of int32 tokens and bool mask [texts, tokens]; to be compiled.
+
+        Differentiable in `params`. Without dropout.
+        """
+        return self._merged(params)(tokens, mask)
 
     def logits(self, prompts: Sequence[str]) -> np.ndarray:
         """float32 [prompts, buckets], before calibration."""
-        tokens = self.encoder.tokens(prompts)
-        order = np.argsort([len(ids) for ids in tokens], kind="stable")
-        out = np.zeros((len(prompts), self.buckets.num), np.float32)
-        self.model.eval()
-        graphdef, state = nnx.split(self.model)
-        for start in range(0, len(order), _BATCHES[-1]):
-            some = order[start : start + _BATCHES[-1]]
-            size = next(size for size in _BATCHES if len(some) <= size)
-            ids, mask = padded([tokens[i] for i in some], size)
-            out[some] = np.asarray(self._logits(graphdef, state, ids, mask))[: len(some)]
-        return out
+        return self.logits_of(self.encoder.tokens(prompts))
+
+    def logits_of(self, tokens: Sequence[np.ndarray], params: Params | None = None) -> np.ndarray:
+        """float32 [texts, buckets] of token ids, by these parameters or by those that serve.
+
+        Args:
+          tokens: as `encoder` gives them.
+        """
+        params = self.params if params is None else params
+        return _in_batches(lambda *batch: self._logits(params, *batch), tokens, self.buckets.num)
+
+    def embeddings(self, prompts: Sequence[str], params: Params | None = None) -> np.ndarray:
+        """float32 [prompts, hidden_size], the encoder's hidden states averaged over the tokens.
+
+        Args:
+          params: by default those that serve.
+        """
+        tokens, params = self.encoder.tokens(prompts), self.params if params is None else params
+        width = self.config.hidden_size
+        return _in_batches(lambda *batch: self._embeddings(params, *batch), tokens, width)
 
     def predict(self, prompts: Sequence[str]) -> LengthDistributions:
         """The distribution of each prompt's output length, calibrated if it was."""
-        temperature = 1.0 if self.calibration is None else self.calibration.temperature
-        return LengthDistributions(self.buckets, softmax(self.logits(prompts) / temperature))
+        return self._predict(self._serving, prompts)
 
-    def calibrate(self, prompts: Sequence[str], lengths: Sequence[int]) -> Calibration:
+    def calibrate(self, prompts: Sequence[str], lengths: Sequence[int] | np.ndarray) -> Calibration:
         """Learn the temperature and the promises from prompts that were held out of training."""
         fitted = Calibration.fit(self.buckets, self.logits(prompts), np.asarray(lengths))
-        self.calibration = fitted
+        self.adopt(self.params, fitted)
         return fitted
 
     def reserve(self, prompt: str, *, miss_rate: float = 0.1) -> int:
@@ -107,24 +154,25 @@ class LengthPredictor:
         Raises:
           ValueError: it was not calibrated.
         """
-        if self.calibration is None:
+        serving = self._serving
+        if serving.calibration is None:
             raise ValueError(
                 "the predictor is not calibrated; call calibrate() on held-out requests"
             )
-        level = self.calibration.level(miss_rate)
-        return int(self.predict([prompt]).quantile(level)[0])
+        level = serving.calibration.level(miss_rate)
+        return int(self._predict(serving, [prompt]).quantile(level)[0])
 
     def save(self, folder: str | Path) -> None:
-        """Write everything that `load` needs; a folder that is there is replaced."""
-        folder = Path(folder).absolute()
+        """Write everything that `load` needs; a predictor that is there is replaced."""
+        folder, serving = Path(folder).absolute(), self._serving
         folder.mkdir(parents=True, exist_ok=True)
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder / PARAMS, nnx.to_pure_dict(self._params()), force=True)
+            checkpointer.save(folder / PARAMS, serving.params, force=True)
         self._tokenizer.save(str(folder / TOKENIZER))
         calibration = None
-        if self.calibration is not None:
-            levels = self.calibration.levels.tolist()
-            calibration = {"temperature": self.calibration.temperature, "levels": levels}
+        if serving.calibration is not None:
+            levels = serving.calibration.levels.tolist()
+            calibration = {"temperature": serving.calibration.temperature, "levels": levels}
         description = {
             "config": asdict(self.config),
             "edges": self.buckets.edges,
@@ -150,26 +198,58 @@ class LengthPredictor:
         calibration = given["calibration"]
         predictor = cls(
             config,
-            LengthClassifier.random(config, buckets.num),
+            LengthClassifier.blank(config, buckets.num),
             buckets,
-            tokenizers.Tokenizer.from_file(str(folder / TOKENIZER)),
+            read_tokenizer(folder),
             max_tokens=given["max_tokens"],
-            calibration=calibration
+        )
+        with ocp.StandardCheckpointer() as checkpointer:
+            params = checkpointer.restore(folder / PARAMS, predictor.params)
+        predictor.adopt(
+            params,
+            calibration
             and Calibration(calibration["temperature"], np.asarray(calibration["levels"])),
         )
-        state = predictor._params()
-        with ocp.StandardCheckpointer() as checkpointer:
-            nnx.replace_by_pure_dict(
-                state, checkpointer.restore(folder / PARAMS, nnx.to_pure_dict(state))
-            )
-        nnx.update(predictor.model, state)
         return predictor
 
-    def _params(self) -> nnx.State:
-        return nnx.state(self.model, nnx.Param)
+    def _predict(self, serving: _Serving, prompts: Sequence[str]) -> LengthDistributions:
+        temperature = 1.0 if serving.calibration is None else serving.calibration.temperature
+        logits = self.logits_of(self.encoder.tokens(prompts), serving.params)
+        return LengthDistributions(self.buckets, softmax(logits / temperature))
+
+    def _merged(self, params: Params) -> LengthClassifier:
+        state = jax.tree.map(lambda leaf: leaf, self._state)
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(self._graphdef, state, self._rest, copy=True)
+
+    def _pooled(self, params: Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+        return mean_pooled(self._merged(params).encoder(tokens, mask), mask)
 
 
-def _logits(
-    graphdef: nnx.GraphDef, state: nnx.State, tokens: jax.Array, mask: jax.Array
-) -> jax.Array:
-    return nnx.merge(graphdef, state)(tokens, mask).astype(jnp.float32)
+def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """Of tokenizer.json in a folder.
+
+    Raises:
+      ValueError: there is none, or it cannot be read.
+    """
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {TOKENIZER}")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust library raises bare exceptions
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _in_batches(
+    compute: Callable[..., jax.Array], tokens: Sequence[np.ndarray], width: int
+) -> np.ndarray:
+    """float32 [texts, width], texts of about one length computed together."""
+    order = np.argsort([len(ids) for ids in tokens], kind="stable")
+    out = np.zeros((len(tokens), width), np.float32)
+    for start in range(0, len(order), _BATCHES[-1]):
+        some = order[start : start + _BATCHES[-1]]
+        size = next(size for size in _BATCHES if len(some) <= size)
+        ids, mask = padded([tokens[i] for i in some], size)
+        out[some] = np.asarray(compute(ids, mask))[: len(some)]
+    return out

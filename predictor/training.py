@@ -30,6 +30,8 @@ class TrainingConfig:
     Attributes:
       warmup: share of all steps in which the learning rate rises; then it falls to 0 (cosine).
       weigh_classes: rare buckets count more, in inverse proportion to how often they come.
+      dtype: that the encoder computes in, such as "bfloat16"; by default that on GPUs and float32
+        elsewhere. Parameters, optimizer and what is held out are float32 all the same.
       patience: epochs without a better held-out loss after which training ends.
     """
 
@@ -41,7 +43,12 @@ class TrainingConfig:
     num_epochs: int = 4
     patience: int = 1
     weigh_classes: bool = False
+    dtype: str | None = None
     seed: int = 0
+
+    @property
+    def computed_in(self) -> str:
+        return self.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_epochs", "patience"):
@@ -51,6 +58,8 @@ class TrainingConfig:
             raise ValueError(
                 f"warmup={self.warmup} must be a share, learning_rate={self.learning_rate} over 0"
             )
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"dtype={self.dtype!r}; give 'float32' or 'bfloat16'")
 
 
 @final
@@ -76,9 +85,9 @@ def train(
     mesh: Mesh | None = None,
     progress: bool = True,
 ) -> History:
-    """Train until `held_out` gets no better, and leave the best parameters in the predictor.
+    """Train until `held_out` gets no better; then the predictor adopts the best parameters.
 
-    Its calibration is dropped: it was of other parameters.
+    Its calibration is dropped: it was of other parameters. Until then it predicts as before.
 
     Args:
       checkpoints: folder for the state after every epoch; training goes on from the last one there.
@@ -94,19 +103,19 @@ def train(
     tokens = predictor.encoder.tokens([example.prompt for example in examples])
     labels = _labels(predictor.buckets, examples)
     weights = _weights(labels, predictor.buckets.num, config.weigh_classes)
-    steps_an_epoch = -(-len(examples) // config.batch_size)
-    optimizer = nnx.Optimizer(
-        predictor.model, _optimizer(config, steps_an_epoch * config.num_epochs), wrt=nnx.Param
-    )
-    predictor.calibration = None
-    history, best = History(), _params(predictor.model)
-    store = _Store(checkpoints, predictor.model, optimizer)
+    judge = _Judge(predictor, held_out)
+    num_steps = -(-len(examples) // config.batch_size) * config.num_epochs
+    model = predictor.module()
+    model.encoder.compute_in(config.computed_in)
+    optimizer = nnx.Optimizer(model, _optimizer(config, num_steps), wrt=nnx.Param)
+    history, best = History(), _params(model)
+    store = _Store(checkpoints, model, optimizer)
     history, best, first = store.restore(history, best)
-    put = _placer(mesh, (predictor.model, optimizer))
+    put = _placer(mesh, (model, optimizer))
     lengths = np.asarray([len(ids) for ids in tokens])
     with tqdm(
-        total=steps_an_epoch * config.num_epochs,
-        initial=steps_an_epoch * first,
+        total=num_steps,
+        initial=num_steps // config.num_epochs * first,
         desc="training",
         unit="step",
         delay=2,
@@ -114,28 +123,42 @@ def train(
         disable=not progress,
     ) as bar:
         for epoch in range(first, config.num_epochs):
+            if history.losses and len(history.losses) - 1 - history.best_epoch >= config.patience:
+                break
             random = np.random.default_rng((config.seed, epoch))
-            predictor.model.train()
+            model.train()
             losses = []
             for batch in shuffled_batches(lengths, config.batch_size, random):
                 ids, mask = padded([tokens[i] for i in batch], config.batch_size)
                 full = np.zeros((2, config.batch_size), np.float32)
                 full[0, : len(batch)], full[1, : len(batch)] = labels[batch], weights[batch]
-                loss = _step(
-                    predictor.model, optimizer, *put(ids, mask, full[0].astype(np.int32), full[1])
-                )
+                loss = _step(model, optimizer, *put(ids, mask, full[0].astype(np.int32), full[1]))
                 losses.append(loss)
                 bar.update()
             history.losses.append(float(np.mean([float(loss) for loss in losses])))
-            history.held_out_losses.append(_held_out_loss(predictor, held_out))
+            history.held_out_losses.append(judge.loss(_params(model)))
             bar.set_postfix(held_out=f"{history.held_out_losses[-1]:.3f}")
             if history.best_epoch == epoch:
-                best = _params(predictor.model)
+                best = _params(model)
             store.save(epoch, history, best)
-            if epoch - history.best_epoch >= config.patience:
-                break
-    nnx.update(predictor.model, best)
+    predictor.adopt(nnx.to_pure_dict(best), None)
     return history
+
+
+@final
+class _Judge:
+    """How well parameters do on what is held out."""
+
+    def __init__(self, predictor: LengthPredictor, held_out: Sequence[Example]):
+        self._predictor = predictor
+        self._tokens = predictor.encoder.tokens([example.prompt for example in held_out])
+        self._labels = _labels(predictor.buckets, held_out)
+
+    def loss(self, params: nnx.State) -> float:
+        """Mean cross-entropy."""
+        logits = self._predictor.logits_of(self._tokens, nnx.to_pure_dict(params))
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, self._labels)
+        return float(np.mean(np.asarray(each)))
 
 
 @nnx.jit
@@ -156,14 +179,21 @@ def _step(
     return loss
 
 
+def adamw(
+    learning_rate: optax.ScalarOrSchedule, *, clip_norm: float = 1.0, weight_decay: float = 0.01
+) -> optax.GradientTransformation:
+    """What encoders are fine-tuned with: gradients clipped by their norm, matrices alone decay."""
+    return optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.adamw(learning_rate, weight_decay=weight_decay, mask=_decays),
+    )
+
+
 def _optimizer(config: TrainingConfig, num_steps: int) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, max(1, int(config.warmup * num_steps)), max(2, num_steps)
     )
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(schedule, weight_decay=config.weight_decay, mask=_decays),
-    )
+    return adamw(schedule, clip_norm=config.clip_norm, weight_decay=config.weight_decay)
 
 
 def _decays(params: Any) -> Any:
@@ -180,14 +210,6 @@ def _weights(labels: np.ndarray, num: int, weigh_classes: bool) -> np.ndarray:
         return np.ones(len(labels), np.float32)
     counts = np.bincount(labels, minlength=num)
     return (len(labels) / (num * counts[labels])).astype(np.float32)
-
-
-def _held_out_loss(predictor: LengthPredictor, held_out: Sequence[Example]) -> float:
-    logits = predictor.logits([example.prompt for example in held_out])
-    labels = _labels(predictor.buckets, held_out)
-    return float(
-        np.mean(np.asarray(optax.softmax_cross_entropy_with_integer_labels(logits, labels)))
-    )
 
 
 def _params(model: LengthClassifier) -> nnx.State:

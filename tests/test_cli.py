@@ -62,7 +62,7 @@ def test_help_names_the_commands():
     """The first page lists every command."""
     shown = _run("--help")
     assert shown.exit_code == 0
-    for command in ("generate", "chat", "bench", "models"):
+    for command in ("generate", "chat", "bench", "models", "predictor"):
         assert command in shown.stdout
 
 

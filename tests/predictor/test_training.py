@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from predictor import Example, LengthPredictor, TrainingConfig, evaluate, split, train
+from predictor import (
+    Example,
+    LengthPredictor,
+    TrainingConfig,
+    evaluate,
+    split,
+    split_in_three,
+    train,
+)
 from predictor.baselines import Linear, Majority, prompt_lengths
 from predictor.data import padded, read_jsonl, shuffled_batches, write_jsonl
 from sharding import make_mesh
@@ -72,16 +82,16 @@ def test_cut_off_and_gone_on(tmp_path):
         pass
 
     asked = 0
-    original = cut.logits
+    original = cut.logits_of
 
-    def interrupting(prompts):
+    def interrupting(tokens, params=None):
         nonlocal asked
         asked += 1
         if asked == 3:
             raise Interrupted
-        return original(prompts)
+        return original(tokens, params)
 
-    cut.logits = interrupting  # type: ignore[method-assign]
+    cut.logits_of = interrupting  # type: ignore[method-assign]
     with pytest.raises(Interrupted):
         train(cut, learn, held_out, config, checkpoints=tmp_path, progress=False)
     again = tiny_predictor(seed=9)
@@ -128,6 +138,49 @@ def test_conversations_are_never_torn_apart():
     assert set(split(all_of_them[:500], held_out=0.2)[1]) <= set(held_out)
     with pytest.raises(ValueError, match="share between"):
         split(all_of_them, held_out=1.0)
+
+
+def test_three_parts():
+    """No conversation is in two of them; the test is the same whatever the rest is used for."""
+    all_of_them = examples(2000)
+    parts = split_in_three(all_of_them, held_out=0.2, seed=3)
+    assert [
+        abs(len(part) / 2000 - share) < 0.03
+        for part, share in zip(parts, (0.6, 0.2, 0.2), strict=True)
+    ] == [True] * 3
+    names = [{e.conversation for e in part} for part in parts]
+    assert sum(map(len, names)) == len(set.union(*names))
+    with pytest.raises(ValueError, match="between 0 and a half"):
+        split_in_three(all_of_them, held_out=0.5)
+
+
+def test_half_precision_learns_too():
+    """Computed in bfloat16, parameters stay float32, and the loss falls about as it does."""
+    learn, held_out = examples(600), examples(100, seed=1)
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        predictor = tiny_predictor()
+        config = TrainingConfig(
+            batch_size=32, learning_rate=3e-3, num_epochs=4, patience=4, dtype=dtype
+        )
+        losses.append(train(predictor, learn, held_out, config, progress=False).losses[-1])
+        assert {leaf.dtype for leaf in jax.tree.leaves(predictor.params)} == {jnp.dtype("float32")}
+    assert losses[0] != losses[1] and losses[1] == pytest.approx(losses[0], rel=0.15)
+    with pytest.raises(ValueError, match="dtype='int8'; give"):
+        TrainingConfig(dtype="int8")
+
+
+def test_parameters_change_hands_at_once():
+    """New parameters and their calibration come together; embeddings may be of any parameters."""
+    predictor, other = tiny_predictor(), tiny_predictor(seed=1)
+    prompts = [e.prompt for e in examples(20)]
+    before, old = predictor.embeddings(prompts), predictor.params
+    fitted = other.calibrate(prompts, [e.output_length for e in examples(20)])
+    predictor.adopt(other.params, fitted)
+    np.testing.assert_array_equal(predictor.logits(prompts), other.logits(prompts))
+    assert predictor.reserve(prompts[0]) == other.reserve(prompts[0])
+    assert not np.array_equal(predictor.embeddings(prompts), before)
+    np.testing.assert_array_equal(predictor.embeddings(prompts, old), before)
 
 
 def test_jsonl_there_and_back(tmp_path):

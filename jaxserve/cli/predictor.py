@@ -1,0 +1,343 @@
+"""`jaxserve predictor`: train, measure and describe predictors of answers' lengths."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, final
+
+import typer
+
+from jaxserve.cli import options as opt
+from jaxserve.core.errors import InvalidConfigError, JaxserveError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from predictor import Contender, Example, LengthPredictor
+
+predictor_app = typer.Typer(
+    help="Train, measure and describe predictors of answers' lengths.", no_args_is_help=True
+)
+
+SETTINGS = "training.json"
+_SHOWN_MISS_RATES = (0.05, 0.1, 0.2)
+
+Data = Annotated[
+    str,
+    typer.Argument(
+        help="sharegpt; recorded:FILE with a file written by --record; or a file of JSON lines "
+        'like {"prompt": "...", "output_length": 12, "conversation": "id"}.'
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, not a table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+ServedModel = Annotated[
+    str, typer.Option("--model", "-m", help="Whose tokens are counted; not needed for JSON lines.")
+]
+MaxExamples = Annotated[
+    int | None, typer.Option("--max-examples", help="Draw so many. [default: all]")
+]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a predictor was trained on and how: kept beside it, so that others can repeat it."""
+
+    data: str
+    model: str
+    max_examples: int | None
+    held_out: float
+    seed: int
+    encoder: str
+    max_length: int
+    max_prompt_tokens: int
+    buckets: str
+    num_buckets: int
+    epochs: int
+    batch_size: int
+    learning_rate: float
+
+    def read(self, progress: bool) -> list[list[Example]]:
+        """What is learned from, what is held out, and what is tested on, as they were served."""
+        from jaxserve.models.tokenizer import Tokenizer
+        from jaxserve.workload import answers
+        from predictor.data import clipped, split_in_three
+
+        examples = answers.read(
+            self.data,
+            tokenizer=partial(Tokenizer.of_model, self.model, progress=progress),
+            max_examples=self.max_examples,
+            seed=self.seed,
+            progress=progress,
+        )
+        parts = split_in_three(examples, held_out=self.held_out, seed=self.seed)
+        if not all(parts):
+            raise InvalidConfigError(
+                f"{len(examples)} examples leave {', '.join(str(len(p)) for p in parts)} for "
+                "training, calibration and test; give more, or another --held-out"
+            )
+        return [clipped(part, self.max_length) for part in parts]
+
+    def start(self, parts: list[list[Example]], progress: bool) -> LengthPredictor:
+        """The predictor before training."""
+        from jaxserve.models.encoders import untrained_predictor
+        from predictor import LengthBuckets
+
+        lengths = [example.output_length for example in parts[0]]
+        return untrained_predictor(
+            self.encoder,
+            LengthBuckets.of(self.buckets, lengths, self.max_length, self.num_buckets),
+            max_tokens=self.max_prompt_tokens,
+            seed=self.seed,
+            progress=progress,
+        )
+
+    def save(self, predictor: LengthPredictor, folder: Path) -> None:
+        """Write the trained predictor, and this beside it."""
+        predictor.save(folder)
+        (folder / SETTINGS).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+
+@predictor_app.command("train")
+def train(
+    data: Data,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the predictor.")],
+    encoder: Annotated[
+        str,
+        typer.Option(
+            "--encoder",
+            help="minilm (22 million parameters), a Hugging Face folder of a BERT or DistilBERT "
+            "model, or 22m, 66m, 110m, 340m to train from scratch.",
+        ),
+    ] = "minilm",
+    max_length: Annotated[
+        int, typer.Option("--max-length", help="Longest answer; longer ones count as this.")
+    ] = 1024,
+    max_prompt_tokens: Annotated[
+        int, typer.Option("--max-prompt-tokens", help="Longer prompts lose their middle.")
+    ] = 256,
+    buckets: Annotated[str, typer.Option("--buckets", help="equal, log or quantile.")] = "equal",
+    num_buckets: Annotated[int, typer.Option("--num-buckets", help="Of lengths.")] = 10,
+    epochs: Annotated[int, typer.Option("--epochs", help="At most; it stops early.")] = 4,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts a step.")] = 32,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", help="The highest.")] = 5e-5,
+    max_examples: MaxExamples = None,
+    held_out: Annotated[
+        float,
+        typer.Option("--held-out", help="Share kept for calibration, and as much for the test."),
+    ] = 0.1,
+    seed: Annotated[int, typer.Option("--seed", help="Of draw, split and training.")] = 0,
+    model: ServedModel = opt.DEFAULT_MODEL,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on after the last epoch of a run that was cut off.")
+    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a predictor, calibrate it, and compare it with baselines on a test of its own.
+
+    Conversations are never torn apart. The state after every epoch is kept in OUTPUT.checkpoints
+    until training is done.
+    """
+    with opt.exit_codes(), _typed_errors():
+        settings = Settings(
+            data=data, model=model, max_examples=max_examples, held_out=held_out, seed=seed,
+            encoder=encoder, max_length=max_length, max_prompt_tokens=max_prompt_tokens,
+            buckets=buckets, num_buckets=num_buckets, epochs=epochs, batch_size=batch_size,
+            learning_rate=learning_rate,
+        )  # fmt: skip
+        from predictor import TrainingConfig
+        from predictor import train as train_predictor
+        from predictor.comparison import compare
+        from predictor.data import columns
+
+        config = TrainingConfig(
+            num_epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, seed=seed
+        )
+        checkpoints = _prepare(output, settings, resume)
+        parts = settings.read(not quiet)
+        learned, kept, test = parts
+        predictor = settings.start(parts, not quiet)
+        features = partial(predictor.embeddings, params=predictor.params)
+        history = train_predictor(
+            predictor, learned, kept, config, checkpoints=checkpoints / "epochs", progress=not quiet
+        )
+        predictor.calibrate(*columns(kept))
+        settings.save(predictor, output)
+        shutil.rmtree(checkpoints)
+        done = compare(predictor.buckets, predictor.logits, features, learned, kept, test)
+        _print(done, parts, as_json, history=asdict(history) | {"best_epoch": history.best_epoch})
+
+
+@predictor_app.command("evaluate")
+def evaluate(
+    folder: Annotated[Path, typer.Argument(help="A trained predictor.")],
+    data: Annotated[
+        str | None,
+        typer.Argument(
+            help="As for `train`. [default: what it was trained on]", show_default=False
+        ),
+    ] = None,
+    max_examples: MaxExamples = None,
+    encoder: Annotated[
+        str | None,
+        typer.Option("--encoder", help="Of the linear baseline. [default: as it was trained]"),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Whose tokens are counted.")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare a predictor with baselines, on the conversations that it was not trained on.
+
+    The split is that of its training. The predictor keeps its calibration; the baselines are
+    trained and calibrated on the data given.
+    """
+    with opt.exit_codes(), _typed_errors():
+        from dataclasses import replace
+
+        from predictor import LengthPredictor
+        from predictor.comparison import compare
+
+        settings = _settings_of(folder)
+        if data is not None:
+            settings = replace(settings, data=data, max_examples=None)
+        given = {"max_examples": max_examples, "encoder": encoder, "model": model}
+        settings = replace(settings, **{k: v for k, v in given.items() if v is not None})
+        predictor = LengthPredictor.load(folder)
+        parts = settings.read(not quiet)
+        done = compare(
+            predictor.buckets,
+            predictor.logits,
+            settings.start(parts, not quiet).embeddings,
+            *parts,
+            calibration=predictor.calibration,
+        )
+        _print(done, parts, as_json)
+
+
+@predictor_app.command("show")
+def show(folder: Annotated[Path, typer.Argument(help="A trained predictor.")]) -> None:
+    """Describe a predictor: encoder, buckets, calibration, what it promises."""
+    with opt.exit_codes(), _typed_errors():
+        import jax
+
+        from predictor import LengthPredictor
+
+        predictor = LengthPredictor.load(folder)
+        num = sum(leaf.size for leaf in jax.tree.leaves(predictor.params))
+        config, calibration = predictor.config, predictor.calibration
+        about: dict[str, Any] = {
+            "parameters": f"{num / 1e6:.1f} million",
+            "encoder": f"{config.num_layers} layers of {config.hidden_size}",
+            "prompt tokens": predictor.encoder.max_tokens,
+            "buckets up to": ", ".join(map(str, predictor.buckets.edges[1:])),
+            "calibrated": "no" if calibration is None else f"on {len(calibration.levels)} requests",
+        }
+        if calibration is not None:
+            about["temperature"] = f"{calibration.temperature:.3f}"
+            for rate in _SHOWN_MISS_RATES:
+                about[f"level for {rate:.0%}"] = f"{calibration.level(rate):.4f}"
+        if (folder / SETTINGS).is_file():
+            about |= {f"trained: {k}": v for k, v in asdict(_settings_of(folder)).items()}
+        for key, value in about.items():
+            typer.echo(f"{key:<26} {value}")
+
+
+def table_of(contenders: list[dict[str, Any]]) -> Table:
+    """Their figures, as `Contender.to_dict` gives them, the predictor first."""
+    from rich.table import Table
+
+    table = Table(
+        *("", "accuracy", "wrong by", "error", "too short"),
+        *(f"for {float(rate):.0%}" for rate in contenders[0]["promises"]),
+        caption="error: tokens; for 10%: what outgrew reservations that a tenth may outgrow, and "
+        "their mean length",
+        caption_justify="left",
+        box=None,
+        header_style="bold",
+    )
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for one in contenders:
+        table.add_row(
+            one["name"],
+            f"{one['accuracy']:.1%}",
+            f"{one['wrong_by']:.2f}",
+            f"{one['error_tokens']:.1f}",
+            f"{one['under_prediction']:.1%}",
+            *(f"{p['missed']:.1%} ({p['reserved_tokens']:.0f})" for p in one["promises"].values()),
+        )
+    return table
+
+
+def _print(
+    done: list[Contender], parts: list[list[Example]], as_json: bool, **more: object
+) -> None:
+    num = dict(zip(("trained_on", "calibrated_on", "tested_on"), map(len, parts), strict=True))
+    contenders = [one.to_dict() for one in done]
+    if as_json:
+        typer.echo(json.dumps({**num, "contenders": contenders, **more}))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table_of(contenders))
+    typer.echo(f"tested on {num['tested_on']} prompts that none of them was trained on")
+
+
+def _prepare(output: Path, settings: Settings, resume: bool) -> Path:
+    """The folder for checkpoints, after refusing what training would fail on in the end."""
+    if output.exists() and not output.is_dir():
+        raise InvalidConfigError(f"--output {output} is a file; name a folder")
+    if output.is_dir() and any(output.iterdir()) and not (output / "predictor.json").is_file():
+        raise InvalidConfigError(
+            f"--output {output} holds something that is no predictor; name another folder"
+        )
+    checkpoints = output.with_name(output.name + ".checkpoints")
+    kept = checkpoints / SETTINGS
+    if checkpoints.exists() and not kept.is_file():
+        raise InvalidConfigError(f"{checkpoints} is not ours to use; name another --output")
+    if not resume:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    elif kept.is_file() and json.loads(kept.read_text(encoding="utf-8")) != asdict(settings):
+        raise InvalidConfigError(
+            f"{checkpoints} is of a run with other options; give the same, or leave out --resume"
+        )
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(asdict(settings)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidConfigError(
+            f"cannot write --output: {error}; name a folder that can be written"
+        ) from error
+    return checkpoints
+
+
+def _settings_of(folder: Path) -> Settings:
+    if not (folder / SETTINGS).is_file():
+        raise InvalidConfigError(
+            f"{folder} holds no {SETTINGS}; give a folder made by `jaxserve predictor train`"
+        )
+    return Settings(**json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
+
+
+@contextmanager
+def _typed_errors() -> Iterator[None]:
+    """What the predictor package refuses, as an error of ours."""
+    try:
+        yield
+    except JaxserveError:
+        raise
+    except ValueError as error:
+        raise InvalidConfigError(str(error)) from error

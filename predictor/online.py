@@ -1,0 +1,379 @@
+"""Learning from the answers as they come, beside serving (S3, section 3.1: the supervisor).
+
+Steps change a copy of the parameters. Every so often the copy is compared with those that serve, on
+recent requests that were never learned from, and takes their place if it does no worse.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from predictor.candidate import Candidate
+from predictor.pacing import Budget
+from predictor.predictor import LengthPredictor
+from predictor.replay import Observation, ReplayBuffer, pack, unpack
+
+_log = logging.getLogger(__name__)
+
+FOLDER = "online"
+_STATE, _OBSERVATIONS, _DESCRIPTION = "state", "observations.npz", "online.json"
+# Observations that are looked at before anything else may be done.
+_DIGESTED = 64
+# How fast the memory of a slow piece of work fades.
+_FADE = 0.9
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OnlineConfig:
+    """How to learn beside serving.
+
+    Attributes:
+      max_share: most of the time that passes that may be spent learning.
+      burst_s: seconds of learning that may be saved up while there is nothing to learn.
+      max_epochs: how often each observation is learned from, on average, at most.
+      capacity, favour: see `ReplayBuffer`.
+      adopt_every: steps between two comparisons with the parameters that serve.
+      holdout_every: each so manieth observation is held out, never learned from.
+      holdout_size: the newest of these that are kept.
+      min_holdout: with fewer there is no comparison.
+      patience: comparisons in a row that the copy may lose before it is dropped.
+    """
+
+    max_share: float = 0.01
+    burst_s: float = 1.0
+    batch_size: int = 16
+    learning_rate: float = 5e-5
+    max_epochs: int = 4
+    capacity: int = 4096
+    favour: float = 2.0
+    adopt_every: int = 64
+    holdout_every: int = 8
+    holdout_size: int = 256
+    min_holdout: int = 64
+    patience: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("batch_size", "max_epochs", "capacity", "adopt_every", "holdout_size"),
+            *("min_holdout", "patience"),
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; give 1 or more")
+        if self.holdout_every < 2:
+            raise ValueError(
+                f"holdout_every={self.holdout_every}; give 2 or more, or nothing is learned from"
+            )
+        if self.min_holdout > self.holdout_size:
+            raise ValueError(
+                f"min_holdout={self.min_holdout} is over holdout_size={self.holdout_size}"
+            )
+        if not 0.0 < self.max_share <= 1.0 or self.learning_rate <= 0.0:
+            raise ValueError(
+                f"max_share={self.max_share} must be a share, and "
+                f"learning_rate={self.learning_rate} over 0"
+            )
+
+
+@final
+@dataclass
+class Counters:
+    """What was done since the beginning, restarts included.
+
+    Attributes:
+      mispredicted: observations whose likeliest bucket was not theirs.
+      rejections: comparisons that the copy lost.
+      seconds: spent learning, start-up left out.
+    """
+
+    observed: int = 0
+    mispredicted: int = 0
+    steps: int = 0
+    adoptions: int = 0
+    rejections: int = 0
+    seconds: float = 0.0
+
+
+@final
+@dataclass
+class _Progress:
+    """Where it is: observations sorted, those to learn from, the last comparison's step."""
+
+    num_seen: int = 0
+    num_learned: int = 0
+    compared_at: int = 0
+    lost_in_a_row: int = 0
+
+
+@final
+class OnlineLearner:
+    """Goes on training a predictor with what is observed.
+
+    Without `start`, nothing happens but by `step_once`. `with` starts and closes it.
+    """
+
+    def __init__(self, predictor: LengthPredictor, config: OnlineConfig = OnlineConfig()):
+        self.predictor = predictor
+        self.config = config
+        self._random = np.random.default_rng(config.seed)
+        self._inbox: deque[tuple[Any, int, int | None]] = deque(maxlen=config.capacity)
+        self._buffer = ReplayBuffer(config.capacity, config.favour)
+        self._holdout: deque[Observation] = deque(maxlen=config.holdout_size)
+        self._counters = Counters()
+        self._progress = _Progress()
+        self._candidate = Candidate(
+            predictor, batch_size=config.batch_size, learning_rate=config.learning_rate
+        )
+        self._costs_s: dict[str, float] = {}
+        self._observing, self._working = threading.Lock(), threading.RLock()
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._has_failed = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def counters(self) -> Counters:
+        """A copy."""
+        return replace(self._counters)
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the thread runs: it was started, not closed, and has not failed."""
+        return self._thread is not None and self._thread.is_alive() and not self._has_failed
+
+    def observe(self, prompt: str | np.ndarray, length: int, predicted: int | None = None) -> None:
+        """Take note of an answer that has ended; at once, from any thread, without ever raising.
+
+        Args:
+          prompt: its text, or its tokens as the predictor's encoder gives them.
+          length: tokens of the answer. Under 1, the observation is passed over.
+          predicted: the bucket that was thought likeliest; by default it is predicted again, which
+            takes time from learning.
+        """
+        try:
+            if length < 1 or self._stop.is_set() or self._has_failed:
+                return
+            given: str | np.ndarray = prompt
+            if not isinstance(prompt, str):
+                given = self.predictor.encoder.shortened(np.asarray(prompt, np.int32).reshape(-1))
+            with self._observing:
+                self._inbox.append(
+                    (given, int(length), None if predicted is None else int(predicted))
+                )
+                self._counters.observed += 1
+            self._wake.set()
+        except Exception:
+            _log.debug("an observation was passed over", exc_info=True)
+
+    def start(self) -> None:
+        """Compile, and learn from now on in a thread of its own."""
+        if self._thread is not None:
+            return
+        step_s, logits_s = self._candidate.warm_up()
+        num_judged = -(-self.config.holdout_size // self.config.batch_size)
+        num_digested = -(-_DIGESTED // self.config.batch_size)
+        self._costs_s = {
+            "learn": step_s,
+            "compare": 2 * num_judged * logits_s,
+            "digest": num_digested * logits_s,
+        }
+        self._thread = threading.Thread(target=self._run, name="online-learner", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Stop learning, and wait for the step that runs; what was learned stays adopted."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+            atexit.unregister(self.close)
+
+    def __enter__(self) -> OnlineLearner:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def step_once(self) -> bool:
+        """One step now, in this thread, with everything observed so far, whatever it costs.
+
+        Compares, and adopts or not, where it is time to. False if there was nothing to learn.
+        """
+        with self._working:
+            while self._inbox:
+                self._timed("digest")
+            if not self._may_learn():
+                return False
+            self._timed("learn")
+            if self._may_compare():
+                self._timed("compare")
+            return True
+
+    def holdout_loss(self) -> float:
+        """Mean cross-entropy of the serving parameters on what is held out, calibrated on it."""
+        with self._working:
+            return self._candidate.judged(self.predictor.params, self._holdout)[0]
+
+    def save(self, folder: str | Path) -> None:
+        """Write the predictor as it serves, and beside it all that `load` needs to go on."""
+        folder = Path(folder).absolute()
+        with self._working:
+            while self._inbox:
+                self._timed("digest")
+            self.predictor.save(folder)
+            own = folder / FOLDER
+            own.mkdir(exist_ok=True)
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(own / _STATE, self._candidate.leaves(), force=True)
+            arrays = pack(self._buffer, "buffer") | pack(self._holdout, "holdout")
+            np.savez(own / _OBSERVATIONS, **arrays)  # type: ignore[arg-type]
+            description = {
+                "config": asdict(self.config),
+                "counters": asdict(self._counters),
+                "random": self._random.bit_generator.state,
+                "progress": asdict(self._progress),
+            }
+            (own / _DESCRIPTION).write_text(json.dumps(description) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path, config: OnlineConfig | None = None) -> OnlineLearner:
+        """Go on where `save` was; a folder with a predictor alone begins anew.
+
+        Args:
+          config: by default the one that was saved.
+
+        Raises:
+          ValueError: there is no predictor.
+        """
+        folder = Path(folder).absolute()
+        predictor, own = LengthPredictor.load(folder), folder / FOLDER
+        if not (own / _DESCRIPTION).is_file():
+            return cls(predictor, config or OnlineConfig())
+        given = json.loads((own / _DESCRIPTION).read_text(encoding="utf-8"))
+        learner = cls(predictor, config or OnlineConfig(**given["config"]))
+        learner._counters = Counters(**given["counters"])
+        learner._random.bit_generator.state = given["random"]
+        learner._progress = _Progress(**given["progress"])
+        with np.load(own / _OBSERVATIONS) as arrays:
+            learner._buffer.restore(unpack(arrays, "buffer"))
+            learner._holdout.extend(unpack(arrays, "holdout"))
+        with ocp.StandardCheckpointer() as checkpointer:
+            leaves = checkpointer.restore(own / _STATE, learner._candidate.leaves())
+        learner._candidate.restore(leaves)
+        return learner
+
+    # What follows runs under `_working`, or before the thread does.
+
+    def _run(self) -> None:
+        budget = Budget(self.config.max_share, at_s=time.perf_counter(), most_s=self.config.burst_s)
+        try:
+            while not self._stop.is_set():
+                work = self._next()
+                if work is None:
+                    self._wake.wait()
+                    self._wake.clear()
+                    continue
+                begin_s = time.perf_counter()
+                wait_s = budget.wait_s(begin_s, self._costs_s[work])
+                if wait_s > 0.0:
+                    self._stop.wait(wait_s)
+                    continue
+                with self._working:
+                    budget = budget.spent(begin_s, self._timed(work))
+        except Exception:
+            self._has_failed = True
+            _log.exception("learning ends here; the predictor goes on as it is")
+
+    def _next(self) -> str | None:
+        if self._inbox:
+            return "digest"
+        if self._may_compare():
+            return "compare"
+        return "learn" if self._may_learn() else None
+
+    def _timed(self, work: str) -> float:
+        """Do it; the seconds it took."""
+        todo: dict[str, Callable[[], None]] = {
+            "digest": self._digest,
+            "learn": self._learn,
+            "compare": self._compare,
+        }
+        begin_s = time.perf_counter()
+        todo[work]()
+        cost_s = time.perf_counter() - begin_s
+        self._counters.seconds += cost_s
+        self._costs_s[work] = max(cost_s, _FADE * self._costs_s.get(work, 0.0))
+        return cost_s
+
+    def _digest(self) -> None:
+        """Sort the oldest of the inbox into what is learned from and what is held out."""
+        with self._observing:
+            num = min(len(self._inbox), _DIGESTED)
+            given = [self._inbox.popleft() for _ in range(num)]
+        texts = [prompt for prompt, _, _ in given if isinstance(prompt, str)]
+        encoded = iter(self.predictor.encoder.tokens(texts))
+        tokens = [next(encoded) if isinstance(p, str) else p for p, _, _ in given]
+        unknown = [i for i, (_, _, predicted) in enumerate(given) if predicted is None]
+        logits = self._candidate.logits([tokens[i] for i in unknown], self.predictor.params)
+        again = dict(zip(unknown, logits.argmax(1).tolist(), strict=True))
+        for i, (_, length, predicted) in enumerate(given):
+            bucket = int(self.predictor.buckets.bucket_of(length))
+            likeliest = again[i] if predicted is None else predicted
+            observation = Observation(tokens[i], length, bucket, likeliest)
+            self._counters.mispredicted += observation.is_wrong
+            self._progress.num_seen += 1
+            if self._progress.num_seen % self.config.holdout_every == 0:
+                self._holdout.append(observation)
+            else:
+                self._buffer.add(observation, self._random)
+                self._progress.num_learned += 1
+
+    def _may_learn(self) -> bool:
+        has_enough = len(self._buffer) >= self.config.batch_size
+        num_drawn = self._counters.steps * self.config.batch_size
+        return has_enough and num_drawn < self.config.max_epochs * self._progress.num_learned
+
+    def _learn(self) -> None:
+        loss = self._candidate.learn(self._buffer.sample(self.config.batch_size, self._random))
+        self._counters.steps += 1
+        if not math.isfinite(loss):
+            self._restart()
+
+    def _may_compare(self) -> bool:
+        is_due = self._counters.steps - self._progress.compared_at >= self.config.adopt_every
+        return is_due and len(self._holdout) >= self.config.min_holdout
+
+    def _compare(self) -> None:
+        """Adopt the copy, calibrated anew, if it does no worse on what is held out."""
+        self._progress.compared_at = self._counters.steps
+        kept = list(self._holdout)
+        serving_loss, _ = self._candidate.judged(self.predictor.params, kept)
+        loss, calibration = self._candidate.judged(self._candidate.params, kept)
+        if calibration is not None and loss <= serving_loss:
+            self.predictor.adopt(self._candidate.params, calibration)
+            self._counters.adoptions += 1
+            self._progress.lost_in_a_row = 0
+            return
+        self._counters.rejections += 1
+        self._progress.lost_in_a_row += 1
+        if calibration is None or self._progress.lost_in_a_row >= self.config.patience:
+            self._restart()
+
+    def _restart(self) -> None:
+        self._candidate.restart()
+        self._progress.lost_in_a_row = 0

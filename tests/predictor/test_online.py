@@ -1,0 +1,230 @@
+"""Learning beside serving: it follows a drift, never makes it worse, and survives a restart."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from predictor import Example, LengthPredictor, OnlineConfig, OnlineLearner, TrainingConfig, train
+from predictor.data import columns
+from tests.predictor.tiny import examples, tiny_predictor
+
+CONFIG = OnlineConfig(
+    batch_size=32,
+    learning_rate=3e-3,
+    max_epochs=40,
+    capacity=256,
+    adopt_every=8,
+    holdout_every=4,
+    holdout_size=48,
+    min_holdout=24,
+    max_share=1.0,
+)
+
+
+def _stream(num: int, seed: int, times: int = 1) -> list[Example]:
+    """The first word decides the length: up to 12 tokens, or `times` as many."""
+    made = examples(num, seed)
+    return [Example(e.prompt, times * max(1, round(0.3 * e.output_length))) for e in made]
+
+
+@pytest.fixture(scope="module")
+def trained_folder(tmp_path_factory):
+    """A predictor trained on lengths up to 12."""
+    predictor = tiny_predictor()
+    config = TrainingConfig(batch_size=32, learning_rate=3e-3, num_epochs=8, patience=8)
+    train(predictor, _stream(1500, 0), _stream(200, 1), config, progress=False)
+    predictor.calibrate(*columns(_stream(400, 2)))
+    folder = tmp_path_factory.mktemp("predictor")
+    predictor.save(folder)
+    return folder
+
+
+def _error(predictor: LengthPredictor, new: list[Example]) -> float:
+    """Mean absolute error in tokens."""
+    prompts, lengths = columns(new)
+    return float(np.abs(predictor.predict(prompts).expected_remaining() - lengths).mean())
+
+
+def _follow(learner: OnlineLearner, stream: list[Example], every: int = 8) -> None:
+    """Observe all of them, and learn a step after every so many."""
+    for number, one in enumerate(stream):
+        learner.observe(one.prompt, one.output_length)
+        if number % every == every - 1:
+            learner.step_once()
+
+
+def test_it_follows_a_drift(trained_folder):
+    """Lengths triple: after 600 requests the error is as small, by lengths, as it was before."""
+    learner = OnlineLearner.load(trained_folder, CONFIG)
+    before, new = _stream(400, 10), _stream(400, 11, times=3)
+    usual = _error(learner.predictor, before)
+    _follow(learner, _stream(200, 12))
+    assert _error(learner.predictor, before) < 1.2 * usual
+    drifted = _error(learner.predictor, new)
+    assert drifted > 3 * 1.5 * usual
+    _follow(learner, _stream(600, 13, times=3), every=2)
+    assert _error(learner.predictor, new) < 3 * 1.2 * usual
+    missed = np.mean(
+        [
+            one.output_length > learner.predictor.reserve(one.prompt, miss_rate=0.2)
+            for one in new[:200]
+        ]
+    )
+    assert missed < 0.35
+    counters = learner.counters
+    assert counters.adoptions > 0 and counters.observed == 800
+    assert 200 < counters.mispredicted < 800
+
+
+def test_adopting_never_makes_the_holdout_worse(trained_folder):
+    """Whatever is learned, even noise at a wild rate: new parameters do no worse."""
+    wild = OnlineConfig(**(vars(CONFIG) | {"learning_rate": 0.1, "patience": 3}))
+    learner = OnlineLearner.load(trained_folder, wild)
+    random = np.random.default_rng(0)
+    served = [learner.predictor.params]
+    for one in _stream(600, 14):
+        learner.observe(one.prompt, int(random.integers(1, 41)))
+        if learner.counters.observed % 4:
+            continue
+        for _ in range(3):
+            # Sorts what came, so that the losses are of the same requests.
+            learner.step_once()
+        before, params = learner.holdout_loss(), learner.predictor.params
+        learner.step_once()
+        if learner.predictor.params is not params:
+            assert learner.holdout_loss() <= before
+            served.append(learner.predictor.params)
+    counters = learner.counters
+    assert counters.rejections > 3
+    assert counters.adoptions >= len(served) - 1
+
+
+def test_stopped_saved_and_gone_on(trained_folder, tmp_path):
+    """A learner that was saved half-way ends bit for bit where one that was not does."""
+    whole, cut = (OnlineLearner.load(trained_folder, CONFIG) for _ in range(2))
+    stream = _stream(240, 15, times=2)
+    _follow(whole, stream)
+    _follow(cut, stream[:120])
+    cut.save(tmp_path / "state")
+    again = OnlineLearner.load(tmp_path / "state")
+    assert again.config == CONFIG
+    _follow(again, stream[120:])
+    prompts = [one.prompt for one in stream[:30]]
+    np.testing.assert_array_equal(again.predictor.logits(prompts), whole.predictor.logits(prompts))
+    assert again.predictor.reserve(prompts[0]) == whole.predictor.reserve(prompts[0])
+    counted = [vars(learner.counters) | {"seconds": 0} for learner in (again, whole)]
+    assert counted[0] == counted[1]
+    for learner in (again, whole):
+        learner.save(tmp_path / "end")
+    assert LengthPredictor.load(tmp_path / "end").predict(prompts)
+
+
+def test_the_thread_learns_beside_predictions(trained_folder):
+    """Observations from many threads, none waits; predictions go on; closing ends it quickly."""
+    learner = OnlineLearner.load(trained_folder, CONFIG)
+    params = learner.predictor.params
+    with learner:
+
+        def feed(seed: int) -> None:
+            for one in _stream(150, seed, times=3):
+                learner.observe(one.prompt, one.output_length)
+
+        feeders = [threading.Thread(target=feed, args=(20 + i,)) for i in range(4)]
+        for feeder in feeders:
+            feeder.start()
+        for feeder in feeders:
+            feeder.join()
+        until_s = time.perf_counter() + 60
+        while learner.counters.adoptions == 0 and time.perf_counter() < until_s:
+            learner.predictor.predict(["w1 w2 w3"])
+        assert learner.is_learning
+    assert not learner.is_learning
+    assert learner.counters.observed == 600 and learner.counters.adoptions > 0
+    assert learner.predictor.params is not params
+    steps = learner.counters.steps
+    learner.observe("w1", 3)
+    assert (learner.counters.observed, learner.counters.steps) == (600, steps)
+    learner.close()
+
+
+def test_a_small_share_of_the_time(trained_folder):
+    """Of a twentieth of the time, no more is taken than that and the last piece of work."""
+    config = OnlineConfig(**(vars(CONFIG) | {"max_share": 0.05, "burst_s": 0.05}))
+    learner = OnlineLearner.load(trained_folder, config)
+    learner.start()
+    begin_s = time.perf_counter()
+    for one in _stream(256, 30):
+        learner.observe(one.prompt, one.output_length, predicted=0)
+    time.sleep(2.0)
+    learner.close()
+    elapsed_s = time.perf_counter() - begin_s
+    assert learner.counters.steps > 0
+    # Work is announced at what it took before; a busy machine may make one piece of it slower.
+    assert learner.counters.seconds < 0.05 * elapsed_s + 0.5
+
+
+def test_observing_never_raises(trained_folder):
+    """Nonsense is passed over, and prompts of any length are taken."""
+    learner = OnlineLearner.load(trained_folder, CONFIG)
+    for prompt, length in [("w1", 0), ("w1", -3), (object(), 5), ("w1", "long"), ("w1", None)]:
+        learner.observe(prompt, length)
+    assert learner.counters.observed == 0
+    learner.observe(np.zeros(1000, np.int32), 5)
+    learner.observe("w1 " * 1000, 5)
+    assert not learner.step_once()
+    assert learner.counters.observed == 2
+
+
+def test_a_failure_ends_learning_and_nothing_else(trained_folder, caplog, monkeypatch):
+    """Logged once; predictions and observations go on."""
+    learner = OnlineLearner.load(trained_folder, CONFIG)
+
+    def broken(prompts):
+        raise RuntimeError("out of memory")
+
+    learner.start()
+    with caplog.at_level(logging.ERROR):
+        monkeypatch.setattr(learner.predictor.encoder, "tokens", broken)
+        learner.observe("w1", 5)
+        until_s = time.perf_counter() + 30
+        while learner.is_learning and time.perf_counter() < until_s:
+            time.sleep(0.01)
+    assert not learner.is_learning
+    assert [record.message for record in caplog.records].count(
+        "learning ends here; the predictor goes on as it is"
+    ) == 1
+    monkeypatch.undo()
+    learner.observe("w1", 5)
+    assert len(learner.predictor.predict(["w1 w2"])) == 1
+    learner.close()
+
+
+def test_too_little_to_learn_from(trained_folder):
+    """There is no step before there is a batch, and none beyond the epochs that are allowed."""
+    config = OnlineConfig(**(vars(CONFIG) | {"max_epochs": 1, "holdout_every": 1000}))
+    learner = OnlineLearner.load(trained_folder, config)
+    assert not learner.step_once()
+    for one in _stream(64, 40):
+        learner.observe(one.prompt, one.output_length)
+    assert [learner.step_once() for _ in range(4)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"holdout_every": 1}, "holdout_every=1; give 2 or more"),
+        ({"min_holdout": 300}, "min_holdout=300 is over holdout_size=256"),
+        ({"max_share": 0.0}, "max_share=0.0 must be a share"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 over 0"),
+    ],
+)
+def test_settings_that_make_no_sense(given, said):
+    """Refused, saying what was given and what is allowed."""
+    with pytest.raises(ValueError, match=said):
+        OnlineConfig(**given)

@@ -1,0 +1,148 @@
+"""`jaxserve predictor`, on a tiny encoder and made-up answers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxserve.cli import app
+from predictor import Example, LengthPredictor, write_jsonl
+from tests.predictor.encoders import write_encoder
+from tests.predictor.tiny import examples
+
+SMALL = (
+    *("--max-length", "40", "--num-buckets", "4", "--max-prompt-tokens", "32"),
+    *("--batch-size", "16", "--learning-rate", "3e-3", "--quiet"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Data, an encoder, and a predictor that was trained on one with the other."""
+    folder = tmp_path_factory.mktemp("predictor")
+    longer = [Example(e.prompt, e.output_length * 2, e.conversation) for e in examples(300, 9)]
+    write_jsonl(folder / "data.jsonl", examples(600))
+    write_jsonl(folder / "other.jsonl", longer)
+    write_encoder(folder / "encoder")
+    (folder / "taken.checkpoints").mkdir()
+    done = _train(folder, "own", "--epochs", "2", "--json")
+    assert done.exit_code == 0, done.stderr
+    (folder / "said.json").write_text(done.stdout)
+    return folder
+
+
+def _run(*arguments: str):
+    return CliRunner().invoke(app, ["predictor", *arguments])
+
+
+def _train(folder, name: str, *more: str):
+    return _run(
+        *("train", str(folder / "data.jsonl"), "--encoder", str(folder / "encoder")),
+        *("--output", str(folder / name), *SMALL, *more),
+    )
+
+
+def test_training_ends_with_a_predictor_and_its_figures(folder):
+    """One JSON object; the predictor loads, keeps promises, and no checkpoints stay."""
+    said = json.loads((folder / "said.json").read_text())
+    assert said["trained_on"] + said["calibrated_on"] + said["tested_on"] == 600
+    names = [one["name"] for one in said["contenders"]]
+    assert names == ["predictor", "majority", "prompt length", "linear on embeddings"]
+    assert len(said["history"]["losses"]) == 2
+    predictor = LengthPredictor.load(folder / "own")
+    assert predictor.calibration is not None
+    assert len(predictor.calibration.levels) == said["calibrated_on"]
+    assert 1 <= predictor.reserve("w1 w2") <= 40
+    assert not (folder / "own.checkpoints").exists()
+
+
+def test_evaluation_repeats_what_training_said(folder):
+    """On the data it was trained on the test is the same, and so are the figures."""
+    done = _run("evaluate", str(folder / "own"), "--json", "--quiet")
+    assert done.exit_code == 0, done.stderr
+    wanted = json.loads((folder / "said.json").read_text())["contenders"]
+    for one, other in zip(json.loads(done.stdout)["contenders"], wanted, strict=True):
+        assert one["name"] == other["name"]
+        assert one["accuracy"] == pytest.approx(other["accuracy"])
+        assert one["error_tokens"] == pytest.approx(other["error_tokens"], rel=1e-3)
+        assert one["promises"] == other["promises"]
+
+
+def test_evaluation_on_other_data(folder):
+    """A table with every contender; answers there are longer, so promises are broken."""
+    done = _run("evaluate", str(folder / "own"), str(folder / "other.jsonl"), "--quiet")
+    assert done.exit_code == 0, done.stderr
+    for name in ("predictor", "majority", "prompt length", "linear on embeddings", "outgrew"):
+        assert name in done.stdout
+    assert "prompts that none of them was trained on" in done.stdout
+
+
+def test_a_predictor_is_described(folder):
+    """Encoder, buckets, calibration, levels and what it was trained on."""
+    done = _run("show", str(folder / "own"))
+    assert done.exit_code == 0, done.stderr
+    for text in ("1 layers of 16", "10, 20, 30, 40", "temperature", "level for 5%", "data.jsonl"):
+        assert text in done.stdout, text
+
+
+def test_gone_on_after_it_was_cut_off(folder, monkeypatch):
+    """Ctrl-C leaves the last epoch beside the output; --resume goes on from there."""
+    original, asked = LengthPredictor.logits_of, 0
+
+    def interrupted(self, *arguments):
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            raise KeyboardInterrupt
+        return original(self, *arguments)
+
+    monkeypatch.setattr(LengthPredictor, "logits_of", interrupted)
+    cut = _train(folder, "cut", "--epochs", "2")
+    assert cut.exit_code == 130 and "interrupted" in cut.stderr
+    monkeypatch.undo()
+    assert not (folder / "cut").exists() and (folder / "cut.checkpoints").is_dir()
+    other = _train(folder, "cut", "--epochs", "3", "--resume")
+    assert other.exit_code == 2 and "other options" in other.stderr
+    done = _train(folder, "cut", "--epochs", "2", "--resume", "--json")
+    assert done.exit_code == 0, done.stderr
+    wanted = json.loads((folder / "said.json").read_text())["history"]
+    assert json.loads(done.stdout)["history"]["losses"] == pytest.approx(wanted["losses"], rel=1e-4)
+    assert not (folder / "cut.checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--buckets", "even"), "buckets='even'; give one of"),
+        (("--num-buckets", "0"), "0 buckets"),
+        (("--epochs", "0"), "num_epochs=0; give 1 or more"),
+        (("--held-out", "0.7"), "between 0 and a half"),
+        (("--max-examples", "3"), "give more, or another --held-out"),
+        (("--encoder", "no-such-encoder"), "UnknownModelError: 'no-such-encoder'"),
+        (("--encoder", "{folder}"), "has no config.json"),
+        (("--output", "{folder}"), "holds something that is no predictor"),
+        (("--output", "{folder}/data.jsonl"), "is a file"),
+        (("--output", "{folder}/taken"), "is not ours to use"),
+        (("--output", "/proc/no/such"), "cannot write --output"),
+    ],
+)
+def test_bad_input_of_train(folder, arguments, said):
+    """A bad option exits with 2 and one message, before anything is trained."""
+    given = [argument.replace("{folder}", str(folder)) for argument in arguments]
+    done = _train(folder, "bad", *given)
+    assert done.exit_code == 2, done.stdout
+    assert said in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_bad_data_and_folders(folder):
+    """Data that cannot be read and folders without a predictor are named."""
+    output = ("--output", str(folder / "bad"), "--quiet")
+    missing = _run("train", str(folder / "missing.jsonl"), *output)
+    assert (missing.exit_code, "cannot read the data" in missing.stderr) == (2, True)
+    for command in ("evaluate", "show"):
+        done = _run(command, str(folder / "encoder"))
+        assert done.exit_code == 2
+        assert "holds no" in done.stderr

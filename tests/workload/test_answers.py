@@ -1,0 +1,100 @@
+"""Prompts and lengths of answers out of conversations, recorded runs and files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.request import Completion, Request, Sample, Timing
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.workload import answers
+from jaxserve.workload.recorded import TraceWriter
+from predictor import Example, write_jsonl
+
+
+class WordTokenizer:
+    """One token a word; tokens read as their numbers."""
+
+    def encode(self, text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+    def decode(self, token_ids) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def _read(source: str, **settings) -> list[Example]:
+    return answers.read(source, tokenizer=WordTokenizer, progress=False, **settings)
+
+
+def test_every_answered_question_of_sharegpt(tmp_path):
+    """Questions go without their history; what was not answered, or by nothing, is left out."""
+    talk = ("human", "a"), ("gpt", "b b"), ("gpt", "more"), ("human", "c"), ("gpt", "d d d")
+    rest = ("system", "x"), ("human", "unanswered"), ("human", "e"), ("gpt", " ")
+    records = [
+        {"id": name, "conversations": [{"from": who, "value": text} for who, text in turns]}
+        for name, turns in (("first", talk), ("second", rest), ("third", talk[:2]))
+    ]
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps(records))
+    found = _read("sharegpt", path=path)
+    wanted = [Example("a", 2, "first"), Example("c", 3, "first"), Example("a", 2, "third")]
+    assert sorted(found, key=str) == sorted(wanted, key=str)
+    assert found == _read("sharegpt", path=path)
+    assert len(_read("sharegpt", path=path, max_examples=2)) == 2
+    with pytest.raises(InvalidConfigError, match="max_examples=0"):
+        _read("sharegpt", path=path, max_examples=0)
+
+
+def test_answers_of_a_recorded_run(tmp_path):
+    """Answers that were cut off from outside say nothing; each sample counts by itself."""
+    path = tmp_path / "run.jsonl"
+    writer = TraceWriter(path, origin_s=0.0)
+    ends = [("stop", 3), ("length", 5), ("cancelled", 2), ("error", 0)]
+    for number, (reason, length) in enumerate([*ends, ("stop", 7)]):
+        several = 2 if length == 7 else 1
+        params = SamplingParams(n=several, temperature=1.0)
+        request = Request(id=str(number), prompt=(number, 9), params=params, arrival_s=1.0)
+        sample = Sample(text="", token_ids=(1,) * length, finish_reason=reason)
+        writer.append(
+            request,
+            Completion(
+                request_id=request.id,
+                prompt_token_ids=request.prompt,
+                samples=(sample,) * several,
+                timing=Timing(arrival_s=1.0, finished_s=2.0),
+            ),
+        )
+    writer.close()
+    found = _read(f"recorded:{path}")
+    assert sorted((e.prompt, e.output_length) for e in found) == [
+        ("0 9", 3), ("1 9", 5), ("4 9", 7), ("4 9", 7),
+    ]  # fmt: skip
+
+
+def test_json_lines_need_no_tokenizer(tmp_path):
+    """They come in random order, the same for a seed."""
+    wanted = [Example(f"p{i}", i + 1, str(i)) for i in range(50)]
+    write_jsonl(tmp_path / "data.jsonl", wanted)
+
+    def refused():
+        raise AssertionError("asked for a tokenizer")
+
+    found = answers.read(str(tmp_path / "data.jsonl"), tokenizer=refused, max_examples=20)
+    assert len(found) == 20 and set(found) < set(wanted)
+    assert found == answers.read(str(tmp_path / "data.jsonl"), tokenizer=refused, max_examples=20)
+
+
+def test_data_that_cannot_be_used(tmp_path):
+    """Files that are not there, not understood, or empty are named."""
+    with pytest.raises(InvalidConfigError, match="cannot read the data .*; give sharegpt"):
+        _read(str(tmp_path / "missing.jsonl"))
+    (tmp_path / "bad.jsonl").write_text('{"prompt": 1}\n')
+    with pytest.raises(InvalidConfigError, match="bad.jsonl:1"):
+        _read(str(tmp_path / "bad.jsonl"))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(InvalidConfigError, match="no prompt with a whole answer"):
+        _read(str(tmp_path / "empty.jsonl"))
+    with pytest.raises(InvalidConfigError, match="cannot read the trace"):
+        _read("recorded:missing")
