@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,7 +23,8 @@ from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime, RuntimeStats
-    from predictor import LengthPredictor
+    from jaxserve.runtime.forecaster import Predictor
+    from predictor import LengthDistributions, LengthPredictor
 
 DEFAULT = "fastertransformer,triton_window,concurrent_instances,orca,vllm_like,flover"
 # For Flover's ablation: its memory shuffle left out.
@@ -94,7 +96,7 @@ def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def load_predictor(options: argparse.Namespace) -> LengthPredictor | None:
+def load_predictor(options: argparse.Namespace) -> Predictor | None:
     """Once for all runtimes.
 
     Raises:
@@ -105,13 +107,35 @@ def load_predictor(options: argparse.Namespace) -> LengthPredictor | None:
     from predictor import LengthPredictor
 
     try:
-        return LengthPredictor.load(options.predictor)
+        predictor = LengthPredictor.load(options.predictor)
     except ValueError as error:
         raise InvalidConfigError(f"--predictor: {error}") from error
+    scale = getattr(options, "output_scale", 1.0)
+    return predictor if scale == 1.0 else Scaled(predictor, scale)
+
+
+@final
+class Scaled:
+    """A predictor of a workload whose answers' lengths are scaled, as those it was trained on."""
+
+    def __init__(self, predictor: LengthPredictor, scale: float):
+        from predictor import LengthBuckets
+
+        self._predictor = predictor
+        edges = [math.ceil(scale * edge) for edge in predictor.buckets.edges]
+        self._buckets = LengthBuckets(tuple(edges))
+        # Levels of the distribution, which scaling leaves as they are.
+        self.calibration = predictor.calibration
+
+    def predict(self, prompts: Sequence[str], /) -> LengthDistributions:
+        """As `LengthPredictor.predict`."""
+        from predictor import LengthDistributions
+
+        return LengthDistributions(self._buckets, self._predictor.predict(prompts).probabilities)
 
 
 def predictions_of(
-    predictor: LengthPredictor | None, items: Sequence[WorkloadItem], tokenizer: Any
+    predictor: Predictor | None, items: Sequence[WorkloadItem], tokenizer: Any
 ) -> list[LengthPrediction] | None:
     """What a runtime with this predictor believes of the items; for simulations."""
     if predictor is None:

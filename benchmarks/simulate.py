@@ -29,7 +29,7 @@ from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:
     from jaxserve.planning import StepTimes
-    from predictor import LengthPredictor
+    from jaxserve.runtime.forecaster import Predictor
 
 FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
     "output_tokens_per_s": lambda figures: figures["output_tokens_per_s"],
@@ -89,9 +89,7 @@ class _Played:
     predictions: list[LengthPrediction] | None
 
 
-def _play(
-    options: argparse.Namespace, policy: Policy, predictor: LengthPredictor | None
-) -> _Played:
+def _play(options: argparse.Namespace, policy: Policy, predictor: Predictor | None) -> _Played:
     from jaxserve import Runtime
 
     with Runtime.from_pretrained(

@@ -41,7 +41,7 @@ def read(
 
     Args:
       source: see `KNOWN`. Of `sharegpt` every question is a prompt, without what came before it;
-        its conversation is the record. Of a recorded run every sample is an example; prompts are
+        its conversation is the one that was shared. Of a recorded run every sample is an example; prompts are
         read back without control tokens.
       tokenizer: the served model's; asked for where it is needed. JSON lines need none.
       max_examples: a random draw of so many; all if None.
@@ -71,7 +71,7 @@ def _of_sharegpt(
 ) -> list[Example]:
     path = path or fetch(sharegpt.FILE, progress=progress)
     pairs = [
-        (question, answer, talk.id)
+        (question, answer, talk.origin)
         for talk in sharegpt.read(path)
         for question, answer in turns(talk)
     ]

@@ -50,6 +50,11 @@ class Conversation:
     messages: tuple[tuple[str, str], ...]
 
     @property
+    def origin(self) -> str:
+        """The conversation as it was shared: long ones were cut into records "id_0", "id_1", ..."""
+        return self.id.rpartition("_")[0] or self.id
+
+    @property
     def first_turn(self) -> tuple[str, str] | None:
         """The opening question and its answer; None where the record starts otherwise."""
         if [who for who, _ in self.messages[:2]] != ["human", "gpt"]:
@@ -129,7 +134,7 @@ def sample(
       output_scale: multiplies the recorded lengths of answers first.
       is_limit_known: requests ask for no more than `max_output_tokens`; else for all that the
         context holds, as most people do.
-      accepts: whether a conversation, by its id, may be drawn from.
+      accepts: whether a conversation, by its `origin`, may be drawn from.
       path: a ShareGPT file; the published one is fetched where None.
       progress: show a bar while downloading.
 
@@ -139,7 +144,9 @@ def sample(
     """
     path = path or fetch(FILE, progress=progress)
     turns = [
-        turn for talk in read(path) if accepts(talk.id) and (turn := talk.first_turn) is not None
+        turn
+        for talk in read(path)
+        if accepts(talk.origin) and (turn := talk.first_turn) is not None
     ]
     random.Random(seed).shuffle(turns)
     items: list[WorkloadItem] = []
