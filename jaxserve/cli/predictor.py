@@ -86,10 +86,12 @@ class Settings:
         return [clipped(part, self.max_length) for part in parts]
 
     def start(self, parts: list[list[Example]], progress: bool) -> LengthPredictor:
-        """The predictor before training."""
+        """The predictor before training. What is compiled from here on is kept for other runs."""
+        from jaxserve.engine.assembly import enable_compilation_cache
         from jaxserve.models.encoders import untrained_predictor
         from predictor import LengthBuckets
 
+        enable_compilation_cache()
         lengths = [example.output_length for example in parts[0]]
         return untrained_predictor(
             self.encoder,
