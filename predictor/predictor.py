@@ -13,10 +13,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tokenizers
 from flax import nnx
+from tqdm import tqdm
 
 from predictor.buckets import LengthBuckets
 from predictor.calibration import Calibration, softmax
-from predictor.data import PromptEncoder, padded
+from predictor.data import TOKEN_BUCKETS, PromptEncoder, padded, width_of
 from predictor.distribution import LengthDistributions
 from predictor.encoder import EncoderConfig, LengthClassifier, mean_pooled
 from predictor.weights import config_of, load_encoder
@@ -137,6 +138,15 @@ class LengthPredictor:
         tokens, params = self.encoder.tokens(prompts), self.params if params is None else params
         width = self.config.hidden_size
         return _in_batches(lambda *batch: self._embeddings(params, *batch), tokens, width)
+
+    def warm_up(self, *, progress: bool = True) -> None:
+        """Compile for every batch size and length of prompts, so that nobody waits for it later."""
+        widths = sorted({width_of(min(w, self.encoder.max_tokens)) for w in TOKEN_BUCKETS})
+        shapes = [(size, width) for size in _BATCHES for width in widths]
+        bar = tqdm(shapes, desc="compiling predictor", leave=False, delay=2, disable=not progress)
+        for size, width in bar:
+            one = np.zeros(min(width, self.encoder.max_tokens), np.int32)
+            self.logits_of([one] * size)
 
     def predict(self, prompts: Sequence[str]) -> LengthDistributions:
         """The distribution of each prompt's output length, calibrated if it was."""

@@ -10,6 +10,7 @@ import pytest
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from predictor import LengthBuckets, LengthDistributions
+from tests.predictor.tiny import tiny_predictor
 from tests.tiny import OPTIONS, letter_tokenizer, random_prompts, tiny_llama
 
 BUCKETS = LengthBuckets.equal_width(40, 4)
@@ -94,6 +95,31 @@ def test_what_is_no_predictor_is_refused(given):
     """Before anything is built, saying what to give."""
     with pytest.raises(InvalidConfigError, match="predictor"):
         Runtime(tiny_llama(), tokenizer=letter_tokenizer(), predictor=given, **OPTIONS)
+
+
+def test_requests_that_end_go_on_training_the_predictor():
+    """Those that were cancelled do not; and closing the runtime ends the learning."""
+    predictor = tiny_predictor()
+    with Runtime(
+        tiny_llama(), tokenizer=letter_tokenizer(), predictor=predictor, learns=True, **OPTIONS
+    ) as rt:
+        learner = rt._forecaster._learner
+        assert learner.is_learning
+        rt.generate(PROMPTS[:5], SamplingParams(max_tokens=4))
+        pending = rt.submit(PROMPTS[5], SamplingParams(max_tokens=100))
+        pending.cancel()
+        pending.result()
+        assert learner.counters.observed == 5
+    assert not learner.is_learning
+
+
+def test_learning_needs_a_predictor_that_can_learn():
+    """None, or one of somebody's own, is refused."""
+    for given in (None, PREDICTORS["zero"]):
+        with pytest.raises(InvalidConfigError, match="learns=True"):
+            Runtime(
+                tiny_llama(), tokenizer=letter_tokenizer(), predictor=given, learns=True, **OPTIONS
+            )
 
 
 def test_a_predictor_needs_a_tokenizer():

@@ -248,10 +248,10 @@ def _s3(result: Result, link: str) -> str:
             at = ("models", model, policy)
             row = [model, name(policy)]
             for key in ("output_tokens_per_s", "average_batch", "num_iterations"):
-                theirs = result.get("paper").get(model, {}).get(key)
-                given = theirs is not None and policy in known
+                theirs = result.get("paper").get(model, {}).get(key, ())
                 row.append(_linked(result.number(*at, key), ".0f", link))
-                row.append(f"{theirs[known.index(policy)]:.0f}" if given else "")
+                row += [f"{own:.0f}" for n, own in zip(known, theirs, strict=False) if n == policy]
+                row += [""] * (len(row) % 2)
             rows.append(row)
     header = ("model", "policy", "tokens/s", "paper", "batch", "paper", "iterations", "paper")
     arguments = result.get("arguments")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -60,7 +60,7 @@ class HostPages:
 
     def settle(self, *, wait: bool) -> None:
         """Put what has arrived into its place, and with `wait` all that is on its way."""
-        while self._leaving and (wait or all(each.is_ready() for each in self._leaving[0][1])):
+        while self._leaving and (wait or all(map(_is_ready, self._leaving[0][1]))):
             host_pages, gathered = self._leaving.popleft()
             if not self._buffers:
                 self._buffers = [self._empty(each) for each in gathered]
@@ -76,6 +76,11 @@ class HostPages:
     def _empty(self, gathered: jax.Array) -> np.ndarray:
         layers, _, *page = gathered.shape
         return np.empty((self._num_pages, layers, *page), gathered.dtype)
+
+
+def _is_ready(array: Any) -> bool:
+    """Whether a jax.Array has been computed."""
+    return array.is_ready()
 
 
 def _batched(copies: PageCopies) -> Iterator[PageCopies]:

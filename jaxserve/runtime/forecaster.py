@@ -21,7 +21,10 @@ _log = logging.getLogger(__name__)
 class Predictor(Protocol):
     """What a runtime asks for lengths: a `predictor.LengthPredictor`, or anything like it."""
 
-    calibration: Calibration | None
+    @property
+    def calibration(self) -> Calibration | None:
+        """What promises are kept with."""
+        ...
 
     def predict(self, prompts: Sequence[str], /) -> LengthDistributions:
         """The distribution of each prompt's output length."""
@@ -82,9 +85,9 @@ class Forecaster:
                 "predictor= reads the prompts' text, and this runtime has no tokenizer; pass "
                 "tokenizer= to Runtime, or leave the predictor out"
             )
-        if isinstance(given, (str, Path)):
-            from predictor import LengthPredictor
+        from predictor import LengthPredictor
 
+        if isinstance(given, (str, Path)):
             try:
                 given = LengthPredictor.load(given)
             except ValueError as error:
@@ -93,6 +96,8 @@ class Forecaster:
             raise InvalidConfigError(
                 f"predictor={given!r} cannot predict; give a predictor.LengthPredictor or a folder"
             )
+        if isinstance(given, LengthPredictor) and options.warmup:
+            given.warm_up(progress=options.progress)
         return cls(given, tokenizer, _started_learner(given) if options.learns else None)
 
     def with_predictions(self, requests: Sequence[Request]) -> list[Request]:

@@ -41,8 +41,8 @@ def read(
 
     Args:
       source: see `KNOWN`. Of `sharegpt` every question is a prompt, without what came before it;
-        its conversation is the one that was shared. Of a recorded run every sample is an example; prompts are
-        read back without control tokens.
+        its conversation is the one that was shared. Of a recorded run every sample is an example;
+        prompts are read back without control tokens.
       tokenizer: the served model's; asked for where it is needed. JSON lines need none.
       max_examples: a random draw of so many; all if None.
       seed: of the order and the draw.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 import numpy as np
 
@@ -32,7 +32,6 @@ class Expected:
     """
 
     margin: float = 1.0
-    extends: ClassVar[bool] = True
 
     def reserve_tokens(self, sequence: Sequence) -> int:
         return sequence.planned_length + 1
@@ -52,3 +51,7 @@ class Expected:
         now = sum(each.table.num_reserved for each in running)
         now += sequence.table.pages_for(self.reserve_tokens(sequence))
         return max(0, math.ceil(peak / config.page_size) - now)
+
+    @property
+    def extends(self) -> bool:
+        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.sequence import Sequence
@@ -15,8 +15,6 @@ from jaxserve.scheduling.sequence import Sequence
 class MaxLength:
     """A sequence never outgrows its reservation, so nothing is ever preempted."""
 
-    extends: ClassVar[bool] = True
-
     def reserve_tokens(self, sequence: Sequence) -> int:
         return sequence.max_length
 
@@ -24,3 +22,7 @@ class MaxLength:
         self, sequence: Sequence, running: Seq[Sequence], config: EngineConfig
     ) -> int:
         return 0
+
+    @property
+    def extends(self) -> bool:
+        return True

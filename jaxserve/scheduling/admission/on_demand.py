@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.sequence import Sequence
@@ -20,7 +20,6 @@ class OnDemand:
     """
 
     watermark: float = 0.01
-    extends: ClassVar[bool] = True
 
     def reserve_tokens(self, sequence: Sequence) -> int:
         return sequence.planned_length + 1
@@ -29,3 +28,7 @@ class OnDemand:
         self, sequence: Sequence, running: Seq[Sequence], config: EngineConfig
     ) -> int:
         return int(self.watermark * (config.num_pages - 1)) if running else 0
+
+    @property
+    def extends(self) -> bool:
+        return True

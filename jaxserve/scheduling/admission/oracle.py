@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.sequence import Sequence
@@ -18,8 +18,6 @@ class Oracle:
     Answers without a forced length are reserved to their limit.
     """
 
-    extends: ClassVar[bool] = True
-
     def reserve_tokens(self, sequence: Sequence) -> int:
         return sequence.request.end_length(sequence.max_length, sequence.sample_index)
 
@@ -27,3 +25,7 @@ class Oracle:
         self, sequence: Sequence, running: Seq[Sequence], config: EngineConfig
     ) -> int:
         return 0
+
+    @property
+    def extends(self) -> bool:
+        return True

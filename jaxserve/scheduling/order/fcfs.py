@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 from jaxserve.scheduling.sequence import Sequence
 
@@ -13,7 +13,9 @@ from jaxserve.scheduling.sequence import Sequence
 class FCFS:
     """By arrival; a preempted sequence keeps its place."""
 
-    max_passes: ClassVar[int] = 0
-
     def key(self, sequence: Sequence) -> tuple[float, int]:
         return (sequence.request.arrival_s, sequence.key)
+
+    @property
+    def max_passes(self) -> int:
+        return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 from jaxserve.scheduling.sequence import Sequence
 
@@ -21,7 +21,6 @@ class Priority:
     """
 
     ageing_s: float = 300.0
-    max_passes: ClassVar[int] = 0
 
     def key(self, sequence: Sequence) -> tuple[float, float, int]:
         request = sequence.request
@@ -29,3 +28,7 @@ class Priority:
         if request.deadline_s is not None:
             due_s = min(due_s, max(request.deadline_s, request.arrival_s))
         return (due_s - request.priority * self.ageing_s, request.arrival_s, sequence.key)
+
+    @property
+    def max_passes(self) -> int:
+        return 0
