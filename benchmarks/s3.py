@@ -244,7 +244,8 @@ def _imitated(
     for item in items:
         bucket = int(buckets.bucket_of(item.num_output_tokens))
         if rng.random() > accuracy:
-            bucket = int(np.clip(bucket + rng.choice([-1, 1]), 0, last))
+            step = int(rng.choice([-1, 1]))
+            bucket += step if 0 <= bucket + step <= last else -step
         probabilities = np.full(buckets.num, (1.0 - accuracy) / last)
         probabilities[bucket] = accuracy
         predictions.append(LengthPrediction(buckets, probabilities))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import TYPE_CHECKING, Literal, final
 
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.core.prediction import LengthPrediction
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

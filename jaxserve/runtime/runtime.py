@@ -76,8 +76,8 @@ class Runtime:
     ):
         self.options = RuntimeOptions.parse(options)
         policy = get_policy(self.options.policy)
-        forecaster = Forecaster.of(self.options, tokenizer)
         enable_compilation_cache()
+        forecaster = Forecaster.of(self.options, tokenizer)
         graphdef, own_params = nnx.split(model)
         decoder = cast(Any, model)
         self.tokenizer = tokenizer

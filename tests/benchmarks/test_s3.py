@@ -39,7 +39,7 @@ def test_knowing_lengths_makes_batches_larger_and_runs_faster():
         for policy in s3.POLICIES
     }
     batch = {policy: figures["average_batch"] for policy, figures in found.items()}
-    assert 3 < batch["orca"] < 5
+    assert 3 < batch["orca"] < 7
     assert batch["orca"] < batch["s3"] <= batch["s3_oracle"] * 1.02 and batch["auto"] > batch["s3"]
     rate = {policy: figures["output_tokens_per_s"] for policy, figures in found.items()}
     assert rate["orca"] < rate["s3"] <= rate["s3_oracle"] * 1.02

@@ -69,6 +69,7 @@ class _SmallerPool:
 
     executor: DeviceExecutor
     config: EngineConfig
+    swap_costs: None = None
 
     def submit(self, plan: StepPlan):
         return self.executor.submit(plan)
