@@ -113,6 +113,17 @@ def test_requests_that_end_go_on_training_the_predictor():
     assert not learner.is_learning
 
 
+def test_what_was_learned_survives_a_restart(tmp_path):
+    """It is saved beside the predictor when the runtime closes, and taken up by the next one."""
+    tiny_predictor().save(tmp_path)
+    for total in (5, 10):
+        with Runtime(
+            tiny_llama(), tokenizer=letter_tokenizer(), predictor=tmp_path, learns=True, **OPTIONS
+        ) as rt:
+            rt.generate(PROMPTS[:5], SamplingParams(max_tokens=4))
+            assert rt._forecaster._learner.counters.observed == total
+
+
 def test_learning_needs_a_predictor_that_can_learn():
     """None, or one of somebody's own, is refused."""
     for given in (None, PREDICTORS["zero"]):

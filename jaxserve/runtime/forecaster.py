@@ -7,13 +7,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion, Request
 from predictor import Calibration, LengthDistributions
+
+if TYPE_CHECKING:
+    from predictor import OnlineLearner
 
 _log = logging.getLogger(__name__)
 
@@ -31,18 +34,6 @@ class Predictor(Protocol):
         ...
 
 
-class Learner(Protocol):
-    """What goes on training a predictor: `predictor.OnlineLearner`."""
-
-    def observe(self, prompt: str, length: int, predicted: int | None = None) -> None:
-        """Take note of an answer's length, at once and without raising."""
-        ...
-
-    def close(self) -> None:
-        """Stop learning."""
-        ...
-
-
 @final
 class Forecaster:
     """Predicts on the thread that asks, all prompts of a batch at once. Thread-safe.
@@ -51,18 +42,25 @@ class Forecaster:
     the first time is logged.
 
     Args:
-      learner: is told of answers that ended by themselves, and is closed with this. None learns
-        nothing.
+      learner: is told of answers that have ended, and is closed with this. None learns nothing.
+      folder: where what was learned is saved then; None for nowhere.
 
     Attributes:
       num_failed: requests that got none for that reason.
       seconds: spent in predicting, over all threads.
     """
 
-    def __init__(self, predictor: Predictor, tokenizer: Any, learner: Learner | None = None):
+    def __init__(
+        self,
+        predictor: Predictor,
+        tokenizer: Any,
+        learner: OnlineLearner | None = None,
+        folder: Path | None = None,
+    ):
         self._predictor = predictor
         self._tokenizer = tokenizer
         self._learner = learner
+        self._folder = folder
         self.num_failed = 0
         self.seconds = 0.0
 
@@ -87,18 +85,13 @@ class Forecaster:
             )
         from predictor import LengthPredictor
 
-        if isinstance(given, (str, Path)):
-            try:
-                given = LengthPredictor.load(given)
-            except ValueError as error:
-                raise InvalidConfigError(f"predictor={str(given)!r}: {error}") from error
-        if not hasattr(given, "predict"):
-            raise InvalidConfigError(
-                f"predictor={given!r} cannot predict; give a predictor.LengthPredictor or a folder"
-            )
-        if isinstance(given, LengthPredictor) and options.warmup:
-            given.warm_up(progress=options.progress)
-        return cls(given, tokenizer, _started_learner(given) if options.learns else None)
+        predictor, learner = _loaded(given, learns=options.learns)
+        if isinstance(predictor, LengthPredictor) and options.warmup:
+            predictor.warm_up(progress=options.progress)
+        if learner is not None:
+            learner.start()
+        folder = Path(given) if isinstance(given, (str, Path)) else None
+        return cls(predictor, tokenizer, learner, folder)
 
     def with_predictions(self, requests: Sequence[Request]) -> list[Request]:
         """The same requests, each with its prediction."""
@@ -138,9 +131,11 @@ class Forecaster:
                 self._learner.observe(prompt, len(sample.token_ids), _likeliest(request))
 
     def close(self) -> None:
-        """Stop learning."""
+        """Stop learning, and save what was learned."""
         if self._learner is not None:
             self._learner.close()
+            if self._folder is not None:
+                self._learner.save(self._folder)
 
 
 def _likeliest(request: Request) -> int | None:
@@ -150,13 +145,30 @@ def _likeliest(request: Request) -> int | None:
     return int(request.prediction.probabilities.argmax())
 
 
-def _started_learner(predictor: Any) -> Learner:
+def _loaded(given: Any, *, learns: bool) -> tuple[Any, OnlineLearner | None]:
+    """The predictor itself, and what goes on training it.
+
+    Raises:
+      InvalidConfigError: it cannot predict, or not learn.
+    """
     from predictor import LengthPredictor, OnlineLearner
 
-    if not isinstance(predictor, LengthPredictor):
+    if isinstance(given, (str, Path)):
+        try:
+            if not learns:
+                return LengthPredictor.load(given), None
+            learner = OnlineLearner.load(given)
+        except ValueError as error:
+            raise InvalidConfigError(f"predictor={str(given)!r}: {error}") from error
+        return learner.predictor, learner
+    if not hasattr(given, "predict"):
         raise InvalidConfigError(
-            f"learns=True trains a predictor.LengthPredictor, and predictor={predictor!r} is none"
+            f"predictor={given!r} cannot predict; give a predictor.LengthPredictor or a folder"
         )
-    learner = OnlineLearner(predictor)
-    learner.start()
-    return learner
+    if not learns:
+        return given, None
+    if not isinstance(given, LengthPredictor):
+        raise InvalidConfigError(
+            f"learns=True trains a predictor.LengthPredictor, and predictor={given!r} is none"
+        )
+    return given, OnlineLearner(given)
