@@ -35,9 +35,9 @@ def command(
     except JaxserveError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    emit(result, options.output)
     if show_result is not None:
         show_result(result)
-    emit(result, options.output)
     return 0 if is_whole(result) else 1
 
 

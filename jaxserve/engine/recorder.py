@@ -103,7 +103,7 @@ class Recorder:
                 num_iterations=plan.num_iterations,
                 num_padding_tokens=padding,
                 num_running=len(scheduler.running),
-                num_waiting=scheduler.num_waiting,
+                num_waiting=len(scheduler.waiting),
                 pages_owned=scheduler.pool.num_owned,
                 pages_promised=scheduler.pool.num_promised,
                 pages_out=len(plan.swaps_out),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -21,6 +20,7 @@ from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.step import Step
 from jaxserve.scheduling.supervisor import Supervisor, SwapCosts
+from jaxserve.scheduling.waiting_pool import WaitingPool, num_shareable
 
 
 @final
@@ -59,12 +59,10 @@ class Scheduler:
         # When to plan again if nothing else happens: the policy lets the device idle until then.
         self.wake_s: float | None = None
         self._clock = clock
-        self._waiting: list[Sequence] = []
+        self.waiting = WaitingPool(policy.order, config.page_size)
         self._sequences: dict[int, Sequence] = {}
         self._pending_releases: list[int] = []
         self._num_plans = 0
-        # So many available pages are known to be too few for any of those that wait.
-        self._too_few_pages = 0
         self._next_key = 0
 
     # ---- requests ----
@@ -73,10 +71,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether some sequence has not ended."""
         return bool(self._sequences)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     def add(self, request: Request) -> list[Sequence]:
         """Put a request's samples into the waiting pool.
@@ -109,7 +103,7 @@ class Scheduler:
         if sequence.phase is Phase.FINISHED:
             return
         if sequence.phase is Phase.WAITING:
-            self._waiting.remove(sequence)
+            self.waiting.remove(sequence)
             self.supervisor.forget(sequence)
         if sequence.phase is Phase.RUNNING:
             self._leave_slot(sequence, has_ended=True)
@@ -183,33 +177,11 @@ class Scheduler:
     def order_key(self, sequence: Sequence) -> Any:
         return self.policy.order.key(sequence)
 
-    def waiting(self) -> Iterator[Sequence]:
-        """Waiting sequences that could run at once, in order.
-
-        Unless others may pass it, one whose tokens are still in flight is the end of them.
-        """
-        for sequence in self._waiting:
-            if sequence.num_in_flight:
-                if sequence.num_passed >= self.policy.order.max_passes:
-                    return
-            elif not _waits_for_leader(sequence, self.config.page_size):
-                yield sequence
-
     def first_admissible(self) -> Sequence | None:
         """The first waiting sequence that fits, if it may pass those before it."""
-        available = self.pool.num_available
-        if self.slots.num_free == 0 or available <= self._too_few_pages:
+        if self.slots.num_free == 0:
             return None
-        num_tried = 0
-        for sequence in self.waiting():
-            if self._fits(sequence):
-                return sequence
-            if sequence.num_passed >= self.policy.order.max_passes:
-                return None
-            num_tried += 1
-        if num_tried == len(self._waiting):
-            self._too_few_pages = available
-        return None
+        return self.waiting.first_that(self._fits, self.pool.num_available)
 
     def _fits(self, sequence: Sequence) -> bool:
         tokens, num_shared = self._entry_terms(sequence)
@@ -235,12 +207,7 @@ class Scheduler:
             entries = sequence.table.grow(sequence.num_computed)
         else:
             sequence.num_computed = num_shared * self.config.page_size
-        for passed in self._waiting:
-            if passed is sequence:
-                break
-            passed.num_passed += 1
-        self._waiting.remove(sequence)
-        sequence.num_passed = 0
+        self.waiting.admit(sequence)
         sequence.slot = self.slots.take()
         sequence.phase = Phase.RUNNING
         sequence.last_step = self._num_plans - 1
@@ -311,11 +278,10 @@ class Scheduler:
         targets = dict(moves)
         for sequence in self.running:
             sequence.table.relocate(targets)
-        for sequence in tuple(self._waiting):
+        for sequence in self.waiting:
             sequence.max_length = _max_length(sequence.request, self.config)
             self._fail_if_too_long(sequence)
-        self._waiting.sort(key=self.order_key)
-        self._too_few_pages = 0
+        self.waiting.sort()
 
     def _fail_if_too_long(self, sequence: Sequence) -> None:
         if sequence.num_outputs_left <= 0:
@@ -325,8 +291,7 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.phase = Phase.WAITING
-        self._too_few_pages = 0
-        bisect.insort(self._waiting, sequence, key=self.order_key)
+        self.waiting.add(sequence)
 
     def _close(self, sequence: Sequence) -> None:
         self._leave_slot(sequence, has_ended=True)
@@ -352,7 +317,7 @@ class Scheduler:
         leader = sequence.leader
         if sequence.host_pages or leader is None or leader.phase is not Phase.RUNNING:
             return tokens, 0
-        return tokens, _num_shareable(sequence, self.config.page_size)
+        return tokens, num_shareable(sequence, self.config.page_size)
 
     # ---- invariants ----
 
@@ -388,19 +353,6 @@ def _max_length(request: Request, config: EngineConfig) -> int:
     if request.params.max_tokens is None:
         return config.max_length
     return min(config.max_length, len(request.prompt) + request.params.max_tokens)
-
-
-def _num_shareable(sequence: Sequence, page_size: int) -> int:
-    """Full prompt pages; at least one prompt token stays to be computed."""
-    return (sequence.prompt_length - 1) // page_size
-
-
-def _waits_for_leader(sequence: Sequence, page_size: int) -> bool:
-    leader = sequence.leader
-    if leader is None or leader.phase in (Phase.CLOSING, Phase.FINISHED):
-        return False
-    shareable = _num_shareable(sequence, page_size) * page_size
-    return leader.phase is Phase.WAITING or leader.num_computed < shareable
 
 
 def _too_long(sequence: Sequence, config: EngineConfig) -> PromptTooLongError:

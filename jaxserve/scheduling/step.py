@@ -66,7 +66,7 @@ class Step:
         """Nobody is admitted into a step that ran out of memory."""
         if self._is_short:
             return []
-        return list(itertools.islice(self._scheduler.waiting(), self.config.max_slots))
+        return list(itertools.islice(self._scheduler.waiting.ready(), self.config.max_slots))
 
     @property
     def num_tokens_left(self) -> int:
