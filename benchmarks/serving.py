@@ -88,12 +88,11 @@ def parse_policies(names: str) -> list[Policy]:
 
 
 def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What a result says about how it was made."""
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(options).items()
-        if name != "output"
-    }
+    """What a result says about how it was made; of a predictor its folder's name."""
+    given = {name: value for name, value in vars(options).items() if name != "output"}
+    if given.get("predictor"):
+        given["predictor"] = Path(given["predictor"]).name
+    return {name: str(v) if isinstance(v, Path) else v for name, v in given.items()}
 
 
 def load_predictor(options: argparse.Namespace) -> Predictor | None:

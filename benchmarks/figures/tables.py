@@ -120,6 +120,7 @@ def _policies(result: Result, link: str) -> str:
                 f"{result.number(*at, 'latency_s', 'p99'):.1f} s",
                 f"{result.number(*at, 'time_to_first_token_s', 'p50'):.2f} s",
                 _optional(result, (*at, "average_batch"), ".1f"),
+                _optional(result, (*at, "engine", "num_iterations"), ".0f"),
                 _optional(result, (*at, "num_preemptions"), ".0f"),
             ]
         )
@@ -134,7 +135,7 @@ def _policies(result: Result, link: str) -> str:
         what += f", at most {arguments['max_slots']} at once"
     header = (
         *("policy", "output tokens/s", "latency, median", "99th percentile", "first token"),
-        *("average batch", "preempted"),
+        *("average batch", "iterations", "preempted"),
     )
     return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
 
