@@ -27,7 +27,7 @@ WAIT_S = 30
 @contextmanager
 def _replicas(num_replicas: int) -> Iterator[Replicas]:
     executors = [(SimulatedExecutor(CONFIG, VirtualClock()), None) for _ in range(num_replicas)]
-    replicas = Replicas(executors, get_policy("auto"), WallClock(), None)
+    replicas = Replicas(executors, get_policy("auto"), WallClock())
     try:
         yield replicas
     finally:

@@ -253,8 +253,14 @@ def _s3(result: Result, link: str) -> str:
                 row.append(_linked(result.number(*at, key), ".0f", link))
                 row += [f"{own:.0f}" for n, own in zip(known, theirs, strict=False) if n == policy]
                 row += [""] * (len(row) % 2)
+            rates = result.get("slo").get(model, {}).get(policy, ())
+            within = [each["requests_within_per_s"] for each in rates]
+            row.append(f"{max(within):.2f}" if within else "")
             rows.append(row)
-    header = ("model", "policy", "tokens/s", "paper", "batch", "paper", "iterations", "paper")
+    header = (
+        *("model", "policy", "tokens/s", "paper", "batch", "paper", "iterations", "paper"),
+        "requests/s within 0.1875 s a token, at the best rate",
+    )
     arguments = result.get("arguments")
     what = (
         f"{arguments['num_requests']} requests of ShareGPT's lengths, all at once, A100 80 GB as "

@@ -113,6 +113,7 @@ def results() -> dict[str, dict[str, Any]]:
             "arguments": ARGUMENTS,
             "models": {"a model": {"orca": s3, "auto": s3}},
             "paper": {"a model": {"average_batch": [1.0, 2.0, 3.0]}},
+            "slo": {"a model": {"orca": [{"requests_within_per_s": 0.5}]}},
         },
         "loading": {
             **{"shape": "7b", "dtype": "bfloat16", "num_shards": 34, "load_s": 60.0},
