@@ -53,7 +53,7 @@ OPTIONS = dict(
 PROMPTS = random_prompts(12, longest=40)
 LONG = [SamplingParams(max_tokens=1800, temperature=0.9 * (i % 2)) for i in range(len(PROMPTS))]
 OBJECT_STORE_BYTES = 80 << 20
-WAIT_S = 60
+WAIT_S = 240
 
 
 @pytest.fixture(scope="module")
