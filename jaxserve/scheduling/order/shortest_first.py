@@ -8,6 +8,9 @@ from typing import final
 from jaxserve.core.prediction import stacked
 from jaxserve.scheduling.sequence import Sequence
 
+# Tokens of an answer of which nothing is known, not even a limit.
+_LONGEST = 4096
+
 
 @final
 @dataclass(frozen=True)
@@ -29,6 +32,3 @@ class ShortestPredictedFirst:
         else:
             expected = float(stacked([request.prediction]).expected_remaining()[0])
         return (request.arrival_s + self.ageing_s * expected, request.arrival_s, sequence.key)
-
-
-_LONGEST = 4096
