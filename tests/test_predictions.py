@@ -133,6 +133,13 @@ def test_learning_needs_a_predictor_that_can_learn():
             )
 
 
+def test_s3_without_a_predictor_says_what_it_does_instead(caplog):
+    """It serves as ORCA does, and not in silence."""
+    with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), policy="s3", **OPTIONS) as rt:
+        assert rt.generate(PROMPTS[0], SamplingParams(max_tokens=2)).error is None
+    assert "policy s3 has no predictor" in caplog.text
+
+
 def test_a_predictor_needs_a_tokenizer():
     """It reads text."""
     with pytest.raises(InvalidConfigError, match="tokenizer"):

@@ -13,6 +13,8 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion, Request
+from jaxserve.scheduling.admission.predicted import Predicted
+from jaxserve.scheduling.policy import Policy
 from predictor import Calibration, LengthDistributions
 
 if TYPE_CHECKING:
@@ -65,8 +67,8 @@ class Forecaster:
         self.seconds = 0.0
 
     @classmethod
-    def of(cls, options: RuntimeOptions, tokenizer: Any) -> Forecaster | None:
-        """From `predictor` and `learns`.
+    def of(cls, options: RuntimeOptions, policy: Policy, tokenizer: Any) -> Forecaster | None:
+        """From `predictor` and `learns`; a policy that does without is warned of.
 
         Raises:
           InvalidConfigError: no predictor, or no tokenizer to show it prompts with.
@@ -76,6 +78,12 @@ class Forecaster:
             if options.learns:
                 raise InvalidConfigError(
                     "learns=True needs a predictor to go on training; give predictor="
+                )
+            if isinstance(policy.admission, Predicted):
+                _log.warning(
+                    "policy %s has no predictor and reserves for the longest answer, as ORCA does; "
+                    "give predictor= (jaxserve predictor train)",
+                    policy.name,
                 )
             return None
         if tokenizer is None:

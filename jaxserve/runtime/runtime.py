@@ -77,7 +77,7 @@ class Runtime:
         self.options = RuntimeOptions.parse(options)
         policy = get_policy(self.options.policy)
         enable_compilation_cache()
-        forecaster = Forecaster.of(self.options, tokenizer)
+        forecaster = Forecaster.of(self.options, policy, tokenizer)
         graphdef, own_params = nnx.split(model)
         decoder = cast(Any, model)
         self.tokenizer = tokenizer
@@ -424,7 +424,7 @@ def _shut_down(
     replicas: Replicas, trace: TraceWriter | None, forecaster: Forecaster | None
 ) -> None:
     replicas.close()
-    if forecaster is not None:
-        forecaster.close()
     if trace is not None:
         trace.close()
+    if forecaster is not None:
+        forecaster.close()  # last: it writes a checkpoint, which can fail
