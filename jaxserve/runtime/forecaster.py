@@ -96,10 +96,13 @@ class Forecaster:
         predictor, learner = _loaded(given, learns=options.learns)
         if isinstance(predictor, LengthPredictor) and options.warmup:
             predictor.warm_up(progress=options.progress)
-        if learner is not None:
-            learner.start()
         folder = Path(given) if isinstance(given, (str, Path)) else None
         return cls(predictor, tokenizer, learner, folder)
+
+    def start(self) -> None:
+        """Begin to learn; to be closed from then on."""
+        if self._learner is not None:
+            self._learner.start()
 
     def with_predictions(self, requests: Sequence[Request]) -> list[Request]:
         """The same requests, each with its prediction."""

@@ -118,6 +118,8 @@ class Runtime:
         self._finalizer = weakref.finalize(self, _shut_down, self._replicas, trace, forecaster)
         if group is not None:
             group.before_leaving(self._finalizer)
+        if forecaster is not None:
+            forecaster.start()
 
     @classmethod
     def from_pretrained(
