@@ -3,6 +3,7 @@
 `LengthPredictor` is a BERT-family encoder with a head over length buckets (S3, section 3.1), which
 `train` trains; its distributions can be conditioned on tokens that have come
 (`LengthDistributions`) and turned into reservations that keep a promised miss rate (`Calibration`).
+`LengthProbe` reads what is left of an answer off the served model's own activations.
 `OnlineLearner` goes on training it with the answers that come.
 
 Names are imported on first use, so that buckets, distributions and calibration do without JAX.
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
     from predictor.online import OnlineConfig as OnlineConfig
     from predictor.online import OnlineLearner as OnlineLearner
     from predictor.predictor import LengthPredictor as LengthPredictor
+    from predictor.probe import LengthProbe as LengthProbe
+    from predictor.probe import ProbeConfig as ProbeConfig
+    from predictor.probe_training import Readings as Readings
+    from predictor.probe_training import train_probe as train_probe
+    from predictor.refinement import Refinement as Refinement
     from predictor.training import History as History
     from predictor.training import TrainingConfig as TrainingConfig
     from predictor.training import train as train
@@ -52,8 +58,12 @@ _HOMES = {
     "LengthClassifier": "encoder",
     "LengthDistributions": "distribution",
     "LengthPredictor": "predictor",
+    "LengthProbe": "probe",
     "OnlineConfig": "online",
     "OnlineLearner": "online",
+    "ProbeConfig": "probe",
+    "Readings": "probe_training",
+    "Refinement": "refinement",
     "TrainingConfig": "training",
     "compare": "comparison",
     "evaluate": "evaluation",
@@ -61,6 +71,7 @@ _HOMES = {
     "split": "data",
     "split_in_three": "data",
     "train": "training",
+    "train_probe": "probe_training",
     "write_jsonl": "data",
 }
 
@@ -78,8 +89,12 @@ __all__ = [
     "LengthClassifier",
     "LengthDistributions",
     "LengthPredictor",
+    "LengthProbe",
     "OnlineConfig",
     "OnlineLearner",
+    "ProbeConfig",
+    "Readings",
+    "Refinement",
     "TrainingConfig",
     "compare",
     "evaluate",
@@ -87,6 +102,7 @@ __all__ = [
     "split",
     "split_in_three",
     "train",
+    "train_probe",
     "write_jsonl",
 ]
 

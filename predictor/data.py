@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Protocol, TypeVar, final
 
 import numpy as np
 import tokenizers
@@ -75,9 +75,20 @@ def clipped(examples: Iterable[Example], max_length: int) -> list[Example]:
     return [replace(one, output_length=min(one.output_length, max_length)) for one in examples]
 
 
-def split(
-    examples: Sequence[Example], *, held_out: float, seed: int = 0
-) -> tuple[list[Example], list[Example]]:
+class Splittable(Protocol):
+    """What has a place in a split, by its conversation's name or else by its prompt."""
+
+    @property
+    def conversation(self) -> str: ...
+
+    @property
+    def prompt(self) -> object: ...
+
+
+_T = TypeVar("_T", bound=Splittable)
+
+
+def split(examples: Sequence[_T], *, held_out: float, seed: int = 0) -> tuple[list[_T], list[_T]]:
     """Those to learn from and those held out, conversations left whole.
 
     A conversation's side depends on its name and the seed alone, so more data moves none over.
@@ -88,8 +99,8 @@ def split(
 
 
 def split_in_three(
-    examples: Sequence[Example], *, held_out: float, seed: int = 0
-) -> tuple[list[Example], list[Example], list[Example]]:
+    examples: Sequence[_T], *, held_out: float, seed: int = 0
+) -> tuple[list[_T], list[_T], list[_T]]:
     """As `split`: to learn from, to stop early and calibrate by, and to test on.
 
     Args:
@@ -99,13 +110,13 @@ def split_in_three(
 
 
 def _split(
-    examples: Sequence[Example], shares: tuple[float, float], seed: int
-) -> tuple[list[Example], list[Example], list[Example]]:
+    examples: Sequence[_T], shares: tuple[float, float], seed: int
+) -> tuple[list[_T], list[_T], list[_T]]:
     """What is left over, and the two shares."""
     if not 0.0 < shares[0] < 1.0 or sum(shares) >= 1.0:
         largest = "1" if not shares[1] else "a half"
         raise ValueError(f"held_out={shares[0]}: give a share between 0 and {largest}")
-    sides: tuple[list[Example], list[Example], list[Example]] = ([], [], [])
+    sides: tuple[list[_T], list[_T], list[_T]] = ([], [], [])
     for example in examples:
         name = f"{seed}:{example.conversation or example.prompt}".encode()
         drawn = int.from_bytes(hashlib.sha256(name).digest()[:8], "big") / 2**64

@@ -80,6 +80,15 @@ class LengthDistributions:
         over = np.clip((self._high[:, None] - ends) / width, 0.0, 1.0)
         return (left[:, :, None] * over).sum(1)
 
+    def remaining(self, elapsed: np.ndarray | int, buckets: LengthBuckets) -> np.ndarray:
+        """P(L - t in bucket | L > t) [sequences, buckets], on buckets of what is left.
+
+        What is over the longest of them counts as that.
+        """
+        alive = self.survival(elapsed, np.asarray(buckets.edges, np.float64))
+        alive[:, 0], alive[:, -1] = 1.0, 0.0
+        return -np.diff(alive, axis=1)
+
     def cdf(self, lengths: np.ndarray) -> np.ndarray:
         """P(L <= length) of each sequence's own length [sequences]."""
         return 1.0 - (self.probabilities * self._share_over(self._column(lengths))).sum(1)

@@ -296,8 +296,8 @@ class OnlineLearner:
                 with self._working:
                     budget = budget.spent(begin_s, self._timed(work))
         except Exception:
-            self._has_failed = True
             _log.exception("learning ends here; the predictor goes on as it is")
+            self._has_failed = True
 
     def _next(self) -> str | None:
         if self._inbox:

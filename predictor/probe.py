@@ -1,0 +1,178 @@
+"""A small head that reads the remaining length of an answer off the served model's activations.
+
+The residual stream behind a middle layer knows where an answer stands (TRAIL, arXiv:2410.01035). It
+is on the device anyway, so a reading costs one small product a token, and no forward pass.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from predictor.buckets import LengthBuckets
+from predictor.calibration import Calibration, softmax
+from predictor.distribution import LengthDistributions
+from predictor.refinement import Refinement
+
+DESCRIPTION, PARAMS = "probe.json", "probe.safetensors"
+
+# By name: float32 arrays.
+Params = dict[str, Any]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ProbeConfig:
+    """Where a probe looks, and its size.
+
+    Attributes:
+      layer: how many of the model's layers lie before the place where it reads.
+      width: of the activations there.
+      hidden_size: units between; 0 for a linear head.
+    """
+
+    layer: int
+    width: int
+    hidden_size: int = 256
+
+    def __post_init__(self) -> None:
+        if self.layer < 1 or self.width < 1 or self.hidden_size < 0:
+            raise ValueError(
+                f"layer={self.layer}, width={self.width} must be 1 or more, "
+                f"hidden_size={self.hidden_size} 0 or more"
+            )
+
+
+@final
+class ProbeHead(nnx.Module):
+    """Activations [rows, width], standardised, to logits of remaining length [rows, buckets].
+
+    Attributes:
+      mean, scale: float32 [width], of the activations that it was trained on; not trained.
+    """
+
+    def __init__(self, config: ProbeConfig, num_buckets: int, *, rngs: nnx.Rngs):
+        self.mean = nnx.Variable(jnp.zeros(config.width))
+        self.scale = nnx.Variable(jnp.ones(config.width))
+        inner = config.hidden_size or config.width
+        self.up = nnx.Linear(config.width, inner, rngs=rngs) if config.hidden_size else None
+        self.out = nnx.Linear(inner, num_buckets, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """In float32, whatever the activations are."""
+        x = (x.astype(jnp.float32) - self.mean[...]) * self.scale[...]
+        if self.up is not None:
+            x = jax.nn.gelu(self.up(x))
+        return self.out(x)
+
+
+@final
+class LengthProbe:
+    """A head with its parameters, and what its readings are worth.
+
+    Args:
+      head: gives its parameters; it is not kept.
+      refinement: how its readings change beliefs; its buckets are the head's.
+      calibration: of single readings; None if it was not calibrated.
+    """
+
+    def __init__(
+        self,
+        config: ProbeConfig,
+        head: ProbeHead,
+        refinement: Refinement,
+        calibration: Calibration | None = None,
+    ):
+        self.config = config
+        self.refinement = refinement
+        self.calibration = calibration
+        self._graphdef, self._state = nnx.split(head)
+        self.params: Params = {
+            ".".join(map(str, path)): value[...] for path, value in nnx.to_flat_state(self._state)
+        }
+        self._logits = jax.jit(self.apply)
+
+    @property
+    def layer(self) -> int:
+        """See `ProbeConfig`."""
+        return self.config.layer
+
+    @property
+    def width(self) -> int:
+        """See `ProbeConfig`."""
+        return self.config.width
+
+    @property
+    def buckets(self) -> LengthBuckets:
+        """Of remaining lengths."""
+        return self.refinement.buckets
+
+    def apply(self, params: Params, activations: jax.Array) -> jax.Array:
+        """float32 logits [rows, buckets] of activations [rows, width]; to be compiled."""
+        flat = [
+            (path, variable.replace(params[".".join(map(str, path))]))
+            for path, variable in nnx.to_flat_state(self._state)
+        ]
+        return nnx.merge(self._graphdef, nnx.from_flat_state(flat))(activations)
+
+    def logits(self, activations: np.ndarray) -> np.ndarray:
+        """float32 [rows, buckets], before calibration."""
+        return np.asarray(self._logits(self.params, activations))
+
+    def predict(self, activations: np.ndarray) -> LengthDistributions:
+        """Remaining lengths, of single readings [rows, width]."""
+        logits = self.logits(activations) / self.refinement.temperature
+        return LengthDistributions(self.buckets, softmax(logits))
+
+    def save(self, folder: str | Path) -> None:
+        """Write everything that `load` needs; a probe that is there is replaced."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({k: np.asarray(v) for k, v in self.params.items()}, folder / PARAMS)
+        refinement = {**vars(self.refinement), "marginal": self.refinement.marginal.tolist()}
+        description = {
+            "config": vars(self.config),
+            "refinement": {**refinement, "buckets": self.buckets.edges},
+            "levels": None if self.calibration is None else self.calibration.levels.tolist(),
+        }
+        (folder / DESCRIPTION).write_text(json.dumps(description) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> LengthProbe:
+        """What `save` wrote.
+
+        Raises:
+          ValueError: there is no probe, or its files do not belong together.
+        """
+        folder = Path(folder)
+        if not (folder / DESCRIPTION).is_file() or not (folder / PARAMS).is_file():
+            raise ValueError(
+                f"{folder} holds no probe; train one with `jaxserve predictor probe train`"
+            )
+        given = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        refinement = Refinement(
+            **{
+                **given["refinement"],
+                "buckets": LengthBuckets(tuple(given["refinement"]["buckets"])),
+                "marginal": np.asarray(given["refinement"]["marginal"]),
+            }
+        )
+        config = ProbeConfig(**given["config"])
+        head = ProbeHead(config, refinement.buckets.num, rngs=nnx.Rngs(0))
+        levels, calibration = given["levels"], None
+        if levels is not None:
+            calibration = Calibration(refinement.temperature, np.asarray(levels))
+        probe = cls(config, head, refinement, calibration)
+        params = load_file(folder / PARAMS)
+        if {k: v.shape for k, v in params.items()} != {k: v.shape for k, v in probe.params.items()}:
+            raise ValueError(f"{folder}: {PARAMS} is not of the probe in {DESCRIPTION}")
+        probe.params = {name: jnp.asarray(value) for name, value in params.items()}
+        return probe

@@ -1,0 +1,176 @@
+"""Training a probe in optax, from activations along answers that have ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from tqdm import tqdm
+
+from predictor.buckets import LengthBuckets
+from predictor.calibration import Calibration
+from predictor.probe import LengthProbe, ProbeConfig, ProbeHead
+from predictor.refinement import Refinement
+from predictor.training import History, TrainingConfig, adamw
+
+TRAINING = TrainingConfig(batch_size=256, learning_rate=1e-3, num_epochs=30, patience=4)
+# Exponents that are tried on what was held out.
+_BELIEF_WEIGHTS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+_READING_WEIGHTS = (0.2, 0.4, 0.6, 0.8, 1.0)
+# Standard deviations under this share of the mean one are taken for it.
+_LEAST_SCALE = 1e-3
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Readings:
+    """What there is to read along some answers: at a prompt's end, and every few tokens from there.
+
+    Attributes:
+      activations: float32 [readings, width].
+      answer: int [readings], whose they are, from 0 on, sorted.
+      elapsed: int [readings], tokens that had come; 0 at the prompt's end, rising in an answer.
+      lengths: int [answers], tokens that came in the end.
+    """
+
+    activations: np.ndarray
+    answer: np.ndarray
+    elapsed: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def remaining(self) -> np.ndarray:
+        """Tokens still to come [readings], 1 or more."""
+        return self.lengths[self.answer] - self.elapsed
+
+
+def train_probe(
+    config: ProbeConfig,
+    buckets: LengthBuckets,
+    learned: Readings,
+    held_out: Readings,
+    training: TrainingConfig = TRAINING,
+    *,
+    interval: int = 16,
+    progress: bool = True,
+) -> tuple[LengthProbe, History]:
+    """Train until `held_out` gets no better; calibrate, and learn how to weigh readings, by it.
+
+    Args:
+      buckets: of remaining lengths.
+      interval: tokens between readings, as the runtime is to take them and these were taken.
+
+    Raises:
+      ValueError: nothing to learn from, nothing held out, or activations of another width.
+    """
+    for part in (learned, held_out):
+        if part.activations.shape[1:] != (config.width,) or not len(part.activations):
+            raise ValueError(
+                f"activations{part.activations.shape}: expected some of width {config.width}, "
+                "to learn from and held out"
+            )
+    head = _standardising(config, buckets.num, learned.activations, training.seed)
+    history = _fit(head, buckets, learned, held_out, training, progress)
+    counts = np.bincount(buckets.bucket_of(learned.lengths), minlength=buckets.num)
+    marginal = (counts + 1.0) / (counts.sum() + buckets.num)
+    probe = LengthProbe(config, head, Refinement(buckets=buckets, marginal=marginal))
+    logits = probe.logits(held_out.activations)
+    calibration = Calibration.fit(buckets, logits, held_out.remaining)
+    refinement = replace(probe.refinement, temperature=calibration.temperature, interval=interval)
+    refinement = weighed(refinement, held_out, logits)
+    return LengthProbe(config, head, refinement, calibration), history
+
+
+def weighed(refinement: Refinement, held_out: Readings, logits: np.ndarray) -> Refinement:
+    """With the exponents of the least cross-entropy along answers that were held out."""
+    right = refinement.buckets.bucket_of(held_out.remaining)
+    first = refinement.first(None, len(held_out.lengths))
+
+    def loss(candidate: Refinement) -> float:
+        after = candidate.along(logits, held_out.answer, held_out.elapsed, first)
+        return float(-np.log(np.maximum(after[np.arange(len(right)), right], 1e-12)).mean())
+
+    candidates = [
+        replace(refinement, belief_weight=belief, reading_weight=reading)
+        for belief in _BELIEF_WEIGHTS
+        for reading in _READING_WEIGHTS
+    ]
+    return min(candidates, key=loss)
+
+
+def _standardising(
+    config: ProbeConfig, num_buckets: int, activations: np.ndarray, seed: int
+) -> ProbeHead:
+    """An untrained head that standardises by the mean and deviation of these."""
+    head = ProbeHead(config, num_buckets, rngs=nnx.Rngs(seed))
+    mean = activations.mean(0, dtype=np.float64)
+    deviation = activations.std(0, dtype=np.float64)
+    head.mean[...] = jnp.asarray(mean, jnp.float32)
+    least = max(_LEAST_SCALE * float(deviation.mean()), 1e-12)
+    head.scale[...] = jnp.asarray(1.0 / np.maximum(deviation, least), jnp.float32)
+    return head
+
+
+def _fit(
+    head: ProbeHead,
+    buckets: LengthBuckets,
+    learned: Readings,
+    held_out: Readings,
+    config: TrainingConfig,
+    progress: bool,
+) -> History:
+    """Train the head in place, up to the epoch after which it did best on what was held out."""
+    labels = buckets.bucket_of(learned.remaining).astype(np.int32)
+    judged = jnp.asarray(held_out.activations), jnp.asarray(buckets.bucket_of(held_out.remaining))
+    num, size = len(labels), config.batch_size
+    num_steps = -(-num // size) * config.num_epochs
+    schedule = optax.cosine_decay_schedule(config.learning_rate, num_steps)
+    optimizer = nnx.Optimizer(
+        head,
+        adamw(schedule, clip_norm=config.clip_norm, weight_decay=config.weight_decay),
+        wrt=nnx.Param,
+    )
+    history, best = History(), nnx.to_pure_dict(nnx.state(head, nnx.Param))
+    bar = tqdm(
+        total=num_steps, desc="training", unit="step", delay=2, leave=False, disable=not progress
+    )
+    with bar:
+        for epoch in range(config.num_epochs):
+            order = np.random.default_rng((config.seed, epoch)).permutation(num)
+            losses = []
+            for start in range(0, num, size):
+                # The last batch is filled up from the first: one shape is compiled.
+                batch = np.take(order, range(start, start + size), mode="wrap")
+                some = jnp.asarray(learned.activations[batch]), jnp.asarray(labels[batch])
+                losses.append(_step(head, optimizer, *some))
+                bar.update()
+            history.losses.append(float(np.mean([float(loss) for loss in losses])))
+            history.held_out_losses.append(float(_loss(head, *judged)))
+            bar.set_postfix(held_out=f"{history.held_out_losses[-1]:.3f}")
+            if history.best_epoch == epoch:
+                best = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(head, nnx.Param)))
+            elif epoch - history.best_epoch >= config.patience:
+                break
+    state = nnx.state(head, nnx.Param)
+    nnx.replace_by_pure_dict(state, best)
+    nnx.update(head, state)
+    return history
+
+
+@nnx.jit
+def _step(
+    head: ProbeHead, optimizer: nnx.Optimizer, activations: jax.Array, labels: jax.Array
+) -> jax.Array:
+    loss, gradients = nnx.value_and_grad(_loss)(head, activations, labels)
+    optimizer.update(head, gradients)
+    return loss
+
+
+def _loss(head: ProbeHead, activations: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean cross-entropy."""
+    return optax.softmax_cross_entropy_with_integer_labels(head(activations), labels).mean()
