@@ -1,14 +1,41 @@
-"""Which implementation of an operation serves a call: chosen when it is traced, and logged."""
+"""Which implementation of an operation serves a call: chosen when it is traced, and kept."""
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 import jax
 
 _logger = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What serves an operation on arrays of these shapes.
+
+    Attributes:
+      reason: why, and why those that would have been preferred refused.
+      shapes: of the arrays, such as "q float32[8, 9, 64], k_pages float32[30, 257, 3, 32, 64]".
+    """
+
+    operation: str
+    implementation: str
+    platform: str
+    reason: str
+    shapes: str
+
+
+# In the order in which they were made; a dictionary, for its keys.
+_choices: dict[Choice, None] = {}
+
+
+def choices() -> tuple[Choice, ...]:
+    """Every choice that this process has made, oldest first, each once."""
+    return tuple(_choices)
 
 
 def call(
@@ -37,7 +64,7 @@ def call(
                 f"implementation={implementation!r} is unknown; give one of "
                 f"{tuple(implementations)}"
             )
-        _log_choice(operation, implementation, platform, "asked for")
+        _keep(operation, implementation, platform, "asked for", arguments)
         return implementations[implementation](**arguments)
     refused = []
     for name in preferred.get(platform, ()):
@@ -46,9 +73,10 @@ def call(
         except NotImplementedError as error:
             refused.append(f"{name} cannot: {error}")
         else:
-            _log_choice(operation, name, platform, "; ".join(refused) or "the first choice")
+            reason = "; ".join(refused) or "the first choice"
+            _keep(operation, name, platform, reason, arguments)
             return out
-    _log_choice(operation, "xla", platform, "; ".join(refused) or "the only choice")
+    _keep(operation, "xla", platform, "; ".join(refused) or "the only choice", arguments)
     return implementations["xla"](**arguments)
 
 
@@ -84,6 +112,16 @@ def is_partitioned() -> bool:
     )
 
 
-@functools.cache
-def _log_choice(operation: str, name: str, platform: str, reason: str) -> None:
-    _logger.info("%s: %s on %s (%s)", operation, name, platform, reason)
+def _keep(
+    operation: str, name: str, platform: str, reason: str, arguments: Mapping[str, Any]
+) -> None:
+    """Remember a choice, and log it the first time."""
+    shapes = ", ".join(
+        f"{argument} {value.dtype.name}{list(value.shape)}"
+        for argument, value in arguments.items()
+        if hasattr(value, "shape") and hasattr(value, "dtype")
+    )
+    choice = Choice(operation, name, platform, reason, shapes)
+    if choice not in _choices:
+        _choices[choice] = None
+        _logger.info("%s: %s on %s (%s), %s", operation, name, platform, reason, shapes)

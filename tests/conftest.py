@@ -15,7 +15,9 @@ os.environ.setdefault(
 os.environ.setdefault(
     "XLA_FLAGS",
     # Code is generated in one piece: workers keep every core busy as it is.
-    "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1",
+    "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
+    # Most of the time goes into compiling, and what is tested does not depend on how well.
+    " --xla_backend_optimization_level=0",
 )
 
 

@@ -41,6 +41,7 @@ ROWS = (
     ("cli", "server"),
     ("fleet",),
     ("runtime",),
+    ("conversations",),
     ("planning", "report"),
     ("engine",),
     ("scheduling",),

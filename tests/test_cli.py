@@ -13,6 +13,7 @@ import tokenizers
 from typer.testing import CliRunner
 
 from jaxserve.cli import app
+from jaxserve.conversations import Journal
 from jaxserve.workload import recorded
 from tests.processes import HEED_INTERRUPTS
 
@@ -62,7 +63,7 @@ def test_help_names_the_commands():
     """The first page lists every command."""
     shown = _run("--help")
     assert shown.exit_code == 0
-    for command in ("generate", "chat", "bench", "models", "predictor"):
+    for command in ("generate", "chat", "bench", "conversations", "models", "predictor"):
         assert command in shown.stdout
 
 
@@ -168,6 +169,58 @@ def test_chat_converses(model):
     assert "unknown command /dance" in done.stderr
     assert "PromptTooLongError" in done.stderr
     assert done.stdout.count("> ") == 6
+
+
+def test_a_chat_is_kept_and_goes_on(model, tmp_path, monkeypatch):
+    """With --id it goes on another time; it is listed, shown, exported and deleted."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    path = tmp_path / "data" / "jaxserve" / "conversations.sqlite"
+    chat = ("chat", "--model", model, "--max-context", "128", "--max-tokens", "4", "--quiet")
+    for i, said in enumerate(("my secret\n", "so?\n/exit\n")):
+        done = _run(*chat, "--load", "random", "--id", "mine", given=said)
+        assert done.exit_code == 0, done.stderr
+        assert ("goes on after 1 turns" in done.stderr) == (i == 1)
+        assert f"go on with: jaxserve chat --journal {path} --id mine" in done.stderr
+    listed = _run("conversations", "list").stdout
+    assert "mine" in listed and " 2 " in listed
+    shown = _run("conversations", "show", "mine").stdout
+    assert shown.startswith("user: my secret\n\nassistant: ") and "user: so?\n" in shown
+    out = tmp_path / "out.jsonl"
+    assert _run("conversations", "export", "--tokens", "-o", str(out)).exit_code == 0
+    (line,) = map(json.loads, out.read_text().splitlines())
+    assert [m["role"] for m in line["messages"]] == ["user", "assistant"] * 2
+    assert [len(turn["answer_token_ids"]) for turn in line["turns"]] == [4, 4]
+    assert line["turns"][1]["num_kept"] == len("user: my secret\nassistant: ") + 4
+    assert json.loads(_run("conversations", "export", "mine").stdout)["id"] == "mine"
+
+    refused = _run("conversations", "delete", "mine", given="n\n")
+    assert refused.exit_code == 0 and "mine" in _run("conversations", "list").stdout
+    assert _run("conversations", "delete", "mine", "--yes").exit_code == 0
+    assert "mine" not in _run("conversations", "list").stdout
+    assert all(b"my secret" not in file.read_bytes() for file in path.parent.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("list",), 1, "there is no journal"),
+        (("list", "--journal", "{text}"), 1, "not a journal"),
+        (("show", "nobody", "--journal", "{kept}"), 2, "UnknownConversationError"),
+        (("export", "nobody", "--journal", "{kept}"), 2, "UnknownConversationError"),
+        (("export", "-o", "no/folder", "--journal", "{kept}"), 2, "cannot write --output"),
+        (("delete", "nobody", "--yes", "--journal", "{kept}"), 2, "UnknownConversationError"),
+        (("delete", "--journal", "{kept}"), 2, "--all"),
+        (("delete", "a", "--all", "--journal", "{kept}"), 2, "not both"),
+    ],
+)
+def test_bad_input_of_conversations(tmp_path, monkeypatch, arguments, code, said):
+    """One message and an exit code, without a traceback."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "none"))
+    files = {"text": _file(tmp_path, "no journal " * 500), "kept": str(tmp_path / "kept")}
+    Journal(files["kept"]).close()
+    done = _run("conversations", *(argument.format(**files) for argument in arguments))
+    assert (done.exit_code, said in " ".join(done.stderr.split())) == (code, True), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_bench_prints_one_object(model):

@@ -48,6 +48,28 @@ def _check_is_clean(replicas: Replicas) -> None:
     assert not any(replicas._router.work)
 
 
+def test_the_next_turn_goes_where_the_answer_is():
+    """Prompts shorter than a page, whose answers fill several, each with a replica of its own."""
+    with _replicas(2) as replicas:
+
+        def turn(name: str, prompt: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+            answer = _answer(name, prompt, max_tokens=20)
+            replicas.submit(answer)
+            token_ids = answer.future.result(WAIT_S).token_ids
+            _check_is_clean(replicas)
+            (home,) = (
+                i
+                for i, replica in enumerate(replicas.all)
+                if name in {record.request_id for record in replica.engine.recorder.requests}
+            )
+            return home, (*prompt, *token_ids, 1)
+
+        first, asked = zip(turn("a", (5, 6, 7)), turn("b", (8, 9)), strict=True)
+        assert set(first) == {0, 1}
+        again = [turn(f"again {i}", asked[i])[0] for i in (1, 0)]
+        assert again == [first[1], first[0]]
+
+
 def test_many_threads_with_cancellations_and_pauses():
     """Every request ends once, with the tokens it has alone, wherever it was; seed printed."""
     seed = random.randrange(10**6)

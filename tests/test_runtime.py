@@ -322,7 +322,7 @@ def test_cancel_returns_what_was_generated(runtime):
 def test_ctrl_c_returns_what_is_finished(runtime, monkeypatch):
     """An interrupt during generate cancels the rest and returns every request."""
     calls = iter([KeyboardInterrupt])
-    original = batches._wait
+    original = batches.wait
 
     def interrupted(pending, *, progress):
         pending[0].result(30)
@@ -331,7 +331,7 @@ def test_ctrl_c_returns_what_is_finished(runtime, monkeypatch):
             raise error
         original(pending, progress=progress)
 
-    monkeypatch.setattr(batches, "_wait", interrupted)
+    monkeypatch.setattr(batches, "wait", interrupted)
     params = [SamplingParams(max_tokens=2), *[SamplingParams(max_tokens=None)] * 20]
     completions = runtime.generate(random_prompts(21, longest=20), params)
     assert completions[0].finish_reason == "length"

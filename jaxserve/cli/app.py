@@ -8,6 +8,7 @@ import typer
 
 from jaxserve.cli.bench import bench
 from jaxserve.cli.chat import chat
+from jaxserve.cli.conversations import conversations_app
 from jaxserve.cli.generate import generate
 from jaxserve.cli.models import models_app
 from jaxserve.cli.predictor import predictor_app
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(bench)
+app.add_typer(conversations_app, name="conversations")
 app.add_typer(models_app, name="models")
 app.add_typer(predictor_app, name="predictor")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,18 +14,23 @@ from jaxserve.core.errors import JaxserveError
 from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from jaxserve.cli.prompts import Message
-    from jaxserve.engine.answers import Piece
+    from jaxserve.conversations import Conversation
     from jaxserve.runtime import Runtime
 
-HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer."
+HELP = "/reset begins a new conversation, /exit leaves, Ctrl-C stops an answer."
 
 
 def chat(
     system: Annotated[
         str | None, typer.Option("--system", help="System message to start with.")
+    ] = None,
+    id: Annotated[
+        str | None,
+        typer.Option("--id", help="Go on with this conversation, or begin one of this id."),
+    ] = None,
+    journal: Annotated[
+        Path | None,
+        opt.journal("Keep the conversation in this file; with --id alone in {default}."),
     ] = None,
     max_tokens: opt.MaxTokens = 512,
     temperature: opt.Temperature = 0.0,
@@ -39,6 +46,7 @@ def chat(
     dtype: opt.DType = None,
     kv_memory: opt.KvMemory = None,
     predictor: opt.Predictor = None,
+    probe: opt.Probe = None,
     max_context: opt.MaxContext = None,
     tensor_parallel: opt.TensorParallel = 1,
     stages: opt.Stages = None,
@@ -50,7 +58,10 @@ def chat(
 ) -> None:
     """Talk with an instruct model; answers appear as they are made.
 
-    /reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer.
+    /reset begins a new conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer.
+
+    With --id or --journal the conversation is kept, and --id goes on with it another time; see
+    `jaxserve conversations`. Without either nothing of it is written anywhere.
     """
     with opt.exit_codes():
         params = opt.sampling_params(
@@ -63,6 +74,8 @@ def chat(
             seed=seed,
             stop=tuple(stop or ()),
         )
+        if id is not None and journal is None:
+            journal = opt.made_journal()
         opt.join(coordinator, num_processes, process_id)
         with opt.open_runtime(
             model,
@@ -71,28 +84,42 @@ def chat(
             dtype=dtype,
             kv_memory=kv_memory,
             predictor=predictor,
+            probe=probe,
             max_context=max_context,
             tensor_parallel=tensor_parallel,
             stages=stages,
             max_slots=1,
             record=record,
+            conversations=journal,
             quiet=quiet,
         ) as rt:
             typer.echo(f"{model}: {HELP}", err=True)
-            _converse(rt, params, system)
+            _converse(rt, params, system, id, journal)
 
 
-def _converse(rt: Runtime, params: SamplingParams, system: str | None) -> None:
-    start: list[Message] = [{"role": "system", "content": system}] if system else []
-    history = list(start)
-    while (said := _ask()) is not None:
-        if said == "/reset":
-            history = list(start)
-            typer.echo("(a new conversation)", err=True)
-        elif said.startswith("/"):
-            typer.echo(f"unknown command {said}; {HELP}", err=True)
-        elif said:
-            history = _answer(rt, params, [*history, {"role": "user", "content": said}])
+def _converse(
+    rt: Runtime, params: SamplingParams, system: str | None, id: str | None, journal: Path | None
+) -> None:
+    conversation = rt.conversation(id, system=system)
+    if conversation.turns:
+        typer.echo(
+            f"(conversation {conversation.id} goes on after {len(conversation.turns)} turns and "
+            f"{len(conversation.token_ids)} tokens)",
+            err=True,
+        )
+    try:
+        while (said := _ask()) is not None:
+            if said == "/reset":
+                conversation = rt.conversation(system=system)
+                typer.echo("(a new conversation)", err=True)
+            elif said.startswith("/"):
+                typer.echo(f"unknown command {said}; {HELP}", err=True)
+            elif said:
+                _answer(conversation, params, said)
+    finally:
+        if journal is not None and conversation.turns:
+            again = shlex.join(["--journal", str(journal), "--id", conversation.id])
+            typer.echo(f"(kept; go on with: jaxserve chat {again})", err=True)
 
 
 def _ask() -> str | None:
@@ -108,20 +135,15 @@ def _ask() -> str | None:
     return None if said == "/exit" else said
 
 
-def _answer(rt: Runtime, params: SamplingParams, history: list[Message]) -> list[Message]:
-    """Print the answer as it comes; the history with it, or without the question if refused."""
-    pieces: list[str] = []
-    # Closing the generator is what cancels an answer that is still being made.
-    stream = cast("Generator[Piece]", rt.stream(history, params))
+def _answer(conversation: Conversation, params: SamplingParams, said: str) -> None:
+    """Print the answer as it comes. A turn that is refused or stopped is not kept."""
     try:
-        with closing(stream):
-            for piece in stream:
-                pieces.append(piece.text)
+        # Closing the generator is what cancels an answer that is still being made.
+        with closing(conversation.stream(said, params)) as pieces:
+            for piece in pieces:
                 typer.echo(piece.text, nl=False)
         typer.echo()
     except KeyboardInterrupt:
-        typer.echo(" (stopped)")
+        typer.echo(" (stopped, and not kept)")
     except JaxserveError as error:
-        typer.echo(f"{opt.describe(error)} (/reset starts anew)", err=True)
-        return history[:-1]
-    return [*history, {"role": "assistant", "content": "".join(pieces)}]
+        typer.echo(f"{opt.describe(error)} (/reset begins anew)", err=True)

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 something failed (a request of a batch, memory, the cache)
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +20,12 @@ from jaxserve.core.errors import (
     InvalidConfigError,
     InvalidRequestError,
     JaxserveError,
+    JournalError,
     MissingExtraError,
     ModelError,
+    OtherModelError,
     ProcessGroupError,
+    UnknownConversationError,
 )
 from jaxserve.core.sampling_params import SamplingParams
 
@@ -52,6 +56,13 @@ def _processes(name: str, text: str) -> typer.models.OptionInfo:
     return typer.Option(name, help=text, rich_help_panel=_PROCESSES, show_default=False)
 
 
+def journal(text: str) -> typer.models.OptionInfo:
+    """An option for the file that keeps conversations; `{default}` in its help is where."""
+    where = "~/.local/share/jaxserve/conversations.sqlite (or in $XDG_DATA_HOME)"
+    help = text.format(default=where)
+    return typer.Option("--journal", envvar="JAXSERVE_JOURNAL", help=help, show_default=False)
+
+
 MaxTokens = Annotated[int, _sampling("--max-tokens", "Most output tokens of an answer.")]
 MinTokens = Annotated[int, _sampling("--min-tokens", "No end before this many output tokens.")]
 Temperature = Annotated[float, _sampling("--temperature", "0 is greedy.")]
@@ -76,6 +87,10 @@ Predictor = Annotated[
     str | None,
     _runtime("--predictor", text="Folder of a length predictor, for policies that use one."),
 ]
+Probe = Annotated[
+    str | None,
+    _runtime("--probe", text="Folder of a probe of remaining lengths, for policies that use one."),
+]
 MaxSlots = Annotated[int | None, _runtime("--max-slots", text="Most sequences that run at once.")]
 MaxContext = Annotated[
     int | None, _runtime("--max-context", text="Most tokens of prompt and answer together.")
@@ -97,6 +112,7 @@ Record = Annotated[
     Path | None,
     _runtime("--record", text="Write every request to this new file, for benchmarks to replay."),
 ]
+Journal = Annotated[Path | None, journal("File that keeps them; by default {default}.")]
 Coordinator = Annotated[
     str | None,
     _processes("--coordinator", "host:port of process 0. [default: JAXSERVE_COORDINATOR, SLURM]"),
@@ -110,6 +126,28 @@ ProcessId = Annotated[
     _processes("--process-id", "Which this is, from 0. [default: JAXSERVE_PROCESS_ID, SLURM]"),
 ]
 Quiet = Annotated[bool, _runtime("--quiet", "-q", text="No progress bars.")]
+
+
+def default_journal() -> Path:
+    """Where conversations are kept when they are to be kept, and no file is named."""
+    folder = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(folder) / "jaxserve" / "conversations.sqlite"
+
+
+def made_journal() -> Path:
+    """`default_journal`, in a folder that is there.
+
+    Raises:
+      JournalError: it cannot be made.
+    """
+    path = default_journal()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JournalError(
+            f"the folder {path.parent} cannot be made: {error}; give --journal"
+        ) from error
+    return path
 
 
 def sampling_params(**fields: object) -> SamplingParams:
@@ -209,9 +247,27 @@ def exit_codes() -> Iterator[None]:
         yield
     except JaxserveError as error:
         typer.echo(describe(error), err=True)
-        bad_input = (InvalidRequestError, InvalidConfigError, ModelError, MissingExtraError)
+        bad_input = (
+            InvalidRequestError,
+            InvalidConfigError,
+            ModelError,
+            MissingExtraError,
+            OtherModelError,
+            UnknownConversationError,
+        )
         is_bad_input = isinstance(error, bad_input) and not isinstance(error, CheckpointError)
         raise typer.Exit(EXIT_BAD_INPUT if is_bad_input else EXIT_FAILED) from error
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What the predictor package refuses, as an error of ours."""
+    try:
+        yield
+    except JaxserveError:
+        raise
+    except ValueError as error:
+        raise InvalidConfigError(str(error)) from error

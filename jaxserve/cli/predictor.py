@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, final
 import typer
 
 from jaxserve.cli import options as opt
-from jaxserve.core.errors import InvalidConfigError, JaxserveError
+from jaxserve.cli.probe import probe_app
+from jaxserve.core.errors import InvalidConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 predictor_app = typer.Typer(
     help="Train, measure and describe predictors of answers' lengths.", no_args_is_help=True
 )
+
+predictor_app.add_typer(probe_app, name="probe")
 
 SETTINGS = "training.json"
 _SHOWN_MISS_RATES = (0.05, 0.1, 0.2)
@@ -148,7 +149,7 @@ def train(
     Conversations are never torn apart. The state after every epoch is kept in OUTPUT.checkpoints
     until training is done.
     """
-    with opt.exit_codes(), _typed_errors():
+    with opt.exit_codes(), opt.refusals():
         settings = Settings(
             data=data, model=model, max_examples=max_examples, held_out=held_out, seed=seed,
             encoder=encoder, max_length=max_length, max_prompt_tokens=max_prompt_tokens,
@@ -203,7 +204,7 @@ def evaluate(
     The split is that of its training. The predictor keeps its calibration; the baselines are
     trained and calibrated on the data given.
     """
-    with opt.exit_codes(), _typed_errors():
+    with opt.exit_codes(), opt.refusals():
         from dataclasses import replace
 
         from predictor import LengthPredictor
@@ -229,7 +230,7 @@ def evaluate(
 @predictor_app.command("show")
 def show(folder: Annotated[Path, typer.Argument(help="A trained predictor.")]) -> None:
     """Describe a predictor: encoder, buckets, calibration, what it promises."""
-    with opt.exit_codes(), _typed_errors():
+    with opt.exit_codes(), opt.refusals():
         import jax
 
         from predictor import LengthPredictor
@@ -332,14 +333,3 @@ def _settings_of(folder: Path) -> Settings:
             f"{folder} holds no {SETTINGS}; give a folder made by `jaxserve predictor train`"
         )
     return Settings(**json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
-
-
-@contextmanager
-def _typed_errors() -> Iterator[None]:
-    """What the predictor package refuses, as an error of ours."""
-    try:
-        yield
-    except JaxserveError:
-        raise
-    except ValueError as error:
-        raise InvalidConfigError(str(error)) from error

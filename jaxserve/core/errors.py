@@ -6,6 +6,7 @@ A message says what was given, what is allowed, and what to do.
     ├── InvalidRequestError        this request alone is refused
     │   ├── EmptyPromptError
     │   ├── PromptTooLongError         longer than the context, or than the whole page pool
+    │   │   └── ConversationTooLongError   its history leaves no room for the next answer
     │   ├── TokenOutOfRangeError
     │   └── InvalidSamplingParamsError
     ├── NumericalError             the model produced NaN or infinite logits for this request
@@ -21,6 +22,16 @@ A message says what was given, what is allowed, and what to do.
     ├── MissingExtraError          an optional package; names the extra to install
     ├── CompilationAfterWarmupError  strict mode: something compiled after warm-up
     ├── ProcessGroupError          several processes that do not fit, or the wrong one was asked
+    ├── ConversationError          a turn of a conversation that did not come about
+    │   ├── UnknownConversationError   never begun, deleted, or dropped by the journal's limits
+    │   ├── ConversationBusyError      its last turn is still being answered
+    │   ├── ConversationConflictError  another process, or runtime, has changed it meanwhile
+    │   ├── OtherModelError            its tokens are another vocabulary's
+    │   ├── TurnCancelledError         the answer was cut off; the turn is forgotten
+    │   │   └── TurnTimeoutError
+    │   └── JournalError               the journal cannot be read or written
+    │       ├── JournalLockedError         by another process
+    │       └── JournalVersionError        written by a newer jaxserve
     ├── EngineFailedError          the device or the loop failed; ends whatever was running
     ├── ReplicaDiedError           a fleet's replicas died under a request, twice; or none is left
     └── RuntimeClosedError
@@ -49,6 +60,36 @@ class PromptTooLongError(InvalidRequestError):
 
     Also of a running request, together with its answer so far, when the pool is made too small.
     """
+
+
+class ConversationTooLongError(PromptTooLongError):
+    """A conversation whose next prompt leaves no room for an answer.
+
+    Attributes:
+      num_history_tokens: of the turns before.
+      num_new_tokens: that the new messages come to.
+      max_prompt_tokens: that leave room for one output token.
+    """
+
+    def __init__(
+        self, id: str, num_history_tokens: int, num_new_tokens: int, max_prompt_tokens: int
+    ):
+        self.id = id
+        self.num_history_tokens = num_history_tokens
+        self.num_new_tokens = num_new_tokens
+        self.max_prompt_tokens = max_prompt_tokens
+        room = max(0, max_prompt_tokens - num_history_tokens)
+        super().__init__(
+            f"conversation {id!r} has {num_history_tokens} tokens of history and this turn adds "
+            f"{num_new_tokens}; at most {max_prompt_tokens} leave room for an answer in this "
+            f"runtime's context and page pool, so {room} are left for a turn. Say less, go on from "
+            "an earlier turn (fork(num_turns)), begin a new conversation, or raise max_context or "
+            "kv_memory"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        counts = (self.num_history_tokens, self.num_new_tokens, self.max_prompt_tokens)
+        return type(self), (self.id, *counts)
 
 
 class TokenOutOfRangeError(InvalidRequestError):
@@ -136,6 +177,48 @@ class CompilationAfterWarmupError(JaxserveError):
 
 class ProcessGroupError(JaxserveError):
     """Processes that did not come together, or a call that another of them would have to get."""
+
+
+class ConversationError(JaxserveError):
+    """A turn that did not come about; the conversation is as it was before."""
+
+
+class UnknownConversationError(ConversationError, KeyError):
+    """No conversation of this id: never begun, deleted, or dropped by the journal's limits."""
+
+    __str__ = Exception.__str__  # KeyError would show the message in quotes
+
+
+class ConversationBusyError(ConversationError):
+    """A conversation whose last turn is still being answered: turns come one after the other."""
+
+
+class ConversationConflictError(ConversationError):
+    """A conversation that another process, or another runtime, has changed in the meantime."""
+
+
+class OtherModelError(ConversationError, ValueError):
+    """A conversation in the tokens of another vocabulary, or made with another chat template."""
+
+
+class TurnCancelledError(ConversationError):
+    """An answer that was cut off, by `cancel` or by closing the runtime."""
+
+
+class TurnTimeoutError(TurnCancelledError, TimeoutError):
+    """An answer that did not come in time."""
+
+
+class JournalError(ConversationError, OSError):
+    """A journal of conversations that cannot be read or written: disk full, read-only, damaged."""
+
+
+class JournalLockedError(JournalError):
+    """Another process holds the journal, longer than one waits."""
+
+
+class JournalVersionError(JournalError):
+    """A journal that a newer jaxserve has written."""
 
 
 class EngineFailedError(JaxserveError):

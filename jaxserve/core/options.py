@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, final
 
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.journal_limits import JournalLimits
 from jaxserve.core.sizes import parse_bytes
 
 
@@ -18,10 +19,17 @@ class RuntimeOptions:
     Attributes:
       policy: name of a preset, or a `jaxserve.scheduling.policy.Policy`.
       kv_memory: of the page pool, in bytes or as "4GiB"; by default what memory is left.
-      host_memory: on the host, for the KV of preempted sequences, in bytes or as "4GiB"; by default
-        as much as the page pool, if that is under a quarter of what is free. 0 for none.
+      host_memory: on the host, for pages that leave the device and for the KV of preempted
+        sequences, in bytes or as "4GiB"; by default as much as the page pool, if that is under a
+        quarter of what is free. 0 for none.
+      disk_memory: of files for pages that leave the host, which survive the runtime, in bytes or as
+        "4GiB"; none by default. Needs a policy that keeps pages on the host.
+      disk_folder: for them; one below the cache folder by default. One runtime at a time uses it.
       predictor: of answers' lengths, for policies that use them: a `predictor.LengthPredictor`, or
         the folder of one (`jaxserve predictor train`).
+      probe: reads the rest of an answer off the model's activations as tokens come, for policies
+        that use predictions: a `predictor.LengthProbe`, or the folder of one (`jaxserve predictor
+        probe train`). With or without a predictor.
       learns: go on training the predictor with the requests that end (`predictor.OnlineLearner`).
       max_slots: sequences that run at once.
       max_context: most tokens of prompt and output together; the model's own limit by default.
@@ -35,13 +43,19 @@ class RuntimeOptions:
         `pallas_kernels.paged_attention.IMPLEMENTATIONS`.
       record: file that gets a line for every request that ends, to be replayed by benchmarks
         (`jaxserve.workload.recorded`); new or empty.
+      conversations: file of the journal that keeps conversations over the end of the process; None
+        keeps them in memory only, and nothing of them is ever written.
+      journal_limits: how many conversations are kept, how large, and how long.
       progress: show progress bars for anything longer than two seconds.
     """
 
     policy: Any = "auto"
     kv_memory: int | str | None = None
     host_memory: int | str | None = None
+    disk_memory: int | str | None = None
+    disk_folder: str | Path | None = None
     predictor: Any = None
+    probe: Any = None
     learns: bool = False
     max_slots: int | None = None
     max_context: int | None = None
@@ -53,6 +67,8 @@ class RuntimeOptions:
     strict: bool = False
     attention: str | None = None
     record: str | Path | None = None
+    conversations: str | Path | None = None
+    journal_limits: JournalLimits = JournalLimits()
     progress: bool = True
 
     @classmethod
@@ -85,3 +101,9 @@ class RuntimeOptions:
             parse_bytes(self.kv_memory)
         if self.host_memory not in (None, 0):
             parse_bytes(self.host_memory)
+        if self.disk_memory is not None:
+            parse_bytes(self.disk_memory)
+        elif self.disk_folder is not None:
+            raise InvalidConfigError(
+                f"disk_folder={str(self.disk_folder)!r} is used with disk_memory only; say how much"
+            )

@@ -26,7 +26,8 @@ class Request:
       arrival_s: engine clock at submission, seconds.
       priority: higher goes first under the priority order.
       deadline_s: engine clock by which it should end; breaks ties of priority.
-      conversation_id: whose cache this continues; None for none.
+      conversation_id: whose turn this is; None for nobody's. For reports and recordings: what a
+        cache has of it is told from its tokens.
       prediction: of its output length; None where nobody predicted it.
       stop_token_ids: `params.stop_token_ids` and, unless ignored, the model's end tokens.
       seed: `params.seed`, or one drawn by the runtime.
@@ -109,7 +110,8 @@ class Sample:
 class Completion:
     """The answer to one prompt: `params.n` samples; the usual single one has shortcuts.
 
-    A request that failed has `finish_reason == "error"` and the typed `error`.
+    A request that failed has `finish_reason == "error"` and the typed `error`. `conversation_id` is
+    that of its request.
     """
 
     request_id: str
@@ -117,6 +119,7 @@ class Completion:
     samples: tuple[Sample, ...]
     timing: Timing
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    conversation_id: str | None = None
     error: JaxserveError | None = field(default=None, compare=False)
 
     @property

@@ -160,6 +160,7 @@ class Answer:
             prompt_logprobs=tuple(first.prompt_logprobs.get(p) for p in positions)
             if wants_prompt
             else None,
+            conversation_id=self.request.conversation_id,
             error=next((s.error for s in self.sequences if s.error is not None), None),
         )
 

@@ -22,6 +22,7 @@ from jaxserve.engine.executor import ModelExecutor
 from jaxserve.engine.leading import check_alike
 from jaxserve.engine.memory_plan import PoolSize, plan_host_pages, plan_pool, plan_resize
 from jaxserve.engine.placement import Placement
+from jaxserve.engine.probing import Probe, check_probe
 from jaxserve.engine.programs import Programs, largest_step_bytes
 from jaxserve.engine.staged_executor import StagedExecutor
 from jaxserve.memory.page_pool import MIN_PAGES
@@ -89,6 +90,7 @@ def build_executor(
     options: RuntimeOptions,
     stages: StagePlan | None = None,
     group: ProcessGroup | None = None,
+    probe: Probe | None = None,
 ) -> tuple[DeviceExecutor | StagedExecutor, PoolSize]:
     """Size the pool, create cache and slots beside the parameters, compile.
 
@@ -96,18 +98,29 @@ def build_executor(
       model_config: of the model: layers, KV heads, head_dim, max_position_embeddings.
       stages: to cut the model into; None to leave it whole.
       group: of all processes that the parameters lie on; each of them makes the same calls.
+      probe: of remaining lengths.
 
     Raises:
       DeviceMemoryError
-      InvalidConfigError: also where the processes were given different settings.
+      InvalidConfigError: also where the processes were given different settings, or a probe does
+        not fit the model or cannot be served with it.
     """
     if options.attention not in (None, *IMPLEMENTATIONS):
         raise InvalidConfigError(
             f"attention={options.attention!r} is unknown; give one of {IMPLEMENTATIONS}"
         )
+    if probe is not None:
+        check_probe(probe, model_config)
+        if stages is not None or group is not None:
+            raise InvalidConfigError(
+                "probe= reads a model that lies whole in one process, and this one is cut into "
+                "stages or served by several processes; leave the probe out"
+            )
     try:
         if stages is None:
-            built = _build_whole(graphdef, params, model_config, layer_layout, options, group)
+            built = _build_whole(
+                graphdef, params, model_config, layer_layout, options, group, probe
+            )
         else:
             built = _build_stages(params, model_config, layer_layout, options, stages)
     except NotImplementedError as error:
@@ -129,6 +142,7 @@ def _build_whole(
     layer_layout: LayerLayout,
     options: RuntimeOptions,
     group: ProcessGroup | None,
+    probe: Probe | None,
 ) -> tuple[DeviceExecutor, PoolSize]:
     # Committed to where they are, as parameters of an update will be: else those would compile.
     params = jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
@@ -143,7 +157,7 @@ def _build_whole(
     # what was compiled to be measured is what runs.
     optimistic = _agreed(pages.plan(step_bytes=0), group).num_pages
     draft = _engine_config(model_config, options, num_pages=optimistic)
-    programs = Programs(graphdef, draft, model_config, place)
+    programs = Programs(graphdef, draft, model_config, place, probe)
     steps = programs.compiled_steps(params, pages.abstract(optimistic))
     size = _agreed(pages.plan(step_bytes=largest_step_bytes(steps)), group)
     config = _engine_config(
@@ -154,7 +168,7 @@ def _build_whole(
         num_host_pages=pages.plan_host(size) if group is None else 0,
     )
     if size.num_pages != optimistic:
-        programs = Programs(graphdef, config, model_config, place)
+        programs = Programs(graphdef, config, model_config, place, probe)
     cache = pages.new(size.num_pages)
     return DeviceExecutor(config, programs, params, cache, strict=options.strict), size
 
@@ -289,7 +303,7 @@ def warm_up(executor: ModelExecutor, *, progress: bool) -> None:
 
 def _shared_settings(model_config: Any, leaf: jax.Array, options: RuntimeOptions) -> dict[str, Any]:
     """What every process must be given alike, by name; the policy is the leader's alone."""
-    own = ("policy", "predictor", "learns", "record", "progress")
+    own = ("policy", "predictor", "probe", "learns", "record", "progress")
     return {
         **{name: value for name, value in vars(options).items() if name not in own},
         **{f"model.{name}": str(value) for name, value in asdict(model_config).items()},

@@ -20,7 +20,7 @@ from jaxserve.engine.host_pages import PAGES_A_CALL
 from jaxserve.engine.packing import pack_needs, pack_rows, pack_sampling, sampling_first
 from jaxserve.engine.programs import Programs
 from jaxserve.engine.steps import MixedBatch
-from jaxserve.engine.weights import fitted
+from jaxserve.engine.weights import fingerprint, fitted
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
@@ -52,6 +52,7 @@ class DeviceExecutor:
         self.config = config
         self._params = params
         self.swap_costs: SwapCosts | None = None
+        self.refinement = programs.refinement
         self._pages = DevicePages(cache, programs.place.pages, self.config.num_host_pages)
         self._slots = DeviceSlots(self.config, programs.place.whole)
         self._programs = programs
@@ -106,6 +107,21 @@ class DeviceExecutor:
         """See `ModelExecutor`."""
         self._params = params
 
+    def read_host_page(self, host_page: int) -> bytes:
+        """See `HostMemory`."""
+        return self._pages.read_host_page(host_page)
+
+    def write_host_page(self, host_page: int, contents: bytes) -> None:
+        """See `HostMemory`."""
+        self._pages.write_host_page(host_page, contents)
+
+    def fingerprint(self) -> bytes:
+        """See `HostMemory`."""
+        leaf = jax.tree.leaves(self._pages.cache)[0]
+        page = (leaf.shape[0], *leaf.shape[2:], str(leaf.dtype))
+        with self._programs.place.in_force():
+            return fingerprint(self._params, self._programs.model_config, page)
+
     def compiled_steps(self) -> list[Any]:
         """The largest mixed step and decode loop as executables, to read what XLA made of them."""
         self._raise_if_closed()
@@ -155,6 +171,7 @@ class DeviceExecutor:
             self._programs.plan_decode(
                 plan.rows, plan.window_start, plan.window_size, plan.num_iterations
             ),
+            self._programs.probe_params,
             num_rows=plan.window_size,
         )
         output_rows = np.array([row.slot - plan.window_start for row in plan.rows], np.int32)
@@ -164,7 +181,7 @@ class DeviceExecutor:
         order = sampling_first(plan.rows)
         rows = [plan.rows[i] for i in order]
         batch, starts = pack_rows(self.config, rows)
-        self._pages.cache, hidden, row_hidden = self._programs.mixed_body(
+        self._pages.cache, hidden, row_hidden, tapped = self._programs.mixed_body(
             *(self._params, self._pages.cache, self._slots.state, batch),
             self._programs.plan_mixed(batch),
         )
@@ -178,6 +195,8 @@ class DeviceExecutor:
             row_hidden,
             pack_sampling(self.config, rows),
             pack_needs(plan.needs),
+            tapped,
+            self._programs.probe_params,
         )
         output_rows = np.full(len(rows), -1, np.int32)
         output_rows[order[:num_sampling]] = np.arange(num_sampling)
@@ -212,7 +231,7 @@ class DeviceExecutor:
 
     def _warm_body(self, num_tokens: int) -> None:
         batch, _ = pack_rows(self.config, (), num_tokens)
-        self._pages.cache, hidden, _ = self._programs.mixed_body(
+        self._pages.cache, hidden, _, _ = self._programs.mixed_body(
             *(self._params, self._pages.cache, self._slots.state, batch),
             self._programs.plan_mixed(batch),
         )
@@ -220,7 +239,7 @@ class DeviceExecutor:
 
     def _warm_head(self, num_rows: int) -> None:
         batch, _ = pack_rows(self.config, ())
-        self._pages.cache, _, row_hidden = self._programs.mixed_body(
+        self._pages.cache, _, row_hidden, tapped = self._programs.mixed_body(
             *(self._params, self._pages.cache, self._slots.state, batch),
             self._programs.plan_mixed(batch),
         )
@@ -230,6 +249,8 @@ class DeviceExecutor:
             row_hidden,
             np.full(num_rows, self.config.max_slots, np.int32),
             pack_needs(Needs()),
+            tapped,
+            self._programs.probe_params,
         )
 
     def _warm_decode(self, num_rows: int) -> None:
@@ -241,6 +262,7 @@ class DeviceExecutor:
             np.int32(0),  # iterations: requests may be running
             pack_needs(Needs()),
             self._programs.plan_decode((), 0, num_rows),
+            self._programs.probe_params,
             num_rows=num_rows,
         )
 
@@ -255,11 +277,24 @@ class DeviceExecutor:
             jax.block_until_ready(self._pages.cache)
             return time.perf_counter() - begin_s
 
-        copies = ((NULL_PAGE, 0),) * PAGES_A_CALL
-        swap_s = seconds(lambda: self._pages.swap(copies, copies))
+        to_nobody = self.config.num_host_pages
+        out, back = ((NULL_PAGE, to_nobody),), ((to_nobody, NULL_PAGE),)
+        swap_s = seconds(lambda: self._pages.swap(out * PAGES_A_CALL, back * PAGES_A_CALL))
         num_tokens = self.config.token_buckets[-1]
         prompt_s = seconds(lambda: self._warm_body(num_tokens))
-        self.swap_costs = SwapCosts(page_s=swap_s / 2 / PAGES_A_CALL, token_s=prompt_s / num_tokens)
+        token_s = prompt_s / num_tokens
+        self.swap_costs = SwapCosts(
+            page_s=swap_s / 2 / PAGES_A_CALL,
+            token_s=token_s,
+            position_s=token_s * self._work_of_a_position(),
+        )
+
+    def _work_of_a_position(self) -> float:
+        """Arithmetic of attending to one, as a share of what a token takes beside attention."""
+        model = self._programs.model_config
+        num_params = sum(leaf.size for leaf in jax.tree.leaves(self._params))
+        attention = 2 * model.num_layers * model.num_heads * model.head_dim
+        return attention / num_params
 
 
 def _bind(function: Callable[[int], None], size: int) -> Callable[[], None]:

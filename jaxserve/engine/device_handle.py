@@ -72,6 +72,7 @@ class DeviceHandle:
             top_ids=self._by_row("top_ids") if needs.top_logprobs else None,
             top_logprobs=self._by_row("top_logprobs") if needs.top_logprobs else None,
             prompt_logprobs=self._prompt_logprobs(),
+            remaining=None if self._outputs[0].remaining is None else self._by_row("remaining"),
         )
 
     def _by_row(self, name: str) -> np.ndarray:
@@ -94,4 +95,5 @@ class DeviceHandle:
             wanted += [out.tokens, out.num_tokens, out.finite]
             wanted += [out.logprobs] if needs.logprobs else []
             wanted += [out.top_ids, out.top_logprobs] if needs.top_logprobs else []
+            wanted += [] if out.remaining is None else [out.remaining]
         return wanted

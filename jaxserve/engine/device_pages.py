@@ -41,6 +41,14 @@ class DevicePages:
         if back:
             self.cache = self._host.swap_in(self.cache, back)
 
+    def read_host_page(self, host_page: int) -> bytes:
+        """See `HostMemory`."""
+        return self._host.read(host_page)
+
+    def write_host_page(self, host_page: int, contents: bytes) -> None:
+        """See `HostMemory`."""
+        self._host.write(self.cache, host_page, contents)
+
     def resize(self, num_pages: int, moves: Moves) -> None:
         """Go on with another number of pages; see `Executor.resize`.
 
@@ -48,6 +56,7 @@ class DevicePages:
         of the two caches, one buffer of the smaller. That is the keys of one layer where layers
         have buffers of their own, and half that cache where all layers share two.
         """
+        self._host.settle(wait=True)  # what is on its way takes memory of the device
         old_num_pages = self.num_pages
         try:
             self._bring_to(num_pages, moves)

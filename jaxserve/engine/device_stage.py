@@ -67,7 +67,7 @@ class DeviceStage:
         slots: Any = batch.slot[: int((batch.query_length > 0).sum())]
         self._take_in(slots)
         with self.programs.place.in_force():
-            self.pages.cache, hidden, row_hidden = self.programs.mixed_body(
+            self.pages.cache, hidden, row_hidden, _ = self.programs.mixed_body(
                 *(self.params, self.pages.cache, self.slots.state, batch),
                 self.programs.plan_mixed(batch),
                 self._moved(inputs),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from os import urandom
 from typing import final
 
 from jaxserve.core.clock import Clock
@@ -12,6 +13,7 @@ from jaxserve.core.request import Request
 from jaxserve.engine.executor import Executor, StepHandle
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
+from jaxserve.memory.disk_tier import DiskTier, HostMemory
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.scheduler import Progress, Scheduler
@@ -46,7 +48,9 @@ class Engine:
         max_in_flight: int = 2,
         replica: int = 0,
     ):
-        self.scheduler = Scheduler(executor.config, policy, clock, executor.swap_costs)
+        self.scheduler = Scheduler(
+            executor.config, policy, clock, executor.swap_costs, executor.refinement
+        )
         self.stats = EngineStats(clock)
         self.recorder = Recorder(executor.config, replica)
         self._clock = clock
@@ -98,6 +102,47 @@ class Engine:
         while self._in_flight:
             news += self._collect()
         return news
+
+    def use_disk(self, disk: DiskTier, memory: HostMemory) -> None:
+        """Keep on the disk what leaves the host, and find there what former runs left.
+
+        Args:
+          disk: closed with the engine.
+          memory: of the executor.
+        """
+        cache = self.scheduler.keeper.cache
+        cache.disk, cache.host_memory = disk, memory
+        cache.clear(memory.fingerprint())
+
+    def forget_kept_pages(self, *, keeps_disk: bool) -> None:
+        """Find nothing that was computed before now; `drain` first.
+
+        Args:
+          keeps_disk: but for what the disk keeps of the weights that there are now.
+        """
+        assert not self._in_flight, "steps are in flight; drain() first"
+        memory = self.scheduler.keeper.cache.host_memory
+        identity = b"" if memory is None else memory.fingerprint()
+        self.scheduler.keeper.cache.clear(identity if keeps_disk else identity + urandom(8))
+
+    def close(self, *, is_whole: bool) -> None:
+        """Move what is kept to the disk, where there is one; nothing may run any more.
+
+        Args:
+          is_whole: False after a failure; then nothing more is written.
+        """
+        cache = self.scheduler.keeper.cache
+        if cache.disk is None:
+            return
+        try:
+            if not is_whole:
+                return
+            cache.save()
+            while plan := self.scheduler.plan_farewell():
+                self._executor.submit(plan).collect()
+                cache.save()
+        finally:
+            cache.disk.close()
 
     def resize(self, num_pages: int) -> None:
         """Serve from a pool of `num_pages` pages; `drain` first.

@@ -9,6 +9,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.memory.relocation import Moves
 from jaxserve.scheduling.plan import StepPlan, StepResult
 from jaxserve.scheduling.supervisor import SwapCosts
+from predictor import Refinement
 
 
 class StepHandle(Protocol):
@@ -32,6 +33,9 @@ class Executor(Protocol):
     config: EngineConfig
     swap_costs: SwapCosts | None
     """Of bringing pages to the host and back, beside computing them anew; None if not measured."""
+
+    refinement: Refinement | None
+    """What the readings of its probe are worth (`StepResult.remaining`); None without a probe."""
 
     def submit(self, plan: StepPlan) -> StepHandle: ...
 

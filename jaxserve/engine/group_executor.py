@@ -21,6 +21,7 @@ class GroupExecutor:
     def __init__(self, executor: DeviceExecutor, group: ProcessGroup):
         self.config = executor.config
         self.swap_costs = executor.swap_costs
+        self.refinement = executor.refinement
         self._executor = executor
         self._group = group
         self._num_updates = 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import jax
 import numpy as np
 
+from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import PageCopies
 
@@ -20,15 +21,20 @@ PAGES_A_CALL = 8
 class HostPages:
     """Memory for `num_pages` pages, taken from the host when the first of them arrives.
 
+    Page `num_pages` is one more, for copies that nobody wants back.
+
     What leaves the device is gathered into a buffer of its own first: the pages may be written by
     the very next step, which the cache is donated to.
 
     Args:
       place: sharding of the cache's buffers.
+
+    Raises:
+      DeviceMemoryError: by whatever comes first, where the host does not have the memory.
     """
 
     def __init__(self, num_pages: int, place: jax.sharding.Sharding):
-        self._num_pages = num_pages
+        self._num_pages = num_pages + 1
         self._buffers: list[np.ndarray] = []
         self._leaving: deque[tuple[tuple[int, ...], list[jax.Array]]] = deque()
         self._gather = jax.jit(_gather)
@@ -62,20 +68,46 @@ class HostPages:
         """Put what has arrived into its place, and with `wait` all that is on its way."""
         while self._leaving and (wait or all(map(_is_ready, self._leaving[0][1]))):
             host_pages, gathered = self._leaving.popleft()
-            if not self._buffers:
-                self._buffers = [self._empty(each) for each in gathered]
+            self._allocate(gathered)
             for buffer, each in zip(self._buffers, gathered, strict=True):
                 pages = np.asarray(each)
                 for i, host_page in enumerate(host_pages):
                     buffer[host_page] = pages[:, i]
 
+    def read(self, host_page: int) -> bytes:
+        """Contents of a page that was copied here."""
+        self.settle(wait=True)
+        return b"".join(buffer[host_page].tobytes() for buffer in self._buffers)
+
+    def write(self, cache: KVCache, host_page: int, contents: bytes) -> None:
+        """Put something into a page that `read` gave, for this cache or one of its kind."""
+        self.settle(wait=True)
+        self._allocate(jax.tree.leaves(cache))
+        start = 0
+        for buffer in self._buffers:
+            page = buffer[host_page]
+            flat = np.frombuffer(contents, page.dtype, page.size, start)
+            buffer[host_page] = flat.reshape(page.shape)
+            start += page.nbytes
+
     def delete(self) -> None:
         self._leaving.clear()
         self._buffers.clear()
 
-    def _empty(self, gathered: jax.Array) -> np.ndarray:
-        layers, _, *page = gathered.shape
-        return np.empty((self._num_pages, layers, *page), gathered.dtype)
+    def _allocate(self, like: Sequence[jax.Array]) -> None:
+        """A buffer for each of these, once."""
+        if self._buffers:
+            return
+        try:
+            self._buffers = [
+                np.empty((self._num_pages, pages.shape[0], *pages.shape[2:]), pages.dtype)
+                for pages in like
+            ]
+        except MemoryError as error:
+            raise DeviceMemoryError(
+                f"the host has no memory for {self._num_pages - 1:,} pages ({error}); give a "
+                "smaller host_memory, or 0"
+            ) from error
 
 
 def _is_ready(array: Any) -> bool:

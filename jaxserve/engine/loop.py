@@ -120,6 +120,10 @@ class EngineLoop:
                 self._held = []
                 self._changed.notify_all()
 
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
     def close(self) -> None:
         """Cancel what is left and stop the thread; returns when it has ended."""
         with self._changed:

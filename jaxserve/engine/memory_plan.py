@@ -97,7 +97,7 @@ def plan_pool(
 
 
 def plan_host_pages(page_bytes: int, num_device_pages: int, wanted_bytes: int | None) -> int:
-    """Pages of host memory for the KV of preempted sequences.
+    """Pages of host memory, for what leaves the device.
 
     Args:
       page_bytes: of one page, all layers and shards, keys and values.

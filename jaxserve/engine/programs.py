@@ -20,6 +20,7 @@ from jaxserve.engine import steps
 from jaxserve.engine.attention_planner import AttentionPlanner
 from jaxserve.engine.packing import pack_rows
 from jaxserve.engine.placement import Placement
+from jaxserve.engine.probing import Probe
 from jaxserve.engine.sampler import SamplingNeeds
 from jaxserve.engine.slots import empty_slots
 from jaxserve.engine.steps import MixedBatch, Params
@@ -33,30 +34,46 @@ class Programs:
     """The jitted functions of one model, or of a stage's part of it, and one configuration.
 
     Args:
-      graphdef: static part of a decoder: `model(tokens, batch, cache) -> hidden, cache` and
-        `model.logits(hidden)`.
+      graphdef: static part of a decoder: `model.tapped(tokens, batch, cache, tap) -> hidden, cache,
+        tapped` and `model.logits(hidden)`.
       model_config: of the decoder, or of its part.
       place: where parameters, cache and slots live.
+      probe: of remaining lengths, which whole steps read; None for none.
+
+    Attributes:
+      probe_params: the probe's, in place; None without one.
+      refinement: what its readings are worth.
     """
 
     def __init__(
-        self, graphdef: nnx.GraphDef, config: EngineConfig, model_config: Any, place: Placement
+        self,
+        graphdef: nnx.GraphDef,
+        config: EngineConfig,
+        model_config: Any,
+        place: Placement,
+        probe: Probe | None = None,
     ):
         self.config = config
+        self.model_config = model_config
         self.place = place
+        self.refinement = None if probe is None else probe.refinement
+        self.probe_params = None if probe is None else jax.device_put(probe.params, place.whole)
         self._planner = AttentionPlanner.of(config, model_config, place)
         bind = partial(partial, graphdef=graphdef, config=config)
+        read = partial(bind, probe=probe)
         whole, pages = place.whole, place.pages
         self.mixed_body = jax.jit(
-            bind(steps.mixed_body), donate_argnames="cache", out_shardings=(pages, whole, whole)
+            read(steps.mixed_body),
+            donate_argnames="cache",
+            out_shardings=(pages, whole, whole, whole),
         )
         self.mixed_head = jax.jit(
-            bind(steps.mixed_head),
+            read(steps.mixed_head),
             donate_argnames="slots",
             out_shardings=whole,
         )
         self.decode_loop = jax.jit(
-            bind(steps.decode_loop),
+            read(steps.decode_loop),
             donate_argnames=("cache", "slots"),
             static_argnames="num_rows",
             out_shardings=(pages, whole, whole),
@@ -103,7 +120,9 @@ class Programs:
         with self.place.in_force():
             lowered = [
                 self.mixed_body.lower(params, cache, slots, batch, self.plan_mixed(batch)),
-                loop(params, cache, slots, scalar, scalar, needs, decode_plan),
+                loop(
+                    *(params, cache, slots, scalar, scalar, needs, decode_plan), self.probe_params
+                ),
             ]
         return [step.compile() for step in lowered]
 

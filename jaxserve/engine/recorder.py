@@ -27,6 +27,7 @@ class StepRecord:
       num_padding_tokens: computed for nobody, up to the compiled size.
       num_running, num_waiting: sequences with and without a slot.
       pages_owned, pages_promised: in use, and reserved on top.
+      pages_cached: in use by nobody, with contents that may be wanted again.
       pages_out, pages_in: copied to the host before it, and back.
       host_gap_s: how long the device may have idled before it.
       collected_s: when the host had read it; None if it never did.
@@ -43,6 +44,7 @@ class StepRecord:
     num_waiting: int
     pages_owned: int
     pages_promised: int
+    pages_cached: int
     pages_out: int
     pages_in: int
     submitted_s: float
@@ -54,13 +56,17 @@ class StepRecord:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestRecord:
-    """One request that has ended; `num_output_tokens` over all its samples."""
+    """One request that has ended; `num_output_tokens` over all its samples.
+
+    `conversation_id` says whose turn it was, if anybody's.
+    """
 
     request_id: str
     num_prompt_tokens: int
     num_output_tokens: int
     finish_reason: str
     timing: Timing
+    conversation_id: str | None = None
 
 
 @final
@@ -106,6 +112,7 @@ class Recorder:
                 num_waiting=len(scheduler.waiting),
                 pages_owned=scheduler.pool.num_owned,
                 pages_promised=scheduler.pool.num_promised,
+                pages_cached=scheduler.pool.num_cached,
                 pages_out=len(plan.swaps_out),
                 pages_in=len(plan.swaps_in),
                 submitted_s=now_s,
@@ -127,6 +134,7 @@ class Recorder:
             num_output_tokens=sum(len(sample.token_ids) for sample in completion.samples),
             finish_reason=completion.finish_reason,
             timing=completion.timing,
+            conversation_id=completion.conversation_id,
         )
         with self._lock:
             self._requests.append(record)

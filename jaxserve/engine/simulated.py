@@ -21,12 +21,15 @@ from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_sources, page_targets
 from jaxserve.scheduling.plan import Row, StepPlan, StepResult
 from jaxserve.scheduling.supervisor import SwapCosts
+from predictor import Refinement
 
 END_TOKEN = 0
 _MASK = (1 << 61) - 1
 
 # (request, sample index) -> number of output tokens after which the model ends by itself
 AnswerLength = Callable[[Request, int], int]
+# (request, sample index, output tokens that have come) -> logits of what remains, float [buckets]
+Reading = Callable[[Request, int, int], np.ndarray]
 
 
 @final
@@ -38,6 +41,10 @@ class _Slot:
     max_length: int
     is_inert: bool = False
     page_table: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
 
 
 @final
@@ -64,6 +71,8 @@ class SimulatedExecutor:
       answer_length: when the model itself ends an answer; never by default.
       fault_length: after how many output tokens its logits are no longer finite; never by default.
       cost: of a step, in virtual seconds.
+      refinement: what readings are worth; None for no probe.
+      reading: what the probe reads.
       vocab_size: tokens are drawn from 1 to vocab_size - 1; 0 is the end token.
       reads_context: False where only lengths and times matter: many times faster, but a token then
         says nothing about its context, and a wrong page table goes unnoticed.
@@ -77,11 +86,15 @@ class SimulatedExecutor:
         answer_length: AnswerLength | None = None,
         fault_length: AnswerLength | None = None,
         cost: StepCost | None = None,
+        refinement: Refinement | None = None,
+        reading: Reading | None = None,
         vocab_size: int = 1000,
         reads_context: bool = True,
     ):
         self.config = config
         self.swap_costs: SwapCosts | None = None
+        self.refinement = refinement
+        self._reading = reading
         self._clock = clock
         self._answer_length = answer_length
         self._fault_length = fault_length
@@ -120,10 +133,32 @@ class SimulatedExecutor:
                 else:
                     prefilled += attended
                 self._advance(slot, index, row, start, result)
+        result = replace(result, remaining=self._read_remaining(plan))
         work = StepWork(plan, prefilled, tuple(decoded))
         begin_s = max(self._free_at_s, self._clock.now())
         self._free_at_s = begin_s + self._cost.device_s(work)
         return _SimulatedHandle(result, self._free_at_s, self._clock)
+
+    def read_host_page(self, host_page: int) -> bytes:
+        """See `HostMemory`."""
+        return self._host_cells[host_page].tobytes()
+
+    def write_host_page(self, host_page: int, contents: bytes) -> None:
+        """See `HostMemory`."""
+        self._host_cells[host_page] = np.frombuffer(contents, np.int64)
+
+    def fingerprint(self) -> bytes:
+        """See `HostMemory`."""
+        return f"simulated {self.config.page_size}".encode()
+
+    def _read_remaining(self, plan: StepPlan) -> np.ndarray | None:
+        """What a probe reads where each row's newest token was chosen."""
+        if self._reading is None or not plan.rows:
+            return None
+        slots = [self._slots[row.slot] for row in plan.rows]
+        return np.stack(
+            [self._reading(s.request, s.sample_index, max(0, s.num_outputs - 1)) for s in slots]
+        )
 
     def resize(self, num_pages: int, moves: Moves) -> None:
         old_num_pages = self.config.num_pages
@@ -169,7 +204,8 @@ class SimulatedExecutor:
 
     def _advance(self, slot: _Slot, index: int, row: Row, start: int, result: StepResult) -> None:
         """Compute one row, and put its token into the result if it samples."""
-        context = self._write(slot, start, row.num_tokens) if self._reads_context else 0
+        if self._reads_context:
+            self._write(slot, start, row.num_tokens)
         if not row.samples:
             return
         if start + row.num_tokens != len(slot.tokens):
@@ -177,17 +213,24 @@ class SimulatedExecutor:
         if self._has_fault(slot):
             result.finite[index], slot.is_inert = False, True
             return
+        context = self._read_all(slot) if self._reads_context else 0
         result.tokens[index, result.num_tokens[index]] = self._append(slot, context)
         result.num_tokens[index] += 1
 
-    def _write(self, slot: _Slot, start: int, count: int) -> int:
-        """Write `count` tokens from `start` on; returns the hash of the context read back."""
+    def _write(self, slot: _Slot, start: int, count: int) -> None:
+        """Write `count` tokens from `start` on."""
         context = self._read(slot, start - 1) if start else 1
         for position in range(start, start + count):
             context = _mix(context, slot.tokens[position])
             page, offset = self._cell(slot, position)
             self._cells[page, offset] = context
-        return context
+
+    def _read_all(self, slot: _Slot) -> int:
+        """A hash of every cell of the context."""
+        num_tokens = len(slot.tokens)
+        num_pages = -(-num_tokens // self.config.page_size)
+        pages = [slot.page_table[index] for index in range(num_pages)]
+        return int(np.bitwise_xor.reduce(self._cells[pages].ravel()[:num_tokens]))
 
     def _read(self, slot: _Slot, position: int) -> int:
         return int(self._cells[self._cell(slot, position)])
@@ -201,12 +244,11 @@ class SimulatedExecutor:
     def _has_fault(self, slot: _Slot) -> bool:
         if self._fault_length is None:
             return False
-        num_outputs = len(slot.tokens) - len(slot.request.prompt)
-        return num_outputs >= self._fault_length(slot.request, slot.sample_index)
+        return slot.num_outputs >= self._fault_length(slot.request, slot.sample_index)
 
     def _append(self, slot: _Slot, context: int) -> int:
         request = slot.request
-        num_outputs = len(slot.tokens) - len(request.prompt) + 1
+        num_outputs = slot.num_outputs + 1
         stream = 0 if request.params.is_greedy else _mix(request.seed, slot.sample_index)
         token = 1 + _mix(context, stream) % (self._vocab_size - 1)
         if self._answer_length is not None:

@@ -25,6 +25,7 @@ from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
 from jaxserve.scheduling.plan import Needs, Row, StepPlan
 from jaxserve.scheduling.supervisor import SwapCosts
+from predictor import Refinement
 
 
 @final
@@ -74,6 +75,7 @@ class StagedExecutor:
     ):
         self.config = stages[0].programs.config
         self.swap_costs: SwapCosts | None = None
+        self.refinement: Refinement | None = None
         self._stages = list(stages)
         self._parts = list(parts)
         self._whole = whole
@@ -159,11 +161,10 @@ class StagedExecutor:
     # ---- steps ----
 
     def _mixed(self, plan: StepPlan) -> DeviceHandle:
-        order = sampling_first(plan.rows)
         # One batch where somebody asks for the log-probabilities of a prompt: then its spans are
         # those of the step.
         wants_prompts = any(row.wants_prompt_logprobs for row in plan.rows)
-        batches = [[(i, plan.rows[i]) for i in order]]
+        batches = [list(enumerate(plan.rows))]
         if not wants_prompts:
             smallest = self.config.token_buckets[0]
             batches = list(_cut(batches[0], self._micro_batches, smallest))
@@ -174,6 +175,7 @@ class StagedExecutor:
         marker: Any = None
         num_outputs = 0
         for batch in batches:
+            batch = [batch[i] for i in sampling_first([row for _, row in batch])]
             rows = [row for _, row in batch]
             packed, starts = pack_rows(self.config, rows)
             samples = any(row.samples for row in rows)
@@ -340,6 +342,7 @@ def _cut(
     """At most `most` micro-batches of as equal numbers of tokens as can be, none under `smallest`.
 
     A row that would not fit is cut: what comes first attends, what comes later is sampled from.
+    The order stays, for rows may read what those before them write.
     """
     total = sum(row.num_tokens for _, row in rows)
     size = max(smallest, -(-total // most))

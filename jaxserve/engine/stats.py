@@ -28,6 +28,11 @@ class EngineStats:
       num_outgrown: of these, because they had used up what was reserved for them.
       num_pages_out, num_pages_in: copied to the host and back.
       num_recomputed: tokens of preempted sequences whose KV was dropped, to be computed anew.
+      num_sought: tokens of admitted sequences, in full pages, that the cache could have had.
+      num_found: those that it had.
+      num_found_on_host, num_found_on_disk: of these the ones that came from there.
+      num_lost: those that it had given up not long before.
+      num_refined: times that a probe's reading changed what was believed of a sequence's length.
       max_pages_owned: most pages in use at once.
       busy_s: seconds with work on hand.
       host_gap_s: of these, seconds the device may have idled.
@@ -46,6 +51,12 @@ class EngineStats:
     num_pages_out: int = 0
     num_pages_in: int = 0
     num_recomputed: int = 0
+    num_sought: int = 0
+    num_found: int = 0
+    num_found_on_host: int = 0
+    num_found_on_disk: int = 0
+    num_lost: int = 0
+    num_refined: int = 0
     max_pages_owned: int = 0
     busy_s: float = 0.0
     host_gap_s: float = 0.0
@@ -78,12 +89,18 @@ class EngineStats:
         self.num_tokens += plan.num_tokens
         if plan.is_decode_loop:
             self.num_padding_tokens += plan.num_iterations * (plan.window_size - len(plan.rows))
-        supervisor = scheduler.supervisor
+        supervisor, keeper = scheduler.supervisor, scheduler.keeper
         self.num_preemptions = scheduler.num_preemptions
         self.num_outgrown = supervisor.num_outgrown
-        self.num_pages_out = supervisor.num_pages_out
-        self.num_pages_in = supervisor.num_pages_in
+        self.num_pages_out = supervisor.num_pages_out + keeper.cache.num_pages_out
+        self.num_pages_in = supervisor.num_pages_in + keeper.cache.num_pages_in
         self.num_recomputed = supervisor.num_recomputed
+        self.num_sought = keeper.num_sought
+        self.num_found = keeper.num_found
+        self.num_found_on_host = keeper.num_found_on_host
+        self.num_found_on_disk = keeper.num_found_on_disk
+        self.num_lost = keeper.num_lost
+        self.num_refined = scheduler.beliefs.num_refined
         self.penalty_s = supervisor.penalty_s
         self.max_pages_owned = max(self.max_pages_owned, scheduler.pool.num_owned)
 

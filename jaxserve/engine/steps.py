@@ -5,8 +5,8 @@ Whole ones run the model from tokens to tokens; those of a stage run a part of i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,13 @@ from jax import lax
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling_params import MAX_LOGPROBS
 from jaxserve.engine import slots as slot_edits
+from jaxserve.engine.probing import Probe
 from jaxserve.engine.prompt_logprobs import prompt_logprobs
 from jaxserve.engine.sampler import Sampled, SamplingNeeds, sample
 from jaxserve.engine.slots import SlotState
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.models.batch import AttentionBatch, KVCache
+from jaxserve.models.decoder import Tap
 from pallas_kernels import Rows
 from pallas_kernels.paged_attention import Plan
 
@@ -52,7 +54,8 @@ class Outputs:
     """What a step delivers, for R rows and N iterations.
 
     tokens i32 [R, N], num_tokens i32 [R], finite bool [R], logprobs f32 [R, N],
-    top_ids i32 and top_logprobs f32 [R, N, MAX_LOGPROBS].
+    top_ids i32 and top_logprobs f32 [R, N, MAX_LOGPROBS]. With a probe, remaining f32 [R, buckets]:
+    its logits where a row's last token was sampled.
     """
 
     tokens: jax.Array
@@ -61,6 +64,7 @@ class Outputs:
     logprobs: jax.Array
     top_ids: jax.Array
     top_logprobs: jax.Array
+    remaining: jax.Array | None = None
 
 
 def mixed_body(
@@ -73,8 +77,12 @@ def mixed_body(
     *,
     graphdef: nnx.GraphDef,
     config: EngineConfig,
-) -> tuple[KVCache, jax.Array, jax.Array]:
-    """Compute every row. Returns the cache, hidden states [T, E], and those of row ends [S, E]."""
+    probe: Probe | None,
+) -> tuple[KVCache, jax.Array, jax.Array, jax.Array | None]:
+    """Compute every row. Returns the cache, hidden states [T, E], and those of row ends [S, E].
+
+    And of row ends what the probe reads [S, E].
+    """
     model = nnx.merge(graphdef, params)
     positions, slot = _positions(batch)
     valid = (batch.token_row < config.max_slots) & ~slots.done[slot]
@@ -94,9 +102,9 @@ def mixed_body(
         plan=attention_plan,
     )
     inputs = slots.tokens[slot, positions] if inputs is None else inputs
-    hidden, cache = model(inputs, attention, cache)
     ends = batch.query_start + jnp.maximum(batch.query_length, 1) - 1
-    return cache, hidden, hidden[ends]
+    hidden, cache, tapped = _tapped(model, inputs, attention, cache, _tap(probe, ends))
+    return cache, hidden, hidden[ends], tapped
 
 
 def mixed_head(
@@ -105,15 +113,21 @@ def mixed_head(
     row_hidden: jax.Array,  # [S, E]
     index: jax.Array,  # int32 [R], slots of the first R rows; S to skip
     needs: SamplingNeeds,
+    tapped: jax.Array | None,  # [S, E]
+    probe_params: Params,
     *,
     graphdef: nnx.GraphDef,
     config: EngineConfig,
+    probe: Probe | None,
 ) -> tuple[SlotState, Outputs]:
     """Sample the next token of the rows and append it to their slots."""
     outputs = no_outputs(index.shape[0], 1)
-    return stage_head(
+    slots, outputs, _, _ = stage_head(
         params, slots, row_hidden, index, outputs, jnp.int32(0), needs, graphdef=graphdef
-    )[:2]
+    )
+    if tapped is not None:
+        tapped = tapped[: index.shape[0]]
+    return slots, _with_reading(outputs, tapped, probe, probe_params)
 
 
 def decode_loop(
@@ -124,38 +138,53 @@ def decode_loop(
     num_iterations: jax.Array,  # int32 scalar
     needs: SamplingNeeds,
     attention_plan: Plan | None,
+    probe_params: Params,
     *,
     num_rows: int,
     graphdef: nnx.GraphDef,
     config: EngineConfig,
+    probe: Probe | None,
 ) -> tuple[KVCache, SlotState, Outputs]:
     """Decode the slots of a window up to `num_iterations` times, less when all of them end."""
     model = nnx.merge(graphdef, params)
     window = _window(slots, window_start, num_rows)
     index = jnp.arange(num_rows)
+    tap = _tap(probe, index)
 
-    def goes_on(carry: tuple[jax.Array, KVCache, SlotState, Outputs]) -> jax.Array:
-        iteration, _, window, _ = carry
-        return (iteration < num_iterations) & ~window.done.all()
+    def goes_on(carry: _Carry) -> jax.Array:
+        return (carry.iteration < num_iterations) & ~carry.window.done.all()
 
-    def iterate(
-        carry: tuple[jax.Array, KVCache, SlotState, Outputs],
-    ) -> tuple[jax.Array, KVCache, SlotState, Outputs]:
-        iteration, cache, window, outputs = carry
+    def iterate(carry: _Carry) -> _Carry:
+        iteration, window = carry.iteration, carry.window
         live = ~window.done
-        hidden, cache = _decode_once(model, window, cache, None, attention_plan, config)
+        hidden, cache, tapped = _decode_once(
+            model, window, carry.cache, None, attention_plan, config, tap
+        )
         sampled = sample(model.logits(hidden), window.sampling, window.tokens, window.length, needs)
         window = slot_edits.append(window, index, live, sampled.token, sampled.finite)
-        return iteration + 1, cache, window, _record(outputs, iteration, live, sampled)
+        outputs = _record(carry.outputs, iteration, live, sampled)
+        return _Carry(iteration + 1, cache, window, outputs, tapped)
 
-    start = (jnp.int32(0), cache, window, no_outputs(num_rows, config.max_decode_iterations))
-    _, cache, window, outputs = lax.while_loop(goes_on, iterate, start)
+    nothing = no_outputs(num_rows, config.max_decode_iterations)
+    untapped = None if probe is None else jnp.zeros((num_rows, probe.width))
+    start = _Carry(jnp.int32(0), cache, window, nothing, untapped)
+    end = lax.while_loop(goes_on, iterate, start)
     slots = jax.tree.map(
         lambda leaf, new: lax.dynamic_update_slice_in_dim(leaf, new, window_start, 0),
         slots,
-        window,
+        end.window,
     )
-    return cache, slots, outputs
+    return end.cache, slots, _with_reading(end.outputs, end.tapped, probe, probe_params)
+
+
+class _Carry(NamedTuple):
+    """What goes from one iteration of a decode loop to the next."""
+
+    iteration: jax.Array
+    cache: KVCache
+    window: SlotState
+    outputs: Outputs
+    tapped: jax.Array | None
 
 
 def stage_decode(
@@ -173,7 +202,7 @@ def stage_decode(
     """A stage's part of one decode iteration of a window. Returns the cache and [R, E]."""
     window = _window(slots, window_start, num_rows)
     model = nnx.merge(graphdef, params)
-    hidden, cache = _decode_once(model, window, cache, inputs, attention_plan, config)
+    hidden, cache, _ = _decode_once(model, window, cache, inputs, attention_plan, config, None)
     return cache, hidden
 
 
@@ -243,8 +272,9 @@ def _decode_once(
     inputs: jax.Array | None,
     attention_plan: Plan | None,
     config: EngineConfig,
-) -> tuple[jax.Array, KVCache]:
-    """Hidden states [R, E] of each slot's newest token, and the cache with its KV."""
+    tap: Tap | None,
+) -> tuple[jax.Array, KVCache, jax.Array | None]:
+    """Hidden states [R, E] of each slot's newest token, the cache with its KV, what is tapped."""
     index = jnp.arange(window.done.shape[0])
     live = ~window.done
     positions = window.length - 1
@@ -264,7 +294,28 @@ def _decode_once(
         max_query_length=1,
     )
     inputs = window.tokens[index, positions] if inputs is None else inputs
-    return model(inputs, attention, cache)
+    return _tapped(model, inputs, attention, cache, tap)
+
+
+def _tapped(
+    model: Any, inputs: jax.Array, attention: AttentionBatch, cache: KVCache, tap: Tap | None
+) -> tuple[jax.Array, KVCache, jax.Array | None]:
+    """As `Decoder.tapped`, what is tapped in float32."""
+    hidden, cache, tapped = model.tapped(inputs, attention, cache, tap)
+    return hidden, cache, None if tapped is None else tapped.astype(jnp.float32)
+
+
+def _tap(probe: Probe | None, rows: jax.Array) -> Tap | None:
+    return None if probe is None else Tap(probe.layer, rows)
+
+
+def _with_reading(
+    outputs: Outputs, tapped: jax.Array | None, probe: Probe | None, probe_params: Params
+) -> Outputs:
+    """The outputs, and what the probe reads of the activations [R, E] of their rows."""
+    if probe is None or tapped is None:
+        return outputs
+    return replace(outputs, remaining=probe.apply(probe_params, tapped).astype(jnp.float32))
 
 
 def _positions(batch: MixedBatch) -> tuple[jax.Array, jax.Array]:
@@ -310,7 +361,8 @@ def no_outputs(num_rows: int, num_iterations: int) -> Outputs:
 
 def _record(out: Outputs, iteration: jax.Array, live: jax.Array, sampled: Sampled) -> Outputs:
     """Outputs with this iteration's tokens; a slot's tokens are contiguous from the first on."""
-    return Outputs(
+    return replace(
+        out,
         tokens=out.tokens.at[:, iteration].set(sampled.token),
         num_tokens=out.num_tokens + (live & sampled.finite),
         finite=out.finite & (sampled.finite | ~live),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Any
 
+import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.config import check_fits
 from sharding import placed, state_shardings
+
+_ELEMENTS_LOOKED_AT = 256
 
 
 def sharded(params: Any, mesh: Mesh, model_config: Any) -> Any:
@@ -44,6 +49,20 @@ def check_same(params: Any, expected: Any) -> None:
             + (f", and {len(problems) - 1} more such" if problems[1:] else "")
             + "; give a state of the same structure, shapes and dtypes"
         )
+
+
+def fingerprint(params: Any, *settings: Any) -> bytes:
+    """The same for the same weights and settings in any run, and another for others.
+
+    Of each parameter a few elements are looked at, spread over all of it: training moves them all.
+    """
+    digest = blake2b(repr(settings).encode(), digest_size=16)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        spread = np.linspace(0, leaf.size - 1, _ELEMENTS_LOOKED_AT).astype(np.int64)
+        elements = np.asarray(leaf[np.unravel_index(spread, leaf.shape)] if leaf.shape else leaf)
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype}{leaf.shape}".encode())
+        digest.update(elements.tobytes())
+    return digest.digest()
 
 
 def fitted(params: Any, old: Any) -> Any:

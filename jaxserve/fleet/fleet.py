@@ -44,7 +44,8 @@ class Fleet:
       tensor_parallel: devices that each replica splits the model over.
       num_cpus, num_gpus: that Ray sets aside for each replica; GPUs by default as many as it
         splits the model over, or none where Ray has none.
-      options: `load`, `dtype`, and those of `RuntimeOptions`, but for `record`.
+      options: `load`, `dtype`, and those of `RuntimeOptions`, but for `record` and
+        `conversations`.
 
     An existing connection to Ray is used and left as it was. Without one, the cluster of
     RAY_ADDRESS is joined or a Ray on this machine started, and left or ended by `close`.
@@ -75,6 +76,11 @@ class Fleet:
         get_policy(self.options.policy)
         if self.options.record is not None:
             raise InvalidConfigError("record= is for one Runtime; a fleet does not record")
+        if self.options.conversations is not None:
+            raise InvalidConfigError(
+                "conversations= is for one Runtime; a fleet keeps no conversations, send it the "
+                "whole history"
+            )
         options.pop("progress", None)
         ray = import_ray()
         self._numbers = itertools.count()

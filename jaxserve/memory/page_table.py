@@ -66,17 +66,30 @@ class PageTable:
         self._pages += self._pool.draw(count)
         return list(enumerate(self._pages[first:], first))
 
-    def share_prefix(self, other: PageTable, num_pages: int) -> list[tuple[int, int]]:
-        """Begin this empty table with the first `num_pages` pages of `other`, shared.
+    def begin(self, num_tokens: int, shared: Mapping[int, int], num_pages: int) -> bool:
+        """Reserve `num_tokens` tokens for this empty table; own the first `num_pages` pages.
 
-        Nobody may write to a shared page. Returns the new entries as `grow` does.
+        Nobody may write to a shared page.
+
+        Args:
+          shared: index in the table -> page, owned or cached, full of what belongs there. All
+            under `num_pages`, and no more of those than `num_tokens` take.
+
+        Returns:
+          False, and nothing changes, if the pool has too few pages.
         """
-        if self._pages:
+        if self._pages or self._num_promised:
             raise ValueError("only an empty page table can begin with shared pages")
-        shared = other._pages[:num_pages]
-        self._pool.share(shared)
-        self._pages += shared
-        return list(enumerate(shared))
+        missing = self.pages_for(num_tokens) - len(shared)
+        num_cached = sum(self._pool.is_cached(page) for page in shared.values())
+        if missing + num_cached > self._pool.num_available:
+            return False
+        self._pool.share(shared.values())
+        self._pool.promise(missing)
+        drawn = iter(self._pool.draw(num_pages - len(shared)))
+        self._pages = [shared[i] if i in shared else next(drawn) for i in range(num_pages)]
+        self._num_promised = missing - (num_pages - len(shared))
+        return True
 
     def relocate(self, targets: Mapping[int, int]) -> None:
         """Follow pages that `PagePool.resize` moved; those that are not in `targets` stayed."""

@@ -41,6 +41,20 @@ class Part:
     has_end: bool
 
 
+@final
+@dataclass(frozen=True)
+class Tap:
+    """Where the residual stream is read on its way.
+
+    Attributes:
+      layer: how many layers lie before.
+      rows: int32 [rows], of which tokens.
+    """
+
+    layer: int
+    rows: jax.Array
+
+
 class Decoder(nnx.Module):
     """A decoder over a flat ragged batch and a paged KV cache; families set `block_class`.
 
@@ -101,14 +115,21 @@ class Decoder(nnx.Module):
         Also returns the cache with this step's keys and values written. A part without the start
         takes the residual stream [tokens, embed], one without the end gives it.
         """
+        hidden, cache, _ = self.tapped(inputs, batch, cache, None)
+        return hidden, cache
+
+    def tapped(
+        self, inputs: jax.Array, batch: AttentionBatch, cache: KVCache, tap: Tap | None
+    ) -> tuple[jax.Array, KVCache, jax.Array | None]:
+        """The same, and what runs by `tap` [rows, embed]; None without one."""
         tables = self._rope_tables(batch.positions)
         x = self._embed(inputs, batch.positions) if self.has_start else inputs
         if self.layer_layout == "unrolled":
             layer_tables = [tables[rope] for rope in self.config.layer_ropes]
-            x, cache = self._unroll(x, layer_tables, batch, cache)
+            x, cache, tapped = self._unroll(x, layer_tables, batch, cache, tap)
         else:
-            x, cache = self._scan(x, tables[self.config.layer_ropes[0]], batch, cache)
-        return (self._end(x) if self.has_end else x), cache
+            x, cache, tapped = self._scan(x, tables[self.config.layer_ropes[0]], batch, cache, tap)
+        return (self._end(x) if self.has_end else x), cache, tapped
 
     def whole_logits(self, tokens: jax.Array) -> jax.Array:
         """float32 [sequences, length, vocab] of whole sequences (int32 [sequences, length]).
@@ -116,22 +137,33 @@ class Decoder(nnx.Module):
         Without a cache and differentiable: for training, and to score what was sampled. What
         pads the end of a sequence changes nothing before it.
         """
+        x = self.whole_residual(tokens, self.config.num_layers)
+        hidden = self._end(x.reshape(-1, x.shape[-1]))
+        return self.logits(hidden).reshape(*tokens.shape, -1)
+
+    def whole_residual(self, tokens: jax.Array, num_layers: int) -> jax.Array:
+        """The residual stream [sequences, length, embed] behind the first `num_layers` layers.
+
+        Of whole sequences, as in `whole_logits`.
+        """
         config = self.config
         num_sequences, length = tokens.shape
         positions = jnp.tile(jnp.arange(length), num_sequences)
         tables = self._rope_tables(positions)
         x = self._embed(tokens.reshape(-1), positions)
         if isinstance(self.blocks, nnx.List):
-            kinds = zip(config.layer_ropes, config.sliding_windows, strict=True)
-            for block, (rope, window) in zip(self.blocks, kinds, strict=True):
+            kinds = zip(self.blocks, config.layer_ropes, config.sliding_windows, strict=True)
+            for block, rope, window in list(kinds)[:num_layers]:
                 x = block(x, WholeContext(length, tables[rope], window))
         else:
             graphdef, stacked = nnx.split(self.blocks)
             context = WholeContext(length, tables[config.layer_ropes[0]], config.sliding_windows[0])
             x, _ = lax.scan(
-                lambda x, state: (nnx.merge(graphdef, state)(x, context), None), x, stacked
+                lambda x, state: (nnx.merge(graphdef, state)(x, context), None),
+                x,
+                jax.tree.map(lambda leaf: leaf[:num_layers], stacked),
             )
-        return self.logits(self._end(x)).reshape(num_sequences, length, -1)
+        return x.reshape(num_sequences, length, -1)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [rows, vocab] of final hidden states [rows, embed]."""
@@ -181,9 +213,11 @@ class Decoder(nnx.Module):
         tables: list[RopeTables | None],
         batch: AttentionBatch,
         cache: KVCache,
-    ) -> tuple[jax.Array, KVCache]:
+        tap: Tap | None,
+    ) -> tuple[jax.Array, KVCache, jax.Array | None]:
         assert isinstance(self.blocks, nnx.List)
         k_pages, v_pages = [], []
+        tapped = None
         for layer, block in enumerate(self.blocks):
             graphdef, state = nnx.split(block)
             own = KVCache(cache.k_pages[layer : layer + 1], cache.v_pages[layer : layer + 1])
@@ -191,24 +225,34 @@ class Decoder(nnx.Module):
             x, own = _one_layer(graphdef, window, state, x, tables[layer], batch, own)
             k_pages += own.k_pages
             v_pages += own.v_pages
-        return x, KVCache(tuple(k_pages), tuple(v_pages))
+            if tap is not None and tap.layer == layer + 1:
+                tapped = x[tap.rows]
+        return x, KVCache(tuple(k_pages), tuple(v_pages)), tapped
 
     def _scan(
-        self, x: jax.Array, tables: RopeTables | None, batch: AttentionBatch, cache: KVCache
-    ) -> tuple[jax.Array, KVCache]:
+        self,
+        x: jax.Array,
+        tables: RopeTables | None,
+        batch: AttentionBatch,
+        cache: KVCache,
+        tap: Tap | None,
+    ) -> tuple[jax.Array, KVCache, jax.Array | None]:
         graphdef, stacked = nnx.split(self.blocks)
         window = self.config.sliding_windows[0]
 
         def one_layer(carry, layer_and_state):
             layer, state = layer_and_state
-            hidden, cache = carry
+            hidden, cache, tapped = carry
             context = PagedContext(layer, tables, window, batch, cache)
             hidden = nnx.merge(graphdef, state)(hidden, context)
-            return (hidden, context.cache), None
+            if tap is not None:
+                tapped = jnp.where(layer + 1 == tap.layer, hidden[tap.rows], tapped)
+            return (hidden, context.cache, tapped), None
 
         layers = jnp.arange(self.config.num_layers)
-        (x, cache), _ = lax.scan(one_layer, (x, cache), (layers, stacked))
-        return x, cache
+        tapped = None if tap is None else x[tap.rows]
+        (x, cache, tapped), _ = lax.scan(one_layer, (x, cache, tapped), (layers, stacked))
+        return x, cache, tapped
 
 
 @partial(jax.jit, static_argnums=(0, 1))

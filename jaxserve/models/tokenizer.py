@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
+import hashlib
 import json
-import os
-import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import tokenizers
 
 from jaxserve.core.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from jaxserve.models import registry
+from jaxserve.models.chat_template import ChatTemplate, Message, from_transformers
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.models.gguf_tokenizer import END_TEXTS, read_gguf_tokenizer
 
 _TOKENIZER_FILE, _SETTINGS_FILE = "tokenizer.json", "jaxserve_tokenizer.json"
-# Stand-ins for control tokens spelt out in chat messages: private-use characters.
-_MARK, _FIRST_STAND_IN = "\ue000", 0xF0000
 
 
 @final
@@ -91,7 +89,7 @@ class Tokenizer:
           UnsupportedModelError: a tokenizer without a fast (`tokenizers`) form.
         """
         folder = Path(folder)
-        AutoTokenizer = _from_transformers("transformers").AutoTokenizer
+        AutoTokenizer = from_transformers("transformers").AutoTokenizer
         try:
             loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # transformers raises many kinds for a missing or bad file
@@ -154,32 +152,33 @@ class Tokenizer:
         return StreamDecoder(self, skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Token ids of a chat, ready for the model's answer.
-
-        Control tokens spelt out inside a message are encoded as ordinary text: a message cannot
-        end its own turn or open another's.
+        """Token ids of a chat, ready for the model's answer; see `ChatTemplate.apply`.
 
         Raises:
           InvalidRequestError: the model has no chat template, or it refuses these messages.
         """
-        if self.chat_template is None:
-            raise InvalidRequestError(
-                "this model has no chat template; send a plain text prompt, or use an "
-                "instruction-tuned model"
-            )
-        shielded, marker = self._shielded(messages)
-        rendered = self._rendered(shielded, add_generation_prompt)
-        if marker is None:
-            return self.encode(rendered, add_special_tokens=False)
-        token_ids: list[int] = []
-        for i, part in enumerate(re.split(marker, rendered)):
-            if i % 2:
-                part = self._control_texts[ord(part) - _FIRST_STAND_IN]
-            if part:
-                token_ids += self.encode(part, add_special_tokens=False, parse_special=not i % 2)
-        return token_ids
+        return self._template.apply(messages, add_generation_prompt=add_generation_prompt)
+
+    def chat_continuation(
+        self, asked: Sequence[Message], answer: Message, new: Sequence[Message]
+    ) -> list[int] | None:
+        """What follows an answer's own tokens when a chat goes on with `new`, or None.
+
+        See `ChatTemplate.continuation`.
+
+        Raises:
+          InvalidRequestError: as `apply_chat_template`.
+        """
+        return self._template.continuation(asked, answer, new)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the vocabulary and the chat template: where it is the same, so are token ids."""
+        tokens = sorted(self._backend.get_vocab(with_added_tokens=True).items())
+        told = json.dumps([tokens, self.chat_template])
+        return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
 
     def save(self, folder: str | Path) -> None:
         """Write what `load` reads back, into an existing folder."""
@@ -203,50 +202,19 @@ class Tokenizer:
             return skip_special_tokens
         return self._backend.id_to_token(token_id) is None
 
-    def _rendered(self, messages: Any, add_generation_prompt: bool) -> str:
-        templates = _from_transformers("transformers.utils.chat_template_utils")
-        names: dict[str, Any] = dict(self.special_tokens)
-        try:
-            rendered, _ = templates.render_jinja_template(
-                conversations=[messages],
-                chat_template=self.chat_template,
-                add_generation_prompt=add_generation_prompt,
-                **names,
-            )
-        except Exception as error:  # Jinja's own kinds, and KeyError and the like from templates
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        if self.chat_template is None:
             raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {error}; give a list of "
-                "{'role': ..., 'content': ...}"
-            ) from error
-        return rendered[0]
-
-    def _shielded(self, messages: Any) -> tuple[Any, str | None]:
-        """`messages` with a stand-in for every control token, and the pattern that finds those.
-
-        The pattern is None when there was nothing to shield.
-        """
-        if not self._control_texts:
-            return messages, None
-        everything = "\n".join(_strings(messages))
-        control = re.compile("|".join(map(re.escape, self._control_texts)))
-        if not control.search(everything):
-            return messages, None
-        mark = _MARK
-        while mark in everything:
-            mark += _MARK
-        stand_in = {t: mark + chr(_FIRST_STAND_IN + i) for i, t in enumerate(self._control_texts)}
-
-        def shield(value: Any) -> Any:
-            if isinstance(value, str):
-                return control.sub(lambda found: stand_in[found[0]], value)
-            if isinstance(value, Mapping):
-                return {key: shield(item) for key, item in value.items()}
-            if isinstance(value, Sequence):
-                return [shield(item) for item in value]
-            return value
-
-        last = chr(_FIRST_STAND_IN + len(self._control_texts) - 1)
-        return shield(messages), f"{mark}([{chr(_FIRST_STAND_IN)}-{last}])"
+                "this model has no chat template; send a plain text prompt, or use an "
+                "instruction-tuned model"
+            )
+        return ChatTemplate(
+            self.chat_template,
+            self.special_tokens,
+            self._control_texts,
+            lambda text, parse_special: self.encode(text, False, parse_special=parse_special),
+        )
 
 
 @final
@@ -315,31 +283,3 @@ def declared_end_ids(folder: Path) -> list[int]:
         if given is not None:
             return list(given) if isinstance(given, list) else [given]
     return []
-
-
-def _strings(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, Sequence):
-        for item in value:
-            yield from _strings(item)
-
-
-def _from_transformers(module: str) -> Any:
-    """A module of transformers: seconds to import, so only where it is needed.
-
-    Without its advice to install PyTorch, which nothing here uses.
-    """
-    variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    given = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
-        return importlib.import_module(module)
-    finally:
-        if given is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = given

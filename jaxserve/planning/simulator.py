@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -22,6 +23,7 @@ from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.step_cost import StepCost
 from jaxserve.scheduling.policy import Policy
 from jaxserve.workload import WorkloadItem
+from jaxserve.workload.conversations import FollowUp
 
 _ANY_TOKEN = 2**31
 
@@ -32,7 +34,8 @@ class Simulation:
     """What would have happened; times in virtual seconds from the start of the run.
 
     Attributes:
-      completions: in the order of the items; their tokens mean nothing, their numbers and times do.
+      completions: in the order of the items, then of what followed them; their tokens mean nothing,
+        their numbers and times do.
       wall_s: to the last end.
       steps, requests: what `jaxserve.report.Report` shows.
       stats: the engine's counters.
@@ -52,6 +55,7 @@ def simulate(
     cost: StepCost,
     *,
     predictions: Sequence[LengthPrediction | None] | None = None,
+    follow_up: FollowUp | None = None,
     label: str = "simulating",
     progress: bool = True,
 ) -> Simulation:
@@ -62,6 +66,7 @@ def simulate(
 
     Args:
       predictions: of each item's output length, for policies that use them.
+      follow_up: what is asked after an answer; nothing by default.
       label: of the progress bar.
 
     Raises:
@@ -77,25 +82,20 @@ def simulate(
         max_prompt_tokens=config.max_prompt_tokens,
         seed=0,
     )
-    answers = [
-        Answer(replace(builder.build_item(item, item.arrival_s), prediction=prediction))
-        for item, prediction in zip(items, predictions or [None] * len(items), strict=True)
-    ]
-    arriving = deque(sorted(answers, key=lambda answer: answer.request.arrival_s))
-    unsettled = list(answers)
+    clients = _Clients(builder, follow_up)
+    for item, prediction in zip(items, predictions or [None] * len(items), strict=True):
+        clients.ask(item, prediction)
     with tqdm(
         total=len(items), desc=label, unit="req", leave=False, delay=2, disable=not progress
     ) as bar:
-        while arriving or engine.has_work:
-            if not _take_in(engine, arriving, clock.now()) and _wait(engine, arriving, clock):
+        while clients.next_arrival_s < math.inf or engine.has_work:
+            if not clients.hand_in(engine, clock.now()) and _wait(engine, clients, clock):
                 continue
             if any(news.sequence.finish_reason for news in engine.step()):
-                keep = engine.recorder.request_ended
-                settled = [a for a in unsettled if a.sequences and a.settle(keep)]
-                unsettled = [a for a in unsettled if not a.future.done()]
-                bar.update(len(settled))
+                bar.update(clients.take_answers(engine.recorder.request_ended))
+                bar.total = len(clients.answers)
     engine.stats.end_busy_period()
-    completions = tuple(answer.future.result() for answer in answers)
+    completions = tuple(answer.future.result() for answer in clients.answers)
     return Simulation(
         completions=completions,
         wall_s=max((c.timing.finished_s or 0.0 for c in completions), default=0.0),
@@ -105,21 +105,57 @@ def simulate(
     )
 
 
-def _take_in(engine: Engine, arriving: deque[Answer], now_s: float) -> bool:
-    """Hand over those that have arrived by now; whether there were any."""
-    has_news = False
-    while arriving and arriving[0].request.arrival_s <= now_s:
-        answer = arriving.popleft()
-        answer.sequences = engine.add(answer.request)
-        has_news = True
-    return has_news
-
-
-def _wait(engine: Engine, arriving: deque[Answer], clock: VirtualClock) -> bool:
+def _wait(engine: Engine, clients: _Clients, clock: VirtualClock) -> bool:
     """Let time pass to the next arrival or the policy's own wake-up, if nothing is to be done."""
-    wake_s = engine.idle_until_s if engine.has_work else float("inf")
+    wake_s = engine.idle_until_s if engine.has_work else math.inf
     if wake_s is None or wake_s <= clock.now():
         return False
     engine.stats.end_busy_period()
-    clock.advance_to(min(wake_s, arriving[0].request.arrival_s) if arriving else wake_s)
+    clock.advance_to(min(wake_s, clients.next_arrival_s))
     return True
+
+
+@final
+class _Clients:
+    """Everybody who asks: requests still to arrive, and those that wait for their answers."""
+
+    def __init__(self, builder: RequestBuilder, follow_up: FollowUp | None):
+        self.answers: list[Answer] = []
+        self._builder = builder
+        self._follow_up = follow_up
+        self._arriving: list[tuple[float, int]] = []
+        self._unsettled: dict[int, Answer] = {}
+
+    @property
+    def next_arrival_s(self) -> float:
+        """Infinity where nobody is still to arrive."""
+        return self._arriving[0][0] if self._arriving else math.inf
+
+    def ask(self, item: WorkloadItem, prediction: LengthPrediction | None = None) -> None:
+        """To arrive at its time."""
+        request = self._builder.build_item(item, item.arrival_s)
+        heapq.heappush(self._arriving, (item.arrival_s, len(self.answers)))
+        self.answers.append(Answer(replace(request, prediction=prediction)))
+
+    def hand_in(self, engine: Engine, now_s: float) -> bool:
+        """Those that have arrived by now; whether there were any."""
+        has_news = False
+        while self.next_arrival_s <= now_s:
+            index = heapq.heappop(self._arriving)[1]
+            answer = self._unsettled[index] = self.answers[index]
+            answer.sequences = engine.add(answer.request)
+            has_news = True
+        return has_news
+
+    def take_answers(self, keep: Callable[[Completion], None]) -> int:
+        """Let everybody with an answer go on; how many there were."""
+        settled = [index for index, answer in self._unsettled.items() if answer.settle(keep)]
+        for index in settled:
+            completion = self._unsettled.pop(index).future.result()
+            ended_s = completion.timing.finished_s
+            if self._follow_up is None or ended_s is None:
+                continue
+            item = self._follow_up(index, completion, ended_s)
+            if item is not None:
+                self.ask(item)
+        return len(settled)

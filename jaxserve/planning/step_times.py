@@ -19,6 +19,7 @@ from jaxserve.core.config import bucket
 from jaxserve.core.errors import InvalidProfileError
 from jaxserve.engine.slots import ADMISSIONS_A_CALL, PAGE_UPDATES_A_CALL
 from jaxserve.engine.step_cost import StepWork
+from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.planning.origin import Origin
 from jaxserve.scheduling.plan import StepPlan
 
@@ -93,6 +94,18 @@ class StepTimes:
         attention_s = max(0.0, widest_s(sum(work.decoded)) - widest_s(0))
         body_s = self.prefill_s[bucket(max(1, plan.num_tokens), config.token_buckets)]
         return edits_s + body_s(work.prefilled) + attention_s + head_s
+
+    def chunk_cost(self) -> RecomputeCost:
+        """Of computing a page of a prompt in a full step (thesis, eq. 3.6)."""
+        config = self.origin.config
+        num_tokens = config.token_buckets[-1]
+        body_s = self.prefill_s[num_tokens]
+        other_s = body_s(0) * config.page_size / num_tokens
+
+        def seconds(context: int) -> float:
+            return other_s + body_s(config.page_size * context) - body_s(0)
+
+        return RecomputeCost.profiled(seconds, config.max_context)
 
     def _edits_s(self, plan: StepPlan) -> float:
         num_admits = -(-len(plan.admissions) // ADMISSIONS_A_CALL)

@@ -1,5 +1,21 @@
 """Ways to look at what a runtime did: figures, tables, traces, pictures."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from jaxserve.report.report import Report
 
-__all__ = ["Report"]
+if TYPE_CHECKING:
+    from jaxserve.report.residency import draw_residency
+
+__all__ = ["Report", "draw_residency"]
+
+
+def __getattr__(name: str) -> Any:
+    """Matplotlib takes a while to import, and serving does without."""
+    if name == "draw_residency":
+        from jaxserve.report.residency import draw_residency
+
+        return draw_residency
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

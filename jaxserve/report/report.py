@@ -12,6 +12,7 @@ from jaxserve.core.metrics import spread
 from jaxserve.engine.recorder import RequestRecord, StepRecord
 from jaxserve.report.totals import over_replicas
 from jaxserve.report.trace import trace_events
+from pallas_kernels.dispatch import Choice
 
 if TYPE_CHECKING:
     from jaxserve.report.picture import Picture
@@ -26,6 +27,8 @@ class Report:
     Attributes:
       steps, requests: the records, oldest first. Times are on the engine's clock.
       num_pages: of all replicas' pools, the null pages left out.
+      kernels: which implementation serves which operation and shapes in this process, and why.
+      num_sought, num_found: tokens of prompts that could have been kept, and those that were.
     """
 
     def __init__(
@@ -35,11 +38,17 @@ class Report:
         *,
         policy: str,
         num_pages: int,
+        kernels: tuple[Choice, ...] = (),
+        num_sought: int = 0,
+        num_found: int = 0,
     ):
         self.steps = steps
         self.requests = requests
         self.policy = policy
         self.num_pages = num_pages
+        self.kernels = kernels
+        self.num_sought = num_sought
+        self.num_found = num_found
 
     def figures(self) -> dict[str, Any]:
         """Totals, rates and percentiles; times in seconds, None where nothing was recorded.
@@ -65,6 +74,9 @@ class Report:
             "num_preemptions": sum(t.num_preemptions for t in timings),
             "pages_out": sum(step.pages_out for step in self.steps),
             "pages_in": sum(step.pages_in for step in self.steps),
+            "num_sought": self.num_sought,
+            "num_found": self.num_found,
+            "hit_rate": self.num_found / self.num_sought if self.num_sought else None,
             "padding_share": num_padding / (num_computed + num_padding) if self.steps else None,
             "host_gap_s": sum(step.host_gap_s for step in self.steps),
             "rows_a_step": spread(rows),
@@ -74,7 +86,16 @@ class Report:
                 [t.time_to_first_token_s for t in timings if t.time_to_first_token_s is not None]
             ),
             "latency_s": spread([t.latency_s for t in timings if t.latency_s is not None]),
+            "kernels": self._served_by(),
         }
+
+    def _served_by(self) -> dict[str, str]:
+        """By operation: what serves it, the shapes left out."""
+        served: dict[str, dict[str, None]] = {}
+        for choice in self.kernels:
+            by = f"{choice.implementation} ({choice.reason})"
+            served.setdefault(choice.operation, {})[by] = None
+        return {operation: ", ".join(by) for operation, by in served.items()}
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -88,12 +109,13 @@ class Report:
         return text.getvalue().rstrip()
 
     def to_json(self) -> str:
-        """Figures and every record."""
+        """Figures, every record, and what serves each operation and shape."""
         return json.dumps(
             {
                 "figures": self.figures(),
                 "requests": [asdict(request) for request in self.requests],
                 "steps": [asdict(step) for step in self.steps],
+                "kernels": [asdict(choice) for choice in self.kernels],
             }
         )
 

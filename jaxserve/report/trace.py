@@ -48,7 +48,14 @@ def _about(step: StepRecord) -> dict[str, Any]:
 def _counters(step: StepRecord, at_s: float) -> Iterator[dict[str, Any]]:
     for name, values in (
         ("sequences", {"running": step.num_running, "waiting": step.num_waiting}),
-        ("pages", {"owned": step.pages_owned, "promised": step.pages_promised}),
+        (
+            "pages",
+            {
+                "owned": step.pages_owned,
+                "promised": step.pages_promised,
+                "cached": step.pages_cached,
+            },
+        ),
     ):
         yield {
             "ph": "C",

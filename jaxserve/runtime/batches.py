@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -56,11 +58,11 @@ class Batch:
     def wait(self, pending: Sequence[Pending], *, progress: bool) -> Completion | list[Completion]:
         """The prompts' answers. Ctrl-C ends them as they stand. Raises a single prompt's error."""
         try:
-            _wait(pending, progress=progress)
+            wait(pending, progress=progress)
         except KeyboardInterrupt:
             for one in pending:
                 one.cancel()
-            _wait(pending, progress=False)
+            wait(pending, progress=False)
         return self._results(pending)
 
     async def await_(self, pending: Sequence[Pending]) -> Completion | list[Completion]:
@@ -82,8 +84,9 @@ class Batch:
         return done[0]
 
 
-def _wait(pending: Sequence[Pending], *, progress: bool) -> None:
-    """Until every answer is there; Ctrl-C gets through."""
+def wait(pending: Sequence[Pending], *, progress: bool, timeout_s: float | None = None) -> None:
+    """Until every answer is there, or TimeoutError; Ctrl-C gets through."""
+    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
     done: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
     for one in pending:
         one.future.add_done_callback(done.put)
@@ -99,7 +102,10 @@ def _wait(pending: Sequence[Pending], *, progress: bool) -> None:
     ) as bar:
         while num_waiting:
             with suppress(queue.Empty):  # the time-out lets Ctrl-C through and the bar tick
-                completion = done.get(timeout=0.5).result()
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError
+                completion = done.get(timeout=min(0.5, left_s)).result()
                 num_waiting -= 1
                 num_tokens += sum(len(s.token_ids) for s in completion.samples)
             elapsed = bar.format_dict["elapsed"] or 1.0

@@ -13,6 +13,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion, Request
+from jaxserve.engine.probing import Probe
 from jaxserve.scheduling.admission.predicted import Predicted
 from jaxserve.scheduling.policy import Policy
 from predictor import Calibration, LengthDistributions
@@ -183,3 +184,23 @@ def _loaded(given: Any, *, learns: bool) -> tuple[Any, OnlineLearner | None]:
             f"learns=True trains a predictor.LengthPredictor, and predictor={given!r} is none"
         )
     return given, OnlineLearner(given)
+
+
+def load_probe(given: Any) -> Probe | None:
+    """What `probe=` names: a probe, the folder of one, or None.
+
+    Raises:
+      InvalidConfigError: there is none.
+    """
+    if given is None or hasattr(given, "refinement"):
+        return given
+    if not isinstance(given, (str, Path)):
+        raise InvalidConfigError(
+            f"probe={given!r} is none; give a predictor.LengthProbe or the folder of one"
+        )
+    from predictor import LengthProbe
+
+    try:
+        return LengthProbe.load(given)
+    except ValueError as error:
+        raise InvalidConfigError(f"probe={str(given)!r}: {error}") from error

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidRequestError
-from jaxserve.core.request import Request, Timing
+from jaxserve.core.errors import InvalidRequestError, TurnTimeoutError
+from jaxserve.core.request import Completion, Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, Piece, PieceSink, failed_completion
 from jaxserve.engine.requests import Prompt, RequestBuilder
-from jaxserve.runtime.batches import Batch
+from jaxserve.runtime.batches import Batch, wait
 from jaxserve.runtime.forecaster import Forecaster
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.replicas import Replicas
@@ -28,6 +28,7 @@ class Intake:
       requests: checks them against the model's limits.
       tokenizer: of the answers' text; None leaves them without.
       forecaster: None leaves requests without predictions of their lengths.
+      progress: show a bar while `answer` waits.
     """
 
     def __init__(
@@ -37,8 +38,11 @@ class Intake:
         tokenizer: Any,
         clock: Clock,
         forecaster: Forecaster | None = None,
+        *,
+        progress: bool = False,
     ):
         self._requests = requests
+        self._progress = progress
         self._forecaster = forecaster
         self._replicas = replicas
         self._tokenizer = tokenizer
@@ -82,16 +86,65 @@ class Intake:
         accepted = iter(self._hand_over(requests))
         return [refused.get(i) or next(accepted) for i in range(len(batch.prompts))]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None) -> Generator[Piece]:
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Of a prompt that leaves room for one output token."""
+        return self._requests.max_prompt_tokens
+
+    def answer(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        conversation_id: str,
+        timeout_s: float | None,
+    ) -> Completion:
+        """Wait for an answer, with its error if it fails; whatever cuts this off ends the request.
+
+        Raises:
+          InvalidRequestError: one of its subclasses.
+          TurnTimeoutError: it was not there in `timeout_s` seconds.
+        """
+        pending = self.submit(prompt, params, deadline_s=None, conversation_id=conversation_id)
+        try:
+            wait([pending], progress=self._progress, timeout_s=timeout_s)
+        except BaseException as error:
+            pending.cancel()
+            completion = pending.result()
+            if not isinstance(error, TimeoutError):
+                raise
+            raise TurnTimeoutError(
+                f"conversation {conversation_id!r} had no answer after {timeout_s} s, only "
+                f"{len(completion.token_ids)} tokens of one; it is as it was before this turn. "
+                "Give a longer timeout_s, or a lower max_tokens"
+            ) from None
+        return pending.result()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        conversation_id: str | None = None,
+    ) -> Generator[Piece]:
         """See `Runtime.stream`."""
-        return read(partial(self._start, prompt, params), self._replicas.cancel)
+        start = partial(self._start, prompt, params, conversation_id=conversation_id)
+        return read(start, self._replicas.cancel)
 
     def astream(self, prompt: Prompt, params: SamplingParams | None) -> AsyncGenerator[Piece]:
         """See `Runtime.astream`."""
         return aread(partial(self._start, prompt, params), self._replicas.cancel)
 
-    def _start(self, prompt: Prompt, params: SamplingParams | None, sink: PieceSink) -> Answer:
-        request = self._requests.build(prompt, params or SamplingParams(), self._clock.now())
+    def _start(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        sink: PieceSink,
+        conversation_id: str | None = None,
+    ) -> Answer:
+        request = self._requests.build(
+            prompt, params or SamplingParams(), self._clock.now(), conversation_id=conversation_id
+        )
         answer = self._answer(self._predicted([request])[0], sink)
         self._replicas.submit(answer)
         return answer

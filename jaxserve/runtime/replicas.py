@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,16 +14,21 @@ from typing import Any, Literal, final
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import InvalidRequestError, JaxserveError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.request import Completion
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.assembly import build_executor, resized, warm_up
+from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import ModelExecutor
 from jaxserve.engine.following import FollowingExecutor
 from jaxserve.engine.leading import LeadingExecutor
 from jaxserve.engine.loop import EngineLoop, Running
 from jaxserve.engine.memory_plan import PoolSize
+from jaxserve.engine.probing import Probe
 from jaxserve.engine.recorder import RequestRecord, StepRecord
 from jaxserve.engine.request_log import RequestLog
+from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.runtime.placing import Place
 from jaxserve.runtime.processes import in_group
 from jaxserve.scheduling.policy import Policy
@@ -55,6 +61,7 @@ def build_executors(
     decoder: Any,
     options: RuntimeOptions,
     group: ProcessGroup | None,
+    probe: Probe | None = None,
 ) -> list[tuple[ModelExecutor, PoolSize]]:
     """An executor for each place; all are closed again when one cannot be built.
 
@@ -72,6 +79,7 @@ def build_executors(
                 options,
                 place.stages,
                 group,
+                probe,
             )
             if_one_fails.callback(executor.close)
             built.append((in_group(executor, group), size))
@@ -95,11 +103,15 @@ class Replicas:
         policy: Policy,
         clock: Clock,
         logs: Sequence[RequestLog] = (),
+        disks: Sequence[DiskTier] = (),
     ):
         engines = [
             Engine(executor, policy, clock, replica=index)
             for index, (executor, _) in enumerate(executors)
         ]
+        for engine, (executor, _), disk in zip(engines, executors, disks, strict=False):
+            assert isinstance(executor, DeviceExecutor)
+            engine.use_disk(disk, executor)
         self.all = tuple(
             Replica(executor, size, engine, EngineLoop(engine, clock, logs))
             for (executor, size), engine in zip(executors, engines, strict=True)
@@ -187,6 +199,17 @@ class Replicas:
         with self.paused(running):
             for replica, part in zip(self.all, fitted, strict=True):
                 replica.executor.update_params(part)
+                replica.engine.forget_kept_pages(keeps_disk=True)
+
+    def forget_kept_pages(self, *, keeps_disk: bool = False) -> None:
+        """See `Runtime.forget_kept_pages`; the loops must be paused."""
+        for replica in self.all:
+            replica.engine.forget_kept_pages(keeps_disk=keeps_disk)
+
+    def value_by(self, cost: RecomputeCost) -> None:
+        """What chunks cost to compute anew, from here on; the loops must be paused."""
+        for replica in self.all:
+            replica.engine.scheduler.keeper.cache.value_by(cost)
 
     def resize(self, kv_bytes: int, *, warmup: bool, progress: bool) -> None:
         """See `Runtime.resize_kv`; the loops must be paused.
@@ -221,7 +244,12 @@ class Replicas:
         """Cancel what is left, stop the threads and free the page pools."""
         for replica in self.all:
             replica.loop.close()
-            replica.executor.close()
+        try:
+            for replica in self.all:
+                replica.engine.close(is_whole=not replica.loop.has_failed)
+        finally:
+            for replica in self.all:
+                replica.executor.close()
 
     def _refuse_open_ids(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
@@ -242,9 +270,22 @@ class Replicas:
         self._placed[request.id] = placed
         return placed
 
-    def _release(self, placed: _Placed, _: object = None) -> None:
+    def _release(self, placed: _Placed, future: Future[Completion] | None = None) -> None:
+        pages = [] if future is None else self._answered_pages(future.result())
         with self._lock:
             self._finish(placed)
+            for answered in pages:
+                self._router.remember(placed.replica, answered)
+
+    def _answered_pages(self, completion: Completion) -> list[list[int]]:
+        """Of each sample, for a conversation's next turn; the last token was never computed on."""
+        if len(self.all) == 1:
+            return []
+        prompt = completion.prompt_token_ids
+        return [
+            page_hashes((*prompt, *sample.token_ids[:-1]), self._page_size)
+            for sample in completion.samples
+        ]
 
     def _finish(self, placed: _Placed) -> None:
         """Once for each; what comes later is ignored."""

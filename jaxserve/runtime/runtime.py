@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, cast, final, get_args, overload
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxserve.conversations import Conversation, Conversations, Journal, check_journal
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
@@ -23,10 +24,12 @@ from jaxserve.engine.assembly import enable_compilation_cache, nbytes, platform_
 from jaxserve.engine.device_errors import out_of_memory_as
 from jaxserve.engine.loop import Running
 from jaxserve.engine.requests import Prompt, RequestBuilder
+from jaxserve.memory.page_cache import Tier
 from jaxserve.planning import Origin, StepTimes, measure
 from jaxserve.report import Report
 from jaxserve.runtime.batches import Batch, Params
-from jaxserve.runtime.forecaster import Forecaster
+from jaxserve.runtime.disks import disks_of
+from jaxserve.runtime.forecaster import Forecaster, load_probe
 from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.placing import place_replicas
@@ -36,6 +39,7 @@ from jaxserve.runtime.stats import RuntimeStats
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.recorded import TraceWriter, check_is_free
+from pallas_kernels import dispatch
 from sharding import StagePlan
 
 
@@ -57,10 +61,14 @@ class Runtime:
         with an engine of its own.
       options: see `RuntimeOptions`.
 
+    Attributes:
+      conversations: those that are kept; `conversation` opens one.
+
     Raises:
       InvalidConfigError: also for a mesh that cannot share out the model, or that leaves out some
         of the job's processes.
       DeviceMemoryError
+      JournalError: the journal of conversations cannot be used.
       ProcessGroupError: the processes serve another model already, or some have left.
     """
 
@@ -77,6 +85,7 @@ class Runtime:
         self.options = RuntimeOptions.parse(options)
         policy = get_policy(self.options.policy)
         enable_compilation_cache()
+        probe = load_probe(self.options.probe)
         forecaster = Forecaster.of(self.options, policy, tokenizer)
         graphdef, own_params = nnx.split(model)
         decoder = cast(Any, model)
@@ -85,9 +94,12 @@ class Runtime:
         self._clock = WallClock()
         used = own_params if params is None else params
         group = processes_of(mesh, used)
-        record = self.options.record if group is None or group.is_leader else None
+        leads = group is None or group.is_leader
+        record = self.options.record if leads else None
+        kept = self.options.conversations if leads else None
         if record is not None:
             check_is_free(record)
+        check_journal(kept)
         claim(group)
         with (
             nullcontext() if group is None else group.together(),
@@ -97,10 +109,12 @@ class Runtime:
             ),
         ):
             places = place_replicas(used, mesh, decoder.config)
-            executors = build_executors(graphdef, places, decoder, self.options, group)
+            executors = build_executors(graphdef, places, decoder, self.options, group, probe)
         trace = None if record is None else TraceWriter(record, origin_s=self._clock.now())
+        journal = Journal(kept, self.options.journal_limits)
         logs = [log for log in (trace, forecaster) if log is not None]
-        self._replicas = Replicas(executors, policy, self._clock, logs)
+        disks = disks_of(self.options, policy, [executor.config for executor, _ in executors])
+        self._replicas = Replicas(executors, policy, self._clock, logs, disks)
         self.config = self._replicas.first.executor.config
         self._weights_bytes = nbytes(used)
         self._origin = Origin.of(decoder.config, places[0].params, self.config)
@@ -113,9 +127,21 @@ class Runtime:
             seed=self.options.seed,
         )
         self._forecaster = forecaster
-        self._intake = Intake(self._requests, self._replicas, tokenizer, self._clock, forecaster)
+        self._intake = Intake(
+            self._requests,
+            self._replicas,
+            tokenizer,
+            self._clock,
+            forecaster,
+            progress=self.options.progress,
+        )
+        self.conversations = Conversations(
+            journal, self._intake, tokenizer, decoder.config.vocab_size
+        )
         # For runtimes that are dropped without `close`, as notebooks do.
-        self._finalizer = weakref.finalize(self, _shut_down, self._replicas, trace, forecaster)
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self._replicas, trace, journal, forecaster
+        )
         if group is not None:
             group.before_leaving(self._finalizer)
         if forecaster is not None:
@@ -141,7 +167,7 @@ class Runtime:
 
         Raises:
           UnknownModelError, UnsupportedModelError, CheckpointError, DownloadError,
-          ModelCacheError, InvalidConfigError, DeviceMemoryError
+          ModelCacheError, InvalidConfigError, DeviceMemoryError, JournalError
         """
         from jaxserve.models.store import load_model
 
@@ -150,8 +176,10 @@ class Runtime:
         enable_compilation_cache()
         defaults = platform_defaults()
         group = processes_of(mesh)
-        if parsed.record is not None and (group is None or group.is_leader):
-            check_is_free(parsed.record)
+        if group is None or group.is_leader:
+            if parsed.record is not None:
+                check_is_free(parsed.record)
+            check_journal(parsed.conversations)
         with (
             nullcontext() if group is None else group.together(),
             out_of_memory_as("loading the weights", "give a smaller dtype or a smaller model"),
@@ -252,6 +280,7 @@ class Runtime:
         request_id: str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
+        conversation_id: str | None = None,
     ) -> Pending:
         """Hand in one request and return at once.
 
@@ -259,12 +288,19 @@ class Runtime:
           request_id: unique among running requests; one is made up by default.
           priority: higher goes first under a priority order.
           deadline_s: seconds from now; breaks ties of priority under a priority order.
+          conversation_id: for reports and recordings, whose turn this is where you keep the history
+            yourself; see `conversation`.
 
         Raises:
           InvalidRequestError: one of its subclasses.
         """
         return self._intake.submit(
-            prompt, params, request_id=request_id, priority=priority, deadline_s=deadline_s
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            deadline_s=deadline_s,
+            conversation_id=conversation_id,
         )
 
     def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
@@ -289,6 +325,32 @@ class Runtime:
     ) -> AsyncGenerator[Piece]:
         """`stream` for asyncio."""
         return self._intake.astream(prompt, params)
+
+    def conversation(
+        self,
+        id: str | None = None,
+        *,
+        system: str | None = None,
+        messages: Sequence[Mapping[str, Any]] = (),
+    ) -> Conversation:
+        """Begin a conversation, or go on with one; `send` and `stream` of it ask and remember.
+
+        Conversations are kept in memory, and with the option `conversations` in a journal that
+        outlives the process. `rt.conversations` lists and deletes them.
+
+        Args:
+          id: of the conversation; one that is known goes on where it ended. Made up by default.
+          system: the system message of a new one.
+          messages: that a new one begins with, after `system`; for instance another's `history`.
+
+        Raises:
+          InvalidConfigError: the id is no id, or it is known and began with other messages.
+          InvalidRequestError: the messages are none.
+          OtherModelError: the conversation of this id is in another model's tokens.
+          JournalError, RuntimeClosedError
+        """
+        self._replicas.check_leads()
+        return self.conversations.open(id, system=system, messages=messages)
 
     def cancel(self, request_id: str) -> None:
         """End a request as it stands; one that has ended already is left alone."""
@@ -315,6 +377,9 @@ class Runtime:
             self._replicas.requests(),
             policy=self._replicas.first.engine.scheduler.policy.name,
             num_pages=sum(r.executor.config.num_pages - 1 for r in self._replicas.all),
+            kernels=dispatch.choices(),
+            num_sought=sum(r.engine.stats.num_sought for r in self._replicas.all),
+            num_found=sum(r.engine.stats.num_found for r in self._replicas.all),
         )
 
     def update_params(self, params: nnx.State, *, running: Running = "finish") -> None:
@@ -341,6 +406,26 @@ class Runtime:
                 f"running={running!r} is unknown; give one of {get_args(Running)}"
             )
         self._replicas.update_params(params, running)
+
+    def residency(self, token_ids: Sequence[int]) -> list[Tier]:
+        """Where the KV of each full page of a context lies, as of now: of a conversation's, say.
+
+        `jaxserve.report.draw_residency` draws it. Of several replicas the one that has most of it.
+        """
+        found = [r.engine.scheduler.keeper.residency(token_ids) for r in self._replicas.all]
+        return min(found, key=lambda tiers: tiers.count("nowhere"))
+
+    def forget_kept_pages(self) -> None:
+        """Have every request from here on compute its whole prompt, as if none had come before.
+
+        For measurements. Requests that run go on as they are.
+
+        Raises:
+          RuntimeClosedError, EngineFailedError
+        """
+        self._replicas.check_leads()
+        with self._replicas.paused("keep"):
+            self._replicas.forget_kept_pages()
 
     def resize_kv(self, size: int | str) -> int:
         """Give memory of the page pool back, for a trainer's step, or take it again.
@@ -385,28 +470,38 @@ class Runtime:
         """Time every shape of step that a replica has compiled, for `planning.simulate`.
 
         Waits until no request runs; those submitted meanwhile start afterwards. `rounds` repeat
-        the whole measurement, and medians count.
+        the whole measurement, and medians count. Kept pages are overwritten; what is kept later is
+        valued by these times.
 
         Raises:
           RuntimeClosedError, EngineFailedError
         """
         self._replicas.check_leads()
         with self._replicas.paused():
-            return measure(
+            times = measure(
                 self._replicas.first.executor,
                 self._origin,
                 self._clock,
                 rounds=rounds,
                 progress=self.options.progress,
             )
+            self._replicas.forget_kept_pages(keeps_disk=True)
+            self._replicas.value_by(times.chunk_cost())
+        return times
 
     def load_step_times(self, path: str | Path) -> StepTimes:
         """Step times that were measured on this model, device and configuration, and saved.
 
+        Kept pages are valued by them from here on.
+
         Raises:
           InvalidProfileError: they were measured on another, or the file does not hold any.
+          RuntimeClosedError, EngineFailedError
         """
-        return StepTimes.load(Path(path), expected=self._origin)
+        times = StepTimes.load(Path(path), expected=self._origin)
+        with self._replicas.paused("keep"):
+            self._replicas.value_by(times.chunk_cost())
+        return times
 
     def close(self) -> None:
         """Cancel what is left and free the page pool; parameters stay with who else holds them.
@@ -423,9 +518,10 @@ class Runtime:
 
 
 def _shut_down(
-    replicas: Replicas, trace: TraceWriter | None, forecaster: Forecaster | None
+    replicas: Replicas, trace: TraceWriter | None, journal: Journal, forecaster: Forecaster | None
 ) -> None:
     replicas.close()
+    journal.close()
     if trace is not None:
         trace.close()
     if forecaster is not None:

@@ -30,6 +30,12 @@ class RuntimeStats:
     num_pages_out: int
     num_pages_in: int
     num_recomputed: int
+    num_sought: int
+    num_found: int
+    num_found_on_host: int
+    num_found_on_disk: int
+    num_lost: int
+    num_refined: int
     num_compilations: int
     busy_s: float
     host_gap_s: float

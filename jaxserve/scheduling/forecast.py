@@ -20,8 +20,8 @@ class Forecast:
     """Vectorised over sequences. Times are output tokens from now on, the same for all of them.
 
     Args:
-      lengths: predicted output lengths [sequences].
-      elapsed: output tokens that have come, int [sequences].
+      lengths: predicted output lengths [sequences], or what was left when they were refined.
+      elapsed: output tokens that have come since, int [sequences].
       left: output tokens that each may still have, int [sequences].
     """
 
@@ -33,12 +33,12 @@ class Forecast:
     @classmethod
     def of(cls, sequences: Seq[Sequence]) -> Self | None:
         """None where nothing was predicted of any of them."""
-        predictions = [sequence.request.prediction for sequence in sequences]
+        predictions = [sequence.prediction for sequence in sequences]
         if all(prediction is None for prediction in predictions):
             return None
         return cls(
             stacked(predictions),
-            np.asarray([sequence.num_planned_outputs for sequence in sequences]),
+            np.asarray([each.num_planned_outputs - each.predicted_at for each in sequences]),
             np.asarray([sequence.num_outputs_left for sequence in sequences]),
         )
 

@@ -76,7 +76,9 @@ class StepPlan:
       moves: (from, to) slots, compaction; every `to` is free and every `from` becomes free.
       admissions: slots that begin to serve a sequence.
       page_updates: (slot, index in the slot's page table, page).
-      rows: the step's work, one row a sequence at most.
+      rows: the step's work. In a mixed step a sequence may have several, of increasing positions:
+        what lies between them is in its pages already (thesis, section 3.4.3.4). A row may read
+        what rows before it write.
       num_iterations: 1 for a mixed step; N for a decode loop (each row one token, sampling).
       window_start, window_size: the slots that a decode loop runs over; size 0 for a mixed step.
     """
@@ -129,6 +131,9 @@ class StepResult:
       logprobs: float32 [rows, iterations], or None when nobody asked.
       top_ids, top_logprobs: [rows, iterations, MAX_LOGPROBS], or None.
       prompt_logprobs: row index -> its prompt log-probabilities.
+      remaining: float32 [rows, buckets], what a probe read where each sampling row's last token was
+        chosen: logits of the tokens that were to come from there on, that one included. None
+        without a probe; nonsense in rows that did not sample.
     """
 
     tokens: np.ndarray
@@ -138,3 +143,4 @@ class StepResult:
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
+    remaining: np.ndarray | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, final
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.memory.eviction import Eviction
 from jaxserve.scheduling.preemption.last_in_order import LastInOrder
 from jaxserve.scheduling.sequence import Sequence
 
@@ -63,9 +64,25 @@ class Preemption(Protocol):
 
 
 class Retention(Protocol):
-    """What happens to a sequence's pages after its answer."""
+    """What happens to a sequence's pages after its answer.
 
-    def on_finish(self, sequence: Sequence) -> None: ...
+    Attributes:
+      keeps_pages: later sequences that begin with the same tokens can find them.
+      uses_host: they go to the host where the device has no place for them.
+    """
+
+    keeps_pages: ClassVar[bool]
+    uses_host: ClassVar[bool]
+
+    @property
+    def free_share(self) -> float:
+        """Of the pool: if less can be taken without loss, pages are copied ahead of time."""
+        ...
+
+    @property
+    def eviction(self) -> Eviction:
+        """Which pages go first."""
+        ...
 
 
 class StepBuilder(Protocol):

@@ -17,7 +17,9 @@ from jaxserve.scheduling.order.longest_first import LongestFirst
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.preemption.last_in_order import LastInOrder
 from jaxserve.scheduling.preemption.longest_remaining import LongestRemaining
+from jaxserve.scheduling.retention.device_only import DeviceOnly
 from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention.tiered import Tiered
 
 PRESETS: dict[str, Policy] = {
     policy.name: policy
@@ -50,8 +52,15 @@ PRESETS: dict[str, Policy] = {
         ),
         # S3 with a predictor that is always right.
         Policy("s3_oracle", Oracle(), LongestFirst(Oracle()), IterationLevel(), Stateless()),
+        # Pensieve: KV survives its request, on the device and then on the host; a tenth of the pool
+        # is kept for answers to grow into.
+        Policy(
+            "pensieve", OnDemand(0.1), FCFS(), Unified(), Tiered(), LastInOrder(keeps_state=True)
+        ),
+        # Pensieve (GPU cache) of section 3.6.
+        Policy("pensieve_device_only", OnDemand(0.1), FCFS(), Unified(), DeviceOnly()),
         # Ours.
-        Policy("auto", Expected(), FCFS(), Unified(), Stateless(), LongestRemaining()),
+        Policy("auto", Expected(), FCFS(), Unified(), Tiered(), LongestRemaining()),
     )
 }
 

@@ -38,11 +38,11 @@ class Router:
     """Sends a request where its prompt's pages probably are, or else to the least work.
 
     A replica's cost is the work that it has left, in tokens, less `cached_weight` times the tokens
-    of the prompt's leading pages that were sent there before. The lowest cost wins; of equals, the
-    replica that has seen fewer prompts. So a request whose prefix nobody has seen goes to the least
-    work, a conversation stays with its pages, and it *spills over* when its replica is ahead of
-    another by more than `cached_weight` tokens of work for each token that is cached there. From
-    then on both replicas have its pages. Every request is placed at once: none waits for a replica.
+    of the prompt's leading pages that were sent or answered there before. The lowest cost wins; of
+    equals, the replica that has seen fewer prompts. So a request whose prefix nobody has seen goes
+    to the least work, a conversation stays with its pages, and it *spills over* when its replica is
+    ahead of another by more than `cached_weight` tokens of work for each token that is cached
+    there. From then on both replicas have its pages. Every request is placed at once: none waits.
 
     Who calls it says when work has ended. Not thread-safe.
 
@@ -91,7 +91,7 @@ class Router:
         candidates = range(len(self._work)) if among is None else among
         chosen = min(candidates, key=lambda replica: self._key(replica, pages))
         self._work[chosen] += work
-        self._remember(chosen, pages)
+        self.remember(chosen, pages)
         return chosen
 
     def finish(self, replica: int, work: int) -> None:
@@ -103,15 +103,16 @@ class Router:
         self._work[replica] = 0
         self._pages[replica].clear()
 
-    def _key(self, replica: int, pages: Sequence[int]) -> tuple[float, int, int]:
-        held = self._pages[replica]
-        num_cached = next((i for i, page in enumerate(pages) if page not in held), len(pages))
-        return self._work[replica] - self._weight * num_cached, len(held), replica
-
-    def _remember(self, replica: int, pages: Sequence[int]) -> None:
+    def remember(self, replica: int, pages: Sequence[int]) -> None:
+        """`replica` holds these pages too, such as those of an answer that it has given."""
         held = self._pages[replica]
         for page in reversed(pages[: self._max_pages]):  # without its start a prefix is no use
             held[page] = None
             held.move_to_end(page)
         while len(held) > self._max_pages:
             held.popitem(last=False)
+
+    def _key(self, replica: int, pages: Sequence[int]) -> tuple[float, int, int]:
+        held = self._pages[replica]
+        num_cached = next((i for i, page in enumerate(pages) if page not in held), len(pages))
+        return self._work[replica] - self._weight * num_cached, len(held), replica

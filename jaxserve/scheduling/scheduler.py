@@ -8,19 +8,22 @@ from typing import Any, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import JaxserveError, NumericalError, PromptTooLongError
+from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import FinishReason, Request
-from jaxserve.memory.page_pool import PagePool
 from jaxserve.memory.page_table import PageTable
 from jaxserve.memory.relocation import Moves, fewest_moves
+from jaxserve.scheduling.beliefs import Beliefs
 from jaxserve.scheduling.collect import append_outputs, append_prompt_logprobs
+from jaxserve.scheduling.keeper import Keeper
+from jaxserve.scheduling.limits import max_length, not_finite, too_long
 from jaxserve.scheduling.plan import StepPlan, StepResult
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.step import Step
 from jaxserve.scheduling.supervisor import Supervisor, SwapCosts
-from jaxserve.scheduling.waiting_pool import WaitingPool, num_shareable
+from jaxserve.scheduling.waiting_pool import WaitingPool
+from predictor import Refinement
 
 
 @final
@@ -47,11 +50,19 @@ class Scheduler:
         policy: Policy,
         clock: Clock,
         swap_costs: SwapCosts | None = None,
+        refinement: Refinement | None = None,
     ):
         self.config = config
         self.policy = policy
-        self.supervisor = Supervisor(config, policy.preemption, swap_costs)
-        self.pool = PagePool(config.num_pages)
+        self.keeper = Keeper(config, policy.retention, clock.now, swap_costs)
+        self.supervisor = Supervisor(
+            0 if policy.retention.uses_host else config.num_host_pages,
+            config.page_size,
+            policy.preemption,
+            swap_costs,
+        )
+        self.pool = self.keeper.cache.pool
+        self.beliefs = Beliefs(refinement)
         self.slots = SlotTable(config.max_slots, config.slot_buckets)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -77,16 +88,18 @@ class Scheduler:
 
         One that was checked against a larger pool, and does not fit this one, has failed then.
         """
-        max_length = _max_length(request, self.config)
+        limit = max_length(request, self.config)
+        prediction = self.beliefs.first(request)
         samples: list[Sequence] = []
         for index in range(request.params.n):
             sequence = Sequence(
                 key=self._next_key,
                 request=request,
                 sample_index=index,
-                max_length=max_length,
+                max_length=limit,
                 table=PageTable(self.pool, self.config.page_size),
                 leader=samples[0] if samples else None,
+                prediction=prediction,
             )
             self._next_key += 1
             self._sequences[sequence.key] = sequence
@@ -111,7 +124,12 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.error = error
         sequence.finished_s = self._clock.now()
-        self.policy.retention.on_finish(sequence)
+        if error is None:
+            self.keeper.leave(sequence)
+        else:
+            self.keeper.forget(sequence)
+        self._close_table(sequence)
+        self.keeper.read(sequence)
         if sequence.num_in_flight == 0:
             del self._sequences[sequence.key]
 
@@ -132,14 +150,22 @@ class Scheduler:
         if plan.is_decode_loop:
             self.num_admitted_since_loop = 0
         self._pending_releases.clear()
-        for sequence in step.sequences:
+        for sequence in dict.fromkeys(step.sequences):
             if sequence.num_outputs_left == 0:
                 self._close(sequence)
         return plan
 
+    def plan_farewell(self) -> StepPlan | None:
+        """Copy kept pages to the host, where there is room; None where nothing is left to copy."""
+        self.keeper.free_share = 1.0
+        plan = Step(self).finish(self._num_plans, ())
+        self._num_plans += 1
+        return plan if plan.swaps_out else None
+
     def apply(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         """Take in what `plan` delivered; returns the news in the order of the rows."""
         news = []
+        live = []
         for index, row in enumerate(plan.rows):
             sequence = self._sequences[row.sequence_key]
             sequence.num_in_flight -= 1
@@ -148,6 +174,10 @@ class Scheduler:
                     del self._sequences[sequence.key]
                 continue
             news.append(Progress(sequence, self._take(sequence, index, plan, result)))
+            if sequence.num_in_flight == 0:
+                self.keeper.read(sequence)
+            live.append((index, sequence))
+        self.beliefs.take_in(plan, result, live)
         return news
 
     def _take(self, sequence: Sequence, index: int, plan: StepPlan, result: StepResult) -> int:
@@ -160,7 +190,7 @@ class Scheduler:
             if sequence.first_token_s is None:
                 sequence.first_token_s = self._clock.now()
         if not result.finite[index]:
-            self.end(sequence, "error", _not_finite(sequence))
+            self.end(sequence, "error", not_finite(sequence))
         elif count and sequence.output[-1] in sequence.request.stop_token_ids:
             self.end(sequence, "stop")
         elif sequence.prompt_length + len(sequence.output) >= sequence.request.end_length(
@@ -184,8 +214,9 @@ class Scheduler:
         return self.waiting.first_that(self._fits, self.pool.num_available)
 
     def _fits(self, sequence: Sequence) -> bool:
-        tokens, num_shared = self._entry_terms(sequence)
-        missing = sequence.table.pages_for(tokens) - num_shared
+        missing = sequence.table.pages_for(self._tokens_to_reserve(sequence))
+        if not sequence.host_pages:
+            missing -= self.keeper.num_shared(sequence)
         if missing > self.pool.num_available:
             return False
         headroom = self.policy.admission.headroom_pages(sequence, self.running, self.config)
@@ -194,19 +225,19 @@ class Scheduler:
     def admit(self, sequence: Sequence) -> list[tuple[int, int]]:
         """Move a waiting sequence that is `first_admissible` into a slot.
 
-        Returns (index, page) of the pages it begins with: shared with its leader, or to be filled
-        from the host.
+        Returns (index, page) of the pages it begins with: shared with others, to be filled from the
+        host, or between such pages.
         """
-        tokens, num_shared = self._entry_terms(sequence)
-        entries: list[tuple[int, int]] = []
-        if num_shared and sequence.leader is not None:
-            entries = sequence.table.share_prefix(sequence.leader.table, num_shared)
-        if not sequence.table.reserve(tokens):
-            raise AssertionError("admit() was called although the sequence does not fit")
-        if sequence.host_pages:
+        tokens = self._tokens_to_reserve(sequence)
+        if not sequence.host_pages:
+            entries = self.keeper.begin(sequence, tokens)
+        elif sequence.table.reserve(tokens):
             entries = sequence.table.grow(sequence.num_computed)
         else:
-            sequence.num_computed = num_shared * self.config.page_size
+            entries = None
+        if entries is None:
+            raise AssertionError("admit() was called although the sequence does not fit")
+        self.supervisor.admitted(sequence)
         self.waiting.admit(sequence)
         sequence.slot = self.slots.take()
         sequence.phase = Phase.RUNNING
@@ -223,9 +254,10 @@ class Scheduler:
         Args:
           has_outgrown: because it used up its reservation; it comes back with a larger one.
         """
+        self.keeper.leave(sequence)
         self.supervisor.save(sequence)
         self._leave_slot(sequence, has_ended=False)
-        sequence.table.close()
+        self._close_table(sequence)
         if has_outgrown:
             sequence.num_outgrown += 1
             self.supervisor.num_outgrown += 1
@@ -240,12 +272,13 @@ class Scheduler:
         """
         if sequence.phase is Phase.RUNNING:
             self._leave_slot(sequence, has_ended=False)
-            sequence.table.close()
+            self.keeper.forget(sequence)
+            self._close_table(sequence)
             sequence.num_computed = 0
             self._wait(sequence)
         self.supervisor.forget(sequence)
         if sequence.phase is Phase.WAITING and not keeps_output:
-            sequence.forget_output()
+            sequence.forget_output(self.beliefs.first(sequence.request))
 
     # ---- another pool ----
 
@@ -260,12 +293,14 @@ class Scheduler:
         """
         config = replace(self.config, num_pages=num_pages)
         for sequence in tuple(reversed(self.running)):
-            if _max_length(sequence.request, config) != sequence.max_length:
+            if max_length(sequence.request, config) != sequence.max_length:
                 self.preempt(sequence)
         while self.pool.num_owned + self.pool.num_promised > num_pages - 1:
             self.preempt(self.running[-1])
         self.supervisor.forget_unsaved()
-        return fewest_moves(self.pool.owned, num_pages)
+        self.keeper.cache.forget_uncopied()
+        self.keeper.cache.shrink(num_pages)
+        return fewest_moves(self.pool.held, num_pages)
 
     def resize(self, num_pages: int, moves: Moves) -> None:
         """Go on with a pool of `num_pages` pages, after `make_room` for them.
@@ -276,16 +311,17 @@ class Scheduler:
         self.pool.resize(num_pages, moves)
         self.config = replace(self.config, num_pages=num_pages)
         targets = dict(moves)
+        self.keeper.cache.relocate(targets)
         for sequence in self.running:
             sequence.table.relocate(targets)
         for sequence in self.waiting:
-            sequence.max_length = _max_length(sequence.request, self.config)
+            sequence.max_length = max_length(sequence.request, self.config)
             self._fail_if_too_long(sequence)
         self.waiting.sort()
 
     def _fail_if_too_long(self, sequence: Sequence) -> None:
         if sequence.num_outputs_left <= 0:
-            self.end(sequence, "error", _too_long(sequence, self.config))
+            self.end(sequence, "error", too_long(sequence, self.config))
 
     # ---- transitions ----
 
@@ -296,7 +332,8 @@ class Scheduler:
     def _close(self, sequence: Sequence) -> None:
         self._leave_slot(sequence, has_ended=True)
         sequence.phase = Phase.CLOSING
-        self.policy.retention.on_finish(sequence)
+        self.keeper.leave(sequence)
+        self._close_table(sequence)
 
     def _leave_slot(self, sequence: Sequence, *, has_ended: bool) -> None:
         assert sequence.slot is not None
@@ -310,20 +347,19 @@ class Scheduler:
         self._pending_releases.append(sequence.slot)
         sequence.slot = None
 
-    def _entry_terms(self, sequence: Sequence) -> tuple[int, int]:
-        """(tokens to reserve, leading pages shared with the leader)."""
+    def _close_table(self, sequence: Sequence) -> None:
+        sequence.table.close()
+        sequence.ahead.clear()
+
+    def _tokens_to_reserve(self, sequence: Sequence) -> int:
         wanted = self.policy.admission.reserve_tokens(sequence)
-        tokens = min(max(wanted, sequence.planned_length + 1), sequence.max_length)
-        leader = sequence.leader
-        if sequence.host_pages or leader is None or leader.phase is not Phase.RUNNING:
-            return tokens, 0
-        return tokens, num_shareable(sequence, self.config.page_size)
+        return min(max(wanted, sequence.planned_length + 1), sequence.max_length)
 
     # ---- invariants ----
 
     def check_integrity(self) -> None:
         """Raise AssertionError when an invariant of DESIGN.md section 4 is broken."""
-        self.pool.check_integrity()
+        self.keeper.cache.check_integrity()
         owned: dict[int, int] = {}
         promised = num_on_host = 0
         for sequence in self._sequences.values():
@@ -346,27 +382,3 @@ class Scheduler:
         taken = [sequence.slot for sequence in self.running]
         num_taken = self.slots.num_live - self.slots.num_held
         assert len(set(taken)) == len(taken) == num_taken, "slots do not add up"
-
-
-def _max_length(request: Request, config: EngineConfig) -> int:
-    """Tokens of prompt and output at which an answer is cut."""
-    if request.params.max_tokens is None:
-        return config.max_length
-    return min(config.max_length, len(request.prompt) + request.params.max_tokens)
-
-
-def _too_long(sequence: Sequence, config: EngineConfig) -> PromptTooLongError:
-    return PromptTooLongError(
-        f"request {sequence.request.id}: {sequence.prompt_length} prompt tokens and "
-        f"{len(sequence.output)} of the answer leave no room for another in the page pool, which "
-        f"was resized and holds {config.max_length} tokens of one request; give it more memory "
-        "(Runtime.resize_kv) and submit it again"
-    )
-
-
-def _not_finite(sequence: Sequence) -> NumericalError:
-    return NumericalError(
-        f"request {sequence.request.id}: the model's logits were NaN or infinite, or bias and "
-        f"penalties left no token to choose, after {len(sequence.output)} output tokens. Check "
-        "the weights, or load the model with dtype='float32'"
-    )

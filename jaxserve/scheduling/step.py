@@ -24,7 +24,8 @@ class Step:
         self.config = scheduler.config
         self.sequences: list[Sequence] = []
         self._scheduler = scheduler
-        self._counts: list[int] = []
+        # Of each row, beside its sequence.
+        self._spans: list[tuple[int, int]] = []
         self._samples: list[bool] = []
         self._admitted: list[Sequence] = []
         self._new_pages: list[tuple[Sequence, int, int]] = []
@@ -70,7 +71,7 @@ class Step:
 
     @property
     def num_tokens_left(self) -> int:
-        return self.config.max_step_tokens - sum(self._counts)
+        return self.config.max_step_tokens - sum(end - start for start, end in self._spans)
 
     @property
     def num_admitted_since_loop(self) -> int:
@@ -88,10 +89,12 @@ class Step:
         return sequence
 
     def add_row(self, sequence: Sequence, num_tokens: int, *, is_decode_loop: bool = False) -> bool:
-        if sequence.slot is None or not self._secure(sequence, num_tokens):
+        num_rows_left = self.config.max_slots - len(self.sequences)
+        spans = sequence.next_spans(num_tokens, num_rows_left)
+        if sequence.slot is None or not spans or not self._secure(sequence, spans[-1][1]):
             return False
         self._is_decode_loop |= is_decode_loop
-        self._advance(sequence, num_tokens)
+        self._advance(sequence, spans)
         return True
 
     def add_decode_loop(self, max_iterations: int, *, compacts: bool = True) -> None:
@@ -150,14 +153,14 @@ class Step:
                 moves = tuple(self._compact())
             window_start, window_size = self._window or self._scheduler.slots.window()
         admitted = [sequence for sequence in self._admitted if sequence.slot is not None]
-        supervisor = self._scheduler.supervisor
+        supervisor, keeper = self._scheduler.supervisor, self._scheduler.keeper
         for sequence in self.sequences:
             sequence.num_in_flight += 1
             sequence.last_step = index
         return StepPlan(
             index=index,
-            swaps_out=supervisor.copies_out(),
-            swaps_in=supervisor.copies_in(admitted),
+            swaps_out=supervisor.copies_out() + keeper.copies_out(),
+            swaps_in=supervisor.copies_in(admitted) + keeper.copies_in(),
             releases=releases,
             moves=moves,
             admissions=tuple(map(_admission, admitted)),
@@ -167,9 +170,9 @@ class Step:
                 if sequence.slot is not None
             ),
             rows=tuple(
-                self._row(sequence, count, samples)
-                for sequence, count, samples in zip(
-                    self.sequences, self._counts, self._samples, strict=True
+                self._row(sequence, span, samples)
+                for sequence, span, samples in zip(
+                    self.sequences, self._spans, self._samples, strict=True
                 )
             ),
             num_iterations=self._num_iterations,
@@ -178,29 +181,32 @@ class Step:
             needs=_needs(self.sequences),
         )
 
-    def _row(self, sequence: Sequence, count: int, samples: bool) -> Row:
+    def _row(self, sequence: Sequence, span: tuple[int, int], samples: bool) -> Row:
         assert sequence.slot is not None
-        start = sequence.num_computed - count
+        start, end = span
         return Row(
             slot=sequence.slot,
             sequence_key=sequence.key,
             start=start,
-            num_tokens=1 if self._is_decode_loop else count,
+            num_tokens=1 if self._is_decode_loop else end - start,
             samples=samples,
             wants_prompt_logprobs=(
                 sequence.wants_prompt_logprobs and start < sequence.prompt_length - 1
             ),
         )
 
-    def _advance(self, sequence: Sequence, count: int) -> None:
-        """After `count` tokens: a row that reaches the newest token plans the next one."""
-        samples = self._is_decode_loop or sequence.num_uncomputed == count
+    def _advance(self, sequence: Sequence, spans: Seq[tuple[int, int]]) -> None:
+        """After these tokens: a row that reaches the newest token plans the next one."""
+        end = spans[-1][1]
+        samples = self._is_decode_loop or end == sequence.planned_length
         if samples:
-            sequence.num_planned_outputs += count if self._is_decode_loop else 1
-        sequence.num_computed += count
-        self._samples.append(samples)
-        self.sequences.append(sequence)
-        self._counts.append(count)
+            sequence.num_planned_outputs += end - spans[-1][0] if self._is_decode_loop else 1
+        sequence.advance_to(end)
+        self._samples += [False] * (len(spans) - 1) + [samples]
+        self.sequences += [sequence] * len(spans)
+        self._spans += spans
+        if spans[0][0] < sequence.prompt_length:
+            self._scheduler.keeper.computed(sequence)
 
     def _fits(self, count: int) -> bool:
         missing = sum(s.table.missing(s.num_computed + count) for s in self.decoding)
@@ -214,9 +220,8 @@ class Step:
         while not self._fits(1):
             self._preempt_one()
 
-    def _secure(self, sequence: Sequence, count: int) -> bool:
-        """Own the pages for `count` more tokens, preempting others for them."""
-        length = sequence.num_computed + count
+    def _secure(self, sequence: Sequence, length: int) -> bool:
+        """Own the pages for `length` tokens, preempting others for them."""
         if not self._extends and sequence.table.missing(length):
             self._preempt(sequence, has_outgrown=True)
             return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.memory.host_pool import HostPool
 from jaxserve.scheduling.plan import PageCopies
 from jaxserve.scheduling.policy import Preemption
@@ -20,10 +19,12 @@ class SwapCosts:
     Attributes:
       page_s: seconds to bring a page to the host, and again to bring it back.
       token_s: seconds to compute the KV of a prompt's token.
+      position_s: seconds on top of that for each position that the token attends to.
     """
 
     page_s: float
     token_s: float
+    position_s: float = 0.0
 
 
 @final
@@ -31,22 +32,29 @@ class Supervisor:
     """Decides between swapping and computing anew, and keeps the books of the host's pages.
 
     Args:
+      num_host_pages: for their KV.
       costs: None where they were not measured: then swapping is taken to be cheaper, as it is by
         orders of magnitude on what was measured so far.
 
     Attributes:
       num_outgrown: reservations that were used up.
       num_pages_out, num_pages_in: pages copied.
-      num_recomputed: tokens whose KV was dropped.
+      num_recomputed: tokens whose KV was dropped, and computed again.
     """
 
-    def __init__(self, config: EngineConfig, preemption: Preemption, costs: SwapCosts | None):
-        self.host = HostPool(config.num_host_pages)
+    def __init__(
+        self,
+        num_host_pages: int,
+        page_size: int,
+        preemption: Preemption,
+        costs: SwapCosts | None,
+    ):
+        self.host = HostPool(num_host_pages)
         self.num_outgrown = 0
         self.num_pages_out = 0
         self.num_pages_in = 0
         self.num_recomputed = 0
-        self._page_size = config.page_size
+        self._page_size = page_size
         self._keeps_state = preemption.keeps_state
         self._costs = costs
         self._saved: list[tuple[Sequence, PageCopies]] = []
@@ -65,12 +73,18 @@ class Supervisor:
             return
         count = sequence.table.pages_for(sequence.num_computed)
         if not self._should_swap(sequence, count):
-            self.num_recomputed += sequence.num_computed
+            sequence.num_dropped = sequence.num_computed
             sequence.num_computed = 0
             return
         sequence.host_pages = self.host.take(count)
         copies = tuple(zip(sequence.table.pages, sequence.host_pages, strict=False))
         self._saved.append((sequence, copies))
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Count what it lost when it was preempted, and has not found again."""
+        num_found = sequence.planned_length - sequence.num_uncomputed
+        self.num_recomputed += max(0, sequence.num_dropped - num_found)
+        sequence.num_dropped = 0
 
     def forget(self, sequence: Sequence) -> None:
         """Give its host pages back; what is not in a slot then is computed anew."""
@@ -83,7 +97,7 @@ class Supervisor:
         """Before device pages move: those that no plan has saved yet are computed anew."""
         for sequence, _ in self._saved:
             if sequence.host_pages:
-                self.num_recomputed += sequence.num_computed
+                sequence.num_dropped = sequence.num_computed
                 self.forget(sequence)
         self._saved.clear()
 

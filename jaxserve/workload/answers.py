@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, final
 
 from tqdm import tqdm
 
@@ -14,7 +16,11 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload import recorded, sharegpt
 from predictor.data import Example, read_jsonl
 
-KNOWN = "sharegpt, recorded:FILE with a file written by --record, or a file of JSON lines"
+KNOWN = (
+    "sharegpt, answered:FILE with a model's own answers to it as benchmarks.answers counts them, "
+    "recorded:FILE with a file written by --record, or a file of JSON lines"
+)
+_ANSWERED = "answered:"
 _RECORDED = "recorded:"
 # Answers that ended by themselves or at their limit; the length of others says nothing.
 _WHOLE = ("stop", "length")
@@ -41,8 +47,8 @@ def read(
 
     Args:
       source: see `KNOWN`. Of `sharegpt` every question is a prompt, without what came before it;
-        its conversation is the one that was shared. Of a recorded run every sample is an example;
-        prompts are read back without control tokens.
+        its conversation is the one that was shared. Answered are some of these questions. Of a
+        recorded run every sample is an example; prompts are read back without control tokens.
       tokenizer: the served model's; asked for where it is needed. JSON lines need none.
       max_examples: a random draw of so many; all if None.
       seed: of the order and the draw.
@@ -56,6 +62,8 @@ def read(
         raise InvalidConfigError(f"max_examples={max_examples}; give 1 or more")
     if source == "sharegpt":
         found = _of_sharegpt(path, tokenizer(), max_examples, seed, progress)
+    elif source.startswith(_ANSWERED):
+        found = _answered(Path(source.removeprefix(_ANSWERED)), path, progress)
     elif source.startswith(_RECORDED):
         found = list(_of_trace(source.removeprefix(_RECORDED), tokenizer()))
     else:
@@ -70,19 +78,39 @@ def _of_sharegpt(
     path: Path | None, tokenizer: Tokenizer, max_examples: int | None, seed: int, progress: bool
 ) -> list[Example]:
     path = path or fetch(sharegpt.FILE, progress=progress)
-    pairs = [
-        (question, answer, talk.origin)
-        for talk in sharegpt.read(path)
-        for question, answer in turns(talk)
-    ]
+    found = list(questions(path))
     # Counted are those that are drawn: all of them take minutes.
-    random.Random(seed).shuffle(pairs)
+    random.Random(seed).shuffle(found)
     bar = tqdm(
-        pairs[:max_examples], desc="counting tokens", unit="answer",
+        found[:max_examples], desc="counting tokens", unit="answer",
         delay=2, leave=False, disable=not progress,
     )  # fmt: skip
-    lengths = ((question, len(tokenizer.encode(answer)), id) for question, answer, id in bar)
-    return [Example(question, length, id) for question, length, id in lengths if length]
+    lengths = ((one, len(tokenizer.encode(one.answer))) for one in bar)
+    return [Example(one.text, length, one.origin) for one, length in lengths if length]
+
+
+@final
+@dataclass(frozen=True)
+class Question:
+    """One that a conversation of ShareGPT answers at once; neither text is empty.
+
+    Attributes:
+      record, turn: where it stands: the record's id, and how many such questions precede it there.
+      origin: the conversation as it was shared.
+    """
+
+    record: str
+    turn: int
+    origin: str
+    text: str
+    answer: str
+
+
+def questions(path: Path) -> Iterator[Question]:
+    """All of a ShareGPT file, in its order."""
+    for talk in sharegpt.read(path):
+        for turn, (question, answer) in enumerate(turns(talk)):
+            yield Question(talk.id, turn, talk.origin, question, answer)
 
 
 def turns(talk: sharegpt.Conversation) -> Iterator[tuple[str, str]]:
@@ -92,6 +120,28 @@ def turns(talk: sharegpt.Conversation) -> Iterator[tuple[str, str]]:
     ):
         if (asker, answerer) == ("human", "gpt") and question.strip() and answer.strip():
             yield question, answer
+
+
+def _answered(path: Path, shared: Path | None, progress: bool) -> list[Example]:
+    """Lines of {"record": id, "turn": n, "output_length": tokens}; the questions are ShareGPT's."""
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lengths = {
+            (line["record"], line["turn"]): line["output_length"]
+            for line in lines
+            if line["output_length"]
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidConfigError(
+            f"{path} does not hold counted answers ({type(error).__name__}: {error}); give a file "
+            "that benchmarks.answers wrote"
+        ) from error
+    shared = shared or fetch(sharegpt.FILE, progress=progress)
+    return [
+        Example(one.text, length, one.origin)
+        for one in questions(shared)
+        if (length := lengths.get((one.record, one.turn)))
+    ]
 
 
 def _of_trace(path: str, tokenizer: Tokenizer) -> Iterable[Example]:

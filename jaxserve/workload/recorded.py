@@ -4,11 +4,12 @@ One line of JSON a request, written when it ends:
 
     {"id": "request-0", "arrival_s": 0.25, "prompt_token_ids": [5, 6, 7],
      "params": {"max_tokens": 256, "temperature": 0.7, "seed": 4}, "priority": 0,
-     "deadline_s": null, "num_output_tokens": [31], "finish_reasons": ["stop"], "finished_s": 2.5}
+     "deadline_s": null, "num_output_tokens": [31], "finish_reasons": ["stop"], "finished_s": 2.5,
+     "conversation_id": null, "output_token_ids": [[8, 9, 2]]}
 
 Times are seconds since the recording began. `params` are `SamplingParams` that differ from their
 defaults, `max_tokens` and the seed that was drawn always among them. A request for n samples has n
-lengths and n reasons.
+lengths, n reasons and n lists of tokens; older traces lack the last two.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class RecordedRequest:
       params: as they were asked for, with the seed that was used.
       num_output_tokens, finish_reasons: of each sample. One that was cancelled has the tokens that
         it had got, perhaps none.
+      output_token_ids: of each sample; None in traces that lack them.
       arrival_s, deadline_s, finished_s: seconds since the recording began.
     """
 
@@ -54,6 +56,8 @@ class RecordedRequest:
     num_output_tokens: tuple[int, ...]
     finish_reasons: tuple[str, ...]
     finished_s: float
+    conversation_id: str | None = None
+    output_token_ids: tuple[tuple[int, ...], ...] | None = None
 
     def item(self, start_s: float = 0.0) -> WorkloadItem:
         """The same request with its answers forced to their lengths; arrivals count from `start_s`.
@@ -115,6 +119,8 @@ class TraceWriter:
             "num_output_tokens": [len(sample.token_ids) for sample in completion.samples],
             "finish_reasons": [sample.finish_reason for sample in completion.samples],
             "finished_s": since(completion.timing.finished_s),
+            "conversation_id": request.conversation_id,
+            "output_token_ids": [sample.token_ids for sample in completion.samples],
         }
         text = json.dumps(line, default=_plain) + "\n"
         with self._one_writer:
@@ -207,13 +213,15 @@ def _plain(number: Any) -> int | float:
 
 def _parse(line: object) -> RecordedRequest:
     known = {field.name for field in fields(RecordedRequest)}
-    if not isinstance(line, dict) or set(line) != known:
+    if not isinstance(line, dict) or not known - _OPTIONAL <= set(line) <= known:
         given = sorted(line) if isinstance(line, dict) else line
         raise InvalidConfigError(f"a line is an object of {sorted(known)}, not {given!r}")
     for name, (is_allowed, allowed) in _ALLOWED.items():
-        if not is_allowed(line[name]):
+        if name in line and not is_allowed(line[name]):
             raise InvalidConfigError(f"{name}={line[name]!r} is not allowed; give {allowed}")
     converted: dict[str, Any] = {name: tuple(line[name]) for name in _TUPLES}
+    if "output_token_ids" in line:
+        converted["output_token_ids"] = tuple(map(tuple, line["output_token_ids"]))
     request = RecordedRequest(**{**line, **converted, "params": _params(line["params"])})
     given = (len(request.num_output_tokens), len(request.finish_reasons))
     if given != (request.params.n, request.params.n):
@@ -251,6 +259,7 @@ def _are(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and bool(value) and all(map(kind, value))
 
 
+_OPTIONAL = {"conversation_id", "output_token_ids"}
 _TUPLES = ("prompt_token_ids", "num_output_tokens", "finish_reasons")
 _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "id": (lambda value: isinstance(value, str), "a string"),
@@ -262,4 +271,9 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_output_tokens": (_are(_is_count), "a list of numbers from 0 on"),
     "finish_reasons": (_are(lambda value: value in get_args(FinishReason)), "a list of reasons"),
     "finished_s": (_is_number, "a number"),
+    "conversation_id": (lambda value: value is None or isinstance(value, str), "a string or null"),
+    "output_token_ids": (
+        _are(lambda value: value == [] or _are(_is_count)(value)),
+        "a list of lists of token ids",
+    ),
 }

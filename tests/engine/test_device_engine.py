@@ -70,6 +70,7 @@ class _SmallerPool:
     executor: DeviceExecutor
     config: EngineConfig
     swap_costs: None = None
+    refinement: None = None
 
     def submit(self, plan: StepPlan):
         return self.executor.submit(plan)

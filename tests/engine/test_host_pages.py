@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.engine.device_pages import DevicePages
 from jaxserve.engine.host_pages import PAGES_A_CALL
 from jaxserve.models.batch import KVCache
@@ -15,7 +16,7 @@ from sharding import make_mesh
 NUM_PAGES = 40
 
 
-def _pages(dtype: str, num_shards: int) -> DevicePages:
+def _pages(dtype: str, num_shards: int, num_host_pages: int = NUM_PAGES) -> DevicePages:
     """Two buffers of keys and two of values, full of random numbers."""
     rng = np.random.default_rng(0)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -26,7 +27,7 @@ def _pages(dtype: str, num_shards: int) -> DevicePages:
     buffers = [
         jax.device_put(jnp.asarray(rng.standard_normal(shape), dtype), place) for _ in range(4)
     ]
-    return DevicePages(KVCache(tuple(buffers[:2]), tuple(buffers[2:])), place, NUM_PAGES)
+    return DevicePages(KVCache(tuple(buffers[:2]), tuple(buffers[2:])), place, num_host_pages)
 
 
 def _contents(pages: DevicePages) -> list[np.ndarray]:
@@ -53,6 +54,20 @@ def test_pages_come_back_byte_for_byte(dtype, num_shards):
         assert not new[:, untouched].any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_page_is_read_and_written_as_bytes(dtype):
+    """Also by another cache of the same kind, to which nothing was copied yet."""
+    pages, other = _pages(dtype, 1), _pages(dtype, 1)
+    before = _contents(pages)
+    pages.swap(((3, 7),), ())
+    contents = pages.read_host_page(7)
+    other.write_host_page(2, contents)
+    assert other.read_host_page(2) == contents
+    other.swap((), ((2, 9),))
+    for old, new in zip(before, _contents(other), strict=True):
+        assert np.array_equal(new[:, 9], old[:, 3])
+
+
 def test_a_host_page_holds_what_came_last():
     """A page that was given up and taken again, before the first copy had arrived."""
     pages = _pages("float32", 1)
@@ -61,3 +76,10 @@ def test_a_host_page_holds_what_came_last():
     pages.swap(((5, 7),), ((7, 9),))
     for old, new in zip(before, _contents(pages), strict=True):
         assert np.array_equal(new[:, 9], old[:, 5])
+
+
+def test_a_host_without_the_memory_says_what_to_give():
+    """More than any machine can address."""
+    pages = _pages("float32", 1, num_host_pages=10**13)
+    with pytest.raises(DeviceMemoryError, match="smaller host_memory"):
+        pages.swap(((3, 7),), ((7, 9),))

@@ -68,7 +68,7 @@ RESIZED = [
 CASES += [(PRESETS[name], seeds) for name in BASELINES for seeds in SEEDS[:2]]
 
 
-def _agrees(got: Outcome, alone: Outcome) -> bool:
+def agrees(got: Outcome, alone: Outcome) -> bool:
     """Same tokens and end; a cancelled request has a beginning of them."""
     if got.finish_reason == "cancelled":
         return got.output == alone.output[: len(got.output)]
@@ -87,7 +87,7 @@ def test_every_request_ends_once_with_the_tokens_it_has_alone(policy, seeds):
         assert len(together) == sum(request.params.n for request in trace.requests)
         for request in trace.requests:
             for key, alone in trace.alone(PRESETS["orca"], request).items():
-                assert _agrees(together[key], alone), f"seed {seed}, sequence {key}"
+                assert agrees(together[key], alone), f"seed {seed}, sequence {key}"
         num_preemptions += sum(outcome.num_preemptions for outcome in together.values())
     reserves_all = isinstance(policy.admission, (MaxLength, Oracle))
     assert (num_preemptions == 0) == reserves_all, "who reserves less than all preempts, and must"
@@ -106,7 +106,7 @@ def test_a_resized_pool_serves_the_same_tokens(policy):
         for request in trace.requests:
             for key, alone in trace.alone(PRESETS["orca"], request).items():
                 got = together[key]
-                if _agrees(got, alone):
+                if agrees(got, alone):
                     ends["as alone"] += 1
                     continue
                 assert got.output == alone.output[: len(got.output)], f"seed {seed}, {key}"

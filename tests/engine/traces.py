@@ -15,13 +15,20 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.simulated import END_TOKEN, SimulatedExecutor
+from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.sequence import Phase, Sequence
-from predictor import LengthBuckets
+from predictor import LengthBuckets, Refinement
 
 # Steps that may pass without any sequence getting a token or computing one.
 MAX_IDLE_STEPS = 4
 BUCKETS = LengthBuckets.equal_width(40, 4)
+PROBED = LengthBuckets.logarithmic(30, 5)
+REFINEMENT = Refinement(
+    buckets=PROBED, marginal=np.full(PROBED.num, 1 / PROBED.num), belief_weight=0.5, interval=3
+)
+# What a probe may read; "any" is another of the first four each time.
+PROBES = ("truth", "shortest", "longest", "nan")
 
 
 @dataclass(frozen=True)
@@ -88,18 +95,70 @@ def random_prediction(rng: random.Random) -> LengthPrediction | None:
     return LengthPrediction(BUCKETS, np.asarray(weights) / sum(weights))
 
 
-class Trace:
-    """One seed: machine, requests, and the lengths and faults of the simulated model."""
+def with_shared_prefixes(rng: random.Random, requests: list[Request]) -> list[Request]:
+    """Some of them begin as others do, or are the same."""
+    prefixes = [request.prompt for request in requests[:3]]
+    shared = []
+    for request in requests:
+        prefix = rng.choice(prefixes)[: rng.randint(0, 80)] if rng.random() < 0.6 else ()
+        prompt = (*prefix, *request.prompt[len(prefix) :])
+        shared.append(replace(request, prompt=prompt))
+    return shared
 
-    def __init__(self, seed: int, *, with_faults: bool = False):
+
+class Trace:
+    """One seed: machine, requests, and the lengths and faults of the simulated model.
+
+    Args:
+      with_conversations: requests share prefixes, and answers are answered, some of them late.
+      probe: what its readings are like, see `PROBES`; None for no probe.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        with_faults: bool = False,
+        with_conversations: bool = False,
+        probe: str | None = None,
+    ):
         rng = random.Random(seed)
         self.seed = seed
         self.config = random_config(rng)
         self.requests = random_requests(rng, self.config)
         # Sizes that the pool had in the last run, and how many sequences' pages were moved.
+        if with_conversations:
+            self.requests = with_shared_prefixes(random.Random(f"{seed} prefixes"), self.requests)
+        # What was asked in the last run: these, and what followed from their answers.
+        self.asked: list[Request] = []
+        # How often a sequence was seen with pages ahead of what it had computed.
+        self.num_gaps = 0
         self.pool_sizes: set[int] = set()
         self.num_moved = 0
         self._with_faults = with_faults
+        self._with_conversations = with_conversations
+        self._probe = probe
+        # Predictions that readings changed in the last run.
+        self.num_refined = 0
+
+    def reading(self, request: Request, sample: int, elapsed: int) -> np.ndarray:
+        """What a probe of this trace's kind reads: see `PROBES`."""
+        logits = np.zeros(PROBED.num)
+        kind = self._probe
+        if kind == "any":
+            kind = random.Random(f"{self.seed} {request.id} {sample} {elapsed}").choice(PROBES)
+        if kind == "truth":
+            left = max(1, self._draw("answer", request, sample, 1, 40) - elapsed)
+            logits[PROBED.bucket_of(left)] = 3.0
+        elif kind == "shortest":
+            logits[0] = 30.0
+        elif kind == "longest":
+            logits[-1] = 30.0
+        elif kind == "nan":
+            logits[:] = np.nan
+        elif kind == "misshapen":
+            logits = np.zeros(PROBED.num + 1)
+        return logits
 
     def _draw(self, what: str, request: Request, sample: int, low: int, high: int) -> int:
         return random.Random(f"{self.seed} {what} {request.id} {sample}").randint(low, high)
@@ -119,11 +178,18 @@ class Trace:
             fault_length=(lambda request, i: self._draw("fault", request, i, 0, 90))
             if self._with_faults
             else None,
+            refinement=None if self._probe is None else REFINEMENT,
+            reading=None if self._probe is None else self.reading,
         )
         return Engine(executor, policy, clock)
 
     def run(
-        self, policy: Policy, *, cancel_rate: float = 0.0, resize_rate: float = 0.0
+        self,
+        policy: Policy,
+        *,
+        cancel_rate: float = 0.0,
+        resize_rate: float = 0.0,
+        disk: DiskTier | None = None,
     ) -> dict[tuple[str, int], Outcome]:
         """Arrivals, cancellations and resizes at random, every invariant checked after each step.
 
@@ -134,10 +200,20 @@ class Trace:
         clock = VirtualClock()
         engine = self.engine(policy, clock=clock)
         arriving, sequences = list(self.requests), []
+        self.asked, self.num_gaps = [], 0
+        self.keeper = engine.scheduler.keeper
+        if disk is not None:
+            executor = engine._executor
+            assert isinstance(executor, SimulatedExecutor)
+            engine.use_disk(disk, executor)
+        answered: set[int] = set()
         idle = 0
         while arriving or engine.has_work:
             if arriving and rng.random() < 0.4:
-                sequences += engine.add(arriving.pop(0))
+                self.asked.append(arriving.pop(0))
+                sequences += engine.add(self.asked[-1])
+            if self._with_conversations:
+                arriving += self._next_turns(sequences, answered)
             if sequences and rng.random() < cancel_rate:
                 engine.scheduler.end(rng.choice(sequences), "cancelled")
             if resize_rate and rng.random() < resize_rate:
@@ -145,11 +221,14 @@ class Trace:
             before = _advancement(sequences)
             engine.step()
             engine.scheduler.check_integrity()
+            self.num_gaps += sum(len(sequence.ahead) for sequence in engine.scheduler.running)
             if engine.has_work and engine.idle_until_s is not None:
                 clock.advance_to(engine.idle_until_s)
                 idle = -1
             idle = 0 if _advancement(sequences) != before or not engine.has_work else idle + 1
             assert idle <= MAX_IDLE_STEPS, f"seed {self.seed}: nothing advances"
+        engine.close(is_whole=True)
+        self.num_refined = engine.scheduler.beliefs.num_refined
         return self._outcomes(engine, sequences)
 
     def _resize(self, engine: Engine, rng: random.Random) -> None:
@@ -166,6 +245,24 @@ class Trace:
             assert stayed == [page < num_pages for page in old], f"seed {self.seed}: needless move"
             self.num_moved += not all(stayed)
         self.pool_sizes.add(num_pages)
+
+    def _next_turns(self, sequences: list[Sequence], answered: set[int]) -> list[Request]:
+        """Of conversations whose answer has come just now; most are not gone on with for ever."""
+        turns = []
+        for sequence in sequences:
+            if sequence.phase is not Phase.FINISHED or sequence.key in answered:
+                continue
+            answered.add(sequence.key)
+            rng = random.Random(f"{self.seed} turn {sequence.request.id} {sequence.sample_index}")
+            prompt = sequence.known_tokens + tuple(
+                rng.randrange(1, 50) for _ in range(rng.randint(0, 5))
+            )
+            longest = min(self.config.max_prompt_tokens, 1000)
+            is_gone_on_with = rng.random() < 0.6 / sequence.request.params.n
+            if is_gone_on_with and len(prompt) <= longest and not sequence.error:
+                name = f"{sequence.request.id}.{sequence.sample_index}"
+                turns.append(replace(sequence.request, id=name, prompt=prompt))
+        return turns
 
     def alone(self, policy: Policy, request: Request) -> dict[tuple[str, int], Outcome]:
         """One request by itself, with all the memory it could want, a token at a time."""

@@ -181,6 +181,7 @@ def test_what_prevents_a_start_is_raised(ray, tmp_path):
         ({"max_slot": 3}, "max_slot"),
         ({"policy": "vlm"}, "vllm_like"),
         ({"record": "a.jsonl"}, "does not record"),
+        ({"conversations": "a.sqlite"}, "keeps no conversations"),
     ],
 )
 def test_bad_options_are_refused_at_once(options, message):

@@ -39,7 +39,8 @@ def _random_tables(rng: random.Random, pool: PagePool) -> list[PageTable]:
         if action == 0 and table.reserve(table.num_pages + rng.randint(0, 6)):
             table.grow(rng.randint(0, table.num_reserved))
         elif action == 1 and not table.num_reserved:
-            table.share_prefix(other, rng.randint(0, other.num_pages))
+            shared = dict(enumerate(other.pages[: rng.randint(0, other.num_pages)]))
+            table.begin(len(shared), shared, len(shared))
         elif action == 2:
             table.reserve(table.num_reserved + 1)
     for table in rng.sample(tables, 2):
@@ -57,12 +58,12 @@ def test_a_resized_pool_keeps_contents_references_and_promises():
         tables = _random_tables(rng, pool)
         contents = rng.sample(range(1000), num_pages)
         wanted = [[contents[page] for page in table.pages] for table in tables]
-        references = sorted(pool.refcount(page) for page in pool.owned)
+        references = sorted(pool.refcount(page) for page in pool.held)
         promised = pool.num_promised
         for _ in range(4):
             smallest = max(2, 1 + pool.num_owned + promised)
             size = rng.choice([smallest, rng.randint(smallest, 40)])
-            moves = fewest_moves(pool.owned, size)
+            moves = fewest_moves(pool.held, size)
             num_moves += len(moves)
             contents = [contents[page] for page in page_sources(len(contents), size, moves)]
             pool.resize(size, moves)
@@ -70,7 +71,7 @@ def test_a_resized_pool_keeps_contents_references_and_promises():
                 table.relocate(dict(moves))
             pool.check_integrity()
             assert (pool.num_usable, pool.num_promised) == (size - 1, promised), seed
-            assert sorted(pool.refcount(page) for page in pool.owned) == references, seed
+            assert sorted(pool.refcount(page) for page in pool.held) == references, seed
             assert [[contents[page] for page in t.pages] for t in tables] == wanted, seed
         for table in tables:
             table.close()

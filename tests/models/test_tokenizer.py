@@ -103,6 +103,17 @@ def test_a_message_cannot_smuggle_control_tokens(smollm2, extra):
     assert content in smollm2.decode(token_ids, skip_special_tokens=False)
 
 
+def test_smollm2_goes_on_with_a_chat(smollm2):
+    """Prompt, answer and what follows it are the tokens of the whole chat."""
+    asked = [{"role": "user", "content": "Name 3 rivers"}]
+    new = [{"role": "user", "content": "And the longest?"}]
+    answer = {"role": "assistant", "content": "The Nile, the Rhône & the Yangtze (长江)."}
+    said = smollm2.encode(answer["content"], add_special_tokens=False)
+    added = smollm2.chat_continuation(asked, answer, new)
+    whole = smollm2.apply_chat_template([*asked, answer, *new])
+    assert [*smollm2.apply_chat_template(asked), *said, *added] == whole
+
+
 def test_chats_without_a_template_or_malformed_are_refused(smollm2):
     """A typed error tells what to send instead."""
     with pytest.raises(InvalidRequestError, match="no chat template"):

@@ -49,6 +49,18 @@ def test_every_form(runtime, tmp_path):
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
+def test_what_serves_attention_is_said(runtime):
+    """With the shapes and the reason; an implementation that is asked for is said to be so."""
+    report = runtime.report()
+    # Other tests of this process compile for GPUs.
+    ours = ("paged_attention", "cpu")
+    chosen = [one for one in report.kernels if (one.operation, one.platform) == ours]
+    assert chosen and all(one.reason for one in chosen)
+    assert any("k_pages float32[" in one.shapes for one in chosen)
+    assert chosen[0].implementation in report.figures()["kernels"]["paged_attention"]
+    assert json.loads(report.to_json())["kernels"][0]["shapes"] == report.kernels[0].shapes
+
+
 def test_trace_tells_steps_and_phases(runtime, tmp_path):
     """Steps follow one another without overlap; a request's phases do too, from its arrival."""
     report = runtime.report()

@@ -22,6 +22,7 @@ class Recorder:
     def __init__(self, simulated: SimulatedExecutor):
         self._simulated = simulated
         self.config, self.swap_costs = simulated.config, simulated.swap_costs
+        self.refinement = simulated.refinement
         self.plans: list[StepPlan] = []
 
     def submit(self, plan: StepPlan):

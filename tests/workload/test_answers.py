@@ -47,6 +47,21 @@ def test_every_answered_question_of_sharegpt(tmp_path):
         _read("sharegpt", path=path, max_examples=0)
 
 
+def test_a_models_own_answers_to_sharegpt(tmp_path):
+    """Lengths stand in one file, questions in ShareGPT's; empty answers are left out."""
+    talk = ("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"), ("human", "e"), ("gpt", "f")
+    record = {"id": "x_1", "conversations": [{"from": who, "value": text} for who, text in talk]}
+    shared, own = tmp_path / "sharegpt.json", tmp_path / "own.jsonl"
+    shared.write_text(json.dumps([record]))
+    lines = [{"record": "x_1", "turn": turn, "output_length": 7 * turn} for turn in (2, 0, 1)]
+    own.write_text("\n".join(map(json.dumps, lines)))
+    found = _read(f"answered:{own}", path=shared)
+    assert sorted(found, key=str) == [Example("c", 7, "x"), Example("e", 14, "x")]
+    own.write_text('{"record": "x_1"}')
+    with pytest.raises(InvalidConfigError, match="benchmarks.answers"):
+        _read(f"answered:{own}", path=shared)
+
+
 def test_answers_of_a_recorded_run(tmp_path):
     """Answers that were cut off from outside say nothing; each sample counts by itself."""
     path = tmp_path / "run.jsonl"

@@ -76,7 +76,23 @@ def test_everything_asked_for_comes_back(tmp_path):
         num_output_tokens=(4, 9),
         finish_reasons=("stop", "stop"),
         finished_s=5.5,
+        output_token_ids=((1,) * 4, (1,) * 9),
     )
+
+
+def test_traces_from_before_tokens_were_written_are_read(trace):
+    """Everything else is there; what is no list of tokens is refused."""
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    whole = read(trace)
+    _dump(trace, [{k: v for k, v in line.items() if k != "output_token_ids"} for line in lines])
+    assert read(trace) == [replace(request, output_token_ids=None) for request in whole]
+    _dump(trace, [{**lines[0], "output_token_ids": [["a"]]}])
+    with pytest.raises(InvalidConfigError, match="output_token_ids"):
+        read(trace)
+
+
+def _dump(path: Path, lines: list[dict]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_numbers_of_numpy_are_numbers(tmp_path):

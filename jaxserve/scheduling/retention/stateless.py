@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.memory.eviction import LRU, Eviction
 
 
 @final
@@ -13,5 +13,13 @@ from jaxserve.scheduling.sequence import Sequence
 class Stateless:
     """Pages are free as soon as the sequence ends."""
 
-    def on_finish(self, sequence: Sequence) -> None:
-        sequence.table.close()
+    keeps_pages: ClassVar[bool] = False
+    uses_host: ClassVar[bool] = False
+
+    @property
+    def free_share(self) -> float:
+        return 0.0
+
+    @property
+    def eviction(self) -> Eviction:
+        return LRU()

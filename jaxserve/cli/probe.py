@@ -1,0 +1,300 @@
+"""`jaxserve predictor probe`: train and describe probes of answers' remaining lengths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, final
+
+import typer
+
+from jaxserve.cli import options as opt
+from jaxserve.core.errors import InvalidConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from jaxserve.models.store import LoadedModel
+    from jaxserve.workload.finished import FinishedAnswer
+    from predictor import History, LengthProbe, Readings
+
+probe_app = typer.Typer(
+    help="Train and describe probes, which read what is left of an answer off the model.",
+    no_args_is_help=True,
+)
+
+SETTINGS = "training.json"
+# Tokens that had come, where figures are shown; readings are at whole intervals.
+ELAPSED = (0, 16, 32, 64, 128, 256, 512)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ProbeSettings:
+    """What a probe was trained on and how: kept beside it, so that others can repeat it.
+
+    Attributes:
+      layer: None for the middle one.
+      max_answers: the first so many; all if None.
+    """
+
+    data: str
+    model: str
+    load: str = "auto"
+    layer: int | None = None
+    interval: int = 16
+    hidden_size: int = 256
+    max_length: int = 1024
+    buckets: str = "log"
+    num_buckets: int = 12
+    max_answers: int | None = None
+    held_out: float = 0.15
+    epochs: int = 30
+    batch_size: int = 256
+    learning_rate: float = 1e-3
+    seed: int = 0
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TrainedProbe:
+    """A probe of a model, and what it was trained, calibrated and is to be tested on, in order."""
+
+    loaded: LoadedModel
+    probe: LengthProbe
+    history: History
+    answers: Sequence[Sequence[FinishedAnswer]]
+    readings: Sequence[Readings]
+
+
+def train_probe_on(settings: ProbeSettings, *, progress: bool) -> TrainedProbe:
+    """Read activations along the answers, and train.
+
+    Raises:
+      InvalidConfigError: data or settings that nothing can be learned with.
+      ModelError: the model cannot be loaded.
+    """
+    from flax import nnx
+
+    from jaxserve.engine.assembly import enable_compilation_cache, platform_defaults
+    from jaxserve.models.activations import read_along
+    from jaxserve.models.store import load_model
+    from predictor import LengthBuckets, ProbeConfig, TrainingConfig, train_probe
+
+    answers = _split_answers(settings)
+    enable_compilation_cache()
+    loaded = load_model(
+        settings.model,
+        dtype=platform_defaults().dtype,
+        load=cast(Any, settings.load),
+        progress=progress,
+    )
+    model: Any = nnx.merge(loaded.graphdef, loaded.params)
+    layer = settings.layer or max(1, loaded.config.num_layers // 2)
+    readings = [
+        read_along(model, part, layer=layer, interval=settings.interval, progress=progress)
+        for part in answers
+    ]
+    learned, held_out, _ = readings
+    with opt.refusals():
+        probe, history = train_probe(
+            ProbeConfig(
+                layer=layer,
+                width=loaded.config.hidden_size,
+                hidden_size=settings.hidden_size,
+            ),
+            LengthBuckets.of(
+                settings.buckets,
+                learned.remaining.tolist(),
+                settings.max_length,
+                settings.num_buckets,
+            ),
+            learned,
+            held_out,
+            TrainingConfig(
+                batch_size=settings.batch_size,
+                learning_rate=settings.learning_rate,
+                num_epochs=settings.epochs,
+                patience=4,
+                seed=settings.seed,
+            ),
+            interval=settings.interval,
+            progress=progress,
+        )
+    return TrainedProbe(
+        loaded=loaded, probe=probe, history=history, answers=answers, readings=readings
+    )
+
+
+def _split_answers(settings: ProbeSettings) -> list[list[FinishedAnswer]]:
+    from jaxserve.workload import finished
+    from predictor.data import split_in_three
+
+    answers = finished.read(settings.data)[: settings.max_answers]
+    with opt.refusals():
+        parts = split_in_three(answers, held_out=settings.held_out, seed=settings.seed)
+    if not all(parts):
+        raise InvalidConfigError(
+            f"{len(answers)} answers leave {', '.join(str(len(p)) for p in parts)} for training, "
+            "calibration and test; give more, or another --held-out"
+        )
+    return list(parts)
+
+
+@probe_app.command("train")
+def train(
+    data: Annotated[
+        Path,
+        typer.Argument(
+            help="Answers with their tokens: a file written by --record, or JSON lines like "
+            '{"prompt_token_ids": [5, 6], "token_ids": [7, 8, 2], "conversation": "id"}.'
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the probe.")],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="The model that gave the answers.")
+    ] = opt.DEFAULT_MODEL,
+    load: opt.Load = ProbeSettings.load,
+    layer: Annotated[
+        int | None, typer.Option("--layer", help="Read behind so many layers. [default: half]")
+    ] = None,
+    interval: Annotated[
+        int, typer.Option("--interval", help="Tokens from one reading to the next.")
+    ] = ProbeSettings.interval,
+    hidden_size: Annotated[
+        int, typer.Option("--hidden-size", help="Units of the head; 0 for a linear one.")
+    ] = ProbeSettings.hidden_size,
+    max_length: Annotated[
+        int, typer.Option("--max-length", help="Longest remaining length that is told apart.")
+    ] = ProbeSettings.max_length,
+    buckets: Annotated[
+        str, typer.Option("--buckets", help="Of remaining length: log, equal or quantile.")
+    ] = ProbeSettings.buckets,
+    num_buckets: Annotated[
+        int, typer.Option("--num-buckets", help="How many.")
+    ] = ProbeSettings.num_buckets,
+    max_answers: Annotated[
+        int | None, typer.Option("--max-answers", help="The first so many. [default: all]")
+    ] = None,
+    held_out: Annotated[
+        float,
+        typer.Option("--held-out", help="Share kept for calibration, and as much for the test."),
+    ] = ProbeSettings.held_out,
+    epochs: Annotated[
+        int, typer.Option("--epochs", help="At most; it stops early.")
+    ] = ProbeSettings.epochs,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", help="Readings a step.")
+    ] = ProbeSettings.batch_size,
+    learning_rate: Annotated[
+        float, typer.Option("--learning-rate", help="The highest.")
+    ] = ProbeSettings.learning_rate,
+    seed: Annotated[int, typer.Option("--seed", help="Of split and training.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, not a table.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
+) -> None:
+    """Train a probe on answers of the model that it will read, and test it on others.
+
+    Conversations are never torn apart; an answer without one goes with its prompt.
+    """
+    with opt.exit_codes():
+        settings = ProbeSettings(
+            data=str(data), model=model, load=load, layer=layer, interval=interval,
+            hidden_size=hidden_size, max_length=max_length, buckets=buckets,
+            num_buckets=num_buckets, max_answers=max_answers, held_out=held_out, epochs=epochs,
+            batch_size=batch_size, learning_rate=learning_rate, seed=seed,
+        )  # fmt: skip
+        _check_is_free(output)
+        from predictor.probe_evaluation import compare_remaining
+
+        done = train_probe_on(settings, progress=not quiet)
+        done.probe.save(output)
+        (output / SETTINGS).write_text(json.dumps(asdict(settings)) + "\n", encoding="utf-8")
+        figures = [vars(f) for f in compare_remaining(done.probe, done.readings[2], ELAPSED)]
+        if as_json:
+            counts = [len(part) for part in done.answers]
+            names = ("trained_on", "calibrated_on", "tested_on")
+            refinement = done.probe.refinement
+            typer.echo(
+                json.dumps(
+                    {
+                        **dict(zip(names, counts, strict=True)),
+                        "figures": figures,
+                        "belief_weight": refinement.belief_weight,
+                        "reading_weight": refinement.reading_weight,
+                        "history": asdict(done.history),
+                    }
+                )
+            )
+            return
+        from rich.console import Console
+
+        console = Console()
+        console.width = max(console.width, 120)
+        console.print(table_of(figures))
+        typer.echo(f"tested on {len(done.answers[2])} answers that it was not trained on")
+
+
+@probe_app.command("show")
+def show(folder: Annotated[Path, typer.Argument(help="A trained probe.")]) -> None:
+    """Describe a probe: where it reads, its buckets, how its readings are weighed."""
+    with opt.exit_codes(), opt.refusals():
+        from predictor import LengthProbe
+
+        probe = LengthProbe.load(folder)
+        refinement = probe.refinement
+        about: dict[str, Any] = {
+            "reads": f"behind layer {probe.layer}, {probe.width} wide",
+            "parameters": sum(value.size for value in probe.params.values()),
+            "buckets up to": ", ".join(map(str, probe.buckets.edges[1:])),
+            "tokens between readings": refinement.interval,
+            "temperature": f"{refinement.temperature:.3f}",
+            "weight of beliefs": refinement.belief_weight,
+            "weight of readings": refinement.reading_weight,
+        }
+        if (folder / SETTINGS).is_file():
+            kept = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+            about |= {f"trained: {key}": value for key, value in kept.items()}
+        for key, value in about.items():
+            typer.echo(f"{key:<26} {value}")
+
+
+def table_of(figures: Sequence[dict[str, Any]]) -> Table:
+    """Error in tokens, and share of right buckets, a row a way to predict."""
+    from rich.table import Table
+
+    at = list(dict.fromkeys(each["elapsed"] for each in figures))
+    table = Table(
+        "error in tokens (right bucket) after",
+        *("all" if elapsed is None else f"{elapsed}" for elapsed in at),
+        box=None,
+        header_style="bold",
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in dict.fromkeys(each["name"] for each in figures):
+        own = {each["elapsed"]: each for each in figures if each["name"] == name}
+        table.add_row(
+            name, *(f"{own[e]['error_tokens']:.1f} ({own[e]['accuracy']:.0%})" for e in at)
+        )
+    return table
+
+
+def _check_is_free(output: Path) -> None:
+    """Refuse what training would fail on in the end."""
+    if output.exists() and not output.is_dir():
+        raise InvalidConfigError(f"--output {output} is a file; name a folder")
+    if output.is_dir() and any(output.iterdir()) and not (output / "probe.json").is_file():
+        raise InvalidConfigError(
+            f"--output {output} holds something that is no probe; name another folder"
+        )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidConfigError(
+            f"cannot write --output: {error}; name a folder that can be written"
+        ) from error

@@ -1,0 +1,18 @@
+"""Conversations: turns that build on each other, and the journal that keeps them."""
+
+from jaxserve.conversations.collection import Conversations
+from jaxserve.conversations.conversation import Asker, Conversation
+from jaxserve.conversations.journal import Entry, Journal, check_journal
+from jaxserve.conversations.turns import History, Message, Turn
+
+__all__ = [
+    "Asker",
+    "Conversation",
+    "Conversations",
+    "Entry",
+    "History",
+    "Journal",
+    "Message",
+    "Turn",
+    "check_journal",
+]

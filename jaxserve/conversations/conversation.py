@@ -1,0 +1,292 @@
+"""A conversation: turns that build on each other, and are kept."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Protocol, final
+
+from jaxserve.conversations.prompts import NextPrompt, Said, next_prompt
+from jaxserve.conversations.turns import History, Message, Turn
+from jaxserve.core.errors import (
+    ConversationBusyError,
+    ConversationConflictError,
+    ConversationTooLongError,
+    InvalidConfigError,
+    InvalidSamplingParamsError,
+    OtherModelError,
+    TurnCancelledError,
+    UnknownConversationError,
+)
+from jaxserve.core.request import Completion
+from jaxserve.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.conversations.collection import Conversations
+    from jaxserve.engine.answers import Piece
+
+
+class Asker(Protocol):
+    """Who answers prompts: a runtime."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Of a prompt that leaves room for one output token."""
+        ...
+
+    def answer(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        conversation_id: str,
+        timeout_s: float | None,
+    ) -> Completion:
+        """The answer. When an exception leaves it, Ctrl-C's for one, the request has ended.
+
+        Raises:
+          InvalidRequestError, TurnTimeoutError
+        """
+        ...
+
+    def stream(
+        self, prompt: Sequence[int], params: SamplingParams, *, conversation_id: str
+    ) -> Generator[Piece]:
+        """The answer piece by piece; closing the generator cancels it."""
+        ...
+
+
+@final
+class Conversation:
+    """Made by `Runtime.conversation`. Thread-safe; its turns come one after the other.
+
+    A turn is kept as a whole or not at all: one that fails, is cancelled or interrupted leaves the
+    conversation as it was. The prompt of a turn begins with exactly the tokens of the turns before,
+    so that what was computed for them can be used again.
+
+    Attributes:
+      id: of the conversation, in the journal and on its requests.
+    """
+
+    def __init__(self, id: str, home: Conversations, start: Sequence[Message]):
+        self.id = id
+        self._home = home
+        self._start = tuple(start)
+        self._one_turn = threading.Lock()
+        self._entry = home.journal.find(id)
+        self._history = History()
+        self._is_deleted = False
+        if self._entry is not None:
+            self._load()
+
+    @property
+    def history(self) -> list[Message]:
+        """All messages of turns that were kept, and those that the conversation began with."""
+        history = self._history
+        if history.turns:
+            return history.messages
+        return [dict(message) for message in self._start]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens of turns that were kept, prompts and answers."""
+        return self._history.token_ids
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Those that were kept."""
+        return self._history.turns
+
+    def send(
+        self,
+        said: Said,
+        params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """The answer to what is said next; kept in the journal when this returns.
+
+        Ctrl-C ends the answer, and is passed on.
+
+        Args:
+          said: a text, which is the user's message; one message or a list of them; or, in a
+            conversation without messages, token ids.
+          timeout_s: seconds to wait for the answer at most.
+
+        Raises:
+          InvalidRequestError: one of its subclasses, ConversationTooLongError among them.
+          ConversationError: one of its subclasses.
+          RuntimeClosedError, EngineFailedError
+        """
+        params = _checked(params)
+        with self._turn(said) as prompt:
+            completion = self._home.asker.answer(
+                prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
+            )
+            if completion.error is not None:
+                raise completion.error
+            if completion.finish_reason == "cancelled":
+                raise self._cancelled()
+            self._keep(prompt, completion.token_ids, completion.text, completion.finish_reason)
+        return completion
+
+    def stream(self, said: Said, params: SamplingParams | None = None) -> Generator[Piece]:
+        """`send`, piece by piece; the last piece comes when the turn is in the journal.
+
+        Leaving the loop before that cancels the answer, and the turn is forgotten.
+        """
+        params = _checked(params)
+        token_ids: list[int] = []
+        texts: list[str] = []
+        with self._turn(said) as prompt:
+            last = None
+            pieces = self._home.asker.stream(prompt.token_ids, params, conversation_id=self.id)
+            with closing(pieces):
+                for piece in pieces:
+                    token_ids += piece.token_ids
+                    texts.append(piece.text)
+                    if piece.finish_reason is None:
+                        yield piece
+                    else:
+                        last = piece
+            if last is None or last.finish_reason is None or last.finish_reason == "cancelled":
+                raise self._cancelled()
+            self._keep(prompt, token_ids, "".join(texts), last.finish_reason)
+        yield last
+
+    def fork(self, num_turns: int | None = None, *, id: str | None = None) -> Conversation:
+        """Another conversation with the same beginning, in the journal when this returns.
+
+        Args:
+          num_turns: how many of the turns; all by default.
+          id: of the new one; made up by default.
+
+        Raises:
+          InvalidConfigError: there are not so many turns, or the id is taken.
+          ConversationError: one of its subclasses.
+        """
+        turns = self._history.turns
+        count = len(turns) if num_turns is None else num_turns
+        if not min(1, len(turns)) <= count <= len(turns):
+            raise InvalidConfigError(
+                f"num_turns={num_turns}: conversation {self.id!r} has {len(turns)} turns; give a "
+                "number from 1 to that"
+            )
+        return self._home.begin(id, self._start, History.of(turns[:count]))
+
+    def delete(self) -> None:
+        """Forget it, and wipe every trace of it from the journal's files.
+
+        Raises:
+          ConversationBusyError: a turn is being answered.
+          JournalError
+        """
+        with self._alone():
+            if self._entry is not None:
+                self._home.journal.delete(self.id)
+            self._history, self._entry, self._is_deleted = History(), None, True
+            self._home.forget(self)
+
+    # ---- one turn ----
+
+    @contextmanager
+    def _turn(self, said: Said) -> Iterator[NextPrompt]:
+        with self._alone(), self._home.journal.using(self.id):
+            self._catch_up()
+            prompt = next_prompt(self._home.tokenizer, self._history, self._start, said)
+            most, num_history = self._home.asker.max_prompt_tokens, len(self._history.token_ids)
+            if num_history and len(prompt.token_ids) > most:
+                num_new = len(prompt.token_ids) - num_history
+                raise ConversationTooLongError(self.id, num_history, num_new, most)
+            yield prompt
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._one_turn.acquire(blocking=False):
+            raise ConversationBusyError(
+                f"conversation {self.id!r} is still being answered; wait for the answer, cancel "
+                "it, or fork() to say something else meanwhile"
+            )
+        try:
+            if self._is_deleted:
+                raise self._unknown()
+            yield
+        finally:
+            self._one_turn.release()
+
+    def _keep(
+        self, prompt: NextPrompt, answer: Sequence[int], text: str, finish_reason: str
+    ) -> None:
+        turn = Turn(
+            num_kept=prompt.num_kept,
+            prompt=prompt.token_ids[prompt.num_kept :],
+            answer=tuple(answer),
+            messages=prompt.messages,
+            text=text,
+            finish_reason=finish_reason,
+            finished_s=time.time(),
+        )
+        history = self._history.extended(turn)
+        home = self._home
+        try:
+            self._entry = home.journal.append(
+                self.id, self._entry, home.vocabulary, history, [turn]
+            )
+            self._history = history
+        except KeyboardInterrupt:  # before the turn was written, or after
+            entry = home.journal.find(self.id)
+            if entry is not None and entry.num_turns == len(history.turns):
+                self._entry, self._history = entry, history
+            raise
+
+    def _catch_up(self) -> None:
+        """Take in what another process or runtime has written."""
+        entry, known = self._home.journal.find(self.id), self._entry
+        if (entry and (entry.key, entry.num_turns)) == (known and (known.key, known.num_turns)):
+            return
+        if entry is None:
+            self._home.forget(self)
+            raise self._unknown()
+        if known is None or entry.key != known.key:
+            self._home.forget(self)
+            raise ConversationConflictError(
+                f"another process or runtime has begun a conversation {self.id!r} meanwhile; open "
+                "it again with Runtime.conversation, or choose another id"
+            )
+        self._entry = entry
+        self._load()
+
+    def _load(self) -> None:
+        entry = self._entry
+        assert entry is not None
+        if entry.vocabulary != self._home.vocabulary:
+            raise OtherModelError(
+                f"conversation {self.id!r} is in the tokens of another model's vocabulary, or was "
+                "made with another chat template; serve that model, or begin a new conversation "
+                "with its messages: Runtime.conversation(messages=...), from `jaxserve "
+                "conversations export`"
+            )
+        self._history = self._home.journal.history(entry)
+
+    def _cancelled(self) -> TurnCancelledError:
+        return TurnCancelledError(
+            f"the answer was cancelled; conversation {self.id!r} is as it was before this turn"
+        )
+
+    def _unknown(self) -> UnknownConversationError:
+        return UnknownConversationError(
+            f"conversation {self.id!r} was deleted, or dropped by the journal's limits; begin "
+            "a new one"
+        )
+
+
+def _checked(params: SamplingParams | None) -> SamplingParams:
+    params = params or SamplingParams()
+    if params.n != 1:
+        raise InvalidSamplingParamsError(
+            f"n={params.n}: a conversation goes on with one answer; give n=1, and fork() the "
+            "conversation for others"
+        )
+    return params

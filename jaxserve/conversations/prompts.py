@@ -1,0 +1,153 @@
+"""The prompt of a conversation's next turn: the tokens so far, and what the template adds."""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, final
+
+from jaxserve.conversations.turns import History, Message
+from jaxserve.core.errors import EmptyPromptError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from jaxserve.models.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+Said = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NextPrompt:
+    """Token ids of a whole prompt; its first `num_kept` are those of the history.
+
+    `messages` are new; None where token ids were given.
+    """
+
+    token_ids: tuple[int, ...]
+    num_kept: int
+    messages: tuple[Message, ...] | None
+
+
+def next_prompt(
+    tokenizer: Tokenizer | None, history: History, start: Sequence[Message], said: Said
+) -> NextPrompt:
+    """The prompt that goes on from `history` with what is `said`.
+
+    It begins with all of the history's tokens, as they are. Where the chat template rewrites what
+    came before, it is made of all messages anew, and a warning says so.
+
+    Args:
+      start: messages that go before those of the first turn.
+      said: a text, which is the user's message; one message or several; or token ids, which follow
+        the history without anything between.
+
+    Raises:
+      InvalidRequestError: one of its subclasses.
+    """
+    messages, token_ids = _parsed(said)
+    if messages is None:
+        if start or (history.turns and history.is_chat):
+            raise InvalidRequestError(
+                "token ids cannot go on a conversation of messages; give text or messages, or "
+                "begin a conversation without any"
+            )
+        kept = history.token_ids
+        return NextPrompt(token_ids=(*kept, *token_ids), num_kept=len(kept), messages=None)
+    if tokenizer is None:
+        raise InvalidRequestError(
+            "a conversation of messages needs a tokenizer and this runtime has none; give token "
+            "ids, or pass tokenizer= to Runtime"
+        )
+    if not history.turns:
+        messages = (*start, *messages)
+        whole = tokenizer.apply_chat_template(messages)
+        return NextPrompt(token_ids=tuple(whole), num_kept=0, messages=messages)
+    if not history.is_chat:
+        raise InvalidRequestError(
+            "this conversation is of token ids, and messages cannot go on with it; give token ids, "
+            "or begin another conversation"
+        )
+    added = _continuation(tokenizer, history, messages)
+    if added is not None:
+        kept = history.token_ids
+        return NextPrompt(token_ids=(*kept, *added), num_kept=len(kept), messages=messages)
+    whole = tokenizer.apply_chat_template([*history.messages, *messages])
+    pairs = zip(whole, history.token_ids, strict=False)
+    num_kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    _log.warning(
+        "the model's chat template writes earlier turns otherwise than when they were asked for: "
+        "the history is tokenized anew, and %d of its %d tokens stay as they were",
+        num_kept,
+        len(history.token_ids),
+    )
+    return NextPrompt(token_ids=tuple(whole), num_kept=num_kept, messages=messages)
+
+
+def as_messages(said: Any) -> tuple[Message, ...]:
+    """Messages as plain JSON, copied.
+
+    Raises:
+      InvalidRequestError: they are not, or not of objects.
+    """
+    try:
+        plain = json.loads(json.dumps(list(said), allow_nan=False))
+        json.dumps(plain, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(
+            f"messages must be plain JSON in valid Unicode: {error}; give "
+            "{'role': ..., 'content': ...} with text"
+        ) from error
+    if not all(isinstance(message, dict) for message in plain):
+        raise InvalidRequestError(
+            "a turn is a text, all chat messages ({'role': ..., 'content': ...}) or all token ids "
+            f"(whole numbers); this one starts with {plain[0]!r}"
+        )
+    return tuple(plain)
+
+
+def _parsed(said: Any) -> tuple[tuple[Message, ...] | None, tuple[int, ...]]:
+    """Messages, or None and token ids."""
+    if isinstance(said, str):
+        said = [{"role": "user", "content": said}] if said else ()
+    elif isinstance(said, Mapping):
+        said = [said]
+    elif not hasattr(said, "__iter__"):
+        raise InvalidRequestError(
+            f"a turn of type {type(said).__name__} is not understood; give a text, messages or "
+            "token ids"
+        )
+    items = list(said)
+    if not items:
+        raise EmptyPromptError("the turn is empty; give at least one character, message or token")
+    try:
+        if not any(isinstance(item, bool) for item in items):
+            return None, tuple(operator.index(item) for item in items)
+    except TypeError:
+        pass
+    return as_messages(items), ()
+
+
+def _continuation(
+    tokenizer: Tokenizer, history: History, messages: Sequence[Message]
+) -> list[int] | None:
+    """Token ids between the history's and the next answer, or None; see `ChatTemplate`.
+
+    An answer that ended with the template's own end of a turn does not get it twice, and one that
+    was cut off gets it.
+    """
+    last = history.turns[-1]
+    added = tokenizer.chat_continuation(history.asked, last.reply, messages)
+    if added is None or not last.answer or last.answer[-1] not in tokenizer.eos_token_ids:
+        return added
+    for i, token_id in enumerate(added):
+        if token_id == last.answer[-1]:
+            return added[i + 1 :]
+        if tokenizer.decode([token_id], skip_special_tokens=False).strip():
+            break
+    return added

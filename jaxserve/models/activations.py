@@ -1,0 +1,100 @@
+"""What a probe sees along answers that have ended: one forward pass over prompt and answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.models.decoder import Decoder
+from jaxserve.workload.finished import FinishedAnswer
+from predictor import Readings
+
+# Tokens of a forward pass; sequences are padded to whole multiples of the least length.
+_TOKENS_A_PASS = 2048
+_LEAST_LENGTH = 64
+
+
+def read_along(
+    model: Decoder,
+    answers: Sequence[FinishedAnswer],
+    *,
+    layer: int,
+    interval: int,
+    progress: bool = True,
+) -> Readings:
+    """Activations behind `layer` layers, at every prompt's end and each `interval` tokens on.
+
+    Args:
+      answers: no longer, with their prompts, than the model's context.
+
+    Raises:
+      InvalidConfigError: the model has fewer layers, or a shorter context; no interval.
+    """
+    config = model.config
+    if not 1 <= layer <= config.num_layers:
+        raise InvalidConfigError(f"layer={layer}; the model has layers 1 to {config.num_layers}")
+    if interval < 1:
+        raise InvalidConfigError(f"interval={interval}; give 1 token or more")
+    longest = max((len(a.prompt) + len(a.output) for a in answers), default=0)
+    if longest > config.max_position_embeddings:
+        raise InvalidConfigError(
+            f"an answer of {longest} tokens with its prompt is none of this model's, whose context "
+            f"has {config.max_position_embeddings}; name the model that gave the answers"
+        )
+    graphdef, params = nnx.split(model)
+    residual = jax.jit(partial(_residual, graphdef, layer))
+    # The last token of an answer is never an input: nothing is left to be read behind it.
+    sequences = [np.asarray((*a.prompt, *a.output[:-1]), np.int32) for a in answers]
+    places = [
+        np.arange(len(a.prompt) - 1, len(tokens), interval)
+        for a, tokens in zip(answers, sequences, strict=True)
+    ]
+    found: list[np.ndarray] = [np.zeros((0, config.hidden_size), np.float32)] * len(answers)
+    order = sorted(range(len(answers)), key=lambda i: len(sequences[i]), reverse=True)
+    with tqdm(
+        total=sum(map(len, sequences)), desc="reading activations", unit="tok", unit_scale=True,
+        delay=2, leave=False, disable=not progress,
+    ) as bar:  # fmt: skip
+        while order:
+            length = _padded(len(sequences[order[0]]))
+            batch, order = order[: _rows(length)], order[_rows(length) :]
+            tokens = np.zeros((_rows(length), length), np.int32)
+            for row, i in enumerate(batch):
+                tokens[row, : len(sequences[i])] = sequences[i]
+            # As NumPy: on the device, every number of places would be compiled for.
+            hidden = np.asarray(residual(params, tokens)).astype(np.float32)
+            for row, i in enumerate(batch):
+                found[i] = hidden[row, places[i]]
+                bar.update(len(sequences[i]))
+    return Readings(
+        activations=np.concatenate(found) if found else np.zeros((0, config.hidden_size)),
+        answer=np.repeat(np.arange(len(answers)), [len(each) for each in places]),
+        elapsed=np.concatenate(
+            [at - (len(a.prompt) - 1) for a, at in zip(answers, places, strict=True)]
+        ),
+        lengths=np.asarray([len(a.output) for a in answers]),
+    )
+
+
+def _residual(
+    graphdef: nnx.GraphDef, layer: int, params: nnx.State, tokens: jax.Array
+) -> jax.Array:
+    return nnx.merge(graphdef, params).whole_residual(tokens, layer)
+
+
+def _padded(length: int) -> int:
+    """The next of a ladder of sizes, each half as long again as the one before or less."""
+    size = _LEAST_LENGTH
+    while size < length:
+        size += max(_LEAST_LENGTH, size // 4 // _LEAST_LENGTH * _LEAST_LENGTH)
+    return size
+
+
+def _rows(length: int) -> int:
+    return max(1, _TOKENS_A_PASS // length)

@@ -1,0 +1,174 @@
+"""Chat messages to token ids, as the model's template has them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+from jaxserve.core.errors import InvalidRequestError
+
+Message = Mapping[str, Any]
+
+# Stand-ins for control tokens spelt out in chat messages: private-use characters.
+_MARK, _FIRST_STAND_IN = "\ue000", 0xF0000
+# Stands for an answer, to see what a template puts after one.
+_PROBE = "answer"
+
+
+@final
+class ChatTemplate:
+    """Renders and encodes chats. Control tokens spelt out inside a message stay ordinary text: a
+    message cannot end its own turn or open another's.
+
+    Args:
+      source: Jinja, as in a tokenizer_config.json.
+      special_tokens: names that the template may use (`bos_token`, ...) and their texts.
+      control_texts: of all control tokens, the longest first.
+      encode: token ids of a text, in which control tokens are read as such or not.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        control_texts: Sequence[str],
+        encode: Callable[[str, bool], list[int]],
+    ):
+        self._source = source
+        self._special_tokens = dict(special_tokens)
+        self._control_texts = control_texts
+        self._encode = encode
+
+    def apply(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
+        """Token ids of a chat.
+
+        Raises:
+          InvalidRequestError: the template refuses these messages, or they are not valid Unicode.
+        """
+        shielded, marker = self._shielded(messages)
+        return self._ids(self._rendered(shielded, add_generation_prompt), marker)
+
+    def continuation(
+        self, asked: Sequence[Message], answer: Message, new: Sequence[Message]
+    ) -> list[int] | None:
+        """What follows the answer's own tokens when a chat goes on with `new`.
+
+        It begins with the template's end of the answer's turn and ends ready for the next answer.
+        None where the template is not stable: where it writes what came before otherwise than when
+        the answer was asked for, or changes the answer by more than the white space around it.
+
+        Args:
+          asked: the messages to which the answer was given.
+
+        Raises:
+          InvalidRequestError: as `apply`, for all messages together.
+        """
+        (asked, answer, new), marker = self._shielded([list(asked), answer, list(new)])
+        head = self._rendered(asked, True)
+        whole = self._rendered([*asked, {**answer, "content": _PROBE}, *new], True)
+        if not whole.startswith(head):
+            return None
+        gap, probe, rest = whole[len(head) :].partition(_PROBE)
+        if gap.strip() or not probe:
+            return None
+        real = self._rendered([*asked, answer, *new], True)
+        if not (real.startswith(head) and real.endswith(rest)):
+            return None
+        if real[len(head) : len(real) - len(rest)].strip() != str(answer["content"]).strip():
+            return None
+        # Encoded after something: at the beginning of a text some tokenizers put a space.
+        context, ids = self._ids(_PROBE, None), self._ids(_PROBE + rest, marker)
+        is_apart = ids[: len(context)] == context
+        return ids[len(context) :] if is_apart else self._ids(rest, marker)
+
+    def _ids(self, rendered: str, marker: str | None) -> list[int]:
+        token_ids: list[int] = []
+        parts = [rendered] if marker is None else re.split(marker, rendered)
+        try:
+            for i, part in enumerate(parts):
+                if i % 2:
+                    part = self._control_texts[ord(part) - _FIRST_STAND_IN]
+                if part or len(parts) == 1:
+                    token_ids += self._encode(part, not i % 2)
+        except (TypeError, UnicodeError) as error:
+            raise InvalidRequestError(
+                f"the messages cannot be encoded: {error}; give text that is valid Unicode, "
+                "without lone surrogates"
+            ) from error
+        return token_ids
+
+    def _rendered(self, messages: Any, add_generation_prompt: bool) -> str:
+        templates = from_transformers("transformers.utils.chat_template_utils")
+        names: dict[str, Any] = dict(self._special_tokens)
+        try:
+            rendered, _ = templates.render_jinja_template(
+                conversations=[messages],
+                chat_template=self._source,
+                add_generation_prompt=add_generation_prompt,
+                **names,
+            )
+        except Exception as error:  # Jinja's own kinds, and KeyError and the like from templates
+            raise InvalidRequestError(
+                f"the model's chat template refuses these messages: {error}; give a list of "
+                "{'role': ..., 'content': ...}"
+            ) from error
+        return rendered[0]
+
+    def _shielded(self, messages: Any) -> tuple[Any, str | None]:
+        """`messages` with a stand-in for every control token, and the pattern that finds those.
+
+        The pattern is None when there was nothing to shield.
+        """
+        if not self._control_texts:
+            return messages, None
+        everything = "\n".join(_strings(messages))
+        control = re.compile("|".join(map(re.escape, self._control_texts)))
+        if not control.search(everything):
+            return messages, None
+        mark = _MARK
+        while mark in everything:
+            mark += _MARK
+        stand_in = {t: mark + chr(_FIRST_STAND_IN + i) for i, t in enumerate(self._control_texts)}
+
+        def shield(value: Any) -> Any:
+            if isinstance(value, str):
+                return control.sub(lambda found: stand_in[found[0]], value)
+            if isinstance(value, Mapping):
+                return {key: shield(item) for key, item in value.items()}
+            if isinstance(value, Sequence):
+                return [shield(item) for item in value]
+            return value
+
+        last = chr(_FIRST_STAND_IN + len(self._control_texts) - 1)
+        return shield(messages), f"{mark}([{chr(_FIRST_STAND_IN)}-{last}])"
+
+
+def _strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _strings(item)
+
+
+def from_transformers(module: str) -> Any:
+    """A module of transformers: seconds to import, so only where it is needed.
+
+    Without its advice to install PyTorch, which nothing here uses.
+    """
+    variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    given = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        return importlib.import_module(module)
+    finally:
+        if given is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = given

@@ -1,0 +1,45 @@
+"""The disk tiers of a runtime's replicas, as its options ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve.core.assets import cache_folder
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.sizes import parse_bytes
+from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.scheduling.policy import Policy
+
+
+def disks_of(
+    options: RuntimeOptions, policy: Policy, configs: Sequence[EngineConfig]
+) -> list[DiskTier]:
+    """One for each replica, in folders of their own; none where no `disk_memory` is given.
+
+    Args:
+      configs: of the replicas' executors.
+
+    Raises:
+      InvalidConfigError: the policy or the executors keep no pages on the host, or the folder
+        cannot be used.
+    """
+    if options.disk_memory is None:
+        return []
+    if not policy.retention.uses_host:
+        raise InvalidConfigError(
+            f"disk_memory={options.disk_memory!r}, but policy={policy.name!r} keeps no pages on "
+            'the host, from where they go to the disk; give policy="pensieve" or "auto", or no '
+            "disk_memory"
+        )
+    if not all(config.num_host_pages for config in configs):
+        raise InvalidConfigError(
+            f"disk_memory={options.disk_memory!r}, but there are no pages on the host, from where "
+            "they go to the disk; give more host_memory, or no disk_memory. Models that are cut "
+            "into stages or served by several processes keep none there"
+        )
+    folder = Path(options.disk_folder or cache_folder() / "pages").expanduser()
+    max_bytes = parse_bytes(options.disk_memory) // len(configs)
+    return [DiskTier(folder / str(index), max_bytes) for index in range(len(configs))]

@@ -1,0 +1,34 @@
+"""Where answers are cut, and the errors of those that cannot go on."""
+
+from __future__ import annotations
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import NumericalError, PromptTooLongError
+from jaxserve.core.request import Request
+from jaxserve.scheduling.sequence import Sequence
+
+
+def max_length(request: Request, config: EngineConfig) -> int:
+    """Tokens of prompt and output at which an answer is cut."""
+    if request.params.max_tokens is None:
+        return config.max_length
+    return min(config.max_length, len(request.prompt) + request.params.max_tokens)
+
+
+def too_long(sequence: Sequence, config: EngineConfig) -> PromptTooLongError:
+    """Of one that a smaller pool has no room for."""
+    return PromptTooLongError(
+        f"request {sequence.request.id}: {sequence.prompt_length} prompt tokens and "
+        f"{len(sequence.output)} of the answer leave no room for another in the page pool, which "
+        f"was resized and holds {config.max_length} tokens of one request; give it more memory "
+        "(Runtime.resize_kv) and submit it again"
+    )
+
+
+def not_finite(sequence: Sequence) -> NumericalError:
+    """Of one whose newest token could not be chosen."""
+    return NumericalError(
+        f"request {sequence.request.id}: the model's logits were NaN or infinite, or bias and "
+        f"penalties left no token to choose, after {len(sequence.output)} output tokens. Check "
+        "the weights, or load the model with dtype='float32'"
+    )

@@ -1,0 +1,87 @@
+"""Answers without a model."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from jaxserve.conversations import Conversations, Journal
+from jaxserve.core.journal_limits import JournalLimits
+from jaxserve.core.request import Completion, FinishReason, Sample, Timing
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Piece
+
+if TYPE_CHECKING:
+    from jaxserve.models.tokenizer import Tokenizer
+
+VOCAB_SIZE = 97
+END_ID = VOCAB_SIZE - 1
+
+
+@dataclass
+class FakeAsker:
+    """Answers a prompt with tokens that depend on all of it, always the same.
+
+    Attributes:
+      finish_reason: of every answer; "stop" puts the end token last.
+      during: called in the middle of every answer.
+      prompts: that were asked.
+    """
+
+    tokenizer: Tokenizer | None = None
+    finish_reason: FinishReason = "length"
+    max_prompt_tokens: int = 10_000
+    during: Callable[[], None] = lambda: None
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+
+    def answer(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        conversation_id: str,
+        timeout_s: float | None,
+    ) -> Completion:
+        self.prompts.append(tuple(prompt))
+        self.during()
+        token_ids = self._token_ids(prompt)
+        sample = Sample(
+            text=self._text(token_ids), token_ids=token_ids, finish_reason=self.finish_reason
+        )
+        return Completion(
+            request_id=conversation_id,
+            prompt_token_ids=tuple(prompt),
+            samples=(sample,),
+            timing=Timing(arrival_s=0.0),
+        )
+
+    def stream(
+        self, prompt: Sequence[int], params: SamplingParams, *, conversation_id: str
+    ) -> Generator[Piece]:
+        sample = self.answer(prompt, params, conversation_id=conversation_id, timeout_s=None)
+        half = len(sample.token_ids) // 2
+        first, rest = sample.token_ids[:half], sample.token_ids[half:]
+        yield Piece(text=self._text(first), token_ids=first)
+        yield Piece(text=self._text(rest), token_ids=rest, finish_reason=self.finish_reason)
+
+    def _token_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        seed = zlib.crc32(repr(tuple(prompt)).encode())
+        letters = tuple(1 + (seed >> shift) % 90 for shift in range(6))
+        return (*letters, END_ID) if self.finish_reason == "stop" else letters
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return "" if self.tokenizer is None else self.tokenizer.decode(token_ids)
+
+
+def conversations(
+    path: str | None = None,
+    *,
+    asker: FakeAsker | None = None,
+    tokenizer: Tokenizer | None = None,
+    limits: JournalLimits | None = None,
+) -> Conversations:
+    """Of a fake runtime with a real journal."""
+    journal = Journal(path, limits or JournalLimits())
+    return Conversations(journal, asker or FakeAsker(tokenizer), tokenizer, VOCAB_SIZE)

@@ -1,0 +1,54 @@
+"""A process that hangs at a stage of its second turn: `... job STAGE PATH`; to be killed there."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from jaxserve.conversations import Journal
+from tests.conversations.fakes import FakeAsker, conversations
+
+FIRST, SECOND = [1, 2, 3], [4, 5]
+
+
+def hang() -> None:
+    """Tell the parent, and wait to be killed."""
+    print("here", flush=True)
+    time.sleep(60)
+
+
+def hang_before(journal: Journal, statement: str) -> None:
+    """Hang when SQLite is about to carry out this statement."""
+
+    def traced(sql: str) -> None:
+        if sql.startswith(statement):
+            hang()
+
+    journal._db.set_trace_callback(traced)
+
+
+def main(stage: str, path: str) -> None:
+    asker = FakeAsker()
+    home = conversations(path, asker=asker)
+    chat = home.open("a")
+    chat.send(FIRST)
+    if stage == "asked":
+        asker.during = hang
+    elif stage in ("INSERT INTO turn", "COMMIT", "VACUUM", "DELETE FROM unwiped"):
+        hang_before(home.journal, stage)
+    if stage in ("VACUUM", "DELETE FROM unwiped"):
+        chat.delete()
+    elif stage == "streaming":
+        for _ in chat.stream(SECOND):
+            hang()
+    elif stage == "last piece":
+        for piece in chat.stream(SECOND):
+            if piece.finish_reason is not None:
+                hang()
+    else:
+        chat.send(SECOND)
+        hang()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

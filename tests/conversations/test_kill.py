@@ -1,0 +1,67 @@
+"""kill -9 at every stage of a turn: what was acknowledged is there, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conversations.fakes import conversations
+from tests.conversations.job import FIRST, SECOND
+
+ROOT = Path(__file__).parents[2]
+
+
+def _killed_at(stage: str, path: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.conversations.job", stage, path],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        process.kill()
+    assert (said, process.returncode) == ("here\n", -9)
+
+
+@pytest.mark.parametrize(
+    ("stage", "is_kept"),
+    [
+        ("asked", False),
+        ("streaming", False),
+        ("INSERT INTO turn", False),
+        ("COMMIT", False),
+        ("last piece", True),
+        ("acknowledged", True),
+    ],
+)
+def test_a_killed_process_keeps_what_it_acknowledged(tmp_path, stage, is_kept):
+    """The next process goes on with the very tokens, as if nothing had happened."""
+    path = str(tmp_path / "journal")
+    undisturbed = conversations().open("a")
+    for said in (FIRST, SECOND, [6]):
+        undisturbed.send(said)
+    _killed_at(stage, path)
+    chat = conversations(path).open("a")
+    assert chat.turns[0].answer == undisturbed.turns[0].answer
+    assert len(chat.turns) == 1 + is_kept
+    for said in ([], [SECOND])[not is_kept]:
+        chat.send(said)
+    chat.send([6])
+    assert chat.token_ids == undisturbed.token_ids
+
+
+@pytest.mark.parametrize("stage", ["VACUUM", "DELETE FROM unwiped"])
+def test_a_killed_deletion_is_finished(tmp_path, stage):
+    """What was deleted is gone, and its traces when the journal is next opened."""
+    path = tmp_path / "journal"
+    answer = conversations().open("a").send(FIRST).token_ids
+    _killed_at(stage, str(path))
+    home = conversations(str(path))
+    assert home.list() == []
+    blob = b"".join(token_id.to_bytes(4, "little") for token_id in answer)
+    assert all(blob not in file.read_bytes() for file in tmp_path.iterdir())
+    assert home.journal._db.execute("SELECT count(*) FROM unwiped").fetchone() == (0,)

@@ -1,0 +1,242 @@
+"""Conversations with a tiny model: the tokens of one long prompt, whatever happens between."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import (
+    ConversationTooLongError,
+    JournalError,
+    RuntimeClosedError,
+    TokenOutOfRangeError,
+    TurnCancelledError,
+    TurnTimeoutError,
+)
+from jaxserve.core.journal_limits import JournalLimits
+from jaxserve.workload import recorded
+from tests.conversations.fakes import END_ID
+from tests.conversations.serving import LETTERS_ONLY, PARAMS, SAID, runtime_with
+from tests.tiny import slow_down
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    """Around a tiny model, with conversations in memory."""
+    with runtime_with(None) as runtime:
+        yield runtime
+
+
+def test_turns_are_those_of_one_long_prompt(runtime):
+    """Turn by turn, greedy tokens are those of a fresh request with the whole history."""
+    chat = runtime.conversation(system="be")
+    for said in SAID:
+        completion = chat.send(said, PARAMS)
+        fresh = runtime.generate(completion.prompt_token_ids, PARAMS)
+        assert completion.token_ids == fresh.token_ids
+        assert completion.conversation_id == chat.id
+    # Every answer was cut off, and every turn was ended all the same.
+    assert [turn.finish_reason for turn in chat.turns] == ["length"] * 3
+    whole = runtime.tokenizer.apply_chat_template(chat.history[:-1])
+    assert completion.prompt_token_ids == tuple(whole)
+    streamed = runtime.conversation(system="be")
+    for said in SAID:
+        list(streamed.stream(said, PARAMS))
+    assert (streamed.token_ids, streamed.history) == (chat.token_ids, chat.history)
+
+
+def test_an_ended_answer_is_not_ended_twice(runtime):
+    """The model's own end of turn is the template's."""
+    chat = runtime.conversation()
+    bias = LETTERS_ONLY | {END_ID: 1e6}  # as soon as it is allowed
+    params = SamplingParams(max_tokens=6, logit_bias=bias, min_tokens=3)
+    first = chat.send("hi", params)
+    assert (first.finish_reason, first.token_ids[-1]) == ("stop", END_ID)
+    second = chat.send("so", PARAMS)
+    whole = runtime.tokenizer.apply_chat_template(chat.history[:-1])
+    assert second.prompt_token_ids == tuple(whole)
+
+
+def test_stop_strings_keep_their_tokens(runtime):
+    """The text ends before the stop string; the tokens that the model wrote stay."""
+    free = runtime.conversation().send("hi", PARAMS)
+    chat = runtime.conversation()
+    cut = chat.send("hi", replace(PARAMS, stop=free.text[2:4]))
+    assert chat.history[-1]["content"] == cut.text == free.text[: free.text.find(free.text[2:4])]
+    again = chat.send("so", PARAMS)
+    before = (*cut.prompt_token_ids, *cut.token_ids)
+    assert again.prompt_token_ids[: len(before)] == before
+
+
+def test_conversations_run_side_by_side(runtime):
+    """Many threads converse at once; everyone has the answers of being alone."""
+    names = "abcdefgh"
+
+    def converse(name: str) -> tuple[int, ...]:
+        chat = runtime.conversation(system=name)
+        for said in SAID[:2]:
+            chat.send(said, PARAMS)
+        return chat.token_ids
+
+    alone = [converse(name) for name in names]
+    with ThreadPoolExecutor(len(names)) as threads:
+        assert list(threads.map(converse, names)) == alone
+
+
+def test_a_context_that_is_full(runtime):
+    """Answers are cut at its end; then an error says what is left, and a shorter turn goes on."""
+    chat = runtime.conversation()
+    chat.send("hi", SamplingParams(max_tokens=None, ignore_eos=True))
+    assert len(chat.token_ids) == runtime.config.max_context
+    with pytest.raises(ConversationTooLongError, match=f"has {len(chat.token_ids)} tokens"):
+        chat.send("so", PARAMS)
+    with pytest.raises(TokenOutOfRangeError):
+        runtime.conversation().send([10_000])
+
+
+def test_cut_off_turns_are_forgotten(runtime, monkeypatch):
+    """By cancel, time-out, Ctrl-C or leaving the loop; the next turn is right."""
+    chat = runtime.conversation()
+    chat.send("hi", PARAMS)
+    expected = chat.fork().send("so", PARAMS).token_ids
+    before, endless = chat.token_ids, SamplingParams(max_tokens=None, ignore_eos=True)
+    with runtime_with(None) as slow:
+        slow_down(slow)
+        slow_chat = slow.conversation()
+        with pytest.raises(TurnTimeoutError, match="no answer after 0.1 s"):
+            slow_chat.send("hi", endless, timeout_s=0.1)
+        with pytest.raises(TurnCancelledError):
+            for i, _ in enumerate(slow_chat.stream("hi", endless)):
+                if i == 1:
+                    for request_id in slow._replicas._placed:
+                        slow.cancel(request_id)
+        assert slow_chat.history == []
+        end_s = time.monotonic() + 30
+        while slow._replicas.first.engine.has_work:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+
+    for _ in chat.stream("so", endless):
+        break
+    gc.collect()
+
+    def interrupted(pending, *, progress, timeout_s):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("jaxserve.runtime.intake.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            chat.send("so", endless)
+    assert chat.token_ids == before
+    assert chat.send("so", PARAMS).token_ids == expected
+
+
+def test_a_journal_outlives_the_runtime(runtime, tmp_path):
+    """Closed and opened again it goes on with the same tokens; ids are in report and recording."""
+    path, record = str(tmp_path / "journal"), tmp_path / "run.jsonl"
+    undisturbed = runtime.conversation("a", system="be")
+    for i, said in enumerate(SAID[:2]):
+        undisturbed.send(said, PARAMS)
+        with runtime_with(path, record=record if i == 0 else None) as again:
+            chat = again.conversation("a", system="be")
+            assert len(chat.turns) == i
+            chat.send(said, PARAMS)
+            assert [r.conversation_id for r in again.report().requests] == ["a"]
+    assert chat.token_ids == undisturbed.token_ids
+    assert [line.conversation_id for line in recorded.read(record)] == ["a"]
+    older = json.loads(record.read_text())
+    del older["conversation_id"]
+    (tmp_path / "older").write_text(json.dumps(older))
+    assert recorded.read(tmp_path / "older")[0].conversation_id is None
+    with pytest.raises(RuntimeClosedError):
+        chat.send("gone", PARAMS)
+    with pytest.raises(RuntimeClosedError):
+        again.conversations.list()
+
+
+def test_a_killed_runtime_loses_no_turn(runtime, tmp_path):
+    """kill -9 in the middle of an answer: the acknowledged turn is there, and the tokens go on."""
+    path = str(tmp_path / "journal")
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.conversations.serving", path],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.kill()
+    with runtime_with(path) as again:
+        killed = again.conversation("a")
+        undisturbed = runtime.conversation(system="be")
+        undisturbed.send(SAID[0], PARAMS)
+        assert killed.token_ids == undisturbed.token_ids
+        for said in SAID[1:]:
+            assert killed.send(said, PARAMS).token_ids == undisturbed.send(said, PARAMS).token_ids
+        assert killed.history == undisturbed.history
+
+
+def test_a_full_disk_refuses_turns_and_keeps_those_before(tmp_path):
+    """`send` raises, `stream` does before its last piece; the conversation is as it was."""
+    limits = JournalLimits(max_conversations=1)
+    with runtime_with(str(tmp_path / "journal"), journal_limits=limits) as runtime:
+        chat = runtime.conversation()
+        chat.send("hi", PARAMS)
+        before = chat.history
+        db = runtime.conversations.journal._db
+        db.execute("PRAGMA query_only = ON")
+        with pytest.raises(JournalError, match="read-only"):
+            chat.send("so", PARAMS)
+        pieces = []
+        with pytest.raises(JournalError, match="read-only"):
+            pieces.extend(chat.stream("so", PARAMS))
+        assert all(piece.finish_reason is None for piece in pieces)
+        db.execute("PRAGMA query_only = OFF")
+        assert chat.history == before
+        chat.send("so", PARAMS)
+        runtime.conversation("other").send("hi", PARAMS)
+        assert [entry.id for entry in runtime.conversations.list()] == ["other"]
+
+
+def test_bad_journals_are_refused_before_anything_is_built(tmp_path):
+    """A typed error, at once."""
+    with pytest.raises(JournalError, match="cannot be opened"):
+        runtime_with(str(tmp_path))
+    with pytest.raises(JournalError, match="cannot be opened"):
+        Runtime.from_pretrained("smollm2-135m", conversations=tmp_path / "no" / "file")
+
+
+def test_threads_that_send_at_once_get_errors_or_answers(runtime):
+    """Of two turns at the same time one is refused, and what is kept is what was answered."""
+    chat = runtime.conversation()
+    kept, refused = [], []
+    barrier = threading.Barrier(4)
+
+    def send(said: str) -> None:
+        barrier.wait()
+        try:
+            chat.send(said, PARAMS)
+            kept.append(said)
+        except Exception as error:
+            refused.append(type(error).__name__)
+
+    threads = [threading.Thread(target=send, args=(said,)) for said in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [message["content"] for message in chat.history[::2]] == kept and kept
+    assert refused == ["ConversationBusyError"] * (4 - len(kept))

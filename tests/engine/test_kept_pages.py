@@ -1,0 +1,127 @@
+"""Conversations whose pages are kept, shared, given up, copied and brought back: the same tokens.
+
+The simulated model's tokens depend on every cell of its context as read through the page table.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.memory.eviction import LRU
+from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.iteration.concurrent import Concurrent
+from jaxserve.scheduling.iteration.iteration_level import IterationLevel
+from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.order.priority import Priority
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.preemption.last_in_order import LastInOrder
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.retention.device_only import DeviceOnly
+from jaxserve.scheduling.retention.tiered import Tiered
+from tests.engine.traces import Outcome, Trace
+
+SWAPS = LastInOrder(keeps_state=True)
+POLICIES = [
+    PRESETS["pensieve"],
+    PRESETS["pensieve_device_only"],
+    replace(PRESETS["s3"], name="s3_tiered", retention=Tiered()),
+    replace(PRESETS["auto"], name="auto_tiered", retention=Tiered(LRU(), free_share=1.0)),
+    Policy("chunks", OnDemand(0.0), Priority(), Unified(3), Tiered(free_share=0.5), SWAPS),
+    # Preempted sequences have host pages of their own, beside what is kept on the device.
+    Policy("swapped", OnDemand(0.0), FCFS(), IterationLevel(), DeviceOnly(LRU()), SWAPS),
+    Policy("one_by_one", OnDemand(0.0), FCFS(), Concurrent(), Tiered(free_share=0.0)),
+    replace(PRESETS["fastertransformer"], name="static_tiered", retention=Tiered()),
+]
+NUM_SEEDS = 30
+
+
+@cache
+def _alone(seed: int, request_id: str, prompt: tuple[int, ...]) -> dict[tuple[str, int], Outcome]:
+    trace = _trace(seed)
+    for request in trace.requests:
+        if request.id == request_id.partition(".")[0]:
+            return trace.alone(PRESETS["orca"], replace(request, id=request_id, prompt=prompt))
+    raise AssertionError(f"seed {seed}: nobody asked {request_id}")
+
+
+def _trace(seed: int) -> Trace:
+    return Trace(seed, with_faults=seed % 2 == 0, with_conversations=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_conversations_have_the_tokens_of_fresh_runs(policy: Policy):
+    """Whatever was evicted, swapped, dropped, cancelled or preempted; and pages are not lost."""
+    counts = Counter()
+    for seed in range(NUM_SEEDS):
+        trace = _trace(seed)
+        together = trace.run(policy, cancel_rate=0.02 if seed % 3 else 0.0)
+        for request in trace.asked:
+            for key, alone in _alone(seed, request.id, request.prompt).items():
+                got = together[key]
+                if got.finish_reason == "cancelled":
+                    assert got.output == alone.output[: len(got.output)], f"seed {seed}, {key}"
+                else:
+                    same = (got.output, got.finish_reason) == (alone.output, alone.finish_reason)
+                    assert same, f"seed {seed}, {key}"
+                counts["preempted"] += got.num_preemptions
+        counts["found"] += trace.keeper.num_found
+        counts["found on the host"] += trace.keeper.num_found_on_host
+        counts["lost"] += trace.keeper.num_lost
+        counts["gaps"] += trace.num_gaps
+    assert counts["found"] > 1000 and counts["lost"] > 100 and counts["gaps"] > 0, counts
+    assert (counts["found on the host"] > 0) == isinstance(policy.retention, Tiered), counts
+
+
+@pytest.mark.parametrize("policy", POLICIES[:6], ids=lambda policy: policy.name)
+def test_a_resized_pool_keeps_what_fits(policy: Policy):
+    """Pages move, kept ones too; answers are only cut short, where they fit no more."""
+    num_found = 0
+    for seed in range(NUM_SEEDS):
+        trace = _trace(seed)
+        together = trace.run(policy, resize_rate=0.1)
+        for request in trace.asked:
+            for key, alone in _alone(seed, request.id, request.prompt).items():
+                got = together[key].output
+                assert got == alone.output[: len(got)], f"seed {seed}, {key}"
+        num_found += trace.keeper.num_found
+    assert num_found > 1000
+
+
+def _spoil(folder: Path, rng: random.Random) -> None:
+    """Some files are cut short, and a byte of others is another."""
+    for path in sorted(folder.iterdir()):
+        contents = path.read_bytes()
+        if rng.random() < 0.2:
+            path.write_bytes(contents[: len(contents) // 2])
+        elif contents and rng.random() < 0.2:
+            at = rng.randrange(len(contents))
+            path.write_bytes(contents[:at] + bytes([contents[at] ^ 1]) + contents[at + 1 :])
+
+
+def test_a_restarted_engine_finds_on_the_disk_what_is_right(tmp_path):
+    """The same conversations again, after files were spoilt; some folders are small."""
+    policy = replace(PRESETS["pensieve"], retention=Tiered(free_share=0.5))
+    num_found, num_corrupt = [0, 0], 0
+    for seed in range(0, 60, 2):
+        for run in range(2):
+            trace = _trace(seed)
+            folder = tmp_path / str(seed)
+            disk = DiskTier(folder, 20_000 if seed % 3 else 500)
+            together = trace.run(policy, disk=disk)
+            assert sum(path.stat().st_size for path in folder.iterdir()) == disk.num_bytes
+            assert disk.num_bytes <= (20_000 if seed % 3 else 500)
+            for request in trace.asked:
+                for key, alone in _alone(seed, request.id, request.prompt).items():
+                    assert together[key].output == alone.output, f"seed {seed}, run {run}, {key}"
+            num_found[run] += trace.keeper.num_found_on_disk
+            num_corrupt += disk.num_corrupt
+            _spoil(folder, random.Random(seed))
+    assert num_found[1] > 100 and num_corrupt > 10, (num_found, num_corrupt)

@@ -1,0 +1,119 @@
+"""`jaxserve predictor probe`, on a tiny model's own recorded answers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxserve.cli import app
+from predictor import LengthProbe
+
+TRAIN = ("predictor", "probe", "train")
+SMALL = ("--load", "random", "--max-slots", "1", "--max-context", "64", "--quiet")
+HEAD = ("--interval", "4", "--hidden-size", "8", "--max-length", "64", "--num-buckets", "5")
+
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A folder with a configuration alone: random weights, and prompts of token ids."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return str(folder)
+
+
+def _run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    """What a run recorded, and a probe that was trained on it."""
+    folder = tmp_path_factory.mktemp("probe")
+    jobs = [{"prompt": [1, 2, i], "max_tokens": 1 + i % 40, "id": str(i)} for i in range(60)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
+    done = _run(
+        *("generate", "--jsonl", str(folder / "prompts.jsonl")),
+        *("--record", str(folder / "run.jsonl"), "--model", model, *SMALL),
+    )
+    assert done.exit_code == 0, done.stderr
+    done = _train(folder, model, "--output", str(folder / "own"), "--epochs", "2", "--json")
+    assert done.exit_code == 0, done.stderr
+    (folder / "said.json").write_text(done.stdout)
+    return folder
+
+
+def _train(folder, model, *more: str):
+    return _run(
+        *(*TRAIN, str(folder / "run.jsonl"), "--model", model, "--load", "random", "--quiet"),
+        *(*HEAD, *more),
+    )
+
+
+def test_training_ends_with_a_probe_and_its_figures(folder):
+    """Of what the runtime recorded itself; figures of every way at every interval."""
+    said = json.loads((folder / "said.json").read_text())
+    assert said["trained_on"] + said["calibrated_on"] + said["tested_on"] == 60
+    probe = LengthProbe.load(folder / "own")
+    assert (probe.layer, probe.width, probe.refinement.interval) == (1, 32, 4)
+    assert probe.calibration is not None
+    ways = {each["name"] for each in said["figures"]}
+    assert ways == {"single readings", "marginal, survival", "marginal, refined"}
+    whole = next(f for f in said["figures"] if f["elapsed"] is None)
+    at = {f["elapsed"]: f["num"] for f in said["figures"] if f["name"] == whole["name"]}
+    assert at[0] == said["tested_on"] > at[16] > at.get(32, 0) and whole["num"] > at[0]
+
+
+def test_a_probe_is_described(folder):
+    """Where it reads, and what it was trained on."""
+    done = _run("predictor", "probe", "show", str(folder / "own"))
+    assert done.exit_code == 0 and "behind layer 1, 32 wide" in done.stdout
+    assert "run.jsonl" in done.stdout
+
+
+def test_it_serves(folder, model):
+    """The same answers with and without."""
+    ask = ("generate", "--jsonl", str(folder / "prompts.jsonl"), "--model", model, *SMALL)
+    without, with_it = _run(*ask), _run(*ask, "--probe", str(folder / "own"))
+    assert with_it.exit_code == 0, with_it.stderr
+    assert with_it.stdout == without.stdout
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (("--output", "{folder}"), "holds something that is no probe"),
+        (("--output", "{folder}/run.jsonl"), "is a file"),
+        (("--output", "{folder}/new", "--layer", "9"), "layers 1 to 2"),
+        (("--output", "{folder}/new", "--held-out", "0.6"), "between 0 and a half"),
+        (("--output", "{folder}/new", "--max-answers", "2"), "give more"),
+        (("--output", "{folder}/new", "--buckets", "odd"), "equal, log, quantile"),
+        (("--output", "{folder}/new", "--interval", "0"), "interval"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(folder, model, more, said):
+    """With exit code 2 and a sentence, before anything slow where that can be."""
+    done = _train(folder, model, *(text.format(folder=folder) for text in more))
+    assert done.exit_code == 2 and said in " ".join(done.stderr.split())
+
+
+def test_answers_that_were_recorded_without_tokens_are_refused(folder, model, tmp_path):
+    """Saying what is missing."""
+    line = json.loads((folder / "run.jsonl").read_text().splitlines()[0])
+    del line["output_token_ids"]
+    (tmp_path / "run.jsonl").write_text(json.dumps(line) + "\n")
+    done = _train(tmp_path, model, "--output", str(tmp_path / "new"))
+    assert done.exit_code == 2 and "output_token_ids" in done.stderr

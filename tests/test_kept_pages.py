@@ -1,0 +1,114 @@
+"""A runtime finds again what it computed: counted, across restarts, and never of other weights."""
+
+from __future__ import annotations
+
+import pytest
+from flax import nnx
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.report import draw_residency
+from sharding import StagePlan
+from tests import tiny
+from tests.tiny import random_prompts, tiny_llama
+
+PROMPTS = [prompt[:30] + (1,) * 10 for prompt in random_prompts(4, seed=3, longest=60)]
+PARAMS = SamplingParams(max_tokens=12)
+OPTIONS = tiny.OPTIONS | {"policy": "pensieve"}
+FOLLOW_UP = (5, 6, 7)
+
+
+def _talk(rt: Runtime) -> list[tuple[int, ...]]:
+    """Tokens of two turns of four conversations."""
+    first = rt.generate(list(map(list, PROMPTS)), PARAMS)
+    histories = [[*p, *c.token_ids, *FOLLOW_UP] for p, c in zip(PROMPTS, first, strict=True)]
+    return [c.token_ids for c in (*first, *rt.generate(histories, PARAMS))]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """By seed of the weights, the tokens of a runtime that keeps nothing."""
+    tokens = {}
+    for seed in (0, 1):
+        with Runtime(tiny_llama(seed), **{**OPTIONS, "policy": "vllm_like"}) as rt:
+            tokens[seed] = _talk(rt)
+            assert rt.stats().num_sought == 0
+    return tokens
+
+
+@pytest.mark.parametrize("policy", ["pensieve", "pensieve_device_only", "auto"])
+def test_the_next_turn_finds_the_one_before(expected, policy):
+    """Nearly all of it; the report says how much."""
+    with Runtime(tiny_llama(), **{**OPTIONS, "policy": policy}) as rt:
+        assert _talk(rt) == expected[0]
+        stats = rt.stats()
+        assert stats.num_found >= sum(len(prompt) + 12 - 8 for prompt in PROMPTS)
+        assert rt.report().figures()["hit_rate"] == stats.num_found / stats.num_sought
+        assert max(step.pages_cached for step in rt.report().steps) > 0
+        tiers = rt.residency([*PROMPTS[0], *FOLLOW_UP])
+        assert tiers == ["device"] * (len(PROMPTS[0]) // rt.config.page_size)
+        assert set(rt.residency([9] * len(PROMPTS[0]))) == {"nowhere"}
+        assert draw_residency({"a": tiers, "b": []})._repr_png_().startswith(b"\x89PNG")
+        rt.forget_kept_pages()
+        assert _talk(rt) == expected[0]
+        assert rt.stats().num_found == 2 * stats.num_found
+        rt.measure_step_times(rounds=1)  # which writes to pages
+        assert _talk(rt) == expected[0]
+
+
+def test_new_weights_find_nothing_of_the_old(expected):
+    """Their keys and values are others."""
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
+        assert _talk(rt) == expected[0]
+        found = rt.stats().num_found
+        rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
+        assert _talk(rt) == expected[1]
+        assert rt.stats().num_found == 2 * found
+
+
+def test_a_runtime_finds_what_the_one_before_it_wrote(expected, tmp_path):
+    """All that was kept is on the disk at the end; other weights find nothing there."""
+    disk = {"disk_memory": "4MB", "disk_folder": tmp_path, "host_memory": "100kB"}
+    with Runtime(tiny_llama(), **OPTIONS, **disk) as rt:
+        # So small a model may compute a page faster than it is copied, and would not keep it then.
+        rt._replicas.first.engine.scheduler.keeper.cache._copy_s = 0.0
+        assert _talk(rt) == expected[0]
+        assert rt.stats().num_found_on_disk == 0
+    with Runtime(tiny_llama(), **OPTIONS, **disk) as rt:
+        assert _talk(rt) == expected[0]
+        assert rt.stats().num_found_on_disk >= sum(len(prompt) - 8 for prompt in PROMPTS)
+    with Runtime(tiny_llama(1), **OPTIONS, **disk) as rt:
+        assert _talk(rt) == expected[1]
+        assert rt.stats().num_found_on_disk == 0
+        rt.update_params(nnx.state(tiny_llama(0), nnx.Param))
+        assert _talk(rt) == expected[0]
+        assert rt.stats().num_found_on_disk > 0
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"policy": "orca", "disk_memory": "1MB"}, "keeps no pages on the host"),
+        ({"disk_memory": "1MB", "host_memory": 0}, "no pages on the host"),
+        ({"disk_memory": "1MB", "mesh": StagePlan.of([1, 1])}, "cut into stages"),
+        ({"disk_folder": "pages"}, "disk_memory"),
+        ({"disk_memory": "1MB", "disk_folder": "/dev/null/pages"}, "disk_folder"),
+    ],
+)
+def test_a_disk_without_pages_for_it_is_refused(options, reason):
+    """Saying what is missing."""
+    with pytest.raises(InvalidConfigError, match=reason):
+        Runtime(tiny_llama(), **{**OPTIONS, "warmup": False, **options})
+
+
+def test_stages_keep_pages_on_their_devices(expected):
+    """And find them: rows of one sequence go through the stages in order."""
+    plan = StagePlan.of([1, 1], micro_batches=2)
+    with Runtime(tiny_llama(), **OPTIONS, mesh=plan) as rt:
+        assert _talk(rt) == expected[0]
+        assert rt.stats().num_found >= sum(len(prompt) + 12 - 8 for prompt in PROMPTS)
+        cache = rt._replicas.first.engine.scheduler.keeper.cache
+        for page in range(1, rt.config.num_pages, 2):
+            if cache.pool.is_cached(page):
+                cache.forget(cache.at(page))
+        assert _talk(rt) == expected[0]

@@ -1,0 +1,166 @@
+"""A runtime with a probe: it reads what a forward pass would, and never changes a token."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.models.activations import read_along
+from jaxserve.workload.finished import FinishedAnswer
+from predictor import LengthBuckets, LengthProbe, ProbeConfig, Refinement
+from predictor.probe import ProbeHead
+from sharding import StagePlan, make_mesh
+from tests.tiny import OPTIONS, random_prompts, tiny_llama
+
+BUCKETS = LengthBuckets.logarithmic(64, 6)
+REFINEMENT = Refinement(buckets=BUCKETS, marginal=np.full(BUCKETS.num, 1 / BUCKETS.num), interval=4)
+PROMPTS = random_prompts(16, longest=20)
+PARAMS = [SamplingParams(max_tokens=None, forced_length=3 + 5 * (i % 7)) for i in range(16)]
+# Room for about two of the longest at once.
+MEMORY = {"kv_memory": 12 * 2 * 2 * 2 * 8 * 8 * 4, **OPTIONS}
+
+
+def made_up_probe(**config) -> LengthProbe:
+    """Untrained."""
+    config = ProbeConfig(**{"layer": 1, "width": 32, "hidden_size": 8, **config})
+    return LengthProbe(config, ProbeHead(config, BUCKETS.num, rngs=nnx.Rngs(3)), REFINEMENT)
+
+
+class Fixed:
+    """Reads the same everywhere, or whatever else a function makes of it and the activations."""
+
+    layer, width, refinement = 1, 32, REFINEMENT
+
+    def __init__(self, logits, compute=None):
+        self.params = np.asarray(logits, np.float32)
+        self._compute = compute
+
+    def apply(self, params, activations, /):
+        if self._compute is not None:
+            return self._compute(activations)
+        return jnp.broadcast_to(params, (activations.shape[0], *params.shape))
+
+
+WRONG = {
+    "short": Fixed([50.0, 0, 0, 0, 0, 0]),
+    "long": Fixed([0, 0, 0, 0, 0, 50.0]),
+    "undecided": Fixed([0.0] * 6),
+    "not numbers": Fixed([np.nan] * 6),
+    "infinite": Fixed([np.inf, 0, 0, 0, 0, -np.inf]),
+    "untrained": made_up_probe(),
+}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Every prompt's answer alone, without a probe and with all the memory it could want."""
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
+        return [rt.generate(p, params).token_ids for p, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_readings_cost_time_and_never_tokens(expected, name):
+    """Always short, always long, undecided, not numbers; and nothing compiles after the start."""
+    with Runtime(tiny_llama(), probe=WRONG[name], strict=True, **MEMORY) as rt:
+        done = rt.generate(PROMPTS, PARAMS)
+        stats = rt.stats()
+    assert [each.token_ids for each in done] == expected
+    assert stats.num_compilations == 0
+    assert (stats.num_refined > len(PROMPTS)) == (name not in ("not numbers", "infinite"))
+
+
+@pytest.mark.parametrize("layout, layer", [("unrolled", 1), ("scanned", 2)])
+def test_it_reads_what_a_forward_pass_does(layout, layer):
+    """In prefill chunks, mixed steps and decode loops; in the middle, and behind the last layer."""
+    model, probe = tiny_llama(layer_layout=layout), made_up_probe(layer=layer)
+    read = {}
+    with Runtime(model, probe=probe, **MEMORY) as rt:
+        beliefs = rt._replicas.first.engine.scheduler.beliefs
+        take_in = beliefs.take_in
+
+        def listen(plan, result, rows):
+            for index, sequence in rows:
+                if plan.rows[index].samples and sequence.finish_reason is None:
+                    at = (sequence.request.id, len(sequence.output) - 1)
+                    read[at] = result.remaining[index]
+            take_in(plan, result, rows)
+
+        beliefs.take_in = listen
+        prompts = random_prompts(9, seed=1)
+        done = rt.generate(prompts, [replace(p, temperature=0.8, seed=1) for p in PARAMS[:9]])
+    answers = [FinishedAnswer(prompt=c.prompt_token_ids, output=c.token_ids) for c in done]
+    whole = read_along(model, answers, layer=layer, interval=1, progress=False)
+    ids = [c.request_id for c in done]
+    at = [(ids[i], t) for i, t in zip(whole.answer.tolist(), whole.elapsed.tolist(), strict=True)]
+    assert set(read) <= set(at) and len(read) > len(at) / 8
+    wanted = dict(zip(at, probe.logits(whole.activations), strict=True))
+    got, wanted = (np.stack([each[key] for key in read]) for each in (read, wanted))
+    assert np.linalg.norm(got - wanted) < 1e-4 * np.linalg.norm(wanted)
+
+
+def test_over_a_mesh_it_reads_the_same(expected):
+    """Sharded over two devices."""
+    mesh = make_mesh(tensor=2)
+    with Runtime(tiny_llama(), mesh=mesh, probe=made_up_probe(), strict=True, **OPTIONS) as rt:
+        done = rt.generate(PROMPTS, PARAMS)
+        assert rt.stats().num_refined > len(PROMPTS)
+    assert [each.token_ids for each in done] == expected
+
+
+def test_readings_that_cannot_be_used_are_reported_once(expected, caplog):
+    """And answers go on."""
+    probe = made_up_probe()
+    with Runtime(tiny_llama(), probe=probe, **MEMORY) as rt:
+        beliefs = rt._replicas.first.engine.scheduler.beliefs
+        beliefs._refinement = replace(
+            REFINEMENT, buckets=LengthBuckets((0, 5)), marginal=np.ones(1)
+        )
+        with caplog.at_level(logging.ERROR):
+            done = rt.generate(PROMPTS, PARAMS)
+    assert [each.token_ids for each in done] == expected
+    assert caplog.text.count("the probe's readings cannot be used") == 1
+
+
+def _raises(activations):
+    raise RuntimeError("no idea")
+
+
+@pytest.mark.parametrize(
+    "probe, said",
+    [
+        (made_up_probe(width=31), "width 31"),
+        (made_up_probe(layer=3), "behind layer 3"),
+        (Fixed([], _raises), "no idea"),
+        (Fixed([0.0, 0.0]), r"\(1, 2\)"),
+        ("/nowhere", "holds no probe"),
+        (5, "probe=5"),
+    ],
+)
+def test_a_probe_that_does_not_fit_is_refused(probe, said):
+    """Before anything is compiled, saying what does not."""
+    with pytest.raises(InvalidConfigError, match=said):
+        Runtime(tiny_llama(), probe=probe, **OPTIONS)
+
+
+def test_stages_are_refused():
+    """Rather than served without."""
+    with pytest.raises(InvalidConfigError, match="stages"):
+        Runtime(tiny_llama(), mesh=StagePlan.of([1, 1]), probe=made_up_probe(), **OPTIONS)
+
+
+def test_a_saved_probe_is_loaded(tmp_path, expected):
+    """From its folder; restarted answers begin with what was believed at first."""
+    made_up_probe().save(tmp_path)
+    with Runtime(tiny_llama(), probe=tmp_path, **MEMORY) as rt:
+        done = rt.generate(PROMPTS, PARAMS)
+        rt.update_params(nnx.state(tiny_llama(), nnx.Param), running="restart")
+        again = rt.generate(PROMPTS[:2], PARAMS[:2])
+    assert [each.token_ids for each in done] == expected
+    assert [each.token_ids for each in again] == expected[:2]
