@@ -1,7 +1,8 @@
 """Policies compared on one workload: `python -m benchmarks.policies --help`.
 
 A table on stderr, one JSON object on stdout. Every policy serves the same requests on the same
-engine; runs are interleaved and medians reported. docs/benchmarks.md says what each figure means.
+engine; runs are interleaved, and their quiet moments count. docs/benchmarks.md says what each
+figure means.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from benchmarks import workloads
 from benchmarks.output import command, show
+from benchmarks.quiet import Recording, in_quiet
 from benchmarks.serving import (
     DEFAULT,
     add_policy_options,
@@ -30,7 +32,7 @@ from jaxserve.workload.arrivals import with_arrivals
 
 if TYPE_CHECKING:
     from jaxserve.engine.recorder import StepRecord
-    from jaxserve.runtime import Runtime, RuntimeStats
+    from jaxserve.runtime import Runtime
 
 ARRIVALS = "all, constant:SECONDS or poisson:RATE; all by default, or as they were recorded"
 
@@ -49,6 +51,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     policies = parse_policies(options.policies)
     predictor = load_predictor(options)
     runs: dict[str, list[dict[str, Any]]] = {policy.name: [] for policy in policies}
+    recordings: dict[str, list[Recording]] = {policy.name: [] for policy in policies}
     for repeat in range(options.repeats):
         for policy in policies:
             with Runtime.from_pretrained(
@@ -65,14 +68,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     {
                         **summarise(done, wall_s),
                         "average_batch": average_batch(rt.report().steps),
-                        "latency_split_s": latency_split(rt.stats(), wall_s),
                         "engine": asdict(rt.stats()),
                     }
                 )
+                recordings[policy.name].append(Recording.of(rt, done))
     return {
         "benchmark": "policies",
         "arguments": arguments_of(options),
-        "policies": {name: middle(results) for name, results in runs.items()},
+        "policies": {
+            name: _with_split(
+                in_quiet(middle(results), recordings[name], _others(recordings, name))
+            )
+            for name, results in runs.items()
+        },
         **environment.describe(),
     }
 
@@ -91,16 +99,23 @@ def average_batch(steps: Sequence[StepRecord]) -> float:
     return sum(step.num_rows * step.num_iterations for step in steps) / max(1, num_iterations)
 
 
-def latency_split(stats: RuntimeStats, wall_s: float) -> dict[str, float]:
+def _others(recordings: dict[str, list[Recording]], name: str) -> list[Recording]:
+    """Runs of other policies."""
+    return [each for other, runs in recordings.items() if other != name for each in runs]
+
+
+def _with_split(figures: dict[str, Any]) -> dict[str, Any]:
     """As figure 6 of the S3 paper: seconds of generation, of preemptions, and of deciding.
 
     Deciding mostly goes on while the device computes, so it is part of nobody's latency.
     """
-    return {
-        "generation": wall_s - stats.penalty_s,
-        "penalty": stats.penalty_s,
-        "overhead": stats.planning_s + stats.predicting_s,
+    engine = figures["engine"]
+    split = {
+        "generation": figures["wall_s"] - engine["penalty_s"],
+        "penalty": engine["penalty_s"],
+        "overhead": engine["planning_s"] + engine["predicting_s"],
     }
+    return {**figures, "latency_split_s": split}
 
 
 def middle(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -150,7 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     workloads.add_arguments(parser)
     add("--arrivals", default=None, help=ARRIVALS)
-    add("--repeats", type=int, default=1, help="interleaved runs, of which the median counts")
+    add("--repeats", type=int, default=1, help="interleaved runs of every policy")
     add_policy_options(parser, policies=DEFAULT, max_context=1024)
 
 

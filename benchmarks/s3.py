@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -24,7 +24,9 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.metrics import summarise
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.planning import DeviceRoofs, ModelShape, RooflineCost, simulate
+from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.arrivals import with_arrivals
 from predictor import LengthBuckets
@@ -142,6 +144,10 @@ class _Run:
     predictions: Sequence[LengthPrediction | None]
     max_slots: int
 
+    def stateless(self) -> Policy:
+        """Requests have nothing in common, and swaps are those of preempted sequences alone."""
+        return replace(PRESETS[self.policy], retention=Stateless())
+
     def config(self) -> EngineConfig:
         """As many pages as fit beside the weights; the host has room for as many again."""
         num_pages = self.cost.kv_tokens // PAGE_TOKENS
@@ -170,7 +176,7 @@ def _figures(run: _Run) -> dict[str, Any]:
     """Of all requests at once."""
     done = simulate(
         run.items,
-        PRESETS[run.policy],
+        run.stateless(),
         run.config(),
         run.cost,
         predictions=run.predictions,
@@ -193,7 +199,7 @@ def _served(run: _Run, rate: float, seed: int) -> dict[str, float]:
     arriving = with_arrivals(run.items, f"poisson:{rate}", seed)
     done = simulate(
         arriving,
-        PRESETS[run.policy],
+        run.stateless(),
         run.config(),
         run.cost,
         predictions=run.predictions,

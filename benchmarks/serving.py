@@ -16,10 +16,13 @@ from jaxserve.core.metrics import summarise
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.memory.eviction import LRU
 from jaxserve.scheduling.iteration.iteration_level import IterationLevel
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS, get_policy
+from jaxserve.scheduling.retention.tiered import Tiered
 from jaxserve.workload import WorkloadItem
+from jaxserve.workload.conversations import FollowUp
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime, RuntimeStats
@@ -27,11 +30,12 @@ if TYPE_CHECKING:
     from predictor import LengthDistributions, LengthPredictor
 
 DEFAULT = "fastertransformer,triton_window,concurrent_instances,orca,vllm_like,flover"
-# For Flover's ablation: its memory shuffle left out.
+# For ablations: Flover without its memory shuffle, Pensieve with another eviction (section 3.6.3).
 VARIANTS = {
+    "pensieve_lru": replace(PRESETS["pensieve"], name="pensieve_lru", retention=Tiered(LRU())),
     "flover_without_shuffle": replace(
         PRESETS["flover"], name="flover_without_shuffle", iteration=IterationLevel(compacts=False)
-    )
+    ),
 }
 # What grows with every step; the rest of the runtime's figures are sizes.
 COUNTERS = (
@@ -45,6 +49,12 @@ COUNTERS = (
     "num_pages_out",
     "num_pages_in",
     "num_recomputed",
+    "num_sought",
+    "num_found",
+    "num_found_on_host",
+    "num_found_on_disk",
+    "num_lost",
+    "num_refined",
     "num_compilations",
     "busy_s",
     "host_gap_s",
@@ -88,11 +98,11 @@ def parse_policies(names: str) -> list[Policy]:
 
 
 def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What a result says about how it was made; of a predictor its folder's name."""
+    """What a result says about how it was made; of files and folders their names."""
     given = {name: value for name, value in vars(options).items() if name != "output"}
     if given.get("predictor"):
-        given["predictor"] = Path(given["predictor"]).name
-    return {name: str(v) if isinstance(v, Path) else v for name, v in given.items()}
+        given["predictor"] = Path(given["predictor"])
+    return {name: v.name if isinstance(v, Path) else v for name, v in given.items()}
 
 
 def load_predictor(options: argparse.Namespace) -> Predictor | None:
@@ -172,6 +182,11 @@ class Runtimes:
         self._num_pages: int | None = None
         self._open = ExitStack()
 
+    @property
+    def tokenizer(self) -> Any:
+        """The model's."""
+        return self._model.tokenizer
+
     def open(self, policy: Policy) -> Runtime:
         """A runtime that serves with the policy, its page pool as large as the others'.
 
@@ -210,9 +225,15 @@ class Runtimes:
 
 
 def measure(
-    rt: Runtime, items: Sequence[WorkloadItem], *, label: str
+    rt: Runtime,
+    items: Sequence[WorkloadItem],
+    *,
+    label: str,
+    follow_up: FollowUp | None = None,
 ) -> tuple[dict[str, Any], list[Completion]]:
-    """Play the items against a runtime that may have served others before.
+    """Play the items, and what follows them, against a runtime that may have served others before.
+
+    Nothing that those have left in its cache is found.
 
     Returns:
       The figures of this run alone (`engine` holds the runtime's own) and the completions.
@@ -224,9 +245,10 @@ def measure(
 
     # A step that was submitted ahead may still compute for answers that have ended.
     rt.generate([1], SamplingParams(max_tokens=1), progress=False)
+    rt.forget_kept_pages()  # what was measured before was of the same prompts
     time.sleep(_SETTLING_S)
     before, begin_s = rt.stats(), time.perf_counter()
-    done, wall_s = replay(rt, items, label=label)
+    done, wall_s = replay(rt, items, label=label, follow_up=follow_up)
     time.sleep(_SETTLING_S)
     for completion in done:
         if completion.error is not None:

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from benchmarks import policies, serving
 from benchmarks.output import command, show
+from benchmarks.quiet import QUIET, Recording, in_quiet
 from benchmarks.serving import arguments_of, parse_policies
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.metrics import summarise
@@ -39,8 +40,6 @@ FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
 }
 # Of the engine, as real runs have them too.
 COUNTERS = ("num_steps", "num_iterations", "num_padding_tokens", "num_preemptions", "host_gap_s")
-# Of measured step times: other programs on the machine only ever add to them.
-QUIET = 0.25
 # Those that the worst error is taken over.
 JUDGED = ("output_tokens_per_s", "latency_p99_s")
 
@@ -86,6 +85,7 @@ class _Played:
     config: EngineConfig
     step_times: StepTimes
     figures: dict[str, Any]
+    recording: Recording
     predictions: list[LengthPrediction] | None
 
 
@@ -105,22 +105,25 @@ def _play(options: argparse.Namespace, policy: Policy, predictor: Predictor | No
             step_times = rt.measure_step_times(rounds=1)
         else:
             step_times = rt.load_step_times(options.step_times)
-        figures, _ = serving.measure(rt, items, label=policy.name)
+        figures, done = serving.measure(rt, items, label=policy.name)
+        recording = Recording.of(rt, done)
         predictions = serving.predictions_of(predictor, items, rt.tokenizer)
-        return _Played(policy, items, rt.config, step_times, figures, predictions)
+        return _Played(policy, items, rt.config, step_times, figures, recording, predictions)
 
 
 def _compare(policy: str, played: Sequence[_Played], times: StepTimes) -> dict[str, Any]:
-    """The fastest of a policy's runs beside its simulation."""
+    """The quiet moments of a policy's runs beside its simulation."""
     own = [each for each in played if each.policy.name == policy]
     rates = [each.figures["output_tokens_per_s"] for each in own]
     best = own[rates.index(max(rates))]
+    others = [each.recording for each in played if each.policy.name != policy]
+    measured = in_quiet(best.figures, [each.recording for each in own], others)
     predicted = _predict(best, times)
     return {
         "policy": policy,
-        "measured": best.figures,
+        "measured": measured,
         "predicted": predicted,
-        "error": {name: of(predicted) / of(best.figures) - 1 for name, of in FIGURES.items()},
+        "error": {name: of(predicted) / of(measured) - 1 for name, of in FIGURES.items()},
         "output_tokens_per_s_of_every_run": rates,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -22,9 +23,17 @@ def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
         return {f"{stem}_{number}": chart for number, chart in flover_charts.BY_NUMBER.items()}
     if result.kind == "offline":
         return {f"{stem}_peers": _peers} if result.has_peers else {}
-    if result.kind in ("loading", "sharding", "predictor", "s3"):
+    if result.kind in ("predictor", "probe", "s3", "scattered", "loading", "sharding"):
         return {}
-    return {stem: {"policies": _policies, "online": _online, "simulate": _simulate}[result.kind]}
+    if result.kind == "conversations":
+        return {
+            f"{stem}_{number + 1}": partial(_conversations, number)
+            for number, _ in result.items("sets")
+        }
+    drawn = {stem: {"policies": _policies, "online": _online, "simulate": _simulate}[result.kind]}
+    if result.kind == "policies" and result.get("arguments").get("predictor"):
+        drawn[f"{stem}_split"] = _latency_split
+    return drawn
 
 
 def _peers(result: Result) -> Figure:
@@ -60,13 +69,46 @@ def _policies(result: Result) -> Figure:
     return figure
 
 
+def _latency_split(result: Result) -> Figure:
+    """Figure 6 of the S3 paper: where the seconds of a run go."""
+    names = [name for name, _ in result.items("policies")]
+    figure = style.canvas(7, 0.8 + 0.32 * len(names))
+    axes = figure.subplots()
+    before = [0.0] * len(names)
+    for part, colour in style.PARTS.items():
+        own = [result.number("policies", name, "latency_split_s", part) for name in names]
+        axes.barh([style.name(name) for name in names], own, 0.62, before, color=colour, label=part)
+        before = [begin + length for begin, length in zip(before, own, strict=True)]
+    axes.invert_yaxis()
+    axes.set_title("seconds of the run")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.legend(frameon=False, ncols=len(style.PARTS), loc="upper left", bbox_to_anchor=(0, -0.1))
+    return figure
+
+
 def _online(result: Result) -> Figure:
+    return _load_curves(result, ("policies",))
+
+
+def _conversations(number: int, result: Result) -> Figure:
+    """Figures 3.12, 3.15 and 3.16 of the Pensieve thesis, a set of conversations each."""
+    figure = _load_curves(result, ("sets", number, "policies"))
+    rounds = result.number("sets", number, "min_rounds")
+    reaction_s = result.number("sets", number, "reaction_s")
+    figure.suptitle(
+        f"{rounds:.0f} rounds or more, back after {reaction_s:g} s",
+        x=0.01, ha="left", fontsize=9, color=style.INK,
+    )  # fmt: skip
+    return figure
+
+
+def _load_curves(result: Result, at: tuple[str | int, ...]) -> Figure:
+    """Latency over what was served, a line a policy."""
     figure = style.canvas(7, 3.6)
     axes = figure.subplots()
-    for name, _ in result.items("policies"):
-        points = [
-            ("policies", name, "points", i) for i, _ in result.items("policies", name, "points")
-        ]
+    for name, _ in result.items(*at):
+        points = [(*at, name, "points", i) for i, _ in result.items(*at, name, "points")]
         served = [result.number(*point, "requests_per_s") for point in points]
         p90 = [result.number(*point, "normalised_latency_s", "p90") for point in points]
         style.line(axes, name, served, p90)

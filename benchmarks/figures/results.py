@@ -12,8 +12,8 @@ from jaxserve.core.errors import InvalidConfigError
 
 # What may lie in the folder, in the order of the pages.
 KINDS = (
-    *("offline", "policies", "online", "flover", "simulate", "predictor", "s3"),
-    *("loading", "sharding"),
+    *("offline", "policies", "online", "conversations", "flover", "simulate", "predictor"),
+    *("probe", "s3", "scattered", "loading", "sharding"),
 )
 
 

@@ -24,6 +24,8 @@ COLOURS = {
     "concurrent_instances": INK,
     "oracle": "#3D8FC0",
 }
+# Of a run's seconds, as figure 6 of the S3 paper.
+PARTS = {"generation": OURS, "penalty": "#D55E00", "overhead": "#A67C00"}
 MARKERS = {"flover": "o", "orca": "s", "vllm_like": "D", "fastertransformer": "^",
            "triton_window": "v", "concurrent_instances": "X"}  # fmt: skip
 RC: dict[Any, Any] = {

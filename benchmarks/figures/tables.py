@@ -13,10 +13,13 @@ HEADINGS = {
     "offline": "All requests at once",
     "policies": "Policies on one workload",
     "online": "Latency against load",
+    "conversations": "Conversations that come back",
     "flover": "Flover's section VI",
     "simulate": "Predicted and measured",
     "predictor": "Predicted lengths of answers",
+    "probe": "What is left of answers",
     "s3": "S3's models on its GPU, simulated",
+    "scattered": "Attention over scattered pages",
     "loading": "Memory for loading a checkpoint",
     "sharding": "What plans send, and how full pipelines are",
 }
@@ -49,10 +52,13 @@ def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) 
     make = {
         "policies": _policies,
         "online": _online,
+        "conversations": _conversations,
         "flover": _flover,
         "simulate": _simulate,
         "predictor": _predictor,
+        "probe": _probe,
         "s3": _s3,
+        "scattered": _scattered,
         "loading": _loading,
         "sharding": _sharding,
     }[kind]
@@ -172,6 +178,37 @@ def _online(result: Result, link: str) -> str:
     return f"{_caption(result, what + ', ' + arguments['model'], link)}\n\n{_table(header, rows)}"
 
 
+def _conversations(result: Result, link: str) -> str:
+    rows = []
+    for s, _ in result.items("sets"):
+        of = (
+            f"{result.number('sets', s, 'min_rounds'):.0f} or more, "
+            f"{result.number('sets', s, 'reaction_s'):g} s"
+        )
+        for policy, _ in result.items("sets", s, "policies"):
+            for i, _ in result.items("sets", s, "policies", policy, "points"):
+                at = ("sets", s, "policies", policy, "points", i)
+                sought = max(1.0, result.number(*at, "engine", "num_sought"))
+                rows.append(
+                    [
+                        of,
+                        name(policy),
+                        _linked(result.number(*at, "requests_per_s"), ".2f", link),
+                        f"{result.number(*at, 'normalised_latency_s', 'p50'):.3f} s",
+                        f"{result.number(*at, 'normalised_latency_s', 'p90'):.3f} s",
+                        f"{result.number(*at, 'engine', 'num_found') / sought:.0%}",
+                        f"{result.number(*at, 'engine', 'num_found_on_host') / sought:.0%}",
+                        f"{result.number(*at, 'engine', 'num_lost'):.0f}",
+                    ]
+                )
+    arguments = result.get("arguments")
+    how = "simulated from measured step times" if arguments["simulated"] else "measured"
+    what = f"{arguments['num_conversations']} conversations a rate, {arguments['model']}, {how}"
+    header = ("rounds, reaction", "policy", "requests/s", "p50 s/token", "p90", "found",
+              "of these on the host", "tokens lost")  # fmt: skip
+    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+
+
 def _flover(result: Result, link: str) -> str:
     """Total times at the largest number of requests; the figures show the rest."""
     last = {policy: runs[-1] for policy, runs in runs_of(result, "constant").items()}
@@ -240,6 +277,28 @@ def _predictor(result: Result, link: str) -> str:
     return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
 
 
+def _probe(result: Result, link: str) -> str:
+    """Error in tokens and share of right buckets, a row a way to predict."""
+    cells: dict[str, dict[int | None, str]] = {}
+    for i, one in result.items("figures"):
+        error, right = (result.number("figures", i, k) for k in ("error_tokens", "accuracy"))
+        row = cells.setdefault(one["name"], {})
+        text = f"{_linked(error, '.0f', link)}" if not row else f"{error:.0f}"
+        row[one["elapsed"]] = f"{text} ({right:.0%})"
+    at = list(dict.fromkeys(elapsed for row in cells.values() for elapsed in row))
+    rows = [[name, *(row.get(elapsed, "") for elapsed in at)] for name, row in cells.items()]
+    cost = ("iteration_us_without", "iteration_us_with", "slower_by", "batch_size")
+    without, with_it, slower_by, size = (result.number("cost", each) for each in cost)
+    what = (
+        f"Tokens by which what is left of {result.number('num_answers', 'test'):.0f} answers was "
+        "mistaken, and share of right buckets in brackets, by tokens that had come; an iteration "
+        f"of {size:.0f} rows takes {without:.0f} us, with the probe {with_it:.0f} us "
+        f"({slower_by:+.1%})"
+    )
+    header = ("", *("all" if elapsed is None else f"{elapsed}" for elapsed in at))
+    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+
+
 def _s3(result: Result, link: str) -> str:
     """Tables 2, 3 and 4 of the paper, its numbers beside ours."""
     known = ("orca", "s3", "s3_oracle")
@@ -266,6 +325,19 @@ def _s3(result: Result, link: str) -> str:
         f"{arguments['num_requests']} requests of ShareGPT's lengths, all at once, A100 80 GB as "
         "rooflines, simulated"
     )
+    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+
+
+def _scattered(result: Result, link: str) -> str:
+    ways = ("over_pages_s", "copied_out_s", "one_token_at_a_time_s")
+    rows = []
+    for i, _ in result.items("contexts"):
+        first, *others = (1e3 * result.number("contexts", i, way) for way in ways)
+        context = f"{result.number('contexts', i, 'context'):.0f}"
+        rows.append([context, _linked(first, ".2f", link), *(f"{ms:.2f}" for ms in others)])
+    arguments = result.get("arguments")
+    what = f"{arguments['batch']} rows of {arguments['queries']} tokens, milliseconds"
+    header = ("context", *(name(way.removesuffix("_s")) for way in ways))
     return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
 
 

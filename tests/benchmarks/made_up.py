@@ -27,7 +27,7 @@ def _figures(speed: float) -> dict[str, Any]:
         "output_tokens_per_s": 11.0 * speed,
         "requests_per_s": 0.3 * speed,
         "latency_s": spread,
-        "normalised_latency_s": {"p90": 0.4 / speed},
+        "normalised_latency_s": {"p50": 0.2 / speed, "p90": 0.4 / speed},
         "time_to_first_token_s": spread,
     }
 
@@ -69,6 +69,11 @@ def results() -> dict[str, dict[str, Any]]:
         }
         for policy, speed in speeds.items()
     }
+    found = {"num_sought": 100, "num_found": 50, "num_found_on_host": 10, "num_lost": 7}
+    talks = {
+        policy: {"points": [{**point, "engine": found} for point in curve["points"]]}
+        for policy, curve in points.items()
+    }
     engines: dict[str, Any] = {
         name: {
             "output_tokens_per_s": 321.0 * speed,
@@ -96,6 +101,12 @@ def results() -> dict[str, dict[str, Any]]:
         "offline": offline,
         "policies": {"policies": policies, "arguments": ARGUMENTS},
         "online": {"policies": points, "arguments": ARGUMENTS},
+        "conversations": {
+            "sets": [
+                {"min_rounds": rounds, "reaction_s": 5.0, "policies": talks} for rounds in (1, 5)
+            ],
+            "arguments": {**ARGUMENTS, "num_conversations": 3, "simulated": False},
+        },
         "flover": {**flover, "arguments": ARGUMENTS},
         "simulate": {"runs": runs},
         "predictor": {
@@ -109,11 +120,32 @@ def results() -> dict[str, dict[str, Any]]:
                 }
             ],
         },
+        "probe": {
+            "num_answers": {"test": 30},
+            "figures": [
+                {"name": name, "elapsed": elapsed, "error_tokens": error, "accuracy": 0.5}
+                for name, error in (("survival", 60.0), ("refined", 30.0))
+                for elapsed in (0, 16, None)
+            ],
+            "cost": {
+                **{"iteration_us_without": 1000.0, "iteration_us_with": 1010.0},
+                **{"slower_by": 0.01, "batch_size": 8},
+            },
+        },
         "s3": {
             "arguments": ARGUMENTS,
             "models": {"a model": {"orca": s3, "auto": s3}},
             "paper": {"a model": {"average_batch": [1.0, 2.0, 3.0]}},
             "slo": {"a model": {"orca": [{"requests_within_per_s": 0.5}]}},
+        },
+        "scattered": {
+            "arguments": {"batch": 32, "queries": 8},
+            "contexts": [
+                {
+                    **{"context": 128, "over_pages_s": 0.001},
+                    **{"copied_out_s": 0.003, "one_token_at_a_time_s": 0.002},
+                }
+            ],
         },
         "loading": {
             **{"shape": "7b", "dtype": "bfloat16", "num_shards": 34, "load_s": 60.0},

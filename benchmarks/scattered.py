@@ -1,0 +1,149 @@
+"""Attention over scattered pages: `python -m benchmarks.scattered --help`.
+
+Figure 3.17 of the Pensieve thesis: attention of several tokens a row over pages that lie anywhere,
+beside two straw men: copying the pages into one piece first, and one token at a time. A table on
+stderr, one JSON object on stdout. docs/benchmarks.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks import environment
+from benchmarks.output import command, show
+from benchmarks.roofline import seconds
+from benchmarks.serving import arguments_of
+from jaxserve.core.errors import InvalidConfigError
+from pallas_kernels import Rows, paged_attention
+from pallas_kernels.paged_attention.shapes import AttentionShape, make_inputs
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Rows], jax.Array]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print, and write the result; the exit code."""
+    return command(run, _parser().parse_args(arguments), show_result=_print_table)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of every way at every context."""
+    try:
+        contexts = [int(part) for part in options.contexts.split(",")]
+    except ValueError:
+        contexts = []
+    if not contexts or min(contexts) < options.queries:
+        raise InvalidConfigError(
+            f"--contexts {options.contexts!r} are not understood; give numbers of at least "
+            f"{options.queries}, the queries of a row, such as 128,1024"
+        )
+    bar = tqdm(contexts, desc="timing attention", delay=2, leave=False)
+    return {
+        "benchmark": "scattered",
+        "arguments": arguments_of(options),
+        "contexts": [{"context": context, **_measure(options, context)} for context in bar],
+        **environment.describe(),
+    }
+
+
+def _measure(options: argparse.Namespace, context: int) -> dict[str, Any]:
+    shape = AttentionShape(
+        name=f"{options.batch}x{options.queries}_of_{context}",
+        num_heads=options.heads,
+        num_kv_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        page_size=options.page_size,
+        rows=((options.queries, context),) * options.batch,
+    )
+    inputs = make_inputs(shape, 0, layers=1)
+    expected = _over_pages(*inputs)
+    return {
+        name: seconds(jax.jit(_checked(name, attend, inputs, expected)), *inputs)
+        for name, attend in WAYS.items()
+    }
+
+
+def _checked(name: str, attend: Attend, inputs: tuple[Any, ...], expected: jax.Array) -> Attend:
+    """The same, once it has given the same numbers."""
+    error = jnp.linalg.norm(attend(*inputs) - expected) / jnp.linalg.norm(expected)
+    assert float(error) < 1e-4, f"{name} is off by {float(error):.1e}"
+    return attend
+
+
+def _over_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows) -> jax.Array:
+    return paged_attention(q, k_pages, v_pages, 0, rows)
+
+
+def _copied_out(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows) -> jax.Array:
+    """Every row's pages beside each other, in order, before they are attended to."""
+    num_rows, width = rows.page_table.shape
+    whole = jnp.arange(num_rows * width, dtype=jnp.int32).reshape(num_rows, width)
+    k_whole, v_whole = (pages[:, rows.page_table.reshape(-1)] for pages in (k_pages, v_pages))
+    return paged_attention(q, k_whole, v_whole, 0, replace(rows, page_table=whole))
+
+
+def _one_token_at_a_time(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows
+) -> jax.Array:
+    """As vLLM's decoding kernel would have to: a call for each query of a row."""
+    num_rows = rows.query_start.shape[0]
+    by_query = q.reshape(num_rows, -1, *q.shape[1:])
+
+    def attend(number: jax.Array) -> jax.Array:
+        one = Rows(
+            query_start=jnp.arange(num_rows, dtype=jnp.int32),
+            query_length=jnp.ones(num_rows, jnp.int32),
+            first_position=rows.first_position + number,
+            context_length=rows.first_position + number + 1,
+            page_table=rows.page_table,
+        )
+        return paged_attention(by_query[:, number], k_pages, v_pages, 0, one, max_query_length=1)
+
+    out = jax.lax.map(attend, jnp.arange(by_query.shape[1], dtype=jnp.int32))
+    return out.swapaxes(0, 1).reshape(q.shape)
+
+
+WAYS: dict[str, Attend] = {
+    "over_pages_s": _over_pages,
+    "copied_out_s": _copied_out,
+    "one_token_at_a_time_s": _one_token_at_a_time,
+}
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    names = [name.removesuffix("_s").replace("_", " ") + ", ms" for name in WAYS]
+    table = Table("context", *names, box=None, header_style="bold")
+    for point in result["contexts"]:
+        table.add_row(str(point["context"]), *(f"{1e3 * point[name]:.2f}" for name in WAYS))
+    show(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scattered",
+        description="Attention over scattered pages beside two straw men; prints one JSON object.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--batch", type=int, default=32, help="rows")
+    add("--queries", type=int, default=8, help="of each row, the last ones of its context")
+    add("--contexts", default="128,256,512,1024,2048,4096", help="tokens of a row")
+    add("--heads", type=int, default=9, help="of queries")
+    add("--kv-heads", type=int, default=3, help="of keys and values")
+    add("--head-dim", type=int, default=64, help="of a head")
+    add("--page-size", type=int, default=32, help="tokens of a page")
+    add("--output", type=Path, default=None, help="also write the object here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
