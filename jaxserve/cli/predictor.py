@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, final
 import typer
 
 from jaxserve.cli import options as opt
+from jaxserve.cli import training as shared
 from jaxserve.cli.probe import probe_app
+from jaxserve.cli.training import SETTINGS
 from jaxserve.core.errors import InvalidConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ predictor_app = typer.Typer(
 
 predictor_app.add_typer(probe_app, name="probe")
 
-SETTINGS = "training.json"
 _SHOWN_MISS_RATES = (0.05, 0.1, 0.2)
 
 Data = Annotated[
@@ -36,8 +37,6 @@ Data = Annotated[
         'like {"prompt": "...", "output_length": 12, "conversation": "id"}.'
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, not a table.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
 ServedModel = Annotated[
     str, typer.Option("--model", "-m", help="Whose tokens are counted; not needed for JSON lines.")
 ]
@@ -79,11 +78,7 @@ class Settings:
             progress=progress,
         )
         parts = split_in_three(examples, held_out=self.held_out, seed=self.seed)
-        if not all(parts):
-            raise InvalidConfigError(
-                f"{len(examples)} examples leave {', '.join(str(len(p)) for p in parts)} for "
-                "training, calibration and test; give more, or another --held-out"
-            )
+        shared.check_parts(parts, "examples")
         return [clipped(part, self.max_length) for part in parts]
 
     def start(self, parts: list[list[Example]], progress: bool) -> LengthPredictor:
@@ -126,23 +121,22 @@ def train(
     max_prompt_tokens: Annotated[
         int, typer.Option("--max-prompt-tokens", help="Longer prompts lose their middle.")
     ] = 256,
-    buckets: Annotated[str, typer.Option("--buckets", help="equal, log or quantile.")] = "equal",
-    num_buckets: Annotated[int, typer.Option("--num-buckets", help="Of lengths.")] = 10,
-    epochs: Annotated[int, typer.Option("--epochs", help="At most; it stops early.")] = 4,
+    buckets: Annotated[
+        str, typer.Option("--buckets", help="Of length: equal, log or quantile.")
+    ] = "equal",
+    num_buckets: shared.NumBuckets = 10,
+    epochs: shared.Epochs = 4,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts a step.")] = 32,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", help="The highest.")] = 5e-5,
+    learning_rate: shared.LearningRate = 5e-5,
     max_examples: MaxExamples = None,
-    held_out: Annotated[
-        float,
-        typer.Option("--held-out", help="Share kept for calibration, and as much for the test."),
-    ] = 0.1,
-    seed: Annotated[int, typer.Option("--seed", help="Of draw, split and training.")] = 0,
+    held_out: shared.HeldOut = 0.1,
+    seed: shared.Seed = 0,
     model: ServedModel = opt.DEFAULT_MODEL,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on after the last epoch of a run that was cut off.")
     ] = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    as_json: shared.AsJson = False,
+    quiet: shared.Quiet = False,
 ) -> None:
     """Train a predictor, calibrate it, and compare it with baselines on a test of its own.
 
@@ -196,8 +190,8 @@ def evaluate(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Whose tokens are counted.")
     ] = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    as_json: shared.AsJson = False,
+    quiet: shared.Quiet = False,
 ) -> None:
     """Compare a predictor with baselines, on the conversations that it was not trained on.
 
@@ -251,8 +245,7 @@ def show(folder: Annotated[Path, typer.Argument(help="A trained predictor.")]) -
                 about[f"level for {rate:.0%}"] = f"{calibration.level(rate):.4f}"
         if (folder / SETTINGS).is_file():
             about |= {f"trained: {k}": v for k, v in asdict(_settings_of(folder)).items()}
-        for key, value in about.items():
-            typer.echo(f"{key:<26} {value}")
+        shared.describe(about)
 
 
 def table_of(contenders: list[dict[str, Any]]) -> Table:
@@ -286,27 +279,18 @@ def table_of(contenders: list[dict[str, Any]]) -> Table:
 def _print(
     done: list[Contender], parts: list[list[Example]], as_json: bool, **more: object
 ) -> None:
-    num = dict(zip(("trained_on", "calibrated_on", "tested_on"), map(len, parts), strict=True))
+    num = shared.sizes(parts)
     contenders = [one.to_dict() for one in done]
     if as_json:
         typer.echo(json.dumps({**num, "contenders": contenders, **more}))
         return
-    from rich.console import Console
-
-    console = Console()
-    console.width = max(console.width, 120)
-    console.print(table_of(contenders))
+    shared.show_wide(table_of(contenders))
     typer.echo(f"tested on {num['tested_on']} prompts that none of them was trained on")
 
 
 def _prepare(output: Path, settings: Settings, resume: bool) -> Path:
     """The folder for checkpoints, after refusing what training would fail on in the end."""
-    if output.exists() and not output.is_dir():
-        raise InvalidConfigError(f"--output {output} is a file; name a folder")
-    if output.is_dir() and any(output.iterdir()) and not (output / "predictor.json").is_file():
-        raise InvalidConfigError(
-            f"--output {output} holds something that is no predictor; name another folder"
-        )
+    shared.check_output(output, marker="predictor.json", kind="predictor")
     checkpoints = output.with_name(output.name + ".checkpoints")
     kept = checkpoints / SETTINGS
     if checkpoints.exists() and not kept.is_file():
@@ -321,9 +305,7 @@ def _prepare(output: Path, settings: Settings, resume: bool) -> Path:
         checkpoints.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(asdict(settings)) + "\n", encoding="utf-8")
     except OSError as error:
-        raise InvalidConfigError(
-            f"cannot write --output: {error}; name a folder that can be written"
-        ) from error
+        raise shared.cannot_write(error) from error
     return checkpoints
 
 

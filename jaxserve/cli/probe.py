@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, final
 import typer
 
 from jaxserve.cli import options as opt
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.cli import training as shared
+from jaxserve.cli.training import SETTINGS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +26,6 @@ probe_app = typer.Typer(
     no_args_is_help=True,
 )
 
-SETTINGS = "training.json"
 # Tokens that had come, where figures are shown; readings are at whole intervals.
 ELAPSED = (0, 16, 32, 64, 128, 256, 512)
 
@@ -135,11 +135,7 @@ def _split_answers(settings: ProbeSettings) -> list[list[FinishedAnswer]]:
     answers = finished.read(settings.data)[: settings.max_answers]
     with opt.refusals():
         parts = split_in_three(answers, held_out=settings.held_out, seed=settings.seed)
-    if not all(parts):
-        raise InvalidConfigError(
-            f"{len(answers)} answers leave {', '.join(str(len(p)) for p in parts)} for training, "
-            "calibration and test; give more, or another --held-out"
-        )
+    shared.check_parts(parts, "answers")
     return list(parts)
 
 
@@ -172,30 +168,19 @@ def train(
     buckets: Annotated[
         str, typer.Option("--buckets", help="Of remaining length: log, equal or quantile.")
     ] = ProbeSettings.buckets,
-    num_buckets: Annotated[
-        int, typer.Option("--num-buckets", help="How many.")
-    ] = ProbeSettings.num_buckets,
+    num_buckets: shared.NumBuckets = ProbeSettings.num_buckets,
     max_answers: Annotated[
         int | None, typer.Option("--max-answers", help="The first so many. [default: all]")
     ] = None,
-    held_out: Annotated[
-        float,
-        typer.Option("--held-out", help="Share kept for calibration, and as much for the test."),
-    ] = ProbeSettings.held_out,
-    epochs: Annotated[
-        int, typer.Option("--epochs", help="At most; it stops early.")
-    ] = ProbeSettings.epochs,
+    held_out: shared.HeldOut = ProbeSettings.held_out,
+    epochs: shared.Epochs = ProbeSettings.epochs,
     batch_size: Annotated[
         int, typer.Option("--batch-size", help="Readings a step.")
     ] = ProbeSettings.batch_size,
-    learning_rate: Annotated[
-        float, typer.Option("--learning-rate", help="The highest.")
-    ] = ProbeSettings.learning_rate,
-    seed: Annotated[int, typer.Option("--seed", help="Of split and training.")] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, not a table.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
+    learning_rate: shared.LearningRate = ProbeSettings.learning_rate,
+    seed: shared.Seed = 0,
+    as_json: shared.AsJson = False,
+    quiet: shared.Quiet = False,
 ) -> None:
     """Train a probe on answers of the model that it will read, and test it on others.
 
@@ -208,7 +193,7 @@ def train(
             num_buckets=num_buckets, max_answers=max_answers, held_out=held_out, epochs=epochs,
             batch_size=batch_size, learning_rate=learning_rate, seed=seed,
         )  # fmt: skip
-        _check_is_free(output)
+        _prepare(output)
         from predictor.probe_evaluation import compare_remaining
 
         done = train_probe_on(settings, progress=not quiet)
@@ -216,13 +201,11 @@ def train(
         (output / SETTINGS).write_text(json.dumps(asdict(settings)) + "\n", encoding="utf-8")
         figures = [vars(f) for f in compare_remaining(done.probe, done.readings[2], ELAPSED)]
         if as_json:
-            counts = [len(part) for part in done.answers]
-            names = ("trained_on", "calibrated_on", "tested_on")
             refinement = done.probe.refinement
             typer.echo(
                 json.dumps(
                     {
-                        **dict(zip(names, counts, strict=True)),
+                        **shared.sizes(done.answers),
                         "figures": figures,
                         "belief_weight": refinement.belief_weight,
                         "reading_weight": refinement.reading_weight,
@@ -231,11 +214,7 @@ def train(
                 )
             )
             return
-        from rich.console import Console
-
-        console = Console()
-        console.width = max(console.width, 120)
-        console.print(table_of(figures))
+        shared.show_wide(table_of(figures))
         typer.echo(f"tested on {len(done.answers[2])} answers that it was not trained on")
 
 
@@ -259,8 +238,7 @@ def show(folder: Annotated[Path, typer.Argument(help="A trained probe.")]) -> No
         if (folder / SETTINGS).is_file():
             kept = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
             about |= {f"trained: {key}": value for key, value in kept.items()}
-        for key, value in about.items():
-            typer.echo(f"{key:<26} {value}")
+        shared.describe(about)
 
 
 def table_of(figures: Sequence[dict[str, Any]]) -> Table:
@@ -284,17 +262,10 @@ def table_of(figures: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _check_is_free(output: Path) -> None:
+def _prepare(output: Path) -> None:
     """Refuse what training would fail on in the end."""
-    if output.exists() and not output.is_dir():
-        raise InvalidConfigError(f"--output {output} is a file; name a folder")
-    if output.is_dir() and any(output.iterdir()) and not (output / "probe.json").is_file():
-        raise InvalidConfigError(
-            f"--output {output} holds something that is no probe; name another folder"
-        )
+    shared.check_output(output, marker="probe.json", kind="probe")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidConfigError(
-            f"cannot write --output: {error}; name a folder that can be written"
-        ) from error
+        raise shared.cannot_write(error) from error
