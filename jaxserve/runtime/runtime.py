@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self, cast, final, get_args, overload
+from typing import Any, Literal, Self, cast, final, overload
 
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxserve.conversations import Conversation, Conversations, Journal, check_journal
-from jaxserve.core.clock import WallClock
-from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
+from jaxserve.conversations import Conversation
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.answers import Piece
-from jaxserve.engine.assembly import enable_compilation_cache, nbytes, platform_defaults
-from jaxserve.engine.device_errors import out_of_memory_as
 from jaxserve.engine.loop import Running
-from jaxserve.engine.requests import Prompt, RequestBuilder
+from jaxserve.engine.requests import Prompt
 from jaxserve.memory.page_cache import Tier
-from jaxserve.planning import Origin, StepTimes, measure
+from jaxserve.planning import StepTimes
 from jaxserve.report import Report
 from jaxserve.runtime.batches import Batch, Params
-from jaxserve.runtime.disks import disks_of
-from jaxserve.runtime.forecaster import Forecaster, load_probe
-from jaxserve.runtime.intake import Intake
+from jaxserve.runtime.loading import load_for
+from jaxserve.runtime.parts import build_parts
 from jaxserve.runtime.pending import Pending
-from jaxserve.runtime.placing import place_replicas
-from jaxserve.runtime.processes import claim, processes_of
-from jaxserve.runtime.replicas import Replicas, build_executors
 from jaxserve.runtime.stats import RuntimeStats
-from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload import WorkloadItem
-from jaxserve.workload.recorded import TraceWriter, check_is_free
 from pallas_kernels import dispatch
 from sharding import StagePlan
 
@@ -83,69 +72,20 @@ class Runtime:
         **options: Any,
     ):
         self.options = RuntimeOptions.parse(options)
-        policy = get_policy(self.options.policy)
-        enable_compilation_cache()
-        probe = load_probe(self.options.probe)
-        forecaster = Forecaster.of(self.options, policy, tokenizer)
-        graphdef, own_params = nnx.split(model)
-        decoder = cast(Any, model)
+        parts = build_parts(model, params, tokenizer, eos_token_ids, mesh, self.options)
         self.tokenizer = tokenizer
-        self.model_config = decoder.config
-        self._clock = WallClock()
-        used = own_params if params is None else params
-        group = processes_of(mesh, used)
-        leads = group is None or group.is_leader
-        record = self.options.record if leads else None
-        kept = self.options.conversations if leads else None
-        if record is not None:
-            check_is_free(record)
-        check_journal(kept)
-        claim(group)
-        with (
-            nullcontext() if group is None else group.together(),
-            out_of_memory_as(
-                "making the page pool and warming up",
-                "give a smaller kv_memory, max_step_tokens or max_slots",
-            ),
-        ):
-            places = place_replicas(used, mesh, decoder.config)
-            executors = build_executors(graphdef, places, decoder, self.options, group, probe)
-        trace = None if record is None else TraceWriter(record, origin_s=self._clock.now())
-        journal = Journal(kept, self.options.journal_limits)
-        logs = [log for log in (trace, forecaster) if log is not None]
-        disks = disks_of(self.options, policy, [executor.config for executor, _ in executors])
-        self._replicas = Replicas(executors, policy, self._clock, logs, disks)
-        self.config = self._replicas.first.executor.config
-        self._weights_bytes = nbytes(used)
-        self._origin = Origin.of(decoder.config, places[0].params, self.config)
-        tokenizer_ends: Sequence[int] = () if tokenizer is None else tokenizer.eos_token_ids
-        self._requests = RequestBuilder(
-            tokenizer,
-            eos_token_ids=tokenizer_ends if eos_token_ids is None else eos_token_ids,
-            vocab_size=decoder.config.vocab_size,
-            max_prompt_tokens=self._replicas.max_prompt_tokens,
-            seed=self.options.seed,
-        )
-        self._forecaster = forecaster
-        self._intake = Intake(
-            self._requests,
-            self._replicas,
-            tokenizer,
-            self._clock,
-            forecaster,
-            progress=self.options.progress,
-        )
-        self.conversations = Conversations(
-            journal, self._intake, tokenizer, decoder.config.vocab_size
-        )
+        self.model_config = cast(Any, model).config
+        self.conversations = parts.conversations
+        self._replicas = parts.replicas
+        self._intake = parts.intake
+        self._upkeep = parts.upkeep
+        self._forecaster = parts.forecaster
+        self._weights_bytes = parts.weights_bytes
         # For runtimes that are dropped without `close`, as notebooks do.
-        self._finalizer = weakref.finalize(
-            self, _shut_down, self._replicas, trace, journal, forecaster
-        )
-        if group is not None:
-            group.before_leaving(self._finalizer)
-        if forecaster is not None:
-            forecaster.start()
+        self._finalizer = weakref.finalize(self, parts.close)
+        if parts.group is not None:
+            parts.group.before_leaving(self._finalizer)
+        parts.start()
 
     @classmethod
     def from_pretrained(
@@ -169,30 +109,9 @@ class Runtime:
           UnknownModelError, UnsupportedModelError, CheckpointError, DownloadError,
           ModelCacheError, InvalidConfigError, DeviceMemoryError, JournalError
         """
-        from jaxserve.models.store import load_model
-
-        parsed = RuntimeOptions.parse(options)
-        get_policy(parsed.policy)
-        enable_compilation_cache()
-        defaults = platform_defaults()
-        group = processes_of(mesh)
-        if group is None or group.is_leader:
-            if parsed.record is not None:
-                check_is_free(parsed.record)
-            check_journal(parsed.conversations)
-        with (
-            nullcontext() if group is None else group.together(),
-            out_of_memory_as("loading the weights", "give a smaller dtype or a smaller model"),
-        ):
-            loaded = load_model(
-                name_or_path,
-                dtype=dtype or defaults.dtype,
-                load=load,
-                seed=parsed.seed,
-                layer_layout=cast(Any, defaults.layer_layout),
-                mesh=mesh,
-                progress=parsed.progress,
-            )
+        loaded = load_for(
+            RuntimeOptions.parse(options), name_or_path, load=load, dtype=dtype, mesh=mesh
+        )
         return cls(
             nnx.merge(loaded.graphdef, loaded.params),
             tokenizer=loaded.tokenizer,
@@ -237,9 +156,7 @@ class Runtime:
           ProcessGroupError: this process follows.
           RuntimeClosedError, EngineFailedError
         """
-        self._replicas.check_leads()
-        with self._replicas.paused():
-            self._replicas.dismiss_followers()
+        self._upkeep.dismiss_followers()
 
     # ---- answers ----
 
@@ -358,15 +275,16 @@ class Runtime:
 
     # ---- the runtime itself ----
 
+    @property
+    def config(self) -> EngineConfig:
+        """What the executables are compiled for, as of now."""
+        return self._replicas.first.executor.config
+
     def stats(self) -> RuntimeStats:
         """A snapshot of the counters."""
         return RuntimeStats.of(
-            [replica.engine.stats for replica in self._replicas.all],
-            self.config,
-            num_compilations=sum(r.executor.num_compilations for r in self._replicas.all),
-            pool_bytes=self._replicas.first.pool_size.pool_bytes,
+            self._replicas,
             weights_bytes=self._weights_bytes,
-            step_bytes=self._replicas.first.pool_size.step_bytes,
             predicting_s=0.0 if self._forecaster is None else self._forecaster.seconds,
         )
 
@@ -401,19 +319,14 @@ class Runtime:
           InvalidConfigError: the parameters do not fit.
           RuntimeClosedError, EngineFailedError
         """
-        if running not in get_args(Running):
-            raise InvalidConfigError(
-                f"running={running!r} is unknown; give one of {get_args(Running)}"
-            )
-        self._replicas.update_params(params, running)
+        self._upkeep.update_params(params, running)
 
     def residency(self, token_ids: Sequence[int]) -> list[Tier]:
         """Where the KV of each full page of a context lies, as of now: of a conversation's, say.
 
         `jaxserve.report.draw_residency` draws it. Of several replicas the one that has most of it.
         """
-        found = [r.engine.scheduler.keeper.residency(token_ids) for r in self._replicas.all]
-        return min(found, key=lambda tiers: tiers.count("nowhere"))
+        return self._upkeep.residency(token_ids)
 
     def forget_kept_pages(self) -> None:
         """Have every request from here on compute its whole prompt, as if none had come before.
@@ -423,9 +336,7 @@ class Runtime:
         Raises:
           RuntimeClosedError, EngineFailedError
         """
-        self._replicas.check_leads()
-        with self._replicas.paused("keep"):
-            self._replicas.forget_kept_pages()
+        self._upkeep.forget_kept_pages()
 
     def resize_kv(self, size: int | str) -> int:
         """Give memory of the page pool back, for a trainer's step, or take it again.
@@ -452,19 +363,7 @@ class Runtime:
           InvalidConfigError: not a size, or the model is served by several processes.
           RuntimeClosedError, EngineFailedError
         """
-        kv_bytes = 0 if size == 0 else parse_bytes(size)
-        self._replicas.check_leads()
-        with (
-            out_of_memory_as("resizing the page pool", "give a smaller size"),
-            self._replicas.paused("keep"),
-        ):
-            self._replicas.resize(
-                kv_bytes, warmup=self.options.warmup, progress=self.options.progress
-            )
-            self.config = self._replicas.first.executor.config
-            self._requests.max_prompt_tokens = self._replicas.max_prompt_tokens
-            self._origin = replace(self._origin, config=self.config)
-        return self._replicas.first.pool_size.pool_bytes
+        return self._upkeep.resize_kv(size)
 
     def measure_step_times(self, *, rounds: int = 2) -> StepTimes:
         """Time every shape of step that a replica has compiled, for `planning.simulate`.
@@ -476,18 +375,7 @@ class Runtime:
         Raises:
           RuntimeClosedError, EngineFailedError
         """
-        self._replicas.check_leads()
-        with self._replicas.paused():
-            times = measure(
-                self._replicas.first.executor,
-                self._origin,
-                self._clock,
-                rounds=rounds,
-                progress=self.options.progress,
-            )
-            self._replicas.forget_kept_pages(keeps_disk=True)
-            self._replicas.value_by(times.chunk_cost())
-        return times
+        return self._upkeep.measure_step_times(rounds)
 
     def load_step_times(self, path: str | Path) -> StepTimes:
         """Step times that were measured on this model, device and configuration, and saved.
@@ -498,10 +386,7 @@ class Runtime:
           InvalidProfileError: they were measured on another, or the file does not hold any.
           RuntimeClosedError, EngineFailedError
         """
-        times = StepTimes.load(Path(path), expected=self._origin)
-        with self._replicas.paused("keep"):
-            self._replicas.value_by(times.chunk_cost())
-        return times
+        return self._upkeep.load_step_times(path)
 
     def close(self) -> None:
         """Cancel what is left and free the page pool; parameters stay with who else holds them.
@@ -515,14 +400,3 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _shut_down(
-    replicas: Replicas, trace: TraceWriter | None, journal: Journal, forecaster: Forecaster | None
-) -> None:
-    replicas.close()
-    journal.close()
-    if trace is not None:
-        trace.close()
-    if forecaster is not None:
-        forecaster.close()  # last: it writes a checkpoint, which can fail

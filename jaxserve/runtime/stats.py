@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, final
+from typing import final
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.engine.stats import EngineStats
+from jaxserve.runtime.replicas import Replicas
 
 
 @final
@@ -50,11 +49,22 @@ class RuntimeStats:
     step_bytes: int
 
     @classmethod
-    def of(cls, stats: Sequence[EngineStats], config: EngineConfig, **rest: Any) -> RuntimeStats:
+    def of(cls, replicas: Replicas, *, weights_bytes: int, predicting_s: float) -> RuntimeStats:
         """The engines' counters as they stand, and what else there is to know."""
         names = {field.name for field in fields(cls)} & {
             field.name for field in fields(EngineStats)
         }
+        stats = [replica.engine.stats for replica in replicas.all]
         counters = {name: sum(getattr(each, name) for each in stats) for name in names}
         counters["max_pages_owned"] = max(each.max_pages_owned for each in stats)
-        return cls(**counters, num_pages=config.num_pages, page_size=config.page_size, **rest)
+        first = replicas.first
+        return cls(
+            **counters,
+            num_compilations=sum(r.executor.num_compilations for r in replicas.all),
+            predicting_s=predicting_s,
+            num_pages=first.executor.config.num_pages,
+            page_size=first.executor.config.page_size,
+            pool_bytes=first.pool_size.pool_bytes,
+            weights_bytes=weights_bytes,
+            step_bytes=first.pool_size.step_bytes,
+        )

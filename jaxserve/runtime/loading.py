@@ -1,0 +1,53 @@
+"""A checkpoint on its way into a runtime."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from jax.sharding import Mesh
+
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.engine.assembly import enable_compilation_cache, platform_defaults
+from jaxserve.engine.device_errors import out_of_memory_as
+from jaxserve.runtime.parts import check_files
+from jaxserve.runtime.processes import processes_of
+from jaxserve.scheduling.presets import get_policy
+from sharding import StagePlan
+
+if TYPE_CHECKING:
+    from jaxserve.models.store import LoadedModel
+
+
+def load_for(
+    options: RuntimeOptions,
+    name_or_path: str,
+    *,
+    load: Literal["auto", "random"],
+    dtype: str | None,
+    mesh: Mesh | StagePlan | None,
+) -> LoadedModel:
+    """The model of a runtime with these options; see `Runtime.from_pretrained`.
+
+    What a runtime would refuse is refused before anything is read.
+    """
+    from jaxserve.models.store import load_model
+
+    get_policy(options.policy)
+    enable_compilation_cache()
+    defaults = platform_defaults()
+    group = processes_of(mesh)
+    check_files(options, group)
+    with (
+        nullcontext() if group is None else group.together(),
+        out_of_memory_as("loading the weights", "give a smaller dtype or a smaller model"),
+    ):
+        return load_model(
+            name_or_path,
+            dtype=dtype or defaults.dtype,
+            load=load,
+            seed=options.seed,
+            layer_layout=cast(Any, defaults.layer_layout),
+            mesh=mesh,
+            progress=options.progress,
+        )
