@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from jaxserve.conversations.conversation import Asker, Conversation
+from jaxserve.conversations.asker import Asker
+from jaxserve.conversations.conversation import Conversation
 from jaxserve.conversations.journal import Entry, Journal
 from jaxserve.conversations.prompts import as_messages
 from jaxserve.conversations.turns import History, Message

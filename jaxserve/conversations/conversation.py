@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Protocol, final
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from contextlib import aclosing, closing, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
 
+from jaxserve.conversations.off_loop import entered, in_thread
 from jaxserve.conversations.prompts import NextPrompt, Said, next_prompt
 from jaxserve.conversations.turns import History, Message, Turn
 from jaxserve.core.errors import (
@@ -18,6 +20,7 @@ from jaxserve.core.errors import (
     InvalidSamplingParamsError,
     OtherModelError,
     TurnCancelledError,
+    TurnTimeoutError,
     UnknownConversationError,
 )
 from jaxserve.core.request import Completion
@@ -26,36 +29,6 @@ from jaxserve.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from jaxserve.conversations.collection import Conversations
     from jaxserve.engine.answers import Piece
-
-
-class Asker(Protocol):
-    """Who answers prompts: a runtime."""
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """Of a prompt that leaves room for one output token."""
-        ...
-
-    def answer(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        conversation_id: str,
-        timeout_s: float | None,
-    ) -> Completion:
-        """The answer. When an exception leaves it, Ctrl-C's for one, the request has ended.
-
-        Raises:
-          InvalidRequestError, TurnTimeoutError
-        """
-        ...
-
-    def stream(
-        self, prompt: Sequence[int], params: SamplingParams, *, conversation_id: str
-    ) -> Generator[Piece]:
-        """The answer piece by piece; closing the generator cancels it."""
-        ...
 
 
 @final
@@ -125,35 +98,72 @@ class Conversation:
             completion = self._home.asker.answer(
                 prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
             )
-            if completion.error is not None:
-                raise completion.error
-            if completion.finish_reason == "cancelled":
-                raise self._cancelled()
-            self._keep(prompt, completion.token_ids, completion.text, completion.finish_reason)
+            self._keep_completion(prompt, completion)
         return completion
 
-    def stream(self, said: Said, params: SamplingParams | None = None) -> Generator[Piece]:
+    async def asend(
+        self,
+        said: Said,
+        params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """`send` for asyncio; cancelling the task cancels the turn.
+
+        One that is being written to the journal just then is kept.
+        """
+        params = _checked(params)
+        async with entered(self._turn(said)) as prompt:
+            completion = await self._home.asker.aanswer(
+                prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
+            )
+            await in_thread(self._keep_completion, prompt, completion)
+        return completion
+
+    def stream(
+        self,
+        said: Said,
+        params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Generator[Piece]:
         """`send`, piece by piece; the last piece comes when the turn is in the journal.
 
         Leaving the loop before that cancels the answer, and the turn is forgotten.
         """
         params = _checked(params)
-        token_ids: list[int] = []
-        texts: list[str] = []
+        told = _Told()
         with self._turn(said) as prompt:
-            last = None
-            pieces = self._home.asker.stream(prompt.token_ids, params, conversation_id=self.id)
-            with closing(pieces):
+            pieces = self._home.asker.stream(
+                prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
+            )
+            with self._in_time(told, timeout_s), closing(pieces):
                 for piece in pieces:
-                    token_ids += piece.token_ids
-                    texts.append(piece.text)
-                    if piece.finish_reason is None:
+                    if told.goes_on(piece):
                         yield piece
-                    else:
-                        last = piece
-            if last is None or last.finish_reason is None or last.finish_reason == "cancelled":
-                raise self._cancelled()
-            self._keep(prompt, token_ids, "".join(texts), last.finish_reason)
+            last = self._keep_told(prompt, told)
+        yield last
+
+    async def astream(
+        self,
+        said: Said,
+        params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Piece]:
+        """`stream` for asyncio; close the generator (`contextlib.aclosing`) to leave it early."""
+        params = _checked(params)
+        told = _Told()
+        async with entered(self._turn(said)) as prompt:
+            pieces = self._home.asker.astream(
+                prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
+            )
+            with self._in_time(told, timeout_s):
+                async with aclosing(pieces):
+                    async for piece in pieces:
+                        if told.goes_on(piece):
+                            yield piece
+            last = await in_thread(self._keep_told, prompt, told)
         yield last
 
     def fork(self, num_turns: int | None = None, *, id: str | None = None) -> Conversation:
@@ -215,6 +225,28 @@ class Conversation:
             yield
         finally:
             self._one_turn.release()
+
+    @contextmanager
+    def _in_time(self, told: _Told, timeout_s: float | None) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            raise TurnTimeoutError(self.id, timeout_s, len(told.token_ids)) from None
+
+    def _keep_completion(self, prompt: NextPrompt, completion: Completion) -> None:
+        if completion.error is not None:
+            raise completion.error
+        if completion.finish_reason == "cancelled":
+            raise self._cancelled()
+        self._keep(prompt, completion.token_ids, completion.text, completion.finish_reason)
+
+    def _keep_told(self, prompt: NextPrompt, told: _Told) -> Piece:
+        """Returns the last piece."""
+        last = told.last
+        if last is None or last.finish_reason is None or last.finish_reason == "cancelled":
+            raise self._cancelled()
+        self._keep(prompt, told.token_ids, "".join(told.texts), last.finish_reason)
+        return last
 
     def _keep(
         self, prompt: NextPrompt, answer: Sequence[int], text: str, finish_reason: str
@@ -280,6 +312,24 @@ class Conversation:
             f"conversation {self.id!r} was deleted, or dropped by the journal's limits; begin "
             "a new one"
         )
+
+
+@final
+@dataclass
+class _Told:
+    """An answer as far as it has come; its last piece is held back."""
+
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    last: Piece | None = None
+
+    def goes_on(self, piece: Piece) -> bool:
+        """Take a piece in; whether others come after it."""
+        self.token_ids += piece.token_ids
+        self.texts.append(piece.text)
+        if piece.finish_reason is not None:
+            self.last = piece
+        return self.last is None
 
 
 def _checked(params: SamplingParams | None) -> SamplingParams:

@@ -208,6 +208,12 @@ class TurnCancelledError(ConversationError):
 class TurnTimeoutError(TurnCancelledError, TimeoutError):
     """An answer that did not come in time."""
 
+    def __init__(self, id: str, timeout_s: float | None, num_tokens: int):
+        super().__init__(
+            f"conversation {id!r} had no answer after {timeout_s} s, only {num_tokens} tokens of "
+            "one; it is as it was before this turn. Give a longer timeout_s, or a lower max_tokens"
+        )
+
 
 class JournalError(ConversationError, OSError):
     """A journal of conversations that cannot be read or written: disk full, read-only, damaged."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
 from functools import partial
 from typing import Any, final
@@ -113,12 +114,30 @@ class Intake:
             completion = pending.result()
             if not isinstance(error, TimeoutError):
                 raise
-            raise TurnTimeoutError(
-                f"conversation {conversation_id!r} had no answer after {timeout_s} s, only "
-                f"{len(completion.token_ids)} tokens of one; it is as it was before this turn. "
-                "Give a longer timeout_s, or a lower max_tokens"
-            ) from None
+            num_tokens = len(completion.token_ids)
+            raise TurnTimeoutError(conversation_id, timeout_s, num_tokens) from None
         return pending.result()
+
+    async def aanswer(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        conversation_id: str,
+        timeout_s: float | None,
+    ) -> Completion:
+        """`answer` for asyncio; cancelling the task ends the request."""
+        pending = self.submit(prompt, params, deadline_s=None, conversation_id=conversation_id)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await pending.aresult()
+        except BaseException as error:
+            pending.cancel()
+            completion = await pending.aresult()
+            if not isinstance(error, TimeoutError):
+                raise
+            num_tokens = len(completion.token_ids)
+            raise TurnTimeoutError(conversation_id, timeout_s, num_tokens) from None
 
     def stream(
         self,
@@ -126,14 +145,27 @@ class Intake:
         params: SamplingParams | None,
         *,
         conversation_id: str | None = None,
+        timeout_s: float | None = None,
     ) -> Generator[Piece]:
-        """See `Runtime.stream`."""
-        start = partial(self._start, prompt, params, conversation_id=conversation_id)
-        return read(start, self._replicas.cancel)
+        """See `Runtime.stream`.
 
-    def astream(self, prompt: Prompt, params: SamplingParams | None) -> AsyncGenerator[Piece]:
-        """See `Runtime.astream`."""
-        return aread(partial(self._start, prompt, params), self._replicas.cancel)
+        Raises:
+          TimeoutError: the last piece was not there in `timeout_s` seconds.
+        """
+        start = partial(self._start, prompt, params, conversation_id=conversation_id)
+        return read(start, self._replicas.cancel, timeout_s)
+
+    def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        conversation_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Piece]:
+        """`stream` for asyncio."""
+        start = partial(self._start, prompt, params, conversation_id=conversation_id)
+        return aread(start, self._replicas.cancel, timeout_s)
 
     def _start(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import suppress
 
@@ -13,17 +14,21 @@ Start = Callable[[PieceSink], Answer]
 Cancel = Callable[[str], None]
 
 
-def read(start: Start, cancel: Cancel) -> Generator[Piece]:
+def read(start: Start, cancel: Cancel, timeout_s: float | None = None) -> Generator[Piece]:
     """Start an answer when the first piece is asked for, and yield it; cancel it when left early.
 
-    Raises what the request failed with, at its end.
+    Raises what the request failed with, at its end, or TimeoutError when that is not there in time.
     """
+    end_s = _end_s(timeout_s)
     pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
     answer = start(pieces.put)
     num_open = answer.request.params.n
     try:
         while num_open:
-            piece = pieces.get()
+            try:
+                piece = pieces.get(timeout=_left_s(end_s))
+            except queue.Empty:
+                raise TimeoutError from None
             num_open = _still_open(num_open, piece)
             yield piece
     finally:
@@ -32,8 +37,11 @@ def read(start: Start, cancel: Cancel) -> Generator[Piece]:
     _raise_error(answer)
 
 
-async def aread(start: Start, cancel: Cancel) -> AsyncGenerator[Piece]:
+async def aread(
+    start: Start, cancel: Cancel, timeout_s: float | None = None
+) -> AsyncGenerator[Piece]:
     """`read` for asyncio."""
+    end_s = _end_s(timeout_s)
     loop = asyncio.get_running_loop()
     pieces: asyncio.Queue[Piece] = asyncio.Queue()
 
@@ -45,13 +53,22 @@ async def aread(start: Start, cancel: Cancel) -> AsyncGenerator[Piece]:
     num_open = answer.request.params.n
     try:
         while num_open:
-            piece = await pieces.get()
+            async with asyncio.timeout(_left_s(end_s)):
+                piece = await pieces.get()
             num_open = _still_open(num_open, piece)
             yield piece
     finally:
         if num_open:
             cancel(answer.request.id)
     _raise_error(answer)
+
+
+def _end_s(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _left_s(end_s: float | None) -> float | None:
+    return None if end_s is None else max(0.0, end_s - time.monotonic())
 
 
 def _still_open(num_open: int, piece: Piece) -> int:

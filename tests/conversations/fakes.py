@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -57,14 +58,44 @@ class FakeAsker:
             timing=Timing(arrival_s=0.0),
         )
 
+    async def aanswer(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        conversation_id: str,
+        timeout_s: float | None,
+    ) -> Completion:
+        await asyncio.sleep(0)
+        return self.answer(prompt, params, conversation_id=conversation_id, timeout_s=timeout_s)
+
     def stream(
-        self, prompt: Sequence[int], params: SamplingParams, *, conversation_id: str
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        conversation_id: str,
+        timeout_s: float | None,
     ) -> Generator[Piece]:
-        sample = self.answer(prompt, params, conversation_id=conversation_id, timeout_s=None)
+        sample = self.answer(prompt, params, conversation_id=conversation_id, timeout_s=timeout_s)
         half = len(sample.token_ids) // 2
         first, rest = sample.token_ids[:half], sample.token_ids[half:]
         yield Piece(text=self._text(first), token_ids=first)
         yield Piece(text=self._text(rest), token_ids=rest, finish_reason=self.finish_reason)
+
+    async def astream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        conversation_id: str,
+        timeout_s: float | None,
+    ) -> AsyncGenerator[Piece]:
+        for piece in self.stream(
+            prompt, params, conversation_id=conversation_id, timeout_s=timeout_s
+        ):
+            await asyncio.sleep(0)
+            yield piece
 
     def _token_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         seed = zlib.crc32(repr(tuple(prompt)).encode())

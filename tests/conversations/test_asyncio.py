@@ -1,0 +1,229 @@
+"""Conversations under asyncio: the same turns, and what becomes of tasks that are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import (
+    ConversationBusyError,
+    JournalError,
+    TurnCancelledError,
+    TurnTimeoutError,
+)
+from tests.conversations.chats import chat_tokenizer
+from tests.conversations.fakes import FakeAsker, conversations
+from tests.conversations.serving import PARAMS, SAID, runtime_with
+from tests.tiny import slow_down
+
+ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return chat_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def slow_runtime() -> Iterator[Runtime]:
+    """Answers take long enough to be cut off; conversations are in memory."""
+    with runtime_with(None) as runtime:
+        slow_down(runtime)
+        yield runtime
+
+
+def test_twins_have_the_same_turns(tokenizer):
+    """Tokens, texts and history of `asend` and `astream` are those of `send`."""
+    chats = [conversations(tokenizer=tokenizer).open("a") for _ in range(3)]
+
+    async def one_turn(said: str):
+        sent = await chats[1].asend(said)
+        pieces = [piece async for piece in chats[2].astream(said)]
+        return sent, pieces
+
+    for said in SAID:
+        expected = chats[0].send(said)
+        sent, pieces = asyncio.run(one_turn(said))
+        assert sent.token_ids == expected.token_ids
+        assert tuple(t for piece in pieces for t in piece.token_ids) == expected.token_ids
+        assert "".join(piece.text for piece in pieces) == expected.text
+        assert pieces[-1].finish_reason == expected.finish_reason
+    assert chats[0].history == chats[1].history == chats[2].history
+    assert chats[0].token_ids == chats[1].token_ids == chats[2].token_ids
+
+
+def test_the_last_piece_comes_when_the_turn_is_kept(tokenizer):
+    """One who has seen the end of an answer finds it in the journal."""
+    home = conversations(tokenizer=tokenizer)
+    chat = home.open("a")
+
+    async def watch():
+        return [
+            (piece.finish_reason is not None, "a" in home) async for piece in chat.astream("hi")
+        ]
+
+    assert asyncio.run(watch()) == [(False, False), (True, True)]
+
+
+@pytest.mark.parametrize("fault", ["error", "cancelled", "left"])
+def test_a_turn_that_fails_leaves_no_trace(tokenizer, fault):
+    """The next turn finds the conversation as it was."""
+    asker = FakeAsker(tokenizer)
+    chat = conversations(asker=asker, tokenizer=tokenizer).open("a")
+    chat.send("hi")
+    before = (chat.history, chat.token_ids, chat._home.journal.find("a"))
+
+    def fail():
+        raise RuntimeError("lost")
+
+    async def leave():
+        async with aclosing(chat.astream("so?")) as pieces:
+            async for _ in pieces:
+                break
+
+    async def stream():
+        async for _ in chat.astream("so?"):
+            pass
+
+    if fault == "left":
+        asyncio.run(leave())
+    else:
+        if fault == "error":
+            asker.during = fail
+        else:
+            asker.finish_reason = "cancelled"
+        for turn in (lambda: chat.asend("so?"), stream):
+            with pytest.raises(RuntimeError if fault == "error" else TurnCancelledError):
+                asyncio.run(turn())
+    assert (chat.history, chat.token_ids, chat._home.journal.find("a")) == before
+    asker.during, asker.finish_reason = (lambda: None), "length"
+    assert asyncio.run(chat.asend("so?")).prompt_token_ids[: len(before[1])] == before[1]
+
+
+def test_a_locked_journal_does_not_hold_up_the_event_loop(tokenizer, tmp_path):
+    """Other tasks go on while a turn waits for the journal; its own error comes in the end."""
+    home = conversations(str(tmp_path / "journal"), tokenizer=tokenizer)
+    other = conversations(str(tmp_path / "journal"))
+    chat = home.open("a")
+    home.journal._db.execute("PRAGMA busy_timeout = 300")
+    ticks = 0
+
+    async def tick():
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    async def locked():
+        ticking = asyncio.create_task(tick())
+        other.journal._db.execute("BEGIN IMMEDIATE")
+        with pytest.raises(JournalError, match="another process holds it"):
+            await chat.asend("hi")
+        other.journal._db.execute("ROLLBACK")
+        ticking.cancel()
+
+    asyncio.run(locked())
+    assert ticks >= 5 and chat.turns == ()
+
+
+def test_a_turn_that_is_being_written_is_kept(tokenizer):
+    """Cancelled in the middle of it, the task waits for the journal; nothing is half there."""
+    home = conversations(tokenizer=tokenizer)
+    chat = home.open("a")
+    writing, go_on = threading.Event(), threading.Event()
+    append = home.journal.append
+
+    def slow_append(*args):
+        writing.set()
+        assert go_on.wait(10)
+        return append(*args)
+
+    async def cancelled():
+        task = asyncio.create_task(chat.asend("hi"))
+        await asyncio.to_thread(writing.wait, 10)
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        assert not task.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    home.journal.append = slow_append
+    asyncio.run(cancelled())
+    home.journal.append = append
+    assert len(chat.turns) == 1 == home.journal.find("a").num_turns
+    assert len(chat.send("so?").token_ids) and len(chat.turns) == 2
+
+
+def test_cancelled_tasks_cancel_their_requests(slow_runtime):
+    """In the middle of an answer: the request ends, the journal stays, the next turn is right."""
+    chat = slow_runtime.conversation()
+    chat.send("hi", PARAMS)
+    expected = chat.fork().send("so", PARAMS).token_ids
+    before = chat.token_ids
+
+    async def stream(begun: asyncio.Event):
+        async for _ in chat.astream("so", ENDLESS):
+            begun.set()
+
+    async def cancel_both():
+        sending = asyncio.create_task(chat.asend("so", ENDLESS))
+        await asyncio.to_thread(_wait_for, lambda: slow_runtime._replicas.first.engine.has_work)
+        with pytest.raises(ConversationBusyError):
+            await chat.asend("ho")
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        assert not slow_runtime._replicas._placed
+        begun = asyncio.Event()
+        streaming = asyncio.create_task(stream(begun))
+        await begun.wait()
+        streaming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await streaming
+
+    asyncio.run(cancel_both())
+    assert chat.token_ids == before
+    _wait_for(lambda: not slow_runtime._replicas.first.engine.has_work)
+    assert asyncio.run(chat.asend("so", PARAMS)).token_ids == expected
+
+
+def test_answers_that_do_not_come_in_time(slow_runtime):
+    """Both twins, streamed or whole, say so; the conversation is as it was."""
+    chat = slow_runtime.conversation()
+    shown: list[int] = []
+
+    async def astream():
+        async for piece in chat.astream("hi", ENDLESS, timeout_s=0.3):
+            shown.extend(piece.token_ids)
+
+    def stream():
+        for piece in chat.stream("hi", ENDLESS, timeout_s=0.3):
+            shown.extend(piece.token_ids)
+
+    for turn in (
+        stream,
+        lambda: asyncio.run(astream()),
+        lambda: asyncio.run(chat.asend("hi", ENDLESS, timeout_s=0.3)),
+    ):
+        with pytest.raises(TurnTimeoutError, match=r"no answer after 0.3 s, only \d+ tokens"):
+            turn()
+        assert chat.turns == ()
+    assert shown
+    _wait_for(lambda: not slow_runtime._replicas.first.engine.has_work)
+    pieces = list(chat.stream("hi", PARAMS, timeout_s=30))
+    assert pieces[-1].finish_reason == "length" and len(chat.turns) == 1
+
+
+def _wait_for(condition, timeout_s: float = 30.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
