@@ -92,7 +92,12 @@ def _file(folder: Path, text: str) -> str:
         (("hi", "--n", "2"), "", "identical samples"),
         (("hi", "--model", "no-such-model"), "", "UnknownModelError: 'no-such-model'"),
         (("hi", "--policy", "best"), "", "InvalidConfigError: policy='best'"),
-        (("hi", "--kv-memory", "much"), "", "InvalidConfigError"),
+        (("hi", "--kv-memory", "much"), "", "InvalidConfigError: kv_memory: 'much'"),
+        (("hi", "--host-memory", "0GB"), "", "InvalidConfigError: host_memory: '0GB'"),
+        (("hi", "--disk-memory", "-1"), "", "InvalidConfigError: disk_memory: '-1'"),
+        (("hi", "--disk-folder", "pages"), "", "used with disk_memory only"),
+        (("hi", "--disk-memory", "1MB", "--policy", "orca"), "", "keeps no pages on the host"),
+        (("hi", "--disk-memory", "1MB", "--host-memory", "0"), "", "give more host_memory"),
         (("hi", "--output", "no-such-folder/out"), "", "cannot write --output"),
         (("hi", "--record", "no-such-folder/run"), "", "cannot be written"),
         (("hi", "--data-parallel", "4096"), "", "needs 4096 devices"),
@@ -221,6 +226,18 @@ def test_bad_input_of_conversations(tmp_path, monkeypatch, arguments, code, said
     done = _run("conversations", *(argument.format(**files) for argument in arguments))
     assert (done.exit_code, said in " ".join(done.stderr.split())) == (code, True), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_pages_go_to_the_folder_that_is_named(model, tmp_path):
+    """Which the next command uses too, and has the same answer."""
+    arguments = (
+        *("generate", "a" * 50, "--max-tokens", "4", "--raw", "--model", model, *SMALL),
+        *("--host-memory", "1MB", "--disk-memory", "4MB", "--disk-folder", str(tmp_path / "kv")),
+    )
+    answers = [_run(*arguments) for _ in range(2)]
+    assert answers[0].exit_code == 0, answers[0].stderr
+    assert answers[0].stdout == answers[1].stdout
+    assert (tmp_path / "kv" / "0").is_dir()
 
 
 def test_bench_prints_one_object(model):

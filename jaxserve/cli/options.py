@@ -83,6 +83,18 @@ Policy = Annotated[str, _runtime("--policy", text="Scheduling preset, such as au
 Load = Annotated[str, _runtime("--load", text="auto, or random for weights made up on the spot.")]
 DType = Annotated[str | None, _runtime("--dtype", text="Of weights and cache, e.g. bfloat16.")]
 KvMemory = Annotated[str | None, _runtime("--kv-memory", text="Size of the KV pool, e.g. 2GiB.")]
+HostMemory = Annotated[
+    str | None,
+    _runtime("--host-memory", text="On the host, for KV that leaves the device, e.g. 8GiB, or 0."),
+]
+DiskMemory = Annotated[
+    str | None,
+    _runtime("--disk-memory", text="In files, for KV that leaves the host, e.g. 50GiB."),
+]
+DiskFolder = Annotated[
+    Path | None,
+    _runtime("--disk-folder", text="For these files; one runtime at a time uses it."),
+]
 Predictor = Annotated[
     str | None,
     _runtime("--predictor", text="Folder of a length predictor, for policies that use one."),
@@ -196,6 +208,8 @@ def open_runtime(
     from sharding import make_mesh
 
     given = {name: value for name, value in settings.items() if value is not None}
+    if given.get("host_memory") == "0":
+        given["host_memory"] = 0
     num_processes = jax.process_count()
     try:
         if stages is not None and data_parallel != 1:

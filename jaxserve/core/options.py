@@ -97,13 +97,14 @@ class RuntimeOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise InvalidConfigError(f"{name}={value!r}; give a whole number of at least 1")
-        if self.kv_memory is not None:
-            parse_bytes(self.kv_memory)
-        if self.host_memory not in (None, 0):
-            parse_bytes(self.host_memory)
-        if self.disk_memory is not None:
-            parse_bytes(self.disk_memory)
-        elif self.disk_folder is not None:
+        for name in ("kv_memory", "host_memory", "disk_memory"):
+            size = getattr(self, name)
+            if size is not None and (name, size) != ("host_memory", 0):
+                try:
+                    parse_bytes(size)
+                except InvalidConfigError as error:
+                    raise InvalidConfigError(f"{name}: {error}") from None
+        if self.disk_memory is None and self.disk_folder is not None:
             raise InvalidConfigError(
                 f"disk_folder={str(self.disk_folder)!r} is used with disk_memory only; say how much"
             )

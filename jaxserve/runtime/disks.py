@@ -14,32 +14,45 @@ from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.scheduling.policy import Policy
 
 
-def disks_of(
-    options: RuntimeOptions, policy: Policy, configs: Sequence[EngineConfig]
-) -> list[DiskTier]:
-    """One for each replica, in folders of their own; none where no `disk_memory` is given.
-
-    Args:
-      configs: of the replicas' executors.
+def check_disk(options: RuntimeOptions, policy: Policy) -> None:
+    """Refuse a disk that would never be written to.
 
     Raises:
-      InvalidConfigError: the policy or the executors keep no pages on the host, or the folder
-        cannot be used.
+      InvalidConfigError: the policy keeps no pages on the host, or is not given any.
     """
     if options.disk_memory is None:
-        return []
+        return
     if not policy.retention.uses_host:
         raise InvalidConfigError(
             f"disk_memory={options.disk_memory!r}, but policy={policy.name!r} keeps no pages on "
             'the host, from where they go to the disk; give policy="pensieve" or "auto", or no '
             "disk_memory"
         )
+    if options.host_memory == 0:
+        raise _no_host_pages(options)
+
+
+def disks_of(options: RuntimeOptions, configs: Sequence[EngineConfig]) -> list[DiskTier]:
+    """One for each replica, in folders of their own; none where no `disk_memory` is given.
+
+    Args:
+      configs: of the replicas' executors.
+
+    Raises:
+      InvalidConfigError: the executors keep no pages on the host, or the folder cannot be used.
+    """
+    if options.disk_memory is None:
+        return []
     if not all(config.num_host_pages for config in configs):
-        raise InvalidConfigError(
-            f"disk_memory={options.disk_memory!r}, but there are no pages on the host, from where "
-            "they go to the disk; give more host_memory, or no disk_memory. Models that are cut "
-            "into stages or served by several processes keep none there"
-        )
+        raise _no_host_pages(options)
     folder = Path(options.disk_folder or cache_folder() / "pages").expanduser()
     max_bytes = parse_bytes(options.disk_memory) // len(configs)
     return [DiskTier(folder / str(index), max_bytes) for index in range(len(configs))]
+
+
+def _no_host_pages(options: RuntimeOptions) -> InvalidConfigError:
+    return InvalidConfigError(
+        f"disk_memory={options.disk_memory!r}, but there are no pages on the host, from where they "
+        "go to the disk; give more host_memory, or no disk_memory. Models that are cut into stages "
+        "or served by several processes keep none there"
+    )

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.engine.assembly import enable_compilation_cache, platform_defaults
 from jaxserve.engine.device_errors import out_of_memory_as
-from jaxserve.runtime.parts import check_files
+from jaxserve.runtime.parts import check_early
 from jaxserve.runtime.processes import processes_of
 from jaxserve.scheduling.presets import get_policy
 from sharding import StagePlan
@@ -33,11 +33,11 @@ def load_for(
     """
     from jaxserve.models.store import load_model
 
-    get_policy(options.policy)
+    policy = get_policy(options.policy)
     enable_compilation_cache()
     defaults = platform_defaults()
     group = processes_of(mesh)
-    check_files(options, group)
+    check_early(options, policy, group)
     with (
         nullcontext() if group is None else group.together(),
         out_of_memory_as("loading the weights", "give a smaller dtype or a smaller model"),

@@ -18,13 +18,14 @@ from jaxserve.engine.device_errors import out_of_memory_as
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.engine.requests import RequestBuilder
 from jaxserve.planning import Origin
-from jaxserve.runtime.disks import disks_of
+from jaxserve.runtime.disks import check_disk, disks_of
 from jaxserve.runtime.forecaster import Forecaster, load_probe
 from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.placing import place_replicas
 from jaxserve.runtime.processes import claim, processes_of
 from jaxserve.runtime.replicas import Replicas, build_executors
 from jaxserve.runtime.upkeep import Upkeep
+from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload.recorded import TraceWriter, check_is_free
 from sharding import ProcessGroup, StagePlan
@@ -82,7 +83,7 @@ def build_parts(
     clock = WallClock()
     used = own_params if params is None else params
     group = processes_of(mesh, used)
-    check_files(options, group)
+    check_early(options, policy, group)
     claim(group)
     with (
         nullcontext() if group is None else group.together(),
@@ -104,7 +105,7 @@ def build_parts(
             logs.append(forecaster)
         journal = Journal(options.conversations if leads else None, options.journal_limits)
         if_one_fails.callback(journal.close)
-        disks = disks_of(options, policy, [executor.config for executor, _ in executors])
+        disks = disks_of(options, [executor.config for executor, _ in executors])
         replicas = Replicas(executors, policy, clock, logs, disks)
         if_one_fails.callback(replicas.close)
         opened = if_one_fails.pop_all()
@@ -130,12 +131,13 @@ def build_parts(
     )
 
 
-def check_files(options: RuntimeOptions, group: ProcessGroup | None) -> None:
-    """Refuse files that cannot be written, before anything slow has happened.
+def check_early(options: RuntimeOptions, policy: Policy, group: ProcessGroup | None) -> None:
+    """Refuse what cannot be, and files that cannot be written, before anything slow has happened.
 
     Raises:
       InvalidConfigError, JournalError
     """
+    check_disk(options, policy)
     if group is None or group.is_leader:
         if options.record is not None:
             check_is_free(options.record)
