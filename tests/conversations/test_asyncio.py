@@ -201,11 +201,11 @@ def test_answers_that_do_not_come_in_time(slow_runtime):
     shown: list[int] = []
 
     async def astream():
-        async for piece in chat.astream("hi", ENDLESS, timeout_s=0.3):
+        async for piece in chat.astream("hi", ENDLESS, timeout_s=2):
             shown.extend(piece.token_ids)
 
     def stream():
-        for piece in chat.stream("hi", ENDLESS, timeout_s=0.3):
+        for piece in chat.stream("hi", ENDLESS, timeout_s=2):
             shown.extend(piece.token_ids)
 
     for turn in (
@@ -213,7 +213,7 @@ def test_answers_that_do_not_come_in_time(slow_runtime):
         lambda: asyncio.run(astream()),
         lambda: asyncio.run(chat.asend("hi", ENDLESS, timeout_s=0.3)),
     ):
-        with pytest.raises(TurnTimeoutError, match=r"no answer after 0.3 s, only \d+ tokens"):
+        with pytest.raises(TurnTimeoutError, match=r"no answer after (2|0.3) s, only \d+ tokens"):
             turn()
         assert chat.turns == ()
     assert shown
