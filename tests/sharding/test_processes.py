@@ -18,7 +18,7 @@ import pytest
 import sharding
 from jaxserve import Runtime
 from sharding import processes
-from tests.processes import HEED_INTERRUPTS
+from tests.processes import HEED_INTERRUPTS, one_device_environment
 from tests.sharding.job import OPTIONS, PARAMS, PROMPTS, WEIGHT_SEEDS, model, params
 
 ROOT = Path(__file__).parents[2]
@@ -37,16 +37,11 @@ CONFIG = {
 }
 
 
-def _environment(**more: str) -> dict[str, str]:
-    """For a process with one device."""
-    return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | more
-
-
 def _start(*command: str, **environ: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env=_environment(**environ),
+        env=one_device_environment() | environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
