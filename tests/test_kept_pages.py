@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 from flax import nnx
 
@@ -83,6 +86,42 @@ def test_a_runtime_finds_what_the_one_before_it_wrote(expected, tmp_path):
         rt.update_params(nnx.state(tiny_llama(0), nnx.Param))
         assert _talk(rt) == expected[0]
         assert rt.stats().num_found_on_disk > 0
+
+
+def test_a_slow_disk_delays_only_those_that_need_it(expected, tmp_path):
+    """Others are answered meanwhile; whoever waited has what is on the disk, and the same tokens.
+
+    A runtime that is closed does not wait for requests that wait for the disk.
+    """
+    disk = {"disk_memory": "4MB", "disk_folder": tmp_path, "host_memory": "100kB"}
+    with Runtime(tiny_llama(), **OPTIONS, **disk) as rt:
+        rt._replicas.first.engine.scheduler.keeper.cache._copy_s = 0.0
+        _talk(rt)
+    with Runtime(tiny_llama(), **OPTIONS, **disk) as rt:
+        is_open = threading.Event()
+        files = rt._replicas.first.engine.scheduler.keeper.cache.disk.files
+        read, asked = files.read, []
+
+        def when_open(key: bytes) -> bytes | None:
+            asked.append(key)
+            assert is_open.wait(60)
+            return read(key)
+
+        files.read = when_open
+        waiting = [rt.submit(prompt, PARAMS) for prompt in PROMPTS[:3]]
+        others = rt.generate(random_prompts(4, seed=9), PARAMS)
+        assert all(other.finish_reason == "length" for other in others)
+        assert asked and not any(one.future.done() for one in waiting)
+        num_plans = rt._replicas.first.engine.scheduler._num_plans
+        time.sleep(0.05)
+        assert rt._replicas.first.engine.scheduler._num_plans == num_plans
+        is_open.set()
+        assert [one.result(60).token_ids for one in waiting] == expected[0][:3]
+        assert rt.stats().num_found_on_disk >= sum(len(prompt) - 8 for prompt in PROMPTS[:3])
+        is_open.clear()
+        closed = rt.submit(PROMPTS[3], PARAMS)
+        threading.Timer(0.2, is_open.set).start()
+    assert (closed.result(0).finish_reason, closed.result(0).token_ids) == ("cancelled", ())
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ class RuntimeOptions:
         quarter of what is free. 0 for none.
       disk_memory: of files for pages that leave the host, which survive the runtime, in bytes or as
         "4GiB"; none by default. Needs a policy that keeps pages on the host.
-      disk_folder: for them; one below the cache folder by default. One runtime at a time uses it.
+      disk_folder: for them, for one runtime at a time; one below the cache folder by default.
       predictor: of answers' lengths, for policies that use them: a `predictor.LengthPredictor`, or
         the folder of one (`jaxserve predictor train`).
       probe: reads the rest of an answer off the model's activations as tokens come, for policies

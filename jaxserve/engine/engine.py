@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import urandom
 from typing import final
@@ -64,8 +65,13 @@ class Engine:
 
     @property
     def idle_until_s(self) -> float | None:
-        """Where the policy lets the device idle although sequences wait: until when, else None."""
-        return None if self._in_flight else self.scheduler.wake_s
+        """Where the device may idle although sequences wait: until when, else None.
+
+        Because the policy waits for others, or the sequences for the disk.
+        """
+        if self._in_flight or self.scheduler.keeper.retrieval.has_arrived:
+            return None
+        return self.scheduler.wake_s
 
     def add(self, request: Request) -> list[Sequence]:
         """Take in a validated request; its samples wait for their turn."""
@@ -89,7 +95,7 @@ class Engine:
             self._in_flight.append(_InFlight(plan, self._executor.submit(plan)))
             self.stats.after_submit(plan, self.scheduler)
         if not self._in_flight:
-            if self.has_work and self.idle_until_s is None:
+            if self.has_work and self.scheduler.wake_s is None:
                 raise AssertionError("work is left, but no step can be planned")
             return []
         if plan is not None and len(self._in_flight) < self._max_in_flight:
@@ -114,6 +120,12 @@ class Engine:
         cache.disk, cache.host_memory = disk, memory
         cache.clear(memory.fingerprint())
 
+    def call_on_arrival(self, wake: Callable[[], None]) -> None:
+        """Have a thread call this when something has come from the disk."""
+        disk = self.scheduler.keeper.cache.disk
+        if disk is not None:
+            disk.on_arrival = wake
+
     def forget_kept_pages(self, *, keeps_disk: bool) -> None:
         """Find nothing that was computed before now; `drain` first.
 
@@ -123,6 +135,7 @@ class Engine:
         assert not self._in_flight, "steps are in flight; drain() first"
         memory = self.scheduler.keeper.cache.host_memory
         identity = b"" if memory is None else memory.fingerprint()
+        self.scheduler.keeper.retrieval.clear()
         self.scheduler.keeper.cache.clear(identity if keeps_disk else identity + urandom(8))
 
     def close(self, *, is_whole: bool) -> None:

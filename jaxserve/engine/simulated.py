@@ -179,7 +179,8 @@ class SimulatedExecutor:
 
     def _edit_slots(self, plan: StepPlan) -> None:
         for slot in plan.releases:
-            self._slots[slot].is_inert = True
+            if slot in self._slots:  # else who was admitted there was preempted in the same step
+                self._slots[slot].is_inert = True
         for source, target in plan.moves:
             if target in self._slots and not self._slots[target].is_inert:
                 raise AssertionError(f"slot {target} is moved onto while it is live")

@@ -1,26 +1,24 @@
-"""Chunks in files, below the host: bounded, checked, and there again after a restart."""
+"""The disk below the host, behind a thread: nobody else waits for a file."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import queue
 import threading
-from collections import OrderedDict
-from hashlib import blake2b
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, final
 
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.memory.page_files import PageFiles
 
 _log = logging.getLogger(__name__)
 
-_MAGIC = b"jaxserve page 1\n"
-_DIGEST_BYTES = 16
-_SUFFIX = ".page"
 # Chunks on their way to the disk; what comes while so many are is not written.
-_MAX_QUEUED = 64
+_MAX_WRITING = 64
+# Chunks that were asked for and not taken yet.
+_MAX_READING = 64
+# A disk that finishes nothing in this time is not waited for.
+PATIENCE_S = 10.0
 
 
 class HostMemory(Protocol):
@@ -41,53 +39,39 @@ class HostMemory(Protocol):
 
 @final
 class DiskTier:
-    """Bytes by key, each in a file of its own; the least recently used go when room is short.
+    """Writes chunks to files, and reads them back, on a thread of its own; reading goes first.
 
-    Reading checks a digest of key and contents: a file that is torn or rotten is deleted, and as
-    good as never written. Writing is done by a thread; where the disk fails or is full, chunks are
-    not kept, and the log says so once. One engine uses a folder at a time.
+    Contents of what was read come with `arrived`.
 
     Args:
-      folder: made where it is not there; files of former runs in it are found again.
-      max_bytes: of all files together.
+      folder, max_bytes: see `PageFiles`.
 
     Attributes:
-      num_written, num_read, num_corrupt: files.
+      files: touched by the thread alone, but for `in`.
+      on_arrival: called on the thread when something has arrived.
 
     Raises:
-      InvalidConfigError: the folder cannot be made or read.
+      InvalidConfigError: the folder cannot be made or read, or is in use.
     """
 
     def __init__(self, folder: Path, max_bytes: int):
-        self.num_written = 0
-        self.num_read = 0
-        self.num_corrupt = 0
-        self._folder = folder
-        self._max_bytes = max_bytes
-        # Least recently used first: bytes of the file.
-        self._files: OrderedDict[bytes, int] = OrderedDict()
-        self._num_bytes = 0
-        self._unwritten: dict[bytes, bytes] = {}
-        self._queue: queue.Queue[bytes | None] = queue.Queue(_MAX_QUEUED)
-        self._lock = threading.Lock()
-        self._has_failed = False
-        try:
-            self._take_in()
-        except OSError as error:
-            raise InvalidConfigError(
-                f"disk_folder={str(folder)!r} cannot be used ({error}); give a folder that this "
-                "process may write to"
-            ) from error
-        self._thread = threading.Thread(target=self._write_all, name="jaxserve-disk", daemon=True)
+        self.files = PageFiles(folder, max_bytes)
+        self.on_arrival: Callable[[], None] = lambda: None
+        self._changed = threading.Condition()
+        self._reads: deque[bytes] = deque()
+        self._arrived: list[tuple[bytes, bytes | None]] = []
+        self._num_reading = 0
+        # What is to be written, until it is.
+        self._writes: dict[bytes, bytes] = {}
+        self._num_done = 0
+        self._is_busy = False
+        self._is_closing = False
+        self._is_given_up = False
+        self._thread = threading.Thread(target=self._work, name="jaxserve-disk", daemon=True)
         self._thread.start()
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all files."""
-        return self._num_bytes
-
     def __contains__(self, key: bytes) -> bool:
-        return key in self._unwritten or key in self._files
+        return key in self._writes or key in self.files
 
     def put(self, key: bytes, contents: bytes, *, waits: bool = False) -> None:
         """Write later; what is there already is not written again.
@@ -95,125 +79,103 @@ class DiskTier:
         Args:
           waits: for those before it, where too many are on their way; else it is not kept then.
         """
-        with self._lock:
-            if key in self or (self._queue.full() and not waits):
+        with self._changed:
+            if key in self or self._is_given_up:
                 return
-            self._unwritten[key] = contents
-        self._queue.put(key)
+            if waits:
+                self._wait_until(lambda: len(self._writes) < _MAX_WRITING)
+            if len(self._writes) < _MAX_WRITING:
+                self._writes[key] = contents
+                self._changed.notify_all()
 
-    def get(self, key: bytes) -> bytes | None:
-        """The contents, or None where they are not there, or not what was written."""
-        with self._lock:
-            if key in self._unwritten:
-                return self._unwritten[key]
-            if key not in self._files:
-                return None
-            self._files.move_to_end(key)
-        path = self._path(key)
-        try:
-            whole = path.read_bytes()
-            os.utime(path)
-        except OSError as error:
-            with self._lock:
-                if key not in self._files:  # given up for another just now
-                    return None
-            self._report("read", error)
-            whole = b""
-        digest, contents = whole[len(_MAGIC) :][:_DIGEST_BYTES], whole[_header_bytes() :]
-        if not whole.startswith(_MAGIC) or digest != _digest(key, contents):
-            self.num_corrupt += 1
-            _log.warning("%s is not what was written; its chunk is computed anew", path)
-            with self._lock:
-                self._delete(key)
-            return None
-        self.num_read += 1
-        return contents
+    def read(self, key: bytes) -> bool:
+        """Have contents arrive later; False where too many are on their way."""
+        with self._changed:
+            if self._num_reading >= _MAX_READING:
+                return False
+            self._num_reading += 1
+            if key in self._writes:
+                self._arrived.append((key, self._writes[key]))
+            else:
+                self._reads.append(key)
+                self._changed.notify_all()
+        return True
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `arrived` has something to give."""
+        return bool(self._arrived)
+
+    def arrived(self) -> list[tuple[bytes, bytes | None]]:
+        """Keys that were read since the last call, in their order, and their contents.
+
+        None where they are not there, or not what was written.
+        """
+        with self._changed:
+            arrived, self._arrived = self._arrived, []
+            self._num_reading -= len(arrived)
+        return arrived
 
     def flush(self) -> None:
-        """Wait until everything is written."""
-        self._queue.join()
+        """Wait until everything is written and read."""
+        with self._changed:
+            self._wait_until(lambda: not (self._reads or self._writes or self._is_busy))
 
     def close(self) -> None:
-        """Write what is waiting, and stop; files stay."""
-        self._queue.put(None)
-        self._thread.join()
+        """Write what is waiting, and stop; files stay.
+
+        Ctrl-C ends this with the file that is being written just then; a disk that hangs is left.
+        """
+        with self._changed:
+            self._is_closing = True
+            self._reads.clear()
+            self._changed.notify_all()
+            try:
+                is_done = self._wait_until(lambda: not (self._writes or self._is_busy))
+            except BaseException:
+                self._writes.clear()
+                if self._wait_until(lambda: not self._is_busy):
+                    self.files.close()
+                raise
+        if is_done:
+            self._thread.join()
+            self.files.close()
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> bool:
+        """With the lock held; False where the disk hangs."""
+        while not is_so() and not self._is_given_up:
+            before = self._num_done
+            if not self._changed.wait_for(lambda n=before: self._num_done != n, PATIENCE_S):
+                self._is_given_up = True
+                _log.error(
+                    "%s has not answered for %.0f s; what is not on the disk yet is not kept",
+                    *(self.files.folder, PATIENCE_S),
+                )
+        return is_so()
 
     # ---- on its thread ----
 
-    def _write_all(self) -> None:
-        while (key := self._queue.get()) is not None:
-            try:
-                self._write(key, self._unwritten[key])
-            except OSError as error:
-                self._report("written", error)
-            finally:
-                with self._lock:
-                    del self._unwritten[key]
-                self._queue.task_done()
-        self._queue.task_done()
-
-    def _write(self, key: bytes, contents: bytes) -> None:
-        size = _header_bytes() + len(contents)
-        with self._lock:
-            while self._files and self._num_bytes + size > self._max_bytes:
-                self._delete(next(iter(self._files)))
-        if size > self._max_bytes:
-            return
-        path = self._path(key)
-        unfinished = path.with_suffix(".part")
-        try:
-            unfinished.write_bytes(_MAGIC + _digest(key, contents) + contents)
-            unfinished.replace(path)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            raise
-        with self._lock:
-            self._files[key] = size
-            self._num_bytes += size
-            self.num_written += 1
-
-    # ---- files ----
-
-    def _take_in(self) -> None:
-        """Find what former runs left; the oldest beyond the bound go."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        found = []
-        for path in self._folder.iterdir():
-            if path.suffix == ".part":
-                path.unlink()
-            elif path.suffix == _SUFFIX:
-                with contextlib.suppress(ValueError):
-                    stat = path.stat()
-                    found.append((stat.st_mtime, bytes.fromhex(path.stem), stat.st_size))
-        for _, key, size in sorted(found):
-            self._files[key] = size
-            self._num_bytes += size
-        while self._num_bytes > self._max_bytes:
-            self._delete(next(iter(self._files)))
-
-    def _delete(self, key: bytes) -> None:
-        self._num_bytes -= self._files.pop(key, 0)
-        try:
-            self._path(key).unlink(missing_ok=True)
-        except OSError as error:
-            self._report("deleted", error)
-
-    def _path(self, key: bytes) -> Path:
-        return self._folder / f"{key.hex()}{_SUFFIX}"
-
-    def _report(self, what: str, error: OSError) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            _log.error(
-                "a kept page could not be %s in %s (%s); chunks that the disk does not keep are "
-                "computed anew. Further failures are not reported",
-                *(what, self._folder, error),
-            )
-
-
-def _digest(key: bytes, contents: bytes) -> bytes:
-    return blake2b(contents, digest_size=_DIGEST_BYTES, key=key).digest()
-
-
-def _header_bytes() -> int:
-    return len(_MAGIC) + _DIGEST_BYTES
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._reads or self._writes or self._is_closing)
+                if self._is_given_up or not (self._reads or self._writes):
+                    return
+                self._is_busy = True
+                is_read = bool(self._reads)
+                key = self._reads.popleft() if is_read else next(iter(self._writes))
+                contents = None if is_read else self._writes[key]
+            if contents is None:
+                contents = self.files.read(key)
+            else:
+                self.files.write(key, contents)
+            with self._changed:
+                self._is_busy = False
+                self._num_done += 1
+                if is_read:
+                    self._arrived.append((key, contents))
+                else:
+                    self._writes.pop(key, None)
+                self._changed.notify_all()
+            if is_read:
+                self.on_arrival()

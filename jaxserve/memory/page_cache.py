@@ -96,30 +96,23 @@ class PageCache:
             return "disk" if self.disk is not None and key in self.disk else "nowhere"
         return "host" if chunk.page is None else "device"
 
-    def load(self, keys: Sequence[bytes], branch: Branch) -> int:
-        """Bring chunks that lie on the disk alone to the host; returns how many.
+    def bring(self, index: int, key: bytes, contents: bytes, branch: Branch) -> bool:
+        """Put what the disk gave on the host; False where there is no room.
 
         Args:
-          keys: of the pages of one sequence, from the first on.
-          branch: what is loaded belongs to it.
+          branch: that it belongs to.
         """
-        if self.disk is None or not self.host.num_pages:
-            return 0
-        missing = [i for i, key in enumerate(keys) if key not in self._by_key and key in self.disk]
-        num_loaded = 0
-        for index in missing[-self.host.num_pages :]:  # the later ones cost more
-            contents = self.disk.get(keys[index])
-            if contents is None or not self._make_host_room(None):
-                continue
+        chunk = self._by_key.get(key)
+        if chunk is None:
+            if not self._make_host_room(None):
+                return False
             assert self.host_memory is not None
-            chunk = Chunk(index, keys[index])
-            self._by_key[keys[index]] = chunk
-            self._lost.pop(keys[index], None)
+            chunk = self._by_key[key] = Chunk(index, key)
+            self._lost.pop(key, None)
             self.host_memory.write_host_page(self._set_host_page(chunk), contents)
-            chunk.join(branch)
-            branch.tip = chunk
-            num_loaded += 1
-        return num_loaded
+        chunk.join(branch)
+        branch.tip = chunk
+        return True
 
     def save(self) -> None:
         """Move everything on the host to the disk, for another run; its pages are free then."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from jaxserve.core.assets import cache_folder
@@ -11,14 +12,16 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.memory.page_files import PageFiles
 from jaxserve.scheduling.policy import Policy
 
 
 def check_disk(options: RuntimeOptions, policy: Policy) -> None:
-    """Refuse a disk that would never be written to.
+    """Refuse a disk that would never be written to, or cannot be.
 
     Raises:
-      InvalidConfigError: the policy keeps no pages on the host, or is not given any.
+      InvalidConfigError: the policy keeps no pages on the host, or is not given any; or the folder
+        cannot be used.
     """
     if options.disk_memory is None:
         return
@@ -30,6 +33,7 @@ def check_disk(options: RuntimeOptions, policy: Policy) -> None:
         )
     if options.host_memory == 0:
         raise _no_host_pages(options)
+    PageFiles(_folder(options) / "0", parse_bytes(options.disk_memory)).close()
 
 
 def disks_of(options: RuntimeOptions, configs: Sequence[EngineConfig]) -> list[DiskTier]:
@@ -39,15 +43,25 @@ def disks_of(options: RuntimeOptions, configs: Sequence[EngineConfig]) -> list[D
       configs: of the replicas' executors.
 
     Raises:
-      InvalidConfigError: the executors keep no pages on the host, or the folder cannot be used.
+      InvalidConfigError: the executors keep no pages on the host, or the folder cannot be used, by
+        this runtime or because another does.
     """
     if options.disk_memory is None:
         return []
     if not all(config.num_host_pages for config in configs):
         raise _no_host_pages(options)
-    folder = Path(options.disk_folder or cache_folder() / "pages").expanduser()
     max_bytes = parse_bytes(options.disk_memory) // len(configs)
-    return [DiskTier(folder / str(index), max_bytes) for index in range(len(configs))]
+    with ExitStack() as if_one_fails:
+        disks = []
+        for index in range(len(configs)):
+            disks.append(DiskTier(_folder(options) / str(index), max_bytes))
+            if_one_fails.callback(disks[-1].close)
+        if_one_fails.pop_all()
+    return disks
+
+
+def _folder(options: RuntimeOptions) -> Path:
+    return Path(options.disk_folder or cache_folder() / "pages").expanduser()
 
 
 def _no_host_pages(options: RuntimeOptions) -> InvalidConfigError:

@@ -10,6 +10,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.memory.chunks import Branch, Chunk, PageKeys
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import PageCache, Tier
+from jaxserve.memory.retrieval import Retrieval
 from jaxserve.scheduling.plan import PageCopies
 from jaxserve.scheduling.policy import Retention
 from jaxserve.scheduling.sequence import Phase, Sequence
@@ -28,6 +29,7 @@ class Keeper:
       costs: None where they were not measured: then every copy is taken to be worth it.
 
     Attributes:
+      retrieval: of what waiting sequences have on the disk alone.
       free_share: see `Retention`.
       num_sought: tokens of admitted sequences that the cache could have had.
       num_found: those that it had.
@@ -51,6 +53,7 @@ class Keeper:
             now,
             0.0 if costs is None else costs.page_s,
         )
+        self.retrieval = Retrieval(self.cache, now)
         self.num_sought = 0
         self.num_found = 0
         self.num_found_on_host = 0
@@ -75,13 +78,20 @@ class Keeper:
         refcount = self.cache.pool.refcount
         return sum(c.page is not None and refcount(c.page) > 0 for c in self._find(sequence))
 
+    def awaits_disk(self, sequence: Sequence) -> bool:
+        """Whether pages of a waiting sequence are still to come from the disk; asks for them."""
+        if self.cache.disk is None or not self._keeps or sequence.wants_prompt_logprobs:
+            return False
+        return self.retrieval.awaits(sequence.key, self._keys_to_find(sequence))
+
     def begin(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
         """Reserve `num_tokens` tokens for a sequence, beginning with what is known of them.
 
         Returns:
           (index, page) of the pages it begins with; None where the pool has too few.
         """
-        num_on_disk = self._load(sequence)
+        loaded = self.retrieval.release(sequence.key)
+        num_on_disk = 0
         chunks = self._find(sequence)
         shared = {c.index: c.page for c in chunks if c.page is not None}
         if not self._keeps:
@@ -96,6 +106,7 @@ class Keeper:
             if chunk.page is None and chunk.host_page is not None:
                 self.cache.restore(chunk, pages[chunk.index])
                 found.add(chunk.index)
+                num_on_disk += chunk.index in loaded
         sequence.begin_with(found, self._page_size)
         if self._keeps:
             self.num_found_on_disk += num_on_disk * self._page_size
@@ -117,11 +128,6 @@ class Keeper:
         if leader is None or leader.phase is not Phase.RUNNING:
             return {}
         return dict(enumerate(leader.table.pages[: num_shareable(sequence, self._page_size)]))
-
-    def _load(self, sequence: Sequence) -> int:
-        if self.cache.disk is None or not self._keeps or sequence.wants_prompt_logprobs:
-            return 0
-        return self.cache.load(self._keys_to_find(sequence), Branch(self._now()))
 
     def _count(self, sequence: Sequence, num_found: int, num_on_host: int) -> None:
         keys = self._keys_to_find(sequence)

@@ -67,7 +67,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_admitted_since_loop = 0
-        # When to plan again if nothing else happens: the policy lets the device idle until then.
+        # When to plan again if nothing else happens: the policy, or the disk that sequences wait
+        # for, lets the device idle until then.
         self.wake_s: float | None = None
         self._clock = clock
         self.waiting = WaitingPool(policy.order, config.page_size)
@@ -118,6 +119,7 @@ class Scheduler:
         if sequence.phase is Phase.WAITING:
             self.waiting.remove(sequence)
             self.supervisor.forget(sequence)
+            self.keeper.retrieval.release(sequence.key)
         if sequence.phase is Phase.RUNNING:
             self._leave_slot(sequence, has_ended=True)
         sequence.phase = Phase.FINISHED
@@ -136,7 +138,11 @@ class Scheduler:
     # ---- one step ----
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when nothing can advance before results are applied."""
+        """The next step, or None when nothing can advance before results are applied.
+
+        Or before something has come from the disk: until `wake_s`, unless it arrives earlier.
+        """
+        self.keeper.retrieval.take_in()
         step = Step(self)
         self.policy.iteration.select(step)
         if step.is_futile:  # but now there is room for others, or for more of the same
@@ -144,6 +150,8 @@ class Scheduler:
             self.policy.iteration.select(step)
         self.wake_s = step.wake_s
         if not step.has_rows:
+            if self.wake_s is None:
+                self.wake_s = self.keeper.retrieval.gives_up_s
             return None
         plan = step.finish(self._num_plans, tuple(self._pending_releases))
         self._num_plans += 1
@@ -211,7 +219,7 @@ class Scheduler:
         """The first waiting sequence that fits, if it may pass those before it."""
         if self.slots.num_free == 0:
             return None
-        return self.waiting.first_that(self._fits, self.pool.num_available)
+        return self.waiting.first_that(self._fits, self.keeper.awaits_disk, self.pool.num_available)
 
     def _fits(self, sequence: Sequence) -> bool:
         missing = sequence.table.pages_for(self._tokens_to_reserve(sequence))

@@ -52,18 +52,26 @@ class WaitingPool:
             elif not _waits_for_leader(sequence, self._page_size):
                 yield sequence
 
-    def first_that(self, fits: Callable[[Sequence], bool], num_available: int) -> Sequence | None:
+    def first_that(
+        self,
+        fits: Callable[[Sequence], bool],
+        awaits: Callable[[Sequence], bool],
+        num_available: int,
+    ) -> Sequence | None:
         """The first that fits, if it may pass those before it.
 
         Args:
           fits: whether it does into `num_available` pages; more pages are no worse, and nothing
             else makes it fit later but its coming back into the pool.
+          awaits: whether it fits but waits for something else; then anybody may pass it.
         """
         if num_available <= self._too_few_pages:
             return None
         num_tried = 0
         for sequence in self.ready():
             if fits(sequence):
+                if awaits(sequence):
+                    continue
                 return sequence
             if not self._may_be_passed(sequence):
                 return None

@@ -6,6 +6,7 @@ The simulated model's tokens depend on every cell of its context as read through
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -39,6 +40,11 @@ POLICIES = [
     Policy("swapped", OnDemand(0.0), FCFS(), IterationLevel(), DeviceOnly(LRU()), SWAPS),
     Policy("one_by_one", OnDemand(0.0), FCFS(), Concurrent(), Tiered(free_share=0.0)),
     replace(PRESETS["fastertransformer"], name="static_tiered", retention=Tiered()),
+]
+DISK_POLICIES = [
+    replace(PRESETS["pensieve"], retention=Tiered(free_share=0.5)),
+    replace(PRESETS["fastertransformer"], name="static_tiered", retention=Tiered(free_share=1.0)),
+    Policy("one_by_one", OnDemand(0.0), FCFS(), Concurrent(), Tiered(free_share=0.5)),
 ]
 NUM_SEEDS = 30
 
@@ -106,22 +112,35 @@ def _spoil(folder: Path, rng: random.Random) -> None:
             path.write_bytes(contents[:at] + bytes([contents[at] ^ 1]) + contents[at + 1 :])
 
 
-def test_a_restarted_engine_finds_on_the_disk_what_is_right(tmp_path):
-    """The same conversations again, after files were spoilt; some folders are small."""
-    policy = replace(PRESETS["pensieve"], retention=Tiered(free_share=0.5))
+def _slow_down(disk: DiskTier, rng: random.Random) -> None:
+    """Reading takes its time, and now and then finds nothing."""
+    read = disk.files.read
+
+    def slowly(key: bytes) -> bytes | None:
+        time.sleep(rng.choice([0.0, 0.0, 0.0005, 0.002]))
+        return read(key) if rng.random() < 0.9 else None
+
+    disk.files.read = slowly
+
+
+@pytest.mark.parametrize("policy", DISK_POLICIES, ids=lambda policy: policy.name)
+def test_a_restarted_engine_finds_on_the_disk_what_is_right(policy: Policy, tmp_path):
+    """The same conversations again, after files were spoilt; some folders and disks are poor."""
     num_found, num_corrupt = [0, 0], 0
     for seed in range(0, 60, 2):
         for run in range(2):
             trace = _trace(seed)
             folder = tmp_path / str(seed)
             disk = DiskTier(folder, 20_000 if seed % 3 else 500)
+            if run:
+                _slow_down(disk, random.Random(f"{seed} reads"))
             together = trace.run(policy, disk=disk)
-            assert sum(path.stat().st_size for path in folder.iterdir()) == disk.num_bytes
-            assert disk.num_bytes <= (20_000 if seed % 3 else 500)
+            assert sum(path.stat().st_size for path in folder.iterdir()) == disk.files.num_bytes
+            assert disk.files.num_bytes <= (20_000 if seed % 3 else 500)
             for request in trace.asked:
                 for key, alone in _alone(seed, request.id, request.prompt).items():
                     assert together[key].output == alone.output, f"seed {seed}, run {run}, {key}"
             num_found[run] += trace.keeper.num_found_on_disk
-            num_corrupt += disk.num_corrupt
+            num_corrupt += disk.files.num_corrupt
             _spoil(folder, random.Random(seed))
     assert num_found[1] > 100 and num_corrupt > 10, (num_found, num_corrupt)

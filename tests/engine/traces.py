@@ -222,7 +222,11 @@ class Trace:
             engine.step()
             engine.scheduler.check_integrity()
             self.num_gaps += sum(len(sequence.ahead) for sequence in engine.scheduler.running)
-            if engine.has_work and engine.idle_until_s is not None:
+            if disk is not None and engine.scheduler.keeper.retrieval.gives_up_s is not None:
+                idle = -1
+                if engine.idle_until_s is not None:
+                    disk.flush()  # which takes no time on the virtual clock
+            elif engine.has_work and engine.idle_until_s is not None:
                 clock.advance_to(engine.idle_until_s)
                 idle = -1
             idle = 0 if _advancement(sequences) != before or not engine.has_work else idle + 1

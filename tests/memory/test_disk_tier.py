@@ -1,20 +1,32 @@
-"""Files that are written later, checked when they are read, and bounded."""
+"""Files that are written and read later, by a thread, checked when they are read, and bounded."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 import pytest
 
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.memory import disk_tier
 from jaxserve.memory.disk_tier import DiskTier
+from tests.memory.gate import Gate
 
 KEYS = [bytes([i]) * 16 for i in range(10)]
 
 
 def _file(folder: Path, key: bytes) -> Path:
     return folder / f"{key.hex()}.page"
+
+
+def _get(disk: DiskTier, key: bytes) -> bytes | None:
+    """Read it, and wait for it."""
+    assert disk.read(key)
+    disk.flush()
+    ((arrived, contents),) = disk.arrived()
+    assert arrived == key
+    return contents
 
 
 @pytest.fixture
@@ -28,11 +40,12 @@ def disk(tmp_path):
 def test_contents_come_back_also_before_they_are_written(disk):
     """And after a restart; nothing else is found."""
     disk.put(KEYS[0], b"abc" * 33)
-    assert disk.get(KEYS[0]) == b"abc" * 33 and KEYS[0] in disk
+    assert _get(disk, KEYS[0]) == b"abc" * 33 and KEYS[0] in disk
     disk.flush()
-    assert disk.get(KEYS[0]) == b"abc" * 33 and disk.get(KEYS[1]) is None
-    again = DiskTier(disk._folder, 1320)
-    assert again.get(KEYS[0]) == b"abc" * 33 and again.num_bytes == disk.num_bytes
+    assert _get(disk, KEYS[0]) == b"abc" * 33 and _get(disk, KEYS[1]) is None
+    disk.close()
+    again = DiskTier(disk.files.folder, 1320)
+    assert _get(again, KEYS[0]) == b"abc" * 33 and again.files.num_bytes == disk.files.num_bytes
     again.close()
 
 
@@ -41,15 +54,19 @@ def test_the_least_recently_used_go_when_there_is_no_room(disk):
     for key in KEYS:
         disk.put(key, b"x" * 100)
     disk.flush()
-    assert disk.num_bytes == 1320
-    disk.get(KEYS[0])
+    assert disk.files.num_bytes == 1320
+    _get(disk, KEYS[0])
     disk.put(b"k" * 16, b"x" * 200)
     disk.flush()
     assert [key in disk for key in KEYS[:4]] == [True, False, False, True]
-    assert disk.num_bytes == sum(path.stat().st_size for path in disk._folder.iterdir()) <= 1320
+    assert (
+        disk.files.num_bytes
+        == sum(path.stat().st_size for path in disk.files.folder.iterdir())
+        <= 1320
+    )
     disk.put(b"l" * 16, b"x" * 2000)
     disk.flush()
-    assert b"l" * 16 not in disk and not list(disk._folder.glob("*.part"))
+    assert b"l" * 16 not in disk and not list(disk.files.folder.glob("*.part"))
 
 
 def test_a_smaller_bound_after_a_restart_is_kept(disk):
@@ -57,8 +74,9 @@ def test_a_smaller_bound_after_a_restart_is_kept(disk):
     for key in KEYS:
         disk.put(key, b"x" * 100)
     disk.flush()
-    again = DiskTier(disk._folder, 500)
-    assert again.num_bytes == 396 and sum(key in again for key in KEYS) == 3
+    disk.close()
+    again = DiskTier(disk.files.folder, 500)
+    assert again.files.num_bytes == 396 and sum(key in again for key in KEYS) == 3
     again.close()
 
 
@@ -76,35 +94,45 @@ def test_what_is_not_what_was_written_is_not_there(disk, spoil, caplog):
     """The file is deleted, and can be written again."""
     disk.put(KEYS[0], b"x" * 100)
     disk.flush()
-    path = _file(disk._folder, KEYS[0])
+    path = _file(disk.files.folder, KEYS[0])
     path.write_bytes(spoil(path.read_bytes()))
     with caplog.at_level(logging.WARNING):
-        assert disk.get(KEYS[0]) is None
-    assert "not what was written" in caplog.text and disk.num_corrupt == 1
-    assert KEYS[0] not in disk and not path.exists() and disk.num_bytes == 0
+        assert _get(disk, KEYS[0]) is None
+    assert "not what was written" in caplog.text and disk.files.num_corrupt == 1
+    assert KEYS[0] not in disk and not path.exists() and disk.files.num_bytes == 0
     disk.put(KEYS[0], b"x" * 100)
-    assert disk.get(KEYS[0]) == b"x" * 100
+    assert _get(disk, KEYS[0]) == b"x" * 100
 
 
 def test_contents_under_the_key_of_others_are_refused(disk):
     """The digest is of both."""
     disk.put(KEYS[0], b"x" * 100)
     disk.flush()
-    _file(disk._folder, KEYS[0]).rename(_file(disk._folder, KEYS[1]))
-    again = DiskTier(disk._folder, 1320)
-    assert KEYS[1] in again and again.get(KEYS[1]) is None
+    _file(disk.files.folder, KEYS[0]).rename(_file(disk.files.folder, KEYS[1]))
+    disk.close()
+    again = DiskTier(disk.files.folder, 1320)
+    assert KEYS[1] in again and _get(again, KEYS[1]) is None
     again.close()
 
 
 def test_a_disk_that_fails_keeps_nothing_and_says_so_once(disk, caplog):
     """Its folder is gone, as good as a disk that is full."""
-    disk._folder.rmdir()
+    disk.files.folder.rmdir()
     with caplog.at_level(logging.ERROR):
         for key in KEYS:
             disk.put(key, b"x" * 100)
         disk.flush()
-    assert not any(key in disk for key in KEYS) and disk.num_bytes == 0
+    assert not any(key in disk for key in KEYS) and disk.files.num_bytes == 0
     assert len(caplog.records) == 1 and "could not be written" in caplog.text
+
+
+def test_a_folder_is_used_by_one_at_a_time(disk):
+    """Whoever comes second is told; after the first has closed it, it is free."""
+    with pytest.raises(InvalidConfigError, match="in use by another runtime"):
+        DiskTier(disk.files.folder, 1000)
+    disk.close()
+    again = DiskTier(disk.files.folder, 1000)
+    again.close()
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
@@ -112,3 +140,113 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InvalidConfigError, match="disk_folder"):
         DiskTier(tmp_path / "file", 1000)
+
+
+def test_nobody_waits_for_a_slow_disk(disk):
+    """Asking, putting and looking return at once; what arrives is told of, in order."""
+    for key in KEYS[:3]:
+        disk.put(key, b"x" * 100)
+    disk.flush()
+    gate, told = Gate(disk, "read"), threading.Semaphore(0)
+    disk.on_arrival = told.release
+    assert all(disk.read(key) for key in KEYS[:4])
+    disk.put(KEYS[5], b"y")
+    assert KEYS[5] in disk and not disk.has_arrived and disk.arrived() == []
+    gate.is_open.set()
+    for _ in range(4):
+        assert told.acquire(timeout=10)
+    assert disk.has_arrived
+    assert disk.arrived() == [*((key, b"x" * 100) for key in KEYS[:3]), (KEYS[3], None)]
+    assert not disk.has_arrived
+
+
+def test_reading_goes_before_writing(disk):
+    """What somebody waits for is not behind what nobody does."""
+    disk.put(KEYS[0], b"x")
+    disk.flush()
+    writing, reading = Gate(disk, "write"), Gate(disk, "read")
+    reading.is_open.set()
+    for key in KEYS[1:4]:
+        disk.put(key, b"x")
+    writing.wait_for_calls(1)
+    disk.read(KEYS[0])
+    reading.calls = writing.calls
+    writing.is_open.set()
+    disk.flush()
+    assert writing.calls == [KEYS[1], KEYS[0], KEYS[2], KEYS[3]]
+
+
+def test_both_queues_are_bounded(tmp_path):
+    """What is too much is not written, and can be asked for later."""
+    disk = DiskTier(tmp_path, 1_000_000)
+    keys = [i.to_bytes(16, "big") for i in range(200)]
+    writing = Gate(disk, "write")
+    for key in keys:
+        disk.put(key, b"x")
+    num_kept = sum(key in disk for key in keys)
+    assert 0 < num_kept < 100
+    writing.is_open.set()
+    disk.flush()
+    assert disk.files.num_written == num_kept
+    reading = Gate(disk, "read")
+    num_asked = sum(disk.read(key) for key in keys)
+    assert 0 < num_asked < 100
+    reading.is_open.set()
+    disk.flush()
+    assert len(disk.arrived()) == num_asked and disk.read(keys[-1])
+    disk.close()
+
+
+def test_closing_writes_what_waits_and_drops_what_is_asked_for(tmp_path):
+    """The thread has ended then."""
+    disk = DiskTier(tmp_path, 1_000_000)
+    disk.put(KEYS[0], b"x")
+    disk.flush()
+    reading = Gate(disk, "read")
+    for key in KEYS:
+        disk.read(key)
+    disk.put(KEYS[1], b"y")
+    reading.wait_for_calls(1)
+    threading.Timer(0.05, reading.is_open.set).start()
+    disk.close()
+    assert not disk._thread.is_alive() and len(reading.calls) == 1
+    again = DiskTier(tmp_path, 1_000_000)
+    assert _get(again, KEYS[1]) == b"y"
+    again.close()
+
+
+def test_a_disk_that_hangs_is_left(tmp_path, monkeypatch, caplog):
+    """Closing does not wait for ever, nor does anybody after it."""
+    monkeypatch.setattr(disk_tier, "PATIENCE_S", 0.05)
+    disk = DiskTier(tmp_path, 1_000_000)
+    writing = Gate(disk, "write")
+    for key in KEYS:
+        disk.put(key, b"x", waits=True)
+    with caplog.at_level(logging.ERROR):
+        disk.close()
+    assert "has not answered" in caplog.text and len(caplog.records) == 1
+    writing.is_open.set()
+    disk._thread.join(10)
+    assert not disk._thread.is_alive() and writing.calls == [KEYS[0]]
+
+
+def test_ctrl_c_while_closing_leaves_nothing_half_written(tmp_path, monkeypatch):
+    """The file that is being written is finished; the others are not begun."""
+    disk = DiskTier(tmp_path, 1_000_000)
+    writing = Gate(disk, "write")
+    for key in KEYS:
+        disk.put(key, b"x")
+    writing.wait_for_calls(1)
+    waited = disk._wait_until
+
+    def interrupted(is_so):
+        monkeypatch.setattr(disk, "_wait_until", waited)
+        writing.is_open.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(disk, "_wait_until", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        disk.close()
+    disk._thread.join(10)
+    assert not disk._thread.is_alive()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{KEYS[0].hex()}.page"]

@@ -1,0 +1,164 @@
+"""What sequences have on the disk alone comes to the host, and who waits for it how long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxserve.memory.chunks import Branch
+from jaxserve.memory.disk_tier import PATIENCE_S, DiskTier
+from jaxserve.memory.eviction import CostOverTime, RecomputeCost
+from jaxserve.memory.page_cache import PageCache
+from jaxserve.memory.retrieval import Retrieval
+from tests.memory.gate import Gate
+
+NUM_HOST_PAGES = 6
+COST = RecomputeCost.analytic(attention=1.0, other=100.0, longest=1024)
+
+
+class Host:
+    """Pages of the host as bytes."""
+
+    def __init__(self):
+        self.pages: dict[int, bytes] = {}
+
+    def read_host_page(self, host_page: int) -> bytes:
+        return self.pages[host_page]
+
+    def write_host_page(self, host_page: int, contents: bytes) -> None:
+        self.pages[host_page] = contents
+
+    def fingerprint(self) -> bytes:
+        return b""
+
+
+class Bench:
+    """A cache whose disk has six chunks each of `a`, `b` and `c`, and a clock that is told."""
+
+    def __init__(self, folder: Path):
+        self.now_s = 0.0
+        self.host = Host()
+        self.cache = PageCache(9, NUM_HOST_PAGES, 4, CostOverTime(), COST, lambda: self.now_s)
+        self.disk = self.cache.disk = DiskTier(folder, 100_000)
+        self.cache.host_memory = self.host
+        self.retrieval = Retrieval(self.cache, lambda: self.now_s)
+        for name in "abc":
+            for key in self.keys(name, 6):
+                self.disk.put(key, b"of " + key)
+        self.disk.flush()
+
+    def keys(self, name: str, count: int) -> list[bytes]:
+        return [f"{name} {index}".encode() for index in range(count)]
+
+    def wheres(self, name: str, count: int = 6) -> set[str]:
+        return {self.cache.where(key) for key in self.keys(name, count)}
+
+    def take_in(self) -> None:
+        """What the disk has been told to read."""
+        self.disk.flush()
+        self.retrieval.take_in()
+        self.cache.check_integrity()
+
+
+@pytest.fixture
+def bench(tmp_path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.disk.close()
+
+
+def test_a_sequence_waits_until_all_has_come(bench):
+    """Then it is on the host, byte for byte; it is told which, and is not made to wait again."""
+    keys = [*bench.keys("a", 3), b"unknown"]
+    assert bench.retrieval.awaits(1, keys) and bench.retrieval.awaits(1, keys)
+    assert bench.retrieval.gives_up_s == PATIENCE_S
+    bench.take_in()
+    assert not bench.retrieval.awaits(1, keys) and bench.retrieval.gives_up_s is None
+    chunks = bench.cache.find(keys)
+    assert [bench.host.pages[chunk.host_page] for chunk in chunks] == [
+        b"of " + key for key in keys[:3]
+    ]
+    assert bench.retrieval.release(1) == {0, 1, 2} and bench.retrieval.release(1) == set()
+    assert not bench.retrieval.awaits(2, keys)
+
+
+def test_two_that_begin_alike_read_once(bench):
+    """Both have what came."""
+    gate = Gate(bench.disk, "read")
+    gate.is_open.set()
+    assert bench.retrieval.awaits(1, bench.keys("a", 2))
+    assert bench.retrieval.awaits(2, bench.keys("a", 3))
+    bench.take_in()
+    assert sorted(gate.calls) == bench.keys("a", 3)
+    assert (bench.retrieval.release(1), bench.retrieval.release(2)) == ({0, 1}, {0, 1, 2})
+
+
+def test_what_does_not_come_is_not_waited_for(bench):
+    """A spoilt file, and one that is gone."""
+    first, second, _ = bench.keys("a", 3)
+    (bench.disk.files.folder / f"{first.hex()}.page").write_bytes(b"rotten")
+    (bench.disk.files.folder / f"{second.hex()}.page").unlink()
+    assert bench.retrieval.awaits(1, bench.keys("a", 3))
+    bench.take_in()
+    assert not bench.retrieval.awaits(1, bench.keys("a", 3))
+    assert bench.retrieval.release(1) == {2}
+    assert not bench.retrieval.awaits(1, [first, second])
+
+
+def test_orders_that_the_host_has_no_room_for_come_later(bench):
+    """They would push each other out; whoever is alone may have all of it."""
+    for sequence, name in enumerate("abc"):
+        assert bench.retrieval.awaits(sequence, bench.keys(name, 6))
+    bench.take_in()
+    assert bench.wheres("a") == {"host"} and bench.wheres("b") | bench.wheres("c") == {"disk"}
+    assert not bench.retrieval.awaits(0, bench.keys("a", 6))
+    assert bench.retrieval.awaits(1, bench.keys("b", 6))
+    bench.retrieval.release(0)
+    assert bench.retrieval.awaits(2, bench.keys("c", 6))
+    bench.take_in()
+    assert bench.wheres("c") == {"host"} and bench.wheres("a") == {"disk"}
+
+
+def test_what_was_computed_meanwhile_stays_where_it_is(bench):
+    """On the device; what the disk has of it is not needed."""
+    gate = Gate(bench.disk, "read")
+    keys = bench.keys("a", 6)
+    assert bench.retrieval.awaits(1, keys)
+    gate.wait_for_calls(1)
+    assert bench.cache.pool.promise(1)
+    (page,) = bench.cache.pool.draw(1)
+    bench.cache.add(page, 5, keys[5], Branch(0.0))
+    gate.is_open.set()
+    bench.take_in()
+    assert not bench.retrieval.awaits(1, keys)
+    assert bench.cache.where(keys[5]) == "device" and bench.cache.num_pages_in == 0
+
+
+def test_who_has_gone_is_forgotten(bench):
+    """A sequence that ended, or other weights: what arrives then is dropped."""
+    for forget in (lambda: bench.retrieval.release(1), bench.retrieval.clear):
+        assert bench.retrieval.awaits(1, bench.keys("a", 3))
+        forget()
+        assert bench.retrieval.gives_up_s is None
+        bench.take_in()
+        assert bench.wheres("a", 3) == {"disk"} and bench.cache.host.num_free == NUM_HOST_PAGES
+
+
+def test_a_disk_that_hangs_is_not_waited_for(bench):
+    """After a while all is computed, until it answers again."""
+    gate = Gate(bench.disk, "read")
+    assert bench.retrieval.awaits(1, bench.keys("a", 3))
+    bench.now_s = PATIENCE_S - 1
+    bench.retrieval.take_in()
+    assert bench.retrieval.awaits(1, bench.keys("a", 3))
+    bench.now_s = PATIENCE_S
+    bench.retrieval.take_in()
+    assert not bench.retrieval.awaits(1, bench.keys("a", 3))
+    assert not bench.retrieval.awaits(2, bench.keys("b", 3))
+    gate.is_open.set()
+    bench.take_in()
+    assert bench.retrieval.awaits(2, bench.keys("b", 3))
+    bench.take_in()
+    assert bench.retrieval.release(2) == {0, 1, 2}
