@@ -25,6 +25,8 @@ class Call:
       params: with a seed, so that every replica gives the same answer.
       pages: its `page_hashes`, of tokens where they are known, else of characters.
       num_prompt_tokens: counted, or guessed from the length of the text.
+      has_tokens: whether they are known.
+      conversation_id: whose turn it is, if anybody's.
     """
 
     id: str
@@ -33,18 +35,27 @@ class Call:
     priority: int
     pages: list[int]
     num_prompt_tokens: int
+    has_tokens: bool
+    conversation_id: str | None = None
 
 
 def make_call(
-    request_id: str, prompt: Any, params: SamplingParams, *, priority: int, page_size: int
+    request_id: str,
+    prompt: Any,
+    params: SamplingParams,
+    *,
+    priority: int,
+    page_size: int,
+    conversation_id: str | None = None,
 ) -> Call:
     """Whatever the user gave as a prompt; a replica judges it."""
     prompt = _plain(prompt)
     text = _text(prompt)
+    has_tokens = text is None and isinstance(prompt, list) and _are_token_ids(prompt)
     if text is not None:
         pages = page_hashes(text, page_size * _CHARACTERS_A_TOKEN)
         num_tokens = -(-len(text) // _CHARACTERS_A_TOKEN)
-    elif isinstance(prompt, list) and all(isinstance(item, int) for item in prompt):
+    elif has_tokens:
         pages, num_tokens = page_hashes(tuple(prompt), page_size), len(prompt)
     else:
         pages, num_tokens = [], 0
@@ -55,6 +66,8 @@ def make_call(
         priority=priority,
         pages=pages,
         num_prompt_tokens=num_tokens,
+        has_tokens=has_tokens,
+        conversation_id=conversation_id,
     )
 
 
@@ -70,6 +83,10 @@ def _plain_item(item: Any) -> Any:
         return item if isinstance(item, bool) else operator.index(item)
     except TypeError:
         return item
+
+
+def _are_token_ids(items: list[Any]) -> bool:
+    return all(isinstance(item, int) for item in items)
 
 
 def _text(prompt: Any) -> str | None:

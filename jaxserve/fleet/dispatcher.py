@@ -16,7 +16,7 @@ from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.engine.answers import failed_completion
 from jaxserve.fleet.call import Call
 from jaxserve.fleet.replica import Replica, Started
-from jaxserve.scheduling.router import Router, predicted_tokens
+from jaxserve.scheduling.router import Router, answered_pages, predicted_tokens
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ class Dispatcher:
         self._make_replica = make_replica
         self._clock = WallClock()
         self._router = Router(num_replicas, page_size=page_size)
+        self._page_size = page_size
         self._requests: dict[str, _Open] = {}
         self._loop = asyncio.new_event_loop()
         self._news = asyncio.Event()  # set, and replaced, when a replica or a request has changed
@@ -112,7 +113,7 @@ class Dispatcher:
             for seat, work in zip(self._seats, self._router.work, strict=True)
         )
 
-    def start(self) -> list[Future[None]]:
+    def start(self) -> list[Future[Started]]:
         """Start every replica; a future each, which raises what prevented it. Call once."""
         return [
             asyncio.run_coroutine_threadsafe(self._start(seat), self._loop) for seat in self._seats
@@ -196,7 +197,7 @@ class Dispatcher:
         replica = request.replica = seat.replica
         seat.num_unfinished += 1
         try:
-            return await replica.answer(call)
+            completion = await replica.answer(call)
         except ReplicaDiedError as error:
             if seat.replica is replica:
                 self._replace(request.index, error)
@@ -206,6 +207,10 @@ class Dispatcher:
             if seat.replica is replica:
                 seat.num_unfinished -= 1
                 self._router.finish(request.index, work)
+        if call.has_tokens and seat.replica is replica:
+            for pages in answered_pages(completion, self._page_size):
+                self._router.remember(request.index, pages)
+        return completion
 
     def _replace(self, index: int, error: ReplicaDiedError) -> None:
         seat = self._seats[index]
@@ -226,16 +231,17 @@ class Dispatcher:
         except JaxserveError as error:
             _log.error("replica %d could not be replaced: %s", index, error)
 
-    async def _start(self, seat: _Seat) -> None:
+    async def _start(self, seat: _Seat) -> Started:
         try:
             for _ in range(_MAX_STARTS - 1):
                 try:
                     seat.started = await seat.replica.start()
-                    return
+                    return seat.started
                 except ReplicaDiedError:
                     seat.replica.kill()
                     seat.replica = self._make_replica()
             seat.started = await seat.replica.start()
+            return seat.started
         except JaxserveError as error:
             seat.error = error
             raise

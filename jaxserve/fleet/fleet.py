@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import weakref
+from collections.abc import Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,14 +15,17 @@ from typing import Any, Self, final, overload
 
 from tqdm import tqdm
 
+from jaxserve.conversations import Conversation, Conversations, Journal
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, drawn_seed
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.requests import Prompt
+from jaxserve.fleet.asker import FleetAsker
 from jaxserve.fleet.call import make_call
 from jaxserve.fleet.dispatcher import Dispatcher, ReplicaState
 from jaxserve.fleet.ray_replica import RayReplica, import_ray
+from jaxserve.fleet.replica import Started
 from jaxserve.runtime.batches import Batch, Params
 from jaxserve.runtime.pending import Pending
 from jaxserve.scheduling.presets import get_policy
@@ -44,8 +49,8 @@ class Fleet:
       tensor_parallel: devices that each replica splits the model over.
       num_cpus, num_gpus: that Ray sets aside for each replica; GPUs by default as many as it
         splits the model over, or none where Ray has none.
-      options: `load`, `dtype`, and those of `RuntimeOptions`, but for `record` and
-        `conversations`.
+      options: `load`, `dtype`, and those of `RuntimeOptions`, but for `record` and `disk_memory`.
+        The journal of `conversations` is this process's.
 
     An existing connection to Ray is used and left as it was. Without one, the cluster of
     RAY_ADDRESS is joined or a Ray on this machine started, and left or ended by `close`.
@@ -55,6 +60,7 @@ class Fleet:
       InvalidConfigError: also when Ray has not enough CPUs or GPUs.
       ReplicaDiedError: a replica died time and again while it was loading.
       ModelError, DownloadError, ModelCacheError, DeviceMemoryError
+      JournalError: the journal of conversations cannot be used.
     """
 
     def __init__(
@@ -76,18 +82,23 @@ class Fleet:
         get_policy(self.options.policy)
         if self.options.record is not None:
             raise InvalidConfigError("record= is for one Runtime; a fleet does not record")
-        if self.options.conversations is not None:
+        if self.options.disk_memory is not None:
             raise InvalidConfigError(
-                "conversations= is for one Runtime; a fleet keeps no conversations, send it the "
-                "whole history"
+                "disk_memory= is for one Runtime; the replicas of a fleet would write to one folder"
             )
-        options.pop("progress", None)
+        for name in ("progress", "conversations", "journal_limits"):
+            options.pop(name, None)
         ray = import_ray()
+        self._model = model
+        self._conversations: Conversations | None = None
+        self._one_opening = threading.Lock()
         self._numbers = itertools.count()
         left_behind = ExitStack()
         # Also for fleets that are dropped without `close`.
         self._finalizer = weakref.finalize(self, left_behind.close)
         try:
+            self._journal = Journal(self.options.conversations, self.options.journal_limits)
+            left_behind.callback(self._journal.close)
             is_ours = not ray.is_initialized()
             if is_ours:
                 ray.init(include_dashboard=False, logging_level=logging.WARNING)
@@ -107,7 +118,7 @@ class Fleet:
             )
             self._dispatcher = Dispatcher(make_replica, replicas, page_size=self.options.page_size)
             left_behind.callback(self._dispatcher.close)
-            self._wait_for_replicas()
+            self._started = self._wait_for_replicas()
         except BaseException:
             self.close()
             raise
@@ -144,13 +155,54 @@ class Fleet:
         batch = Batch.of(prompts, params)
         return await batch.await_(self._submit_batch(batch))
 
+    @property
+    def conversations(self) -> Conversations:
+        """Those that are kept; `conversation` opens one.
+
+        The first time, it reads the model's tokenizer on this machine.
+
+        Raises:
+          ModelError, DownloadError, ModelCacheError
+        """
+        with self._one_opening:
+            if self._conversations is None:
+                self._conversations = self._open_conversations()
+            return self._conversations
+
+    def conversation(
+        self,
+        id: str | None = None,
+        *,
+        system: str | None = None,
+        messages: Sequence[Mapping[str, Any]] = (),
+    ) -> Conversation:
+        """Begin a conversation, or go on with one, as `Runtime.conversation` does.
+
+        `send` and `asend` of it ask and remember; a fleet does not stream. Its history is in this
+        process, so that it outlives any replica: each turn goes where the turns before were
+        answered, and after a death elsewhere, with the same tokens.
+
+        Raises:
+          InvalidConfigError, InvalidRequestError, OtherModelError, JournalError: as there.
+          RuntimeClosedError
+          ModelError, DownloadError, ModelCacheError: the tokenizer cannot be read.
+        """
+        return self.conversations.open(id, system=system, messages=messages)
+
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        conversation_id: str | None = None,
     ) -> Pending:
         """Hand in one request and return at once; its completion also says what is wrong with it.
 
         Args:
           priority: higher goes first under a priority order, on its replica.
+          conversation_id: whose turn this is, where you keep the history yourself; see
+            `conversation`.
 
         Raises:
           RuntimeClosedError
@@ -165,6 +217,7 @@ class Fleet:
             params,
             priority=priority,
             page_size=self.options.page_size,
+            conversation_id=conversation_id,
         )
         return Pending(call.id, self._dispatcher.submit(call), self.cancel)
 
@@ -185,7 +238,23 @@ class Fleet:
     def _submit_batch(self, batch: Batch) -> list[Pending]:
         return list(map(self.submit, batch.prompts, batch.params))
 
-    def _wait_for_replicas(self) -> None:
+    def _open_conversations(self) -> Conversations:
+        from jaxserve.models.store import load_tokenizer
+
+        asker = FleetAsker(
+            self._submit_turn,
+            max_prompt_tokens=min(started.max_prompt_tokens for started in self._started),
+            progress=self.options.progress,
+        )
+        tokenizer = load_tokenizer(self._model, progress=self.options.progress)
+        return Conversations(self._journal, asker, tokenizer, self._started[0].vocab_size)
+
+    def _submit_turn(
+        self, prompt: Sequence[int], params: SamplingParams, conversation_id: str
+    ) -> Pending:
+        return self.submit(prompt, params, conversation_id=conversation_id)
+
+    def _wait_for_replicas(self) -> list[Started]:
         starting = self._dispatcher.start()
         with tqdm(
             total=len(starting),
@@ -197,6 +266,7 @@ class Fleet:
             for started in as_completed(starting):
                 started.result()
                 bar.update()
+        return [started.result() for started in starting]
 
 
 def check_resources(has: dict[str, float], replicas: int, each: dict[str, float]) -> None:

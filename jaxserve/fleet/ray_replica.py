@@ -70,16 +70,31 @@ class _Actor:
             model, mesh=mesh, progress=False, **options
         )
         return Started(
-            pid=os.getpid(), host=platform.node(), max_context=runtime.config.max_context
+            pid=os.getpid(),
+            host=platform.node(),
+            max_context=runtime.config.max_context,
+            max_prompt_tokens=runtime.config.max_prompt_tokens,
+            vocab_size=runtime.model_config.vocab_size,
         )
 
     async def answer(
-        self, request_id: str, prompt: Any, params: SamplingParams, priority: int
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        priority: int,
+        conversation_id: str | None,
     ) -> Completion:
         runtime = self._runtime
         assert runtime is not None
         try:
-            pending = runtime.submit(prompt, params, request_id=request_id, priority=priority)
+            pending = runtime.submit(
+                prompt,
+                params,
+                request_id=request_id,
+                priority=priority,
+                conversation_id=conversation_id,
+            )
         except InvalidRequestError as error:
             now = WallClock().now()
             timing = Timing(arrival_s=now, finished_s=now)
@@ -122,7 +137,9 @@ class RayReplica:
 
     async def answer(self, call: Call) -> Completion:
         try:
-            reply = self._actor.answer.remote(call.id, call.prompt, call.params, call.priority)
+            reply = self._actor.answer.remote(
+                call.id, call.prompt, call.params, call.priority, call.conversation_id
+            )
         except TypeError as error:
             raise InvalidRequestError(
                 f"the prompt cannot be sent to a replica: {error}; give a string, token ids or "

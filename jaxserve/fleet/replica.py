@@ -12,11 +12,13 @@ from jaxserve.fleet.call import Call
 @final
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A replica that serves: its process, the machine it is on, and its longest context."""
+    """A replica that serves: its process, the machine it is on, and its limits in tokens."""
 
     pid: int
     host: str
     max_context: int
+    max_prompt_tokens: int
+    vocab_size: int
 
 
 class Replica(Protocol):

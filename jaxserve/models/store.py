@@ -121,6 +121,17 @@ def load_model(
     return _gguf(resolved.name, path, how, cache)
 
 
+def load_tokenizer(name_or_path: str, *, progress: bool = True) -> Tokenizer | None:
+    """The tokenizer that `load_model` finds, without the model; None where there is none.
+
+    Raises:
+      UnknownModelError, CheckpointError, UnsupportedModelError, DownloadError, ModelCacheError
+    """
+    resolved = resolve(name_or_path)
+    path = pull(resolved.name, progress=progress) if resolved.registered else resolved.path
+    return _folder_tokenizer(path)[0] if resolved.kind == "folder" else Tokenizer.from_gguf(path)
+
+
 @final
 @dataclass(frozen=True)
 class _How:

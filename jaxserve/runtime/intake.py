@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
 from functools import partial
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidRequestError, TurnTimeoutError
+from jaxserve.core.errors import InvalidRequestError
 from jaxserve.core.request import Completion, Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, Piece, PieceSink, failed_completion
 from jaxserve.engine.requests import Prompt, RequestBuilder
-from jaxserve.runtime.batches import Batch, wait
+from jaxserve.runtime.batches import Batch
 from jaxserve.runtime.forecaster import Forecaster
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.streams import aread, read
+from jaxserve.runtime.turns import aturn_answer, turn_answer
 from jaxserve.workload import WorkloadItem
 
 
@@ -100,23 +100,9 @@ class Intake:
         conversation_id: str,
         timeout_s: float | None,
     ) -> Completion:
-        """Wait for an answer, with its error if it fails; whatever cuts this off ends the request.
-
-        Raises:
-          InvalidRequestError: one of its subclasses.
-          TurnTimeoutError: it was not there in `timeout_s` seconds.
-        """
+        """Wait for an answer, with its error if it fails; see `turn_answer`."""
         pending = self.submit(prompt, params, deadline_s=None, conversation_id=conversation_id)
-        try:
-            wait([pending], progress=self._progress, timeout_s=timeout_s)
-        except BaseException as error:
-            pending.cancel()
-            completion = pending.result()
-            if not isinstance(error, TimeoutError):
-                raise
-            num_tokens = len(completion.token_ids)
-            raise TurnTimeoutError(conversation_id, timeout_s, num_tokens) from None
-        return pending.result()
+        return turn_answer(pending, conversation_id, timeout_s, progress=self._progress)
 
     async def aanswer(
         self,
@@ -128,16 +114,7 @@ class Intake:
     ) -> Completion:
         """`answer` for asyncio; cancelling the task ends the request."""
         pending = self.submit(prompt, params, deadline_s=None, conversation_id=conversation_id)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await pending.aresult()
-        except BaseException as error:
-            pending.cancel()
-            completion = await pending.aresult()
-            if not isinstance(error, TimeoutError):
-                raise
-            num_tokens = len(completion.token_ids)
-            raise TurnTimeoutError(conversation_id, timeout_s, num_tokens) from None
+        return await aturn_answer(pending, conversation_id, timeout_s)
 
     def stream(
         self,

@@ -32,7 +32,7 @@ from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.runtime.placing import Place
 from jaxserve.runtime.processes import in_group
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.router import Router, page_hashes, predicted_tokens
+from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
 from sharding import ProcessGroup, split_replicas
 
 
@@ -271,21 +271,13 @@ class Replicas:
         return placed
 
     def _release(self, placed: _Placed, future: Future[Completion] | None = None) -> None:
-        pages = [] if future is None else self._answered_pages(future.result())
+        pages: list[list[int]] = []
+        if future is not None and len(self.all) > 1:
+            pages = answered_pages(future.result(), self._page_size)
         with self._lock:
             self._finish(placed)
             for answered in pages:
                 self._router.remember(placed.replica, answered)
-
-    def _answered_pages(self, completion: Completion) -> list[list[int]]:
-        """Of each sample, for a conversation's next turn; the last token was never computed on."""
-        if len(self.all) == 1:
-            return []
-        prompt = completion.prompt_token_ids
-        return [
-            page_hashes((*prompt, *sample.token_ids[:-1]), self._page_size)
-            for sample in completion.samples
-        ]
 
     def _finish(self, placed: _Placed) -> None:
         """Once for each; what comes later is ignored."""

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import final
 
+from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 
 
@@ -24,6 +25,14 @@ def page_hashes(prompt: Sequence[int] | str, page_size: int) -> list[int]:
         chain = hash((chain, prompt[end - page_size : end]))
         hashes.append(chain)
     return hashes
+
+
+def answered_pages(completion: Completion, page_size: int) -> list[list[int]]:
+    """Of each sample, for a conversation's next turn; the last token was never computed on."""
+    prompt = completion.prompt_token_ids
+    return [
+        page_hashes((*prompt, *sample.token_ids[:-1]), page_size) for sample in completion.samples
+    ]
 
 
 def predicted_tokens(num_prompt_tokens: int, params: SamplingParams, *, max_context: int) -> int:

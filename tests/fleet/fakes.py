@@ -13,6 +13,7 @@ from jaxserve.fleet.call import Call, make_call
 from jaxserve.fleet.replica import Started
 
 PAGE_SIZE = 4
+ANSWER = tuple(range(2, 2 + 3 * PAGE_SIZE))
 
 
 def call(name: str, prompt: object = "slow", max_tokens: int = 10) -> Call:
@@ -28,6 +29,7 @@ class World:
     def __init__(self) -> None:
         self.replicas: list[FakeReplica] = []
         self.asked: Counter[str] = Counter()
+        self.asked_whom: dict[str, int] = {}  # the last of them
         self.gate_is_open = False
         self.starts_wait = False
         self.start_errors: list[JaxserveError] = []
@@ -51,10 +53,17 @@ class FakeReplica:
             await asyncio.sleep(0.001)
         if self.world.start_errors:
             raise self.world.start_errors.pop(0)
-        return Started(pid=len(self.world.replicas), host="here", max_context=100)
+        return Started(
+            pid=len(self.world.replicas),
+            host="here",
+            max_context=100,
+            max_prompt_tokens=99,
+            vocab_size=50,
+        )
 
     async def answer(self, call: Call) -> Completion:
         self.world.asked[call.id] += 1
+        self.world.asked_whom[call.id] = self.world.replicas.index(self)
         self.open[call.id] = False
         if call.prompt == "deadly":
             self.is_dead = True
@@ -65,8 +74,8 @@ class FakeReplica:
         reason = "cancelled" if self.open.pop(call.id) else "length"
         return Completion(
             request_id=call.id,
-            prompt_token_ids=(1,),
-            samples=(Sample(text=call.id, token_ids=(2,), finish_reason=reason),),
+            prompt_token_ids=tuple(map(int, call.prompt)) if call.has_tokens else (1,),
+            samples=(Sample(text=call.id, token_ids=ANSWER, finish_reason=reason),),
             timing=Timing(arrival_s=0.0),
         )
 

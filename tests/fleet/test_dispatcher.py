@@ -17,7 +17,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import Completion
 from jaxserve.fleet.dispatcher import Dispatcher
-from tests.fleet.fakes import PAGE_SIZE, World, call
+from tests.fleet.fakes import ANSWER, PAGE_SIZE, World, call
 
 WAIT_S = 20
 
@@ -58,6 +58,29 @@ def test_requests_are_shared_out():
         assert [state.num_unfinished for state in dispatcher.replicas] == [3, 3, 3]
         world.gate_is_open = True
         assert [f.result(WAIT_S).text for f in futures] == [f"r{i}" for i in range(9)]
+
+
+def test_turns_go_where_the_answers_before_were_given():
+    """Also for the pages of the answer alone; after a death, elsewhere."""
+    world = World()
+    world.gate_is_open = True
+    with _serving(3, world) as dispatcher:
+        prompts = {name: [10 + i] * PAGE_SIZE for i, name in enumerate("abc")}
+        for name, prompt in prompts.items():
+            dispatcher.submit(call(name, prompt)).result(WAIT_S)
+        assert sorted(world.asked_whom.values()) == [0, 1, 2]
+        world.gate_is_open = False
+        home = world.asked_whom["a"]
+        # So much work that the prompt's one page would not be worth it, but the answer's are.
+        busy = dispatcher.submit(call("busy", prompts["a"], max_tokens=20))
+        _until(lambda: world.asked_whom.get("busy") == home)
+        later = dispatcher.submit(call("later", [*prompts["a"], *ANSWER, 1, 2, 3]))
+        _until(lambda: "later" in world.asked_whom)
+        assert world.asked_whom["later"] == home
+        world.replicas[home].kill()
+        _until(lambda: world.asked_whom["later"] != home)
+        world.gate_is_open = True
+        assert busy.result(WAIT_S).error is None and later.result(WAIT_S).error is None
 
 
 def test_a_death_loses_nothing():

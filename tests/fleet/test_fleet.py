@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -23,8 +25,10 @@ from jaxserve.core.errors import (
     MissingExtraError,
     RuntimeClosedError,
     TokenOutOfRangeError,
+    TurnTimeoutError,
     UnknownModelError,
 )
+from jaxserve.fleet.dispatcher import ReplicaState
 from jaxserve.fleet.fleet import check_resources
 from tests.processes import HEED_INTERRUPTS
 from tests.tiny import VOCAB_SIZE, random_prompts
@@ -52,6 +56,7 @@ OPTIONS = dict(
 )
 PROMPTS = random_prompts(12, longest=40)
 LONG = [SamplingParams(max_tokens=1800, temperature=0.9 * (i % 2)) for i in range(len(PROMPTS))]
+SHORT = SamplingParams(max_tokens=12)
 OBJECT_STORE_BYTES = 80 << 20
 WAIT_S = 240
 
@@ -97,8 +102,10 @@ def wanted(model) -> Wanted:
 
 
 @pytest.fixture(scope="module")
-def fleet(ray, model, wanted) -> Iterator[Fleet]:  # after `wanted`, which compiled everything
-    with Fleet(model, replicas=2, **OPTIONS) as fleet:
+def fleet(ray, model, wanted, tmp_path_factory) -> Iterator[Fleet]:
+    """Made after `wanted`, which compiled everything."""
+    journal = tmp_path_factory.mktemp("journal") / "kept.sqlite"
+    with Fleet(model, replicas=2, conversations=journal, **OPTIONS) as fleet:
         yield fleet
         pids = _pids(fleet)
     _until(lambda: not any(map(_is_running, pids)))
@@ -141,6 +148,49 @@ def test_a_killed_replica_loses_no_request(fleet, wanted):
     assert victim.started.pid not in _pids(fleet)
 
 
+def test_a_conversation_outlives_its_replicas(fleet, model):
+    """kill -9 between turns and in the middle of one: the tokens of one runtime.
+
+    The journal is this process's: a runtime goes on where the fleet was.
+    """
+    journal = fleet.options.conversations
+    with Runtime.from_pretrained(model, conversations=journal, **OPTIONS) as rt:
+        chat, alone = fleet.conversation("fleet"), rt.conversation("alone")
+        first = chat.send(PROMPTS[0], SHORT)
+        assert first.token_ids == alone.send(PROMPTS[0], SHORT).token_ids
+        assert first.conversation_id == "fleet"
+        with ThreadPoolExecutor() as threads:
+            turn = threads.submit(chat.send, PROMPTS[1], LONG[0])
+            _until(lambda: any(state.num_unfinished for state in fleet.replicas))
+            time.sleep(0.1)
+            busy = [state.num_unfinished for state in fleet.replicas].index(1)
+            _kill(fleet.replicas[busy])
+            assert turn.result(WAIT_S).token_ids == alone.send(PROMPTS[1], LONG[0]).token_ids
+        _until(lambda: all(state.started is not None for state in fleet.replicas))
+        num_deaths = fleet.replicas[1 - busy].num_deaths
+        _kill(fleet.replicas[1 - busy])
+        again = chat.send(PROMPTS[2], SHORT).token_ids
+        assert again == alone.send(PROMPTS[2], SHORT).token_ids
+        # It was asked first, because it had the pages.
+        assert fleet.replicas[1 - busy].num_deaths == num_deaths + 1
+        with pytest.raises(TurnTimeoutError, match="no answer after 0.05 s"):
+            chat.send([1], replace(LONG[0], max_tokens=None), timeout_s=0.05)
+        with pytest.raises(TokenOutOfRangeError):
+            chat.send([VOCAB_SIZE], SHORT)
+        with pytest.raises(InvalidConfigError, match="does not stream"):
+            list(chat.stream([1], SHORT))
+        assert fleet.conversation("fleet") is chat and "alone" in fleet.conversations
+        assert chat.token_ids == alone.token_ids == rt.conversation("fleet").token_ids
+        again = asyncio.run(chat.asend([1], SHORT)).token_ids
+        assert rt.conversation("alone").send([1], SHORT).token_ids == again
+    _until(lambda: all(state.started is not None for state in fleet.replicas))
+
+
+def _kill(state: ReplicaState) -> None:
+    assert state.started is not None
+    os.kill(state.started.pid, signal.SIGKILL)
+
+
 def test_bad_requests_fail_alone(fleet, wanted):
     """In a batch they are completions with an error; a single one is raised."""
     first, empty, outside, last = fleet.generate(
@@ -181,7 +231,7 @@ def test_what_prevents_a_start_is_raised(ray, tmp_path):
         ({"max_slot": 3}, "max_slot"),
         ({"policy": "vlm"}, "vllm_like"),
         ({"record": "a.jsonl"}, "does not record"),
-        ({"conversations": "a.sqlite"}, "keeps no conversations"),
+        ({"disk_memory": "1GB"}, "one folder"),
     ],
 )
 def test_bad_options_are_refused_at_once(options, message):
