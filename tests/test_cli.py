@@ -9,50 +9,20 @@ import sys
 from pathlib import Path
 
 import pytest
-import tokenizers
 from typer.testing import CliRunner
 
 from jaxserve.cli import app
 from jaxserve.conversations import Journal
 from jaxserve.workload import recorded
+from tests.chat_model import chat_model
 from tests.processes import HEED_INTERRUPTS
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1 << 16,
-}
 SMALL = ("--load", "random", "--max-slots", "1", "--max-context", "64", "--quiet")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A folder with a configuration and a byte-level tokenizer, but no weights."""
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: i for i, letter in enumerate(alphabet)} | {"<end>": len(alphabet)}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<end>"])
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<end>",
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return str(folder)
+    return chat_model(tmp_path_factory.mktemp("tiny"))
 
 
 def _run(*arguments: str, given: str | None = None):
@@ -98,6 +68,7 @@ def _file(folder: Path, text: str) -> str:
         (("hi", "--disk-folder", "pages"), "", "used with disk_memory only"),
         (("hi", "--disk-memory", "1MB", "--policy", "orca"), "", "keeps no pages on the host"),
         (("hi", "--disk-memory", "1MB", "--host-memory", "0"), "", "give more host_memory"),
+        (("hi", "--disk-memory", "1MB", "--disk-folder", "/dev/null"), "", "cannot be used"),
         (("hi", "--output", "no-such-folder/out"), "", "cannot write --output"),
         (("hi", "--record", "no-such-folder/run"), "", "cannot be written"),
         (("hi", "--data-parallel", "4096"), "", "needs 4096 devices"),

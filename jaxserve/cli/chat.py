@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from jaxserve.conversations import Conversation
     from jaxserve.runtime import Runtime
 
-HELP = "/reset begins a new conversation, /exit leaves, Ctrl-C stops an answer."
+HELP = (
+    "/reset begins a new conversation, /exit leaves; Ctrl-C stops an answer, the next one leaves."
+)
 
 
 def chat(
@@ -61,7 +63,8 @@ def chat(
 ) -> None:
     """Talk with an instruct model; answers appear as they are made.
 
-    /reset begins a new conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer.
+    /reset begins a new conversation, /exit (or Ctrl-D) leaves. Ctrl-C stops an answer, which is not
+    kept then; where nothing is being answered it leaves.
 
     With --id or --journal the conversation is kept, and --id goes on with it another time; see
     `jaxserve conversations`. Without either nothing of it is written anywhere.
@@ -136,8 +139,8 @@ def _ask() -> str | None:
         typer.echo()
         return None
     except KeyboardInterrupt:
-        typer.echo(f"\n{HELP}", err=True)
-        return ""
+        typer.echo()
+        raise
     return None if said == "/exit" else said
 
 

@@ -1,0 +1,136 @@
+"""`jaxserve chat` on a terminal: Ctrl-C, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
+
+import pytest
+
+from jaxserve.conversations import Journal
+from jaxserve.models.tokenizer import Tokenizer
+from tests.chat_model import chat_model
+from tests.conversations.fakes import conversations
+from tests.processes import HEED_INTERRUPTS
+
+WAIT_S = 120
+CTRL_C = b"\x03"
+# Takes its first argument's place; the terminal becomes that of its session, as a user's is.
+ON_ITS_TERMINAL = f"""
+{HEED_INTERRUPTS}
+import fcntl, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from jaxserve.cli import main
+main()
+"""
+
+
+@final
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *arguments: str):
+        self._ours, theirs = pty.openpty()
+        self._said = b""
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ON_ITS_TERMINAL, *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env=os.environ | {"TERM": "dumb"},
+        )
+        os.close(theirs)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._ours, keys)
+
+    def wait_for(self, pattern: bytes) -> None:
+        """Until it has said this, after what was waited for before."""
+        end_s = time.monotonic() + WAIT_S
+        while (found := re.search(pattern, self._said)) is None:
+            assert self._read() and time.monotonic() < end_s, self._said
+        self._said = self._said[found.end() :]
+
+    def wait_for_end(self) -> tuple[int, bytes]:
+        """Exit code, and what it said last."""
+        end_s = time.monotonic() + WAIT_S
+        while self._read():
+            assert time.monotonic() < end_s, self._said
+        return self.process.wait(WAIT_S), self._said
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+    def _read(self) -> bool:
+        """Take in what there is; False when nobody can say anything any more."""
+        if not select.select([self._ours], [], [], 1.0)[0]:
+            return True
+        try:
+            said = os.read(self._ours, 1 << 16)
+        except OSError:  # what a terminal says that its last process has closed
+            return False
+        self._said += said
+        return bool(said)
+
+
+@contextmanager
+def _terminal(*arguments: str) -> Iterator[Terminal]:
+    terminal = Terminal(*arguments)
+    try:
+        yield terminal
+    finally:
+        terminal.close()
+
+
+def test_ctrl_c_stops_an_answer_and_then_leaves(tmp_path: Path):
+    """The journal has the turns that were acknowledged; no process and no lock is left."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    journal = tmp_path / "journal" / "kept.sqlite"
+    journal.parent.mkdir()
+    chat = (
+        *("chat", "--model", chat_model(folder), "--load", "random", "--max-context", "16384"),
+        *("--quiet", "--journal", str(journal), "--id", "mine"),
+    )
+    home = conversations(str(journal), tokenizer=Tokenizer.from_folder(folder))
+    home.open("mine").send("hi")
+    home.journal.close()
+    (before,) = _turns(journal)
+
+    with _terminal(*chat, "--max-tokens", "16000") as terminal:
+        terminal.wait_for(b"goes on after 1 turns")
+        terminal.wait_for(b"\r\n> ")
+        terminal.type(b"endless\n")
+        terminal.wait_for(b"(?s)endless\r\n.{20}")
+        terminal.type(CTRL_C)
+        terminal.wait_for(rb"\(stopped, and not kept\)\r\n> ")
+        assert _turns(journal) == [before]
+        time.sleep(1)  # between the prompt and the wait for a line Python does not heed it
+        terminal.type(CTRL_C)
+        code, said = terminal.wait_for_end()
+        assert code == 130 and b"interrupted" in said and b"Traceback" not in said
+        assert b"go on with: jaxserve chat" in said
+        with pytest.raises(ProcessLookupError):
+            os.killpg(terminal.process.pid, 0)
+    assert _turns(journal) == [before]
+    assert list(journal.parent.iterdir()) == [journal]
+
+
+def _turns(journal: Path) -> list[tuple[int, ...]]:
+    opened = Journal(journal, must_exist=True)
+    (entry,) = opened.list()
+    turns = [turn.answer for turn in opened.history(entry).turns]
+    opened.close()
+    return turns
