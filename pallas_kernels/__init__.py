@@ -4,8 +4,21 @@ Each operation is a folder: its public signature, a slow and obvious reference, 
 implementations, and the named shapes that tests and benchmarks share.
 """
 
-from pallas_kernels.kv_write import kv_write, quantize
+from pallas_kernels.kv_write import RopeTables, apply_rope, kv_write, quantize, rotate_and_write
 from pallas_kernels.matmul import matmul
+from pallas_kernels.page_copy import gather_pages, move_pages, scatter_pages
 from pallas_kernels.paged_attention import Rows, paged_attention
 
-__all__ = ["Rows", "kv_write", "matmul", "paged_attention", "quantize"]
+__all__ = [
+    "RopeTables",
+    "Rows",
+    "apply_rope",
+    "gather_pages",
+    "kv_write",
+    "matmul",
+    "move_pages",
+    "paged_attention",
+    "quantize",
+    "rotate_and_write",
+    "scatter_pages",
+]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import jax
+
+_Result = TypeVar("_Result")
 
 _logger = logging.getLogger(__name__)
 
@@ -40,11 +42,11 @@ def choices() -> tuple[Choice, ...]:
 
 def call(
     operation: str,
-    implementations: Mapping[str, Callable[..., jax.Array]],
+    implementations: Mapping[str, Callable[..., _Result]],
     preferred: Mapping[str, Sequence[str]],
     implementation: str | None,
     **arguments,
-) -> jax.Array:
+) -> _Result:
     """The result of the first of the platform's preferred implementations that can serve the call.
 
     Args:

@@ -6,7 +6,7 @@ from typing import final
 
 import jax
 
-from jaxserve.engine.host_pages import HostPages
+from jaxserve.engine.host_pages import HostPages, gathered
 from jaxserve.memory.relocation import Moves, page_sources
 from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import PageCopies
@@ -24,7 +24,7 @@ class DevicePages:
     def __init__(self, cache: KVCache, place: jax.sharding.Sharding, num_host_pages: int = 0):
         self.cache = cache
         self._host = HostPages(num_host_pages, place)
-        self._copy = jax.jit(_copy_pages, out_shardings=place)
+        self._copy = jax.jit(gathered, out_shardings=place)
 
     @property
     def num_buffers(self) -> int:
@@ -81,11 +81,3 @@ class DevicePages:
                     old.delete()
         finally:
             self.cache = KVCache(tuple(buffers[:num_layers]), tuple(buffers[num_layers:]))
-
-
-def _copy_pages(
-    pages: jax.Array,  # [layers, pages, kv_heads, page_size, head_dim]
-    source: jax.Array,  # int32 [new pages]
-) -> jax.Array:
-    """A buffer of the cache whose page i is page `source[i]` of the old one."""
-    return pages.at[:, source].get(mode="promise_in_bounds")

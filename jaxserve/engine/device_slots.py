@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.engine import slots as edits
-from jaxserve.engine.slots import ADMISSIONS_A_CALL, PAGE_UPDATES_A_CALL, SlotState
+from jaxserve.engine.slots import ADMISSIONS_A_CALL, MOVES_A_CALL, PAGE_UPDATES_A_CALL, SlotState
 from jaxserve.scheduling.plan import StepPlan
 
 _Item = TypeVar("_Item")
@@ -41,8 +41,8 @@ class DeviceSlots:
             if releases:
                 self._edit(releases, ())
                 releases = ()
-            if plan.moves:
-                self._move(plan.moves)
+            for some in _chunks(plan.moves, MOVES_A_CALL):
+                self._move(some)
             for some in _chunks(plan.admissions, ADMISSIONS_A_CALL):
                 self.state = self._admit_slots(
                     self.state, *edits.pack_admissions(self._config, some)
@@ -87,12 +87,11 @@ class DeviceSlots:
         self.state = self._edit_slots(self.state, released, entries)
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
-        source = np.arange(self._config.max_slots, dtype=np.int32)
-        vacated = np.zeros(self._config.max_slots, np.bool_)
-        for start, target in moves:
-            source[target] = start
-            vacated[start] = True
-        self.state = self._move_slots(self.state, source, vacated)
+        places = np.full((2, MOVES_A_CALL), self._config.max_slots, np.int32)
+        places[0] = 0
+        if moves:
+            places[:, : len(moves)] = np.transpose(moves)
+        self.state = self._move_slots(self.state, *places)
 
 
 def _chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:

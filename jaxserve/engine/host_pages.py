@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import PageCopies
+from pallas_kernels import gather_pages, scatter_pages
+from sharding.shards import TENSOR, over_tensor
+
+# A cache, or one of its buffers.
+_Cache = TypeVar("_Cache")
 
 # Pages that one call copies; fewer are filled up with the null page.
 PAGES_A_CALL = 8
+# Buffers are split by KV head.
+_BUFFERS = P(None, None, TENSOR)
 
 
 @final
@@ -37,8 +45,8 @@ class HostPages:
         self._num_pages = num_pages + 1
         self._buffers: list[np.ndarray] = []
         self._leaving: deque[tuple[tuple[int, ...], list[jax.Array]]] = deque()
-        self._gather = jax.jit(_gather)
-        self._scatter = jax.jit(_scatter, donate_argnums=0, out_shardings=place)
+        self._gather = jax.jit(gathered)
+        self._scatter = jax.jit(scattered, donate_argnums=0, out_shardings=place)
 
     def swap_out(self, cache: KVCache, copies: PageCopies) -> None:
         """Begin to copy (device page, host page); the cache may be donated afterwards."""
@@ -46,10 +54,10 @@ class HostPages:
         for some in _batched(copies):
             ids = np.zeros(PAGES_A_CALL, np.int32)
             ids[: len(some)] = [page for page, _ in some]
-            gathered = jax.tree.leaves(self._gather(cache, ids))
-            for each in gathered:
+            leaving = jax.tree.leaves(self._gather(cache, ids))
+            for each in leaving:
                 each.copy_to_host_async()
-            self._leaving.append((tuple(host_page for _, host_page in some), gathered))
+            self._leaving.append((tuple(host_page for _, host_page in some), leaving))
 
     def swap_in(self, cache: KVCache, copies: PageCopies) -> KVCache:
         """The cache with (host page, device page) copied into it; the one given is gone."""
@@ -67,9 +75,9 @@ class HostPages:
     def settle(self, *, wait: bool) -> None:
         """Put what has arrived into its place, and with `wait` all that is on its way."""
         while self._leaving and (wait or all(map(_is_ready, self._leaving[0][1]))):
-            host_pages, gathered = self._leaving.popleft()
-            self._allocate(gathered)
-            for buffer, each in zip(self._buffers, gathered, strict=True):
+            host_pages, arrived = self._leaving.popleft()
+            self._allocate(arrived)
+            for buffer, each in zip(self._buffers, arrived, strict=True):
                 pages = np.asarray(each)
                 for i, host_page in enumerate(host_pages):
                     buffer[host_page] = pages[:, i]
@@ -120,19 +128,19 @@ def _batched(copies: PageCopies) -> Iterator[PageCopies]:
         yield copies[start : start + PAGES_A_CALL]
 
 
-def _gather(
-    cache: KVCache,
-    pages: jax.Array,  # int32 [PAGES_A_CALL]
-) -> KVCache:
-    """Buffers [layers, PAGES_A_CALL, kv_heads, page_size, head_dim]."""
-    return jax.tree.map(lambda buffer: buffer.at[:, pages].get(mode="promise_in_bounds"), cache)
+def gathered(
+    cache: _Cache,
+    pages: jax.Array,  # int32 [count]
+) -> _Cache:
+    """Buffers [layers, count, kv_heads, ...], whose page i is page `pages[i]` of the cache's."""
+    return over_tensor(gather_pages, in_specs=(_BUFFERS, P()), out_specs=_BUFFERS)(cache, pages)
 
 
-def _scatter(
-    cache: KVCache,
-    pages: jax.Array,  # int32 [PAGES_A_CALL]
-    values: KVCache,  # as `_gather` gives
-) -> KVCache:
-    return jax.tree.map(
-        lambda buffer, new: buffer.at[:, pages].set(new, mode="promise_in_bounds"), cache, values
-    )
+def scattered(
+    cache: _Cache,
+    pages: jax.Array,  # int32 [count]; past the end to skip
+    values: _Cache,  # as `gathered` gives
+) -> _Cache:
+    """The cache with these pages put back into it."""
+    specs = (_BUFFERS, P(), _BUFFERS)
+    return over_tensor(scatter_pages, in_specs=specs, out_specs=_BUFFERS)(cache, pages, values)

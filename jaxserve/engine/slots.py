@@ -9,14 +9,19 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from jaxserve.engine.sampler import SlotSampling
 from jaxserve.scheduling.plan import Admission
+from pallas_kernels import move_pages
+from sharding.shards import over_tensor
 
-# Rows of one call of `admit`, and entries of one call of `edit`; more take several calls.
+# Rows of one call of `admit` and of `move`, and entries of one call of `edit`; more take several
+# calls.
 ADMISSIONS_A_CALL = 4
+MOVES_A_CALL = 16
 PAGE_UPDATES_A_CALL = 256
 
 
@@ -92,10 +97,22 @@ def edit(
     )
 
 
-def move(slots: SlotState, source: jax.Array, vacated: jax.Array) -> SlotState:
-    """Slot i takes the state of slot `source[i]` (int32 [S]); `vacated` (bool [S]) become inert."""
-    moved = jax.tree.map(lambda leaf: leaf[source], slots)
-    return replace(moved, done=moved.done | vacated)
+def move(
+    slots: SlotState,
+    source: jax.Array,  # int32 [MOVES_A_CALL]
+    target: jax.Array,  # int32 [MOVES_A_CALL], S to skip
+) -> SlotState:
+    """Copy slots to others, none of which is a source too; where they were becomes inert."""
+    num = slots.done.shape[0]
+    moved = over_tensor(_moved, in_specs=P(), out_specs=P())(slots, source, target)
+    vacated = jnp.where(target < num, source, num)
+    return replace(moved, done=moved.done.at[vacated].set(True, mode="drop"))
+
+
+def _moved(slots: SlotState, source: jax.Array, target: jax.Array) -> SlotState:
+    # A leaf [S, ...] as one layer of S pages.
+    layer = jax.tree.map(lambda leaf: leaf[None], slots)
+    return jax.tree.map(lambda leaf: leaf[0], move_pages(layer, source, target))
 
 
 def admit(slots: SlotState, index: jax.Array, rows: SlotState) -> SlotState:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.models.config import DecoderConfig
-from pallas_kernels import Rows, kv_write, paged_attention
+from pallas_kernels import RopeTables, Rows, paged_attention, rotate_and_write
+from pallas_kernels.kv_write import IMPLEMENTATIONS as WRITERS
 from pallas_kernels.paged_attention import Plan
 from sharding.shards import TENSOR, over_tensor
 
@@ -32,7 +33,8 @@ class AttentionBatch:
       rows: see `pallas_kernels.Rows`.
       max_query_length: static; 1 for a pure decode batch, None otherwise.
       plan: of the rows, for kernels that work through one.
-      implementation: of attention; None for the platform's choice.
+      implementation: of attention, and of what writes for it where that has one of this name; None
+        for the platform's choice.
     """
 
     positions: jax.Array
@@ -63,32 +65,33 @@ class KVCache:
     def attend(
         self,
         layer: int | jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        qkv: jax.Array,
+        rope: RopeTables | None,
         batch: AttentionBatch,
         **options: Any,
     ) -> tuple[jax.Array, KVCache]:
-        """Write this step's `k`, `v` [tokens, kv_heads, head_dim] and attend with `q`.
+        """Write this step's keys and values, and attend with its queries.
 
-        Returns [tokens, q_heads, head_dim] and the cache with the new keys and values. A traced
-        `layer` (scanned layers) needs the single-buffer form. `options` go to `paged_attention`.
+        `qkv` [tokens, kv_heads, group + 2, head_dim] has of each KV head its queries, its key and
+        its value, not rotated yet. Returns [tokens, q_heads, head_dim] and the cache with the new
+        keys and values. A traced `layer` (scanned layers) needs the single-buffer form. `options`
+        go to `paged_attention`.
 
         Under a mesh whose `tensor` axis is larger than one, every shard works on its own heads. A
-        cache with more heads than `k` has (fewer KV heads than shards) holds copies of each.
+        cache with more KV heads than `qkv` has (fewer than shards) holds copies of each.
         """
         buffer, index = self._place(layer)
-        copies = self.k_pages[buffer].shape[2] // k.shape[1]
+        copies = self.k_pages[buffer].shape[2] // qkv.shape[1]
         if copies > 1:
-            k, v = jnp.repeat(k, copies, axis=1), jnp.repeat(v, copies, axis=1)
+            qkv = _copied_heads(qkv, copies)
         heads, pages, whole = P(None, TENSOR), P(None, None, TENSOR), P()
         attend = over_tensor(
             partial(_write_and_attend, **options),
-            in_specs=(heads, heads, heads, pages, pages, whole, whole),
+            in_specs=(heads, whole, pages, pages, whole, whole),
             out_specs=(heads, pages, pages),
         )
         out, k_pages, v_pages = attend(
-            q, k, v, self.k_pages[buffer], self.v_pages[buffer], jnp.asarray(index), batch
+            qkv, rope, self.k_pages[buffer], self.v_pages[buffer], jnp.asarray(index), batch
         )
         return out, KVCache(
             _replaced(self.k_pages, buffer, k_pages), _replaced(self.v_pages, buffer, v_pages)
@@ -103,18 +106,28 @@ class KVCache:
         return layer, 0
 
 
+def _copied_heads(qkv: jax.Array, copies: int) -> jax.Array:
+    """Each KV head so often, with a share of its queries."""
+    tokens, kv_heads, columns, head_dim = qkv.shape
+    group = columns - 2
+    q = qkv[:, :, :group].reshape(tokens, kv_heads * copies, group // copies, head_dim)
+    return jnp.concatenate([q, jnp.repeat(qkv[:, :, group:], copies, axis=1)], axis=2)
+
+
 def _write_and_attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: jax.Array,
+    rope: RopeTables | None,
     k_pages: jax.Array,
     v_pages: jax.Array,
     layer: jax.Array,
     batch: AttentionBatch,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    k_pages = kv_write(k_pages, layer, k, batch.page, batch.offset)
-    v_pages = kv_write(v_pages, layer, v, batch.page, batch.offset)
+    asked = batch.implementation
+    q, k_pages, v_pages, _, _ = rotate_and_write(
+        *(qkv, rope, k_pages, v_pages, layer, batch.page, batch.offset),
+        implementation=asked if asked in WRITERS else None,
+    )
     out = paged_attention(
         q,
         k_pages,

@@ -9,21 +9,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve.models.batch import AttentionBatch, KVCache
-from jaxserve.models.rope import RopeTables, apply_rope
+from pallas_kernels import RopeTables, apply_rope
 
 
 class LayerContext(Protocol):
     """Positions, and the keys that a query may see. Made anew for every layer of a trace."""
 
-    def rotate(self, x: Array) -> Array:
-        """`x` [tokens, ..., head_dim] turned by its positions, where they are rotary."""
-        ...
+    def attend(self, qkv: Array, *, scale: float | None, soft_cap: float | None) -> Array:
+        """What the queries of `qkv` find, [tokens, q_heads, head_dim].
 
-    def attend(
-        self, q: Array, k: Array, v: Array, *, scale: float | None, soft_cap: float | None
-    ) -> Array:
-        """What `q` [tokens, q_heads, head_dim] finds; `k` and `v` are the same tokens'.
-
+        `qkv` [tokens, kv_heads, group + 2, head_dim] has of each KV head its queries, its key and
+        its value. Queries and keys are turned by their positions here, where those are rotary.
         Scale and soft cap are those of `pallas_kernels.paged_attention`.
         """
         ...
@@ -51,19 +47,12 @@ class PagedContext:
         self._sliding_window = sliding_window
         self._batch = batch
 
-    def rotate(self, x: Array) -> Array:
-        """See `LayerContext`."""
-        return x if self._rope is None else apply_rope(x, self._rope)
-
-    def attend(
-        self, q: Array, k: Array, v: Array, *, scale: float | None, soft_cap: float | None
-    ) -> Array:
+    def attend(self, qkv: Array, *, scale: float | None, soft_cap: float | None) -> Array:
         """See `LayerContext`."""
         out, self.cache = self.cache.attend(
             self._layer,
-            q,
-            k,
-            v,
+            qkv,
+            self._rope,
             self._batch,
             sliding_window=self._sliding_window,
             scale=scale,
@@ -84,18 +73,18 @@ class WholeContext:
         self._rope = rope
         self._sliding_window = sliding_window
 
-    def rotate(self, x: Array) -> Array:
+    def attend(self, qkv: Array, *, scale: float | None, soft_cap: float | None) -> Array:
         """See `LayerContext`."""
-        return x if self._rope is None else apply_rope(x, self._rope)
-
-    def attend(
-        self, q: Array, k: Array, v: Array, *, scale: float | None, soft_cap: float | None
-    ) -> Array:
-        """See `LayerContext`."""
-        tokens, q_heads, head_dim = q.shape
-        length, kv_heads = self._length, k.shape[1]
-        grouped = q.reshape(-1, length, kv_heads, q_heads // kv_heads, head_dim)
-        k, v = (x.reshape(-1, length, kv_heads, head_dim) for x in (k, v))
+        tokens, kv_heads, columns, head_dim = qkv.shape
+        length, group = self._length, columns - 2
+        rotated = qkv[:, :, : group + 1]
+        if self._rope is not None:
+            rotated = apply_rope(rotated, self._rope)
+        grouped = rotated[:, :, :group].reshape(-1, length, kv_heads, group, head_dim)
+        k, v = (
+            x.reshape(-1, length, kv_heads, head_dim)
+            for x in (rotated[:, :, group], qkv[:, :, group + 1])
+        )
         logits = jnp.einsum("bqkgd,bskd->bkgqs", grouped, k, preferred_element_type=jnp.float32) * (
             head_dim**-0.5 if scale is None else scale
         )
@@ -108,4 +97,4 @@ class WholeContext:
             else ((back >= 0) & (back < self._sliding_window))
         )
         weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1).astype(v.dtype)
-        return jnp.einsum("bkgqs,bskd->bqkgd", weights, v).reshape(tokens, q_heads, head_dim)
+        return jnp.einsum("bkgqs,bskd->bqkgd", weights, v).reshape(tokens, -1, head_dim)

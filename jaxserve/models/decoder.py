@@ -25,8 +25,8 @@ from jaxserve.models.batch import AttentionBatch, KVCache
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import PagedContext, WholeContext
 from jaxserve.models.layers import Block, ParamMaker, soft_capped
-from jaxserve.models.rope import Rope, RopeTables, rope_tables
-from pallas_kernels import matmul
+from jaxserve.models.rope import Rope, rope_tables
+from pallas_kernels import RopeTables, matmul
 
 LayerLayout = Literal["unrolled", "scanned"]
 

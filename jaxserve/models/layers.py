@@ -177,18 +177,10 @@ class Attention(nnx.Module):
         qkv = matmul(x, self.wqkv[...])  # [tokens, kv_heads, group + 2, head_dim]
         if config.qkv_bias:
             qkv = qkv + self.bqkv[...]
-        qk = qkv[:, :, : group + 1]
         if config.qk_norm:
-            q, k = self.q_norm(qk[:, :, :group]), self.k_norm(qk[:, :, group:])
-            qk = jnp.concatenate([q, k], axis=2)
-        rotated = context.rotate(qk)
-        out = context.attend(
-            rotated[:, :, :group].reshape(-1, config.num_heads, head_dim),
-            rotated[:, :, group],
-            qkv[:, :, group + 1],
-            scale=config.attention_scale,
-            soft_cap=config.attention_soft_cap,
-        )
+            q, k, v = jnp.split(qkv, (group, group + 1), axis=2)
+            qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2)
+        out = context.attend(qkv, scale=config.attention_scale, soft_cap=config.attention_soft_cap)
         out = out.reshape(-1, config.num_heads * head_dim)
         out = matmul(out, self.wo[...].reshape(-1, config.hidden_size))
         return out + self.bo[...] if config.o_bias else out

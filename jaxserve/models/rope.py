@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.core.errors import UnsupportedModelError
-from pallas_kernels import matmul
-
-RopeTables = tuple[jax.Array, jax.Array]  # cosines, sines
+from pallas_kernels import RopeTables, matmul
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -161,20 +159,6 @@ def _computed_once(x: jax.Array) -> jax.Array:
     and it drops `lax.optimization_barrier` before it fuses. A product with ones and zeros is exact.
     """
     return matmul(x, jnp.eye(x.shape[1])) if jax.default_backend() == "cpu" else x
-
-
-def apply_rope(x: jax.Array, tables: RopeTables) -> jax.Array:
-    """Rotate the first dimensions of `x` [tokens, ..., head_dim] in float32; returns x's dtype."""
-    shape = (x.shape[0], *(1,) * (x.ndim - 2), -1)
-    cos, sin = (table.reshape(shape) for table in tables)
-    half = cos.shape[-1]
-    wide = x[..., : 2 * half].astype(jnp.float32)
-    first, second = wide[..., :half], wide[..., half:]
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    rotated = rotated.astype(x.dtype)
-    if x.shape[-1] == 2 * half:
-        return rotated
-    return jnp.concatenate([rotated, x[..., 2 * half :]], axis=-1)
 
 
 def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxserve.core.config import bucket
 from jaxserve.core.errors import InvalidProfileError
-from jaxserve.engine.slots import ADMISSIONS_A_CALL, PAGE_UPDATES_A_CALL
+from jaxserve.engine.slots import ADMISSIONS_A_CALL, MOVES_A_CALL, PAGE_UPDATES_A_CALL
 from jaxserve.engine.step_cost import StepWork
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.planning.origin import Origin
@@ -111,8 +111,9 @@ class StepTimes:
         num_admits = -(-len(plan.admissions) // ADMISSIONS_A_CALL)
         num_edits = -(-len(plan.page_updates) // PAGE_UPDATES_A_CALL) or bool(plan.releases)
         swaps_s = len(plan.swaps_out) * self.page_out_s + len(plan.swaps_in) * self.page_in_s
-        edits_s = num_admits * self.admit_s + num_edits * self.edit_s
-        return swaps_s + edits_s + bool(plan.moves) * self.move_s
+        num_moves = -(-len(plan.moves) // MOVES_A_CALL)
+        edits_s = num_admits * self.admit_s + num_edits * self.edit_s + num_moves * self.move_s
+        return swaps_s + edits_s
 
     # ---- several into one; to a file and back ----
 

@@ -1,6 +1,15 @@
-"""Writing keys and values into pages: `kv_write` is the one public entry."""
+"""Writing keys and values into pages: `rotate_and_write` for a step, `kv_write` for one array."""
 
-from pallas_kernels.kv_write.api import kv_write
+from pallas_kernels.kv_write.api import IMPLEMENTATIONS, rotate_and_write
 from pallas_kernels.kv_write.quantize import quantize
+from pallas_kernels.kv_write.rotary import RopeTables, apply_rope
+from pallas_kernels.kv_write.xla import kv_write
 
-__all__ = ["kv_write", "quantize"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "RopeTables",
+    "apply_rope",
+    "kv_write",
+    "quantize",
+    "rotate_and_write",
+]

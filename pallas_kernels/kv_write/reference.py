@@ -1,4 +1,4 @@
-"""Writing into pages, token by token: what `api.kv_write` must agree with."""
+"""Rotating and writing token by token in NumPy: what the others must agree with; not traceable."""
 
 from __future__ import annotations
 
@@ -6,13 +6,53 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.kv_write.quantize import quantize
+from pallas_kernels.kv_write.rotary import RopeTables
+
 
 def kv_write(
     pages: jax.Array, layer: int | jax.Array, values: jax.Array, page: jax.Array, offset: jax.Array
 ) -> jax.Array:
-    """See `api.kv_write`. Of several tokens at one place the last stays; cannot be traced."""
+    """See `xla.kv_write`. Of several tokens at one place the last stays."""
     out = np.array(pages)
     for token in range(values.shape[0]):
         for head in range(values.shape[1]):
             out[int(layer), int(page[token]), head, int(offset[token])] = values[token, head]
     return jnp.asarray(out)
+
+
+def rotate_and_write(
+    qkv: jax.Array,
+    tables: RopeTables | None,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layer: int | jax.Array,
+    page: jax.Array,
+    offset: jax.Array,
+    *,
+    k_scales: jax.Array | None,
+    v_scales: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """See `api.rotate_and_write`."""
+    if isinstance(qkv, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
+        raise NotImplementedError("the reference runs outside jit only; use implementation='xla'")
+    turned = np.array(qkv, np.float32)  # [tokens, kv_heads, group + 2, head_dim]
+    if tables is not None:
+        cos, sin = (np.asarray(table, np.float32) for table in tables)
+        half = cos.shape[1]
+        for token, head, column in np.ndindex(*qkv.shape[:2], qkv.shape[2] - 1):
+            x = turned[token, head, column]
+            x[: 2 * half] = [
+                *(x[:half] * cos[token] - x[half : 2 * half] * sin[token]),
+                *(x[half : 2 * half] * cos[token] + x[:half] * sin[token]),
+            ]
+    given = jnp.asarray(turned, qkv.dtype)
+    keys, values = given[:, :, -2], given[:, :, -1]
+    if k_scales is not None and v_scales is not None:
+        (keys, k_each), (values, v_each) = (quantize(x, k_pages.dtype) for x in (keys, values))
+        k_scales = kv_write(k_scales[..., None], layer, k_each[..., None], page, offset)[..., 0]
+        v_scales = kv_write(v_scales[..., None], layer, v_each[..., None], page, offset)[..., 0]
+    k_pages = kv_write(k_pages, layer, keys.astype(k_pages.dtype), page, offset)
+    v_pages = kv_write(v_pages, layer, values.astype(v_pages.dtype), page, offset)
+    q = given[:, :, :-2].reshape(qkv.shape[0], -1, qkv.shape[3])
+    return q, k_pages, v_pages, k_scales, v_scales

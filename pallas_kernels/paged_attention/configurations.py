@@ -60,6 +60,17 @@ class Configuration:
         kind = "decode" if self.is_decode else "mixed"
         return f"{heads}-page{self.page_size}-{self.dtype}-{self.page_dtype}-{names}-{kind}"
 
+    @property
+    def kernels(self) -> frozenset[str]:
+        """Names of all kernels that serve it."""
+        kinds = ("split", "merge") if self.is_decode else ("tile", "split", "merge")
+        return frozenset(f"paged_attention_{kind}" for kind in kinds)
+
+    @property
+    def donated(self) -> tuple[str, ...]:
+        """The arguments that have to be written in place: none."""
+        return ()
+
     def call(
         self, *, num_rows: int = 8, num_tokens: int = 64, num_pages: int = 40, width: int = 9
     ) -> tuple[Any, dict[str, Any]]:

@@ -282,16 +282,22 @@ def test_not_finite_logits_fail_one_request_alone(executor, requests, alone):
     assert [s.output for s in others] == [alone[i] for i in neighbours]
 
 
-def test_no_copy_of_the_cache_in_any_step(executor):
-    """A larger page pool needs no larger temporaries: it is updated in place."""
-    model_config = tiny_llama().config
+@pytest.mark.parametrize("layout", ["unrolled", "scanned"])
+def test_no_copy_of_the_cache_in_any_step(layout):
+    """It is updated in place, all of it, and a larger page pool needs no larger temporaries."""
+    model = tiny_llama(layer_layout=layout)
+    graphdef, params = nnx.split(model)
+    place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    programs = Programs(graphdef, CONFIG, model.config, place)
 
     def needed(num_pages: int) -> tuple[int, int]:
         cache = jax.eval_shape(
-            lambda: empty_cache(model_config, num_pages, CONFIG.page_size, jnp.float32, "unrolled")
+            lambda: empty_cache(model.config, num_pages, CONFIG.page_size, jnp.float32, layout)
         )
         cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-        steps = executor._programs.compiled_steps(executor._params, cache)
+        steps = programs.compiled_steps(params, cache)
+        for step in steps:
+            assert step.memory_analysis().alias_size_in_bytes >= cache_bytes
         return cache_bytes, largest_step_bytes(steps)
 
     small_bytes, small_needs = needed(1000)

@@ -1,14 +1,20 @@
-"""Writing keys and values into pages agrees with the reference."""
+"""Rotating, and writing keys and values into pages, agree with the references."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import kv_write
+from pallas_kernels import kv_write, rotate_and_write
 from pallas_kernels.kv_write import reference
+from pallas_kernels.kv_write.shapes import TEST_SHAPES, WriteShape, make_inputs
+
+# Largest difference, relative to the reference: a rounding more or less in what is stored.
+ALLOWED = {"float32": 1e-6, "bfloat16": 2**-7, "int8": 0.02, "float8_e4m3fn": 2**-3}
 
 
 def _inputs(seed: int, dtype: str):
@@ -59,3 +65,98 @@ def test_padding_reaches_only_its_place_on_the_null_page():
     assert np.isin(got[1, 0, :, 2], (1, 2, 3)).all()
     got[1, 0, :, 2] = 0
     assert not got.any()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton_interpreted"])
+@pytest.mark.parametrize("shape", TEST_SHAPES, ids=str)
+@pytest.mark.parametrize("seed", range(2))
+def test_rotated_and_written(implementation, shape, seed):
+    """Queries come back, keys and values lie in their places, and nothing else has changed.
+
+    The layer static, or traced.
+    """
+    inputs = make_inputs(shape, seed, padding=shape.tokens // 4)
+    layer = seed % 2
+    write = partial(rotate_and_write, implementation=implementation)
+    wanted = rotate_and_write(**inputs, layer=layer, implementation="reference")
+    got = jax.jit(write)(**inputs, layer=jnp.int32(1)) if layer else write(**inputs, layer=0)
+    _check_written(shape, inputs, got, wanted)
+
+
+def _check_written(shape: WriteShape, inputs, got, wanted) -> None:
+    names = ("k_pages", "v_pages", "k_scales", "v_scales")
+    _check_close(got[0], wanted[0], shape.dtype)
+    for name, new, right in zip(names, got[1:], wanted[1:], strict=True):
+        if right is None:
+            assert new is None
+            continue
+        assert new.dtype == right.dtype == inputs[name].dtype
+        # Page 0 takes the padding.
+        old, new, right = (np.asarray(x)[:, 1:] for x in (inputs[name], new, right))
+        is_same = _bits(right) == _bits(old)
+        assert not is_same.all()
+        np.testing.assert_array_equal(_bits(new)[is_same], _bits(old)[is_same])
+        _check_close(new, right, shape.page_dtype if "pages" in name else shape.dtype)
+
+
+def _check_close(got, wanted, dtype: str) -> None:
+    got, wanted = (np.asarray(x, np.float32) for x in (got, wanted))
+    scale = np.abs(wanted).max()
+    np.testing.assert_allclose(got, wanted, rtol=ALLOWED[dtype], atol=ALLOWED[dtype] * scale / 8)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+
+
+def test_values_that_are_no_numbers_stay_in_their_head():
+    """A head of infinities and one of not-a-number leave every other head as it is."""
+    shape = TEST_SHAPES[0]
+    inputs = make_inputs(shape, seed=0)
+    write = partial(rotate_and_write, layer=0, implementation="triton_interpreted")
+    wanted = write(**inputs)
+    broken = inputs["qkv"].at[3, 1, -1].set(jnp.inf).at[5, 0, 0].set(jnp.nan)
+    got = write(**{**inputs, "qkv": broken})
+    page, offset = int(inputs["page"][3]), int(inputs["offset"][3])
+    np.testing.assert_array_equal(got[2][0, page, 1, offset], jnp.inf)
+    assert np.isnan(got[0][5, 0]).all()
+    mended = [np.array(x) for x in got[:3]]
+    mended[2][0, page, 1, offset] = wanted[2][0, page, 1, offset]
+    mended[0][5, 0] = wanted[0][5, 0]
+    for one, other in zip(mended, wanted[:3], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_donated_cache_is_written_in_place():
+    """The same memory afterwards, and no temporaries of the cache's size, the layer traced."""
+    shape = TEST_SHAPES[0]
+    inputs = make_inputs(shape, seed=0)
+    size = (3, 500, shape.kv_heads, shape.page_size, shape.head_dim)
+    inputs["k_pages"], inputs["v_pages"] = jnp.zeros(size), jnp.ones(size)
+    step = jax.jit(rotate_and_write, donate_argnames=("k_pages", "v_pages"))
+    compiled = step.lower(**inputs, layer=jnp.int32(1)).compile()
+    sizes, num_bytes = compiled.memory_analysis(), inputs["k_pages"].nbytes
+    assert sizes is not None and sizes.alias_size_in_bytes == 2 * num_bytes
+    assert sizes.temp_size_in_bytes < num_bytes / 10
+    before = [inputs[name].unsafe_buffer_pointer() for name in ("k_pages", "v_pages")]
+    written = compiled(**inputs, layer=jnp.int32(1))
+    assert [x.unsafe_buffer_pointer() for x in written[1:3]] == before
+
+
+def test_contradictory_shapes_are_refused():
+    """Shapes that cannot belong together, and unknown implementations, are errors that say so."""
+    inputs = make_inputs(TEST_SHAPES[0], seed=0)
+    write = partial(rotate_and_write, layer=0)
+    with pytest.raises(ValueError, match="group \\+ 2"):
+        write(**{**inputs, "qkv": inputs["qkv"][:, :1]})
+    with pytest.raises(ValueError, match="one of 13 tokens"):
+        write(**{**inputs, "page": inputs["page"][1:]})
+    with pytest.raises(ValueError, match="no more rotated"):
+        write(**{**inputs, "qkv": inputs["qkv"][..., :8], "k_pages": inputs["k_pages"][..., :8],
+                 "v_pages": inputs["v_pages"][..., :8]})  # fmt: skip
+    with pytest.raises(ValueError, match="both or none"):
+        write(**{**inputs, "k_scales": inputs["k_pages"][..., 0]})
+    with pytest.raises(ValueError, match="unknown"):
+        write(**inputs, implementation="cpu")
+    with pytest.raises(NotImplementedError, match="not for cpu"):
+        write(**inputs, implementation="triton")

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_attention, quantize
+from pallas_kernels import paged_attention, quantize, rotate_and_write
+from pallas_kernels.kv_write import shapes as write_shapes
+from pallas_kernels.page_copy import shapes as copy_shapes
 from pallas_kernels.paged_attention import Capacity, Plan, Rows, plan, planned_tiling
 from pallas_kernels.paged_attention.configurations import CONFIGURATIONS, Configuration
 from pallas_kernels.paged_attention.shapes import AttentionShape, make_inputs
@@ -66,6 +68,51 @@ def test_a_row_has_the_same_bits_in_any_batch(configuration):
         one = dataclasses.replace(one, query_start=jnp.zeros(1, jnp.int32))
         got = run(own, k_pages, v_pages, rows=one, plan=_plan(configuration, own, one))
         np.testing.assert_array_equal(np.asarray(got), together[start : start + len(own)])
+
+
+@pytest.mark.parametrize("shape", write_shapes.GPU_SHAPES, ids=str)
+def test_writes_agree_with_xla(shape):
+    """Queries, pages and scales, but for the null page, which takes the padding."""
+    inputs = write_shapes.make_inputs(shape, seed=0, padding=3)
+    got, wanted = (
+        jax.jit(partial(rotate_and_write, implementation=name))(**inputs, layer=1)
+        for name in ("triton", "xla")
+    )
+    allowed = {**ALLOWED, "int8": 1e-2, "float8_e4m3fn": 4e-2}
+    _check_norm(got[0], wanted[0], allowed[shape.dtype])
+    for new, right in zip(got[1:], wanted[1:], strict=True):
+        if right is not None:
+            _check_norm(new[:, 1:], right[:, 1:], allowed[shape.page_dtype])
+
+
+@pytest.mark.parametrize("configuration", copy_shapes.CONFIGURATIONS, ids=str)
+def test_copies_agree_with_xla(configuration):
+    """Every bit of every page; one of them goes nowhere."""
+    function, names = configuration.call()
+    shape = configuration.shape
+    order = np.random.default_rng(0).permutation(shape.num_pages).astype(np.int32)
+    target = order[shape.count : 2 * shape.count]
+    target[0] = shape.num_pages
+
+    def whole_numbers(seed: int, *size: int) -> jax.Array:
+        return jax.random.randint(jax.random.key(seed), size, -100, 100, "int8").astype(shape.dtype)
+
+    given = {
+        "pages": whole_numbers(0, *shape.array),
+        "source": order[: shape.count],
+        "target": target,
+        "values": whole_numbers(1, shape.layers, shape.count, *shape.page),
+    }
+    arguments = {name: given[name] for name in names}
+    got, wanted = (
+        jax.jit(partial(function, implementation=name))(**arguments) for name in ("triton", "xla")
+    )
+    assert jnp.array_equal(got, wanted)
+
+
+def _check_norm(got: jax.Array, wanted: jax.Array, allowed: float) -> None:
+    got, wanted = np.asarray(got, np.float32), np.asarray(wanted, np.float32)
+    assert np.linalg.norm(got - wanted) < allowed * np.linalg.norm(wanted)
 
 
 def _inputs(configuration: Configuration):

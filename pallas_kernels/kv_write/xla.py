@@ -1,0 +1,61 @@
+"""Rotating and writing as XLA has it, on every platform and under any sharding."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.kv_write.quantize import quantize
+from pallas_kernels.kv_write.rotary import RopeTables, apply_rope
+
+
+def rotate_and_write(
+    qkv: jax.Array,
+    tables: RopeTables | None,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layer: int | jax.Array,
+    page: jax.Array,
+    offset: jax.Array,
+    *,
+    k_scales: jax.Array | None,
+    v_scales: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """See `api.rotate_and_write`."""
+    tokens, _, columns, head_dim = qkv.shape
+    group = columns - 2
+    rotated = qkv[:, :, : group + 1]
+    if tables is not None:
+        rotated = apply_rope(rotated, tables)
+
+    def written(
+        pages: jax.Array, scales: jax.Array | None, values: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        if scales is None:
+            return kv_write(pages, layer, values, page, offset), None
+        values, each = quantize(values, pages.dtype)
+        # A scale is written as a head of one dimension.
+        scales = kv_write(scales[..., None], layer, each[..., None], page, offset)[..., 0]
+        return kv_write(pages, layer, values, page, offset), scales
+
+    k_pages, k_scales = written(k_pages, k_scales, rotated[:, :, group])
+    v_pages, v_scales = written(v_pages, v_scales, qkv[:, :, group + 1])
+    q = rotated[:, :, :group].reshape(tokens, -1, head_dim)
+    return q, k_pages, v_pages, k_scales, v_scales
+
+
+def kv_write(
+    pages: jax.Array, layer: int | jax.Array, values: jax.Array, page: jax.Array, offset: jax.Array
+) -> jax.Array:
+    """Write one step's keys (or values) into the paged cache, in place when `pages` is donated.
+
+    Args:
+      pages: [layers, pages, kv_heads, page_size, head_dim].
+      layer: which layer.
+      values: [tokens, kv_heads, head_dim].
+      page, offset: int32 [tokens], where each token goes: places inside the cache, each at most
+        once but those of page 0, the null page (padding), whose content is undefined.
+
+    Returns:
+      `pages` with the tokens written.
+    """
+    return pages.at[layer, page, :, offset, :].set(values.astype(pages.dtype))

@@ -1,0 +1,29 @@
+"""Copying page by page: what the implementations of `api` must agree with; cannot be traced."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def gather_pages(pages: jax.Array, source: jax.Array) -> jax.Array:
+    """See `api.gather_pages`."""
+    out = np.zeros((pages.shape[0], source.shape[0], *pages.shape[2:]), pages.dtype)
+    for i, page in enumerate(np.asarray(source)):
+        out[:, i] = pages[:, page]
+    return jnp.asarray(out)
+
+
+def scatter_pages(pages: jax.Array, target: jax.Array, values: jax.Array) -> jax.Array:
+    """See `api.scatter_pages`."""
+    out = np.array(pages)
+    for i, page in enumerate(np.asarray(target)):
+        if page < pages.shape[1]:
+            out[:, page] = values[:, i]
+    return jnp.asarray(out)
+
+
+def move_pages(pages: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    """See `api.move_pages`."""
+    return scatter_pages(pages, target, gather_pages(pages, source))

@@ -1,0 +1,155 @@
+"""Copying pages agrees with the reference, byte for byte, and happens in place."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gather_pages, move_pages, scatter_pages
+from pallas_kernels.page_copy.shapes import TEST_SHAPES, CopyShape
+
+SHAPES = pytest.mark.parametrize("shape", TEST_SHAPES, ids=str)
+SEEDS = pytest.mark.parametrize("seed", range(2))
+
+
+@pytest.fixture(params=["xla", "triton_interpreted"])
+def implementation(request):
+    """Each that is compared with the reference."""
+    return request.param
+
+
+def _random(random: np.random.Generator, dtype: str, *size: int) -> jax.Array:
+    """Whole numbers, or others with not-a-number among them."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.asarray(random.integers(-128, 128, size), dtype)
+    values = random.standard_normal(size)
+    return jnp.asarray(np.where(random.random(size) < 0.1, np.nan, values), dtype)
+
+
+def _bytes(array: jax.Array) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+def _places(random: np.random.Generator, shape: CopyShape) -> tuple[jax.Array, jax.Array]:
+    """Sources, some of them twice, and as many targets, one of which is past the end."""
+    order = random.permutation(shape.num_pages)
+    source = random.choice(order[: shape.num_pages - shape.count], shape.count)
+    target = order[shape.num_pages - shape.count :].copy()
+    target[random.integers(shape.count)] = shape.num_pages
+    return jnp.asarray(source, jnp.int32), jnp.asarray(target, jnp.int32)
+
+
+@SHAPES
+@SEEDS
+def test_pages_are_gathered(implementation, shape, seed):
+    """In any order, repeated, and nothing of any other page among them."""
+    random = np.random.default_rng(seed)
+    pages, (source, _) = _random(random, shape.dtype, *shape.array), _places(random, shape)
+    got = jax.jit(partial(gather_pages, implementation=implementation))(pages, source)
+    wanted = gather_pages(pages, source, implementation="reference")
+    assert got.dtype == pages.dtype
+    np.testing.assert_array_equal(_bytes(got), _bytes(wanted))
+
+
+@SHAPES
+@SEEDS
+def test_pages_are_scattered(implementation, shape, seed):
+    """Each to its place, none past the end, and every other page keeps its bits."""
+    random = np.random.default_rng(seed)
+    pages, (_, target) = _random(random, shape.dtype, *shape.array), _places(random, shape)
+    values = _random(random, shape.dtype, shape.layers, shape.count, *shape.page)
+    got = jax.jit(partial(scatter_pages, implementation=implementation))(pages, target, values)
+    wanted = scatter_pages(pages, target, values, implementation="reference")
+    np.testing.assert_array_equal(_bytes(got), _bytes(wanted))
+
+
+@SHAPES
+@SEEDS
+def test_pages_are_moved(implementation, shape, seed):
+    """One may go to several places; what lay there before is gone, the rest is untouched."""
+    random = np.random.default_rng(seed)
+    pages, places = _random(random, shape.dtype, *shape.array), _places(random, shape)
+    got = jax.jit(partial(move_pages, implementation=implementation))(pages, *places)
+    wanted = move_pages(pages, *places, implementation="reference")
+    assert not np.array_equal(_bytes(got), _bytes(pages))
+    np.testing.assert_array_equal(_bytes(got), _bytes(wanted))
+
+
+@SEEDS
+def test_overlapping_moves_go_through_a_copy(implementation, seed):
+    """A pool whose pages all change places, in cycles: gathered first, then scattered."""
+    random = np.random.default_rng(seed)
+    shape = TEST_SHAPES[0]
+    pages = _random(random, shape.dtype, *shape.array)
+    source, target = (random.permutation(shape.num_pages).astype(np.int32) for _ in range(2))
+    staged = gather_pages(pages, source, implementation=implementation)
+    got = scatter_pages(pages, target, staged, implementation=implementation)
+    np.testing.assert_array_equal(_bytes(got[:, target]), _bytes(pages[:, source]))
+
+
+def test_every_array_of_a_tree(implementation):
+    """Keys, and scales that are smaller, in one call, to the host's side and back elsewhere."""
+    random = np.random.default_rng(0)
+    cache = {
+        "keys": _random(random, "int8", 2, 9, 2, 8, 64),
+        "scales": _random(random, "float32", 2, 9, 8, 8),
+    }
+    source, target = jnp.asarray([3, 8, 1]), jnp.asarray([8, 1, 4])
+    staged = gather_pages(cache, source, implementation=implementation)
+    got = scatter_pages(cache, target, staged, implementation=implementation)
+    for name, pages in cache.items():
+        np.testing.assert_array_equal(_bytes(got[name][:, target]), _bytes(pages[:, source]))
+        rest = np.setdiff1d(np.arange(9), target)
+        np.testing.assert_array_equal(_bytes(got[name][:, rest]), _bytes(pages[:, rest]))
+
+
+@pytest.mark.parametrize("operation", ["scatter", "move"])
+def test_donated_pages_are_written_in_place(operation):
+    """The same memory afterwards, and no temporaries of the cache's size."""
+    pages = jnp.zeros((2, 400, 2, 8, 32))
+    some = jnp.arange(4, dtype=jnp.int32)
+    if operation == "scatter":
+        function, arguments = scatter_pages, (some, jnp.ones((2, 4, 2, 8, 32)))
+    else:
+        function, arguments = move_pages, (some, some + 100)
+    compiled = jax.jit(function, donate_argnums=0).lower(pages, *arguments).compile()
+    sizes = compiled.memory_analysis()
+    assert sizes is not None and sizes.alias_size_in_bytes == pages.nbytes
+    assert sizes.temp_size_in_bytes < pages.nbytes / 10
+    before = pages.unsafe_buffer_pointer()
+    assert compiled(pages, *arguments).unsafe_buffer_pointer() == before
+
+
+def test_what_the_kernel_leaves_to_others():
+    """It says why: pages too small for a program, of no known dtype, or none at all."""
+    some = jnp.zeros(3, jnp.int32)
+    gather = partial(gather_pages, source=some, implementation="triton_interpreted")
+    with pytest.raises(NotImplementedError, match="less than 256 bytes"):
+        gather(jnp.zeros((1, 4, 7)))
+    with pytest.raises(NotImplementedError, match="not complex64"):
+        gather(jnp.zeros((1, 4, 64), "complex64"))
+    with pytest.raises(NotImplementedError, match="no pages"):
+        gather(jnp.zeros((1, 4, 64)), source=some[:0])
+    with pytest.raises(NotImplementedError, match="not for cpu"):
+        gather(jnp.zeros((1, 4, 64)), implementation="triton")
+    wide = jax.ShapeDtypeStruct((1, 3 * 2**20, 2**10), "int8")
+    with pytest.raises(NotImplementedError, match="do not reach"):
+        jax.eval_shape(gather, wide)
+
+
+def test_contradictory_shapes_are_refused():
+    """Places that are no list, staged pages of another shape or dtype."""
+    pages, some = jnp.zeros((2, 4, 8)), jnp.zeros(3, jnp.int32)
+    with pytest.raises(ValueError, match=r"expected \[layers, pages, ...\]"):
+        gather_pages(pages, some[None])
+    with pytest.raises(ValueError, match=r"expected \[layers, pages, ...\]"):
+        move_pages(pages, some, some[:2])
+    for values in (jnp.zeros((2, 2, 8)), jnp.zeros((2, 3, 8), jnp.int32)):
+        with pytest.raises(ValueError, match="of the same dtype"):
+            scatter_pages(pages, some, values)
+    with pytest.raises(ValueError, match="unknown"):
+        gather_pages(pages, some, implementation="cuda")
