@@ -1,40 +1,29 @@
 """Paged attention on NVIDIA GPUs from sm_80 on: Pallas kernels compiled by Triton.
 
-Three kernels over the work items of `planner.plan`, where it says how they share a batch: *tile*,
-*split* and *merge*. Pages are read where they lie, the whole cache viewed as [layers * pages, ...];
-nothing of it is copied. The softmax is online, in float32 and in powers of two.
+Three kernels (`triton_kernels`) over the work items of `planner.plan`, where it says how they share
+a batch: *tile*, *split* and *merge*. Pages are read where they lie, the whole cache viewed as
+[layers * pages, ...]; nothing of it is copied.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, final
-
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from pallas_kernels import dispatch
-from pallas_kernels.paged_attention.planner import Launch, Plan, Tiling
+from pallas_kernels import gpu
+from pallas_kernels.paged_attention.planner import Plan
 from pallas_kernels.paged_attention.rows import Rows
+from pallas_kernels.paged_attention.triton_kernels import (
+    Kernels,
+    Operands,
+    merge_kernel,
+    split_kernel,
+    tile_kernel,
+)
 
-# Stands in for minus infinity: 2 ** (_MASKED - maximum) is 0, and _MASKED - _MASKED is not NaN.
-_MASKED = -1e30
 _DTYPES = ("float32", "bfloat16", "float16")
 _PAGE_DTYPES = (*_DTYPES, "float8_e4m3fn", "int8")
-_MIN_WIDTH, _MAX_WIDTH = 16, 256
-# Partial results that the merge kernel reads at once.
-_MERGED_AT_ONCE = 8
-
-# Maximum [rows], sum [rows] and weighted values [rows, width] of a softmax under way. Maxima are
-# rounded up to whole numbers: so parts are scaled by powers of two, which is exact, and merging has
-# the same bits wherever it is compiled, with multiplication and addition fused or not.
-Softmax = tuple[jax.Array, jax.Array, jax.Array]
+_MAX_WIDTH = 256
 
 
 def paged_attention(
@@ -60,10 +49,11 @@ def paged_attention(
       interpret: run on any platform, slowly, as tests do.
     """
     if not interpret:
-        _check_platform()
+        gpu.require_triton()
     if plan is None:
         raise NotImplementedError("it works through a plan of the batch (plan=), which is missing")
     _check_types(q, k_pages, sliding_window)
+    gpu.require_addressable(k_pages, v_pages)
     layers, num_pages, kv_heads, page_size, head_dim = k_pages.shape
     tiling = plan.tiling
     if (tiling.kv_heads, tiling.group) != (kv_heads, q.shape[1] // kv_heads):
@@ -75,7 +65,7 @@ def paged_attention(
     def flat(pages: jax.Array | None) -> jax.Array | None:
         return None if pages is None else pages.reshape(layers * num_pages, *pages.shape[2:])
 
-    operands = _Operands(
+    operands = Operands(
         counts=plan.counts,
         layer=jnp.asarray(layer, jnp.int32).reshape(1),
         rows=Rows(
@@ -94,7 +84,7 @@ def paged_attention(
         v_scales=flat(v_scales),
         slopes=None if alibi_slopes is None else alibi_slopes.astype(jnp.float32),
     )
-    kernels = _Kernels(
+    kernels = Kernels(
         tiling=tiling,
         scale=scale,
         sliding_window=sliding_window,
@@ -107,25 +97,16 @@ def paged_attention(
     )
     out = jnp.zeros_like(q)
     if len(plan.tiles):
-        (out,) = kernels.call(_tile_kernel, plan.tiles, operands, out, tiling.tile_launch)
+        (out,) = kernels.call(tile_kernel, plan.tiles, operands, out, tiling.tile_launch)
     if len(plan.splits):
         slots = (plan.num_slots, kv_heads, tiling.split_rows)
         out, values, sums = kernels.call(
-            *(_split_kernel, plan.splits, operands, out, tiling.split_launch),
+            *(split_kernel, plan.splits, operands, out, tiling.split_launch),
             *((*slots, head_dim), (*slots, 2)),
         )
         partials = (operands.counts, operands.rows, values, sums)
-        (out,) = kernels.call(_merge_kernel, plan.merges, partials, out, tiling.merge_launch)
+        (out,) = kernels.call(merge_kernel, plan.merges, partials, out, tiling.merge_launch)
     return out
-
-
-def _check_platform() -> None:
-    platform = dispatch.target_platform()
-    if platform != "cuda":
-        raise NotImplementedError(f"compiled for NVIDIA GPUs, not for {platform}")
-    capability = dispatch.compute_capability()
-    if capability is not None and capability < (8, 0):
-        raise NotImplementedError(f"sm_80 or newer, not compute capability {capability}")
 
 
 def _check_types(q: jax.Array, pages: jax.Array, sliding_window: int | None) -> None:
@@ -138,310 +119,3 @@ def _check_types(q: jax.Array, pages: jax.Array, sliding_window: int | None) -> 
         raise NotImplementedError(f"head_dim up to {_MAX_WIDTH}, not {q.shape[2]}")
     if sliding_window is not None and sliding_window < 1:
         raise NotImplementedError(f"a sliding window of {sliding_window} sees nothing")
-
-
-@final
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Operands:
-    """What the tile and the split kernel read: arrays of the call, references in a kernel."""
-
-    counts: Any  # int32 [3]
-    layer: Any  # int32 [1]
-    rows: Any  # `Rows`
-    q: Any  # [tokens, q_heads, head_dim]
-    k: Any  # [layers * pages, kv_heads, page_size, head_dim]
-    v: Any
-    k_scales: Any  # float32 [layers * pages, kv_heads, page_size], or None
-    v_scales: Any
-    slopes: Any  # float32 [q_heads], or None
-
-
-@final
-@dataclass(frozen=True)
-class _Kernels:
-    """What is compiled in."""
-
-    tiling: Tiling
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    kv_heads: int
-    head_dim: int
-    num_pages: int
-    page_size: int
-    interpret: bool
-
-    @property
-    def width(self) -> int:
-        """head_dim as the kernels have it: a power of two."""
-        return max(_MIN_WIDTH, 1 << (self.head_dim - 1).bit_length())
-
-    def call(
-        self,
-        kernel: Callable[..., None],
-        items: jax.Array,
-        operands: Any,
-        out: jax.Array,
-        launch: Launch,
-        *partials: tuple[int, ...],
-    ) -> list[jax.Array]:
-        """The kernel's outputs: `out`, written in place, and float32 ones of these shapes."""
-        is_tile = kernel is _tile_kernel
-        programs = self.tiling.tile_grid if is_tile else self.tiling.split_grid
-        num_inputs = len(jax.tree.leaves((items, operands)))
-        return pl.pallas_call(
-            partial(kernel, self),
-            grid=(programs, self.kv_heads),
-            out_shape=[
-                jax.ShapeDtypeStruct(out.shape, out.dtype),
-                *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in partials),
-            ],
-            input_output_aliases={num_inputs: 0},
-            compiler_params=triton.CompilerParams(
-                num_warps=launch.num_warps, num_stages=launch.num_stages
-            ),
-            interpret=self.interpret,
-            name=f"paged_attention{kernel.__name__.removesuffix('_kernel')}",
-        )(items, operands, out)
-
-    def for_each_item(self, num_items: jax.Array, body: Callable[[jax.Array], None]) -> None:
-        """Call `body` with every item of this program."""
-        program, programs = pl.program_id(0), pl.num_programs(0)
-
-        def one(index: jax.Array, _: None) -> None:
-            body(program + index * programs)
-
-        lax.fori_loop(0, (num_items - program + programs - 1) // programs, one, None)
-
-
-@final
-class _Queries:
-    """An item's queries, as rows of the matrix products: `group` heads of each, then padding.
-
-    Attributes:
-      kv_head: the KV head of all of them.
-      head: int32 [rows], query heads.
-      is_used: bool [rows].
-      position: int32 [rows].
-      begin, end: positions of the keys that any of them sees.
-      at, mask: where they lie in [tokens, q_heads, head_dim], [rows, width].
-    """
-
-    def __init__(
-        self,
-        kernels: _Kernels,
-        kv_head: Any,
-        num_rows: int,
-        items_ref: Any,
-        item: Any,
-        rows: Any,
-    ):
-        row, first_query, num_queries = (items_ref[item, column] for column in range(3))
-        group = kernels.tiling.group
-        # The row may have shrunk, or gone, since the plan was made.
-        count = jnp.clip(rows.query_length[row] - first_query, 0, num_queries)
-        number = jnp.arange(num_rows, dtype=jnp.int32)
-        first = rows.first_position[row] + first_query
-        self.row = row
-        self.is_used = number < count * group
-        self.kv_head = kv_head
-        self.head = kv_head * group + number % group
-        self.position = first + number // group
-        end = jnp.minimum(first + count, rows.context_length[row])
-        self.end = jnp.where(count > 0, jnp.maximum(end, 0), 0)
-        window = kernels.sliding_window
-        self.begin = jnp.int32(0) if window is None else jnp.maximum(first - window + 1, 0)
-        token = rows.query_start[row] + first_query + number // group
-        lane = jnp.arange(kernels.width, dtype=jnp.int32)
-        self.at = (token[:, None], self.head[:, None], lane[None, :])
-        self.mask = self.is_used[:, None] & (lane < kernels.head_dim)[None, :]
-
-    def store(self, out_ref: Any, softmax: Softmax, mask: Any = True) -> None:
-        """Write the queries' output; zeros where nothing was seen."""
-        _, total, values = softmax
-        out = values / jnp.where(total == 0.0, 1.0, total)[:, None]
-        triton.store(out_ref.at[self.at], out.astype(out_ref.dtype), mask=self.mask & mask)
-
-
-def _nothing(num_rows: int, width: int) -> Softmax:
-    return (
-        jnp.full((num_rows,), _MASKED, jnp.float32),
-        jnp.zeros((num_rows,), jnp.float32),
-        jnp.zeros((num_rows, width), jnp.float32),
-    )
-
-
-def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """Exactly 2 ** exponent for float32 whole numbers up to 0; 0 where that is no normal number."""
-    biased = jnp.maximum(exponent, -127.0).astype(jnp.int32) + 127
-    return lax.bitcast_convert_type(biased << 23, jnp.float32)
-
-
-def _merged(one: Softmax, other: Softmax) -> Softmax:
-    """Two parts of a softmax together; exactly `one` where `other` has seen nothing."""
-    maximum = jnp.maximum(one[0], other[0])
-    keep, add = _power_of_two(one[0] - maximum), _power_of_two(other[0] - maximum)
-    return (
-        maximum,
-        one[1] * keep + other[1] * add,
-        one[2] * keep[:, None] + other[2] * add[:, None],
-    )
-
-
-def _attend(
-    kernels: _Kernels, queries: _Queries, operands: Any
-) -> Callable[[jax.Array, jax.Array], Softmax]:
-    """The softmax of the queries over the keys at positions from one up to another."""
-    block, page_size = kernels.tiling.block_keys, kernels.page_size
-    q = triton.load(operands.q.at[queries.at], mask=queries.mask, other=0.0)
-    num_rows, width = q.shape
-    lane = jnp.arange(width, dtype=jnp.int32)
-    head = queries.kv_head
-    first_page = operands.layer[0] * kernels.num_pages
-    exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    dot = partial(jnp.dot, precision=exact, preferred_element_type=jnp.float32)
-    slopes = None
-    if operands.slopes is not None:
-        slopes = triton.load(operands.slopes.at[queries.head], mask=queries.is_used, other=0.0)
-
-    def over(begin: jax.Array, end: jax.Array) -> Softmax:
-        def one_block(index: jax.Array, softmax: Softmax) -> Softmax:
-            maximum, total, values = softmax
-            key = index * block + jnp.arange(block, dtype=jnp.int32)
-            exists = key < end
-            page = triton.load(
-                operands.rows.page_table.at[queries.row, key // page_size], mask=exists, other=0
-            )
-            page, offset = first_page + page, key % page_size
-            at = (page[:, None], head, offset[:, None], lane[None, :])
-            mask = exists[:, None] & (lane < kernels.head_dim)[None, :]
-
-            def scales(ref: Any) -> jax.Array:
-                return triton.load(ref.at[page, head, offset], mask=exists, other=0.0)[None, :]
-
-            def load(ref: Any) -> jax.Array:
-                zero = 0 if ref.dtype == jnp.int8 else 0.0
-                return triton.load(ref.at[at], mask=mask, other=zero).astype(q.dtype)
-
-            k = load(operands.k)
-            logits = dot(q, k.T) * kernels.scale
-            if operands.k_scales is not None:
-                logits = logits * scales(operands.k_scales)
-            if kernels.soft_cap is not None:
-                logits = kernels.soft_cap * jnp.tanh(logits / kernels.soft_cap)
-            distance = key[None, :] - queries.position[:, None]
-            if slopes is not None:
-                logits = logits + slopes[:, None] * distance.astype(jnp.float32)
-            seen = (exists & (key >= begin))[None, :] & (distance <= 0)
-            if kernels.sliding_window is not None:
-                seen = seen & (distance > -kernels.sliding_window)
-            logits = jnp.where(seen, logits * math.log2(math.e), _MASKED)
-            new = jnp.maximum(maximum, jnp.ceil(jnp.max(logits, axis=1)))
-            weights = jnp.where(seen, jnp.exp2(logits - new[:, None]), 0.0)
-            kept = _power_of_two(maximum - new)
-            total = total * kept + jnp.sum(weights, axis=1)
-            v = load(operands.v)
-            if operands.v_scales is not None:
-                weights = weights * scales(operands.v_scales)
-            return new, total, values * kept[:, None] + dot(weights.astype(q.dtype), v)
-
-        last = (end + block - 1) // block
-        return lax.fori_loop(begin // block, last, one_block, _nothing(num_rows, width))
-
-    return over
-
-
-def _tile_kernel(
-    kernels: _Kernels,
-    items_ref: Any,  # int32 [tiles, 3]
-    operands: _Operands,
-    _: Any,
-    out_ref: Any,  # [tokens, q_heads, head_dim]
-) -> None:
-    head, num_rows = pl.program_id(1), kernels.tiling.tile_rows
-
-    def one(item: jax.Array) -> None:
-        queries = _Queries(kernels, head, num_rows, items_ref, item, operands.rows)
-        softmax = _attend(kernels, queries, operands)(queries.begin, queries.end)
-        queries.store(out_ref, softmax)
-
-    kernels.for_each_item(operands.counts[0], one)
-
-
-def _split_kernel(
-    kernels: _Kernels,
-    items_ref: Any,  # int32 [splits, 6]
-    operands: _Operands,
-    _: Any,
-    out_ref: Any,  # [tokens, q_heads, head_dim]
-    values_ref: Any,  # [slots, kv_heads, split_rows, head_dim]
-    sums_ref: Any,  # [slots, kv_heads, split_rows, 2]: maximum, sum
-) -> None:
-    chunk_keys, num_rows = kernels.tiling.chunk_keys, kernels.tiling.split_rows
-    head = pl.program_id(1)
-    number = jnp.arange(num_rows, dtype=jnp.int32)
-    lane = jnp.arange(kernels.width, dtype=jnp.int32)
-
-    def one(item: jax.Array) -> None:
-        begin, end, first_slot = (items_ref[item, column] for column in range(3, 6))
-        is_direct = first_slot < 0
-        queries = _Queries(kernels, head, num_rows, items_ref, item, operands.rows)
-        attend = _attend(kernels, queries, operands)
-
-        def one_chunk(chunk: jax.Array, softmax: Softmax) -> Softmax:
-            new = attend(
-                jnp.maximum(chunk * chunk_keys, queries.begin),
-                jnp.minimum((chunk + 1) * chunk_keys, queries.end),
-            )
-            slot = first_slot + chunk - begin
-            here = values_ref.at[slot, head, number[:, None], lane[None, :]]
-            triton.store(here, new[2], mask=queries.mask & ~is_direct)
-            for column in range(2):
-                here = sums_ref.at[slot, head, number, column]
-                triton.store(here, new[column], mask=queries.is_used & ~is_direct)
-            return _merged(softmax, new)
-
-        softmax = lax.fori_loop(begin, end, one_chunk, _nothing(num_rows, kernels.width))
-        queries.store(out_ref, softmax, is_direct)
-
-    kernels.for_each_item(operands.counts[1], one)
-
-
-def _merge_kernel(
-    kernels: _Kernels,
-    items_ref: Any,  # int32 [merges, 5]
-    operands: Any,  # counts, rows, and the partial results as above
-    _: Any,
-    out_ref: Any,  # [tokens, q_heads, head_dim]
-) -> None:
-    counts_ref, rows, values_ref, sums_ref = operands
-    num_rows, head = kernels.tiling.split_rows, pl.program_id(1)
-    number = jnp.arange(num_rows, dtype=jnp.int32)
-    lane = jnp.arange(kernels.width, dtype=jnp.int32)
-
-    def one(item: jax.Array) -> None:
-        first_slot, num_slots = (items_ref[item, column] for column in range(3, 5))
-        queries = _Queries(kernels, head, num_rows, items_ref, item, rows)
-
-        def read(number_of_slot: jax.Array) -> Softmax:
-            exists, slot = number_of_slot < num_slots, first_slot + number_of_slot
-            used = queries.is_used & exists
-            here = values_ref.at[slot, head, number[:, None], lane[None, :]]
-            return (
-                triton.load(sums_ref.at[slot, head, number, 0], mask=used, other=_MASKED),
-                triton.load(sums_ref.at[slot, head, number, 1], mask=used, other=0.0),
-                triton.load(here, mask=queries.mask & exists, other=0.0),
-            )
-
-        def several(index: jax.Array, softmax: Softmax) -> Softmax:
-            first = index * _MERGED_AT_ONCE
-            for part in [read(first + i) for i in range(_MERGED_AT_ONCE)]:
-                softmax = _merged(softmax, part)
-            return softmax
-
-        rounds = (num_slots + _MERGED_AT_ONCE - 1) // _MERGED_AT_ONCE
-        softmax = lax.fori_loop(0, rounds, several, _nothing(num_rows, kernels.width))
-        queries.store(out_ref, softmax)
-
-    kernels.for_each_item(counts_ref[2], one)
