@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 # The machine code of kernels is looked at with the JAX that GPU machines have.
-GATE_PYTHON ?= python3.12
+GATE_PYTHON ?= $(shell scripts/find_python.sh 3.12)
 GATE_JAX := 0.11.2
 
 # A stamp says which extras .venv holds for the present pyproject.toml.
@@ -39,10 +39,14 @@ gpu-check: ## test, time the kernels and decode on this machine's GPU, with PYTH
 
 GATE := .venv-gate
 kernel-gate: ## compile the GPU kernels to machine code, without a GPU (needs python3.12)
-	@command -v $(GATE_PYTHON) >/dev/null && $(GATE_PYTHON) -c 'import sys' 2>/dev/null || { \
+	@$(GATE_PYTHON) -c 'import sys' 2>/dev/null || { \
 	    echo "kernel-gate: $(GATE_PYTHON) is not there; nothing was compiled (GATE_PYTHON=...)"; \
 	    exit 0; }; \
-	$(MAKE) --no-print-directory $(GATE)/.installed && $(GATE)/bin/python -m scripts.kernel_gate $(ARGS)
+	$(MAKE) --no-print-directory $(GATE)/.installed || { \
+	    echo "kernel-gate: JAX $(GATE_JAX) and its CUDA plug-in cannot be installed here;" \
+	         "nothing was compiled"; \
+	    exit 0; }; \
+	$(GATE)/bin/python -m scripts.kernel_gate $(ARGS)
 
 $(GATE)/.installed: pyproject.toml
 	@echo "Installing JAX $(GATE_JAX) and its CUDA plug-in into $(GATE) (a minute or two, once)"

@@ -1,0 +1,84 @@
+"""Counting what a compiled module launches on a GPU, in its HLO text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import final
+
+# Of these nothing runs: they name, group or only look at what is there.
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
+    *("opt-barrier", "partition-id", "replica-id", "copy-done", "async-done"),
+}
+# These run the computations that they name.
+_GROUPS = {"while", "call", "conditional"}
+
+
+@final
+@dataclass
+class _Computation:
+    """How many instructions of its own are launched, and what it runs besides.
+
+    Attributes:
+      inner: names of the computations run, with how often where XLA knows it.
+    """
+
+    num_launches: int = 0
+    inner: list[tuple[str, int | None]] = field(default_factory=list)
+
+
+def launches(hlo: str) -> int:
+    """Kernels, library calls and copies of a scheduled module, the bodies of loops counted once."""
+    computations, entry = _read(hlo)
+    return _total(computations, entry)
+
+
+def launches_a_layer(hlo: str, num_layers: int) -> int:
+    """Likewise, of the loop that runs `num_layers` times.
+
+    Raises:
+      ValueError: there is no such loop, or several.
+    """
+    computations, _ = _read(hlo)
+    bodies = [
+        name
+        for computation in computations.values()
+        for name, trips in computation.inner
+        if trips == num_layers
+    ]
+    if len(bodies) != 1:
+        raise ValueError(f"{len(bodies)} loops run {num_layers} times; expected one, over layers")
+    return _total(computations, bodies[0])
+
+
+def _total(computations: dict[str, _Computation], name: str) -> int:
+    own = computations[name]
+    return own.num_launches + sum(_total(computations, inner) for inner, _ in own.inner)
+
+
+def _read(hlo: str) -> tuple[dict[str, _Computation], str]:
+    """The computations by name, and which one is the entry."""
+    computations: dict[str, _Computation] = {}
+    current, entry = _Computation(), ""
+    for line in hlo.splitlines():
+        if begin := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            current = computations[begin[2]] = _Computation()
+            entry = begin[2] if begin[1] else entry
+        elif instruction := re.match(r"\s+(?:ROOT )?%?[\w.-]+ = .*?[\])}] ([a-z][\w-]*)\(", line):
+            opcode = instruction[1]
+            if opcode in _GROUPS:
+                current.inner += _inner(line)
+            elif opcode not in _FREE:
+                current.num_launches += 1
+    return computations, entry
+
+
+def _inner(line: str) -> list[tuple[str, int | None]]:
+    """Computations that an instruction runs; a counted loop does not run its condition."""
+    trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+    kinds = "body|to_apply|true_computation|false_computation" + ("" if trips else "|condition")
+    names = re.findall(rf"(?:{kinds})=%?([\w.-]+)", line)
+    for branches in re.findall(r"branch_computations=\{([^}]*)\}", line):
+        names += re.findall(r"[\w.-]+", branches)
+    return [(name, int(trips[1]) if trips else None) for name in names]

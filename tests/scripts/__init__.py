@@ -1,0 +1,1 @@
+"""Tests of the scripts: what they work out, not what they run."""

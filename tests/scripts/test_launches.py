@@ -1,0 +1,70 @@
+"""Launches are counted in compiled modules: those of a layer, and all."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from scripts.launches import launches, launches_a_layer
+
+
+def _scanned(num_layers: int, products: int) -> str:
+    """HLO of as many layers, of so many matrix products and one sort each."""
+
+    def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+        for _ in range(products):
+            x = jnp.sort(x) @ weight
+        return x, None
+
+    weights = jax.ShapeDtypeStruct((num_layers, 64, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    compiled = (
+        jax.jit(lambda x, weights: lax.scan(layer, x, weights)[0]).lower(x, weights).compile()
+    )
+    return compiled.as_text()
+
+
+def test_a_layer_of_a_loop():
+    """More work a layer is more launches, more layers are none; whoever asks for others is told."""
+    one, two = _scanned(5, 1), _scanned(5, 2)
+    extra = launches_a_layer(two, 5) - launches_a_layer(one, 5)
+    assert extra >= 2 and launches(two) - launches(one) == extra
+    assert launches_a_layer(_scanned(7, 1), 7) == launches_a_layer(one, 5)
+    with pytest.raises(ValueError, match="0 loops run 6 times"):
+        launches_a_layer(one, 6)
+
+
+def test_every_computation_that_runs_is_counted():
+    """Bodies and conditions of loops and calls, not what is inside of a fusion or a sort."""
+    hlo = """HloModule m, is_scheduled=true
+
+%fused (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %copy.1 = f32[4]{0} copy(%p)
+}
+
+%body (a: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %a = (s32[], f32[4]{0}) parameter(0)
+  %x = f32[4]{0} get-tuple-element(%a), index=1
+  %y = (f32[4]{0}, /*index=1*/f32[2]{0}) fusion(%x), kind=kLoop, calls=%fused
+  ROOT %t = (s32[], f32[4]{0}) custom-call(%y), custom_call_target="gemm"
+}
+
+%condition (a: (s32[], f32[4])) -> pred[] {
+  %a = (s32[], f32[4]{0}) parameter(0)
+  ROOT %less = pred[] fusion(%a), kind=kLoop, calls=%fused
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %c = s32[] constant(0)
+  %t = (s32[], f32[4]{0}) tuple(%c, %p)
+  %w = (s32[], f32[4]{0}) while(%t), condition=%condition, body=%body
+  %n = (s32[], f32[4]{0}) while(%w), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %r = f32[4]{0} get-tuple-element(%n), index=1
+}
+"""  # noqa: E501
+    assert launches(hlo) == 3 + 2
+    assert launches_a_layer(hlo, 3) == 2
