@@ -1,8 +1,9 @@
 """The GPU kernels against the device's limits: `python -m benchmarks.kernels --help`.
 
 Paged attention at the named shapes: time, the share of the roofline that is reached, the error
-against float32, and JAX's own paged attention beside it where that can serve the shape. A table on
-stderr, one JSON object on stdout. docs/benchmarks.md says what each figure means.
+against float32, and JAX's own paged attention beside it where that can serve the shape. Writes into
+the cache and copies of its pages: time, and the share of the copy bandwidth. Tables on stderr, one
+JSON object on stdout. docs/benchmarks.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import numpy as np
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks import environment
+from benchmarks import environment, kernel_moves
 from benchmarks.output import command, show
 from benchmarks.roofline import Machine, measure_copy, measure_machine, seconds
 from jaxserve.core.errors import InvalidConfigError
 from pallas_kernels import Rows, paged_attention
+from pallas_kernels.kv_write import shapes as write_shapes
+from pallas_kernels.page_copy import shapes as copy_shapes
 from pallas_kernels.paged_attention import Capacity, Plan, plan, planned_tiling
 from pallas_kernels.paged_attention.shapes import (
     BENCHMARK_SHAPES,
@@ -39,6 +42,11 @@ SHAPES = {
     "mixed": GPU_MIXED_SHAPES,
     "small": BENCHMARK_SHAPES,
 }
+MOVES = {
+    "write": write_shapes.CONFIGURATIONS,
+    "copy": copy_shapes.CONFIGURATIONS,
+    "small_moves": (*write_shapes.SMALL_CONFIGURATIONS, *copy_shapes.SMALL_CONFIGURATIONS),
+}
 # Layers of the cache, so that what one call reads is in no cache of the device for the next.
 _CACHE_BYTES = 512 << 20
 _CALLS = 20
@@ -52,17 +60,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Every shape's figures."""
-    unknown = sorted(set(options.shapes.split(",")) - set(SHAPES))
+    kinds = options.shapes.split(",")
+    unknown = sorted(set(kinds) - {*SHAPES, *MOVES})
     if unknown:
-        raise InvalidConfigError(f"unknown shapes {unknown}; give some of {tuple(SHAPES)}")
+        raise InvalidConfigError(f"unknown shapes {unknown}; give some of {(*SHAPES, *MOVES)}")
     dtype = jnp.dtype(options.dtype)
     machine = Machine(flops_per_s=measure_machine(dtype).flops_per_s, bytes_per_s=measure_copy())
-    shapes = [shape for kind in options.shapes.split(",") for shape in SHAPES[kind]]
-    with tqdm(shapes, desc="timing kernels", delay=2, leave=False) as bar:
-        results = []
-        for shape in bar:
-            bar.set_postfix_str(shape.name)
-            results.append(_measure(shape, dtype, machine))
+    shapes = [shape for kind in kinds for shape in SHAPES.get(kind, ())]
+    moves = [move for kind in kinds for move in MOVES.get(kind, ())]
+    results, moved = [], []
+    with tqdm([*shapes, *moves], desc="timing kernels", delay=2, leave=False) as bar:
+        for each in bar:
+            bar.set_postfix_str(each.name if isinstance(each, AttentionShape) else str(each))
+            if isinstance(each, AttentionShape):
+                results.append(_measure(each, dtype, machine))
+            else:
+                moved.append(kernel_moves.measure(each, machine.bytes_per_s))
     return {
         "benchmark": "kernels",
         "dtype": dtype.name,
@@ -71,6 +84,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "product_flops_per_s": machine.flops_per_s,
         },
         "shapes": results,
+        "moves": moved,
         **environment.describe(),
     }
 
@@ -220,24 +234,41 @@ def _jax_seconds(
 
 def _print_table(result: dict[str, Any]) -> None:
     machine = result["machine"]
-    table = Table(
-        *("shape", "us", "GB/s", "TFLOP/s", "of bound", "error", "JAX's own, us"),
-        title=f"copy {machine['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
-        f"products {machine['product_flops_per_s'] / 1e12:.2f} TFLOP/s",
-        box=None,
+    title = (
+        f"copy {machine['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
+        f"products {machine['product_flops_per_s'] / 1e12:.2f} TFLOP/s"
     )
-    for row in result["shapes"]:
-        peer_s = row.get("jax_paged_attention_s")
-        table.add_row(
-            row["shape"],
-            f"{row['seconds'] * 1e6:,.1f}",
-            f"{row['bytes_per_s'] / 1e9:,.0f}",
-            f"{row['flops_per_s'] / 1e12:.2f}",
-            f"{row['of_bound']:.0%}",
-            f"{row['error']:.1e}",
-            "" if peer_s is None else f"{peer_s * 1e6:,.1f}",
+    if result["shapes"]:
+        table = Table(
+            *("attention", "us", "GB/s", "TFLOP/s", "of bound", "error", "JAX's own, us"),
+            title=title,
+            box=None,
         )
-    show(table)
+        for row in result["shapes"]:
+            peer_s = row.get("jax_paged_attention_s")
+            table.add_row(
+                *_common(row)[:3],
+                f"{row['flops_per_s'] / 1e12:.2f}",
+                _common(row)[3],
+                f"{row['error']:.1e}",
+                "" if peer_s is None else f"{peer_s * 1e6:,.1f}",
+            )
+        show(table)
+    if result["moves"]:
+        table = Table("moves", "us", "GB/s", "of bound", "XLA, us", title=title, box=None)
+        for row in result["moves"]:
+            table.add_row(*_common(row), f"{row['xla_s'] * 1e6:,.1f}")
+        show(table)
+
+
+def _common(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Shape, microseconds, gigabytes a second, and the share of the bound."""
+    return (
+        row["shape"],
+        f"{row['seconds'] * 1e6:,.1f}",
+        f"{row['bytes_per_s'] / 1e9:,.0f}",
+        f"{row['of_bound']:.0%}",
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -245,11 +276,15 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels",
-        description="Paged attention at named shapes against the roofline of the device.",
+        description="The GPU kernels at named shapes against the roofline of the device.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--shapes", default="decode,prefill,mixed", help=f"some of {', '.join(SHAPES)}")
+    add(
+        "--shapes",
+        default="decode,prefill,mixed,write,copy",
+        help=f"some of {', '.join((*SHAPES, *MOVES))}",
+    )
     add("--dtype", default="bfloat16", help="of queries and pages")
     add("--output", type=Path, default=None, help="also write the object here")
     return parser
