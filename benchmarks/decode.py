@@ -59,6 +59,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 model,
                 load=load or "auto",
                 dtype=options.dtype,
+                kv_dtype=options.kv_dtype,
                 max_slots=max(sizes),
                 max_context=options.prompt_tokens + options.output_tokens,
             )
@@ -73,6 +74,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "decode",
         "model": options.model,
         "precision": dtype.name,
+        "kv_dtype": options.kv_dtype or dtype.name,
         "prompt_tokens": options.prompt_tokens,
         "output_tokens": options.output_tokens,
         "machine": {
@@ -108,6 +110,7 @@ def _measure(
         raise InvalidConfigError(f"no decode step had all {size} sequences; lower --batches")
     bound = roofline.bound(
         *(machine, rt.model_config, dtype),
+        kv_dtype=options.kv_dtype,
         batch_size=size,
         context=options.prompt_tokens + options.output_tokens / 2,
         num_prompt_tokens=size * options.prompt_tokens,
@@ -143,7 +146,7 @@ def _write_config(folder: Path, shape: str) -> None:
 def _print_table(result: dict[str, Any]) -> None:
     table = Table(
         *("batch", "ms a step", "tokens/s", "of bound", "host gap"),
-        title=f"{result['model']}, {result['precision']}",
+        title=f"{result['model']}, {result['precision']}, KV in {result['kv_dtype']}",
         box=None,
     )
     for row in result["batches"]:
@@ -166,6 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="llama-3-8b", help=f"{', '.join(SHAPES)}, or a name, folder or GGUF")
     add("--dtype", default=None, help="of weights and cache; the platform's by default")
+    add("--kv-dtype", default=None, help="of the cache, if not --dtype's: int8 or float8_e4m3fn")
     add("--batches", default="1,8,32,128,256", help="sequences that decode together")
     add("--prompt-tokens", type=int, default=512, help="of each prompt")
     add("--output-tokens", type=int, default=128, help="of each answer")

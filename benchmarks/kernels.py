@@ -22,9 +22,10 @@ from tqdm import tqdm
 
 from benchmarks import environment, kernel_moves
 from benchmarks.output import command, show
-from benchmarks.roofline import Machine, measure_copy, measure_machine, seconds
+from benchmarks.roofline import Machine, kv_token_bytes, measure_copy, measure_machine, seconds
 from jaxserve.core.errors import InvalidConfigError
-from pallas_kernels import Rows, paged_attention
+from jaxserve.core.options import KV_DTYPES
+from pallas_kernels import Rows, paged_attention, quantize
 from pallas_kernels.kv_write import shapes as write_shapes
 from pallas_kernels.page_copy import shapes as copy_shapes
 from pallas_kernels.paged_attention import Capacity, Plan, plan, planned_tiling
@@ -52,6 +53,9 @@ _CACHE_BYTES = 512 << 20
 _CALLS = 20
 _ROWS_COMPARED = 4
 
+# k_pages and v_pages of `paged_attention`, and their scales where they have any.
+Pages = dict[str, jax.Array]
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, and write the result; the exit code."""
@@ -64,7 +68,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     unknown = sorted(set(kinds) - {*SHAPES, *MOVES})
     if unknown:
         raise InvalidConfigError(f"unknown shapes {unknown}; give some of {(*SHAPES, *MOVES)}")
+    if options.kv_dtype not in (None, *KV_DTYPES):
+        raise InvalidConfigError(f"--kv-dtype {options.kv_dtype}: give one of {KV_DTYPES}")
     dtype = jnp.dtype(options.dtype)
+    page_dtype = jnp.dtype(options.kv_dtype or dtype)
     machine = Machine(flops_per_s=measure_machine(dtype).flops_per_s, bytes_per_s=measure_copy())
     shapes = [shape for kind in kinds for shape in SHAPES.get(kind, ())]
     moves = [move for kind in kinds for move in MOVES.get(kind, ())]
@@ -73,12 +80,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for each in bar:
             bar.set_postfix_str(each.name if isinstance(each, AttentionShape) else str(each))
             if isinstance(each, AttentionShape):
-                results.append(_measure(each, dtype, machine))
+                results.append(_measure(each, dtype, page_dtype, machine))
             else:
                 moved.append(kernel_moves.measure(each, machine.bytes_per_s))
     return {
         "benchmark": "kernels",
         "dtype": dtype.name,
+        "page_dtype": page_dtype.name,
         "machine": {
             "copy_bytes_per_s": machine.bytes_per_s,
             "product_flops_per_s": machine.flops_per_s,
@@ -89,15 +97,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _measure(shape: AttentionShape, dtype: jnp.dtype, machine: Machine) -> dict[str, Any]:
-    num_bytes, flops = _work(shape, dtype)
-    kv_bytes = sum(context for _, context in shape.rows) * _token_bytes(shape, dtype)
+def _measure(
+    shape: AttentionShape, dtype: jnp.dtype, page_dtype: jnp.dtype, machine: Machine
+) -> dict[str, Any]:
+    token_bytes = kv_token_bytes(shape.num_kv_heads, shape.head_dim, page_dtype)
+    kv_bytes = sum(context for _, context in shape.rows) * token_bytes
+    num_bytes, flops = _work(shape, dtype, kv_bytes)
     layers = max(1, min(16, -(-_CACHE_BYTES // kv_bytes)))
-    q, k_pages, v_pages, rows = _inputs(shape, dtype, layers)
+    q, pages, rows = _inputs(shape, dtype, page_dtype, layers)
     longest = 1 if shape.is_decode else None
     work = _plan(shape, rows)
     attend = partial(paged_attention, max_query_length=longest)
-    own_s = _seconds(partial(attend, rows=rows, plan=work), q, k_pages, v_pages, layers)
+    own_s = _seconds(partial(attend, rows=rows, plan=work), q, pages, layers)
     bound_s = machine.step_s(flops=flops, num_bytes=num_bytes)
     result = {
         "shape": shape.name,
@@ -106,31 +117,23 @@ def _measure(shape: AttentionShape, dtype: jnp.dtype, machine: Machine) -> dict[
         "of_bound": bound_s / own_s,
         "bytes_per_s": num_bytes / own_s,
         "flops_per_s": flops / own_s,
-        "error": _error(shape, attend, q, k_pages, v_pages, rows),
+        "error": _error(shape, attend, q, pages, rows),
     }
-    peer_s = _jax_seconds(shape, q, k_pages, v_pages, rows)
+    peer_s = None if page_dtype != dtype else _jax_seconds(shape, q, pages, rows)
     return result if peer_s is None else {**result, "jax_paged_attention_s": peer_s}
 
 
-def _work(shape: AttentionShape, dtype: jnp.dtype) -> tuple[int, int]:
+def _work(shape: AttentionShape, dtype: jnp.dtype, kv_bytes: int) -> tuple[int, int]:
     """Bytes that have to be moved, and operations of both products."""
     queries = sum(queries for queries, _ in shape.rows)
-    keys = sum(context for _, context in shape.rows)
     pairs = sum(queries * context - queries * (queries - 1) // 2 for queries, context in shape.rows)
     each = shape.num_heads * shape.head_dim
-    return (
-        keys * _token_bytes(shape, dtype) + 2 * queries * each * dtype.itemsize,
-        4 * pairs * each,
-    )
-
-
-def _token_bytes(shape: AttentionShape, dtype: jnp.dtype) -> int:
-    return 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    return kv_bytes + 2 * queries * each * dtype.itemsize, 4 * pairs * each
 
 
 def _inputs(
-    shape: AttentionShape, dtype: jnp.dtype, layers: int
-) -> tuple[jax.Array, jax.Array, jax.Array, Rows]:
+    shape: AttentionShape, dtype: jnp.dtype, page_dtype: jnp.dtype, layers: int
+) -> tuple[jax.Array, Pages, Rows]:
     """Random ones, made on the device; pages lie scattered, each of one row alone."""
     lengths = np.asarray([queries for queries, _ in shape.rows], np.int32)
     contexts = np.asarray([context for _, context in shape.rows], np.int32)
@@ -150,7 +153,13 @@ def _inputs(
     normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
     keys = jax.random.split(jax.random.key(0), 3)
     q = normal(keys[0], (int(lengths.sum()), shape.num_heads, shape.head_dim), dtype)
-    return q, normal(keys[1], cache, dtype), normal(keys[2], cache, dtype), rows
+    made: Pages = {}
+    for name, key in zip("kv", keys[1:], strict=True):
+        made[f"{name}_pages"] = normal(key, cache, dtype)
+        if page_dtype != dtype:
+            quantized = jax.jit(partial(quantize, dtype=page_dtype))
+            made[f"{name}_pages"], made[f"{name}_scales"] = quantized(made[f"{name}_pages"])
+    return q, made, rows
 
 
 def _plan(shape: AttentionShape, rows: Rows) -> Plan | None:
@@ -178,58 +187,51 @@ def _plan(shape: AttentionShape, rows: Rows) -> Plan | None:
     )
 
 
-def _seconds(
-    attend: Callable[..., jax.Array],
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layers: int,
-) -> float:
+def _seconds(attend: Callable[..., jax.Array], q: jax.Array, pages: Pages, layers: int) -> float:
     """Of one call, in a chain over the layers in turn that attends with what came out before."""
 
-    def chain(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> jax.Array:
+    def chain(q: jax.Array, pages: Pages) -> jax.Array:
         for i in range(_CALLS):
-            q = attend(q, k_pages, v_pages, i % layers)
+            q = attend(q, layer=i % layers, **pages)
         return q
 
-    return seconds(jax.jit(chain), q, k_pages, v_pages) / _CALLS
+    return seconds(jax.jit(chain), q, pages) / _CALLS
 
 
 def _error(
     shape: AttentionShape,
     attend: Callable[..., jax.Array],
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    pages: Pages,
     rows: Rows,
 ) -> float:
     """Relative norm of some rows' difference from XLA's, which computes in float32."""
     some = jax.tree.map(lambda x: x[:_ROWS_COMPARED], rows)
     if shape.is_decode:
         q = q[:_ROWS_COMPARED]
-    got = attend(q, k_pages, v_pages, 0, some, plan=_plan(shape, some))
-    wanted = attend(q.astype(jnp.float32), k_pages, v_pages, 0, some, implementation="xla")
+    attend = partial(attend, layer=0, rows=some, **pages)
+    got = attend(q, plan=_plan(shape, some))
+    wanted = attend(q.astype(jnp.float32), implementation="xla")
     owned = slice(0, int(some.query_length.sum()))
     got, wanted = np.asarray(got, np.float32)[owned], np.asarray(wanted)[owned]
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
 
-def _jax_seconds(
-    shape: AttentionShape, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows
-) -> float | None:
+def _jax_seconds(shape: AttentionShape, q: jax.Array, pages: Pages, rows: Rows) -> float | None:
     """Of the decoding attention that JAX ships for GPUs, over the same pages."""
     if not shape.is_decode or jax.default_backend() != "gpu":
         return None
     from jax.experimental.pallas.ops.gpu import paged_attention as peer
 
     # [kv_heads, pages, page_size, head_dim]
-    keys, values = (jnp.swapaxes(pages[0], 0, 1) for pages in (k_pages, v_pages))
+    own = {name: jnp.swapaxes(each[0], 0, 1) for name, each in pages.items()}
     scaled = q * jnp.asarray(shape.head_dim**-0.5, q.dtype)
 
-    def attend(q: jax.Array, keys: jax.Array, values: jax.Array, _: int) -> jax.Array:
-        return peer.paged_attention(q, keys, values, rows.page_table, rows.context_length)
+    def attend(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, layer: int) -> jax.Array:
+        del layer
+        return peer.paged_attention(q, k_pages, v_pages, rows.page_table, rows.context_length)
 
-    return _seconds(attend, scaled, keys, values, 1)
+    return _seconds(attend, scaled, own, 1)
 
 
 def _print_table(result: dict[str, Any]) -> None:
@@ -286,6 +288,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"some of {', '.join((*SHAPES, *MOVES))}",
     )
     add("--dtype", default="bfloat16", help="of queries and pages")
+    add("--kv-dtype", default=None, help="of pages with scales: int8 or float8_e4m3fn")
     add("--output", type=Path, default=None, help="also write the object here")
     return parser
 

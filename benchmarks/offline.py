@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "num_requests": options.num_requests,
         "seed": options.seed,
         "model": options.model,
-        "precision": dtype,
+        "precision": dtype if engine.kv_dtype is None else f"{dtype} with KV in {engine.kv_dtype}",
         "policy": options.policy,
         "settings": settings,
         **figures,
@@ -98,6 +98,7 @@ def _compared_with_bound(
     machine = roofline.measure_machine(dtype)
     bound = roofline.bound(
         *(machine, config, dtype),
+        kv_dtype=engine.kv_dtype,
         batch_size=batch_size,
         context=context,
         num_prompt_tokens=num_prompt,
@@ -144,7 +145,10 @@ def _workload(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
 
 
 def _runtime_settings(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("policy", "load", "dtype", "kv_memory", "max_slots", "max_context", "max_step_tokens")
+    names = (
+        *("policy", "load", "dtype", "kv_memory", "kv_dtype"),
+        *("max_slots", "max_context", "max_step_tokens"),
+    )
     given = {name: getattr(options, name) for name in names}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -168,6 +172,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--load", default=None, help="random for weights made up on the spot")
     add("--dtype", default=None, help="of weights and cache")
     add("--kv-memory", default=None, help='size of the page pool, e.g. "1GiB"')
+    add(
+        "--kv-dtype",
+        default=None,
+        help="of keys and values, if not --dtype's: int8 or float8_e4m3fn",
+    )
     add("--max-slots", type=int, default=None, help="most sequences at once")
     add("--max-context", type=int, default=1024, help="most tokens of prompt and answer")
     add("--max-step-tokens", type=int, default=None, help="most tokens of one step")

@@ -17,6 +17,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
+from jaxserve.core.options import KV_DTYPES
 from jaxserve.models.families.llama import LlamaConfig
 
 _LARGE = 2048  # rows and columns of the product whose rate is the machine's
@@ -75,21 +76,26 @@ def bound(
     config: LlamaConfig,
     dtype: jax.typing.DTypeLike,
     *,
+    kv_dtype: str | None,
     batch_size: int,
     context: float,
     num_prompt_tokens: int,
     num_output_tokens: int,
 ) -> Bound:
-    """Of a workload with so many tokens, at a mean context of `context` tokens while decoding."""
+    """Of a workload with so many tokens, at a mean context of `context` tokens while decoding.
+
+    Args:
+      kv_dtype: of keys and values; None for `dtype`.
+    """
     size = jnp.dtype(dtype).itemsize
     layers, vocab = (
         layer_weights(config) * config.num_layers,
         config.hidden_size * config.vocab_size,
     )
-    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    kv_bytes = kv_token_bytes(config.num_kv_heads, config.head_dim, kv_dtype or dtype)
     decode_step_s = machine.step_s(
         flops=2 * batch_size * (layers + vocab),
-        num_bytes=size * (layers + vocab + kv * batch_size * context),
+        num_bytes=size * (layers + vocab) + config.num_layers * kv_bytes * batch_size * context,
     )
     prefill_token_s = machine.step_s(flops=2 * layers, num_bytes=0)
     return Bound(
@@ -99,6 +105,13 @@ def bound(
         prefill_token_s=prefill_token_s,
         run_s=num_prompt_tokens * prefill_token_s + num_output_tokens * decode_step_s / batch_size,
     )
+
+
+def kv_token_bytes(kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike) -> int:
+    """Keys and values of a token in one layer, with their scales where the dtype has them."""
+    dtype = jnp.dtype(dtype)
+    scale_bytes = 4 if dtype.name in KV_DTYPES else 0
+    return 2 * kv_heads * (head_dim * dtype.itemsize + scale_bytes)
 
 
 def layer_weights(config: LlamaConfig) -> int:

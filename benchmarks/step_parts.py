@@ -72,7 +72,7 @@ def measure(
     return DecodeStep(
         step_s=step_s,
         products_s=_products_s(config, dtype, batch_size),
-        attention_s=_attention_s(config, dtype, batch_size, context, engine.page_size),
+        attention_s=_attention_s(config, engine, dtype, batch_size, context),
         sampling_s=_sampling_s(config, engine, batch_size),
     )
 
@@ -123,13 +123,14 @@ def _products_s(config: LlamaConfig, dtype: jax.typing.DTypeLike, batch_size: in
 
 def _attention_s(
     config: LlamaConfig,
+    engine: EngineConfig,
     dtype: jax.typing.DTypeLike,
     batch_size: int,
     context: int,
-    page_size: int,
 ) -> float:
+    page_size, kv_dtype = engine.page_size, engine.kv_dtype or dtype
     pages_each = -(-context // page_size)
-    cache = empty_cache(config, 1 + batch_size * pages_each, page_size, dtype, "unrolled")
+    cache = empty_cache(config, 1 + batch_size * pages_each, page_size, kv_dtype, "unrolled")
     table = 1 + jnp.arange(batch_size * pages_each).reshape(batch_size, pages_each)
     row, last = jnp.arange(batch_size), jnp.full(batch_size, context - 1)
     batch = AttentionBatch(

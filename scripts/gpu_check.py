@@ -19,7 +19,11 @@ from typing import Any
 PARTS: dict[str, list[str]] = {
     "tests": ["pytest", "-q", "-p", "no:cacheprovider", "tests/pallas_kernels/test_on_gpu.py"],
     "kernels": ["benchmarks.kernels"],
+    "kernels_int8": ["benchmarks.kernels", "--shapes", "decode", "--kv-dtype", "int8"],
+    "kernels_float8": ["benchmarks.kernels", "--shapes", "decode", "--kv-dtype", "float8_e4m3fn"],
     "decode_llama_3_8b": ["benchmarks.decode", "--model", "llama-3-8b"],
+    "decode_llama_3_8b_int8": ["benchmarks.decode", "--kv-dtype", "int8"],
+    "decode_llama_3_8b_float8": ["benchmarks.decode", "--kv-dtype", "float8_e4m3fn"],
     "decode_llama_2_13b": ["benchmarks.decode", "--model", "llama-2-13b", "--batches", "1,8,32"],
 }
 

@@ -63,6 +63,7 @@ def _file(folder: Path, text: str) -> str:
         (("hi", "--model", "no-such-model"), "", "UnknownModelError: 'no-such-model'"),
         (("hi", "--policy", "best"), "", "InvalidConfigError: policy='best'"),
         (("hi", "--kv-memory", "much"), "", "InvalidConfigError: kv_memory: 'much'"),
+        (("hi", "--kv-dtype", "int4"), "", "InvalidConfigError: kv_dtype='int4'"),
         (("hi", "--host-memory", "0GB"), "", "InvalidConfigError: host_memory: '0GB'"),
         (("hi", "--disk-memory", "-1"), "", "InvalidConfigError: disk_memory: '-1'"),
         (("hi", "--disk-folder", "pages"), "", "used with disk_memory only"),

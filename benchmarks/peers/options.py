@@ -42,6 +42,11 @@ def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
         raise InvalidConfigError(
             f"peers are compared in {PRECISION}, not {dtype}; add --dtype {PRECISION}"
         )
+    if options.kv_dtype is not None:
+        raise InvalidConfigError(
+            f"peers are compared with keys and values in {PRECISION}, not {options.kv_dtype}; "
+            "leave --kv-dtype away"
+        )
     if resolve(options.model).kind != "gguf" or options.load is not None:
         raise InvalidConfigError(
             "peers are compared on the weights of a GGUF file: give --model a registered name or "

@@ -83,6 +83,10 @@ Policy = Annotated[str, _runtime("--policy", text="Scheduling preset, such as au
 Load = Annotated[str, _runtime("--load", text="auto, or random for weights made up on the spot.")]
 DType = Annotated[str | None, _runtime("--dtype", text="Of weights and cache, e.g. bfloat16.")]
 KvMemory = Annotated[str | None, _runtime("--kv-memory", text="Size of the KV pool, e.g. 2GiB.")]
+KvDType = Annotated[
+    str | None,
+    _runtime("--kv-dtype", text="Of the KV pool if not --dtype's: int8 or float8_e4m3fn."),
+]
 HostMemory = Annotated[
     str | None,
     _runtime("--host-memory", text="On the host, for KV that leaves the device, e.g. 8GiB, or 0."),

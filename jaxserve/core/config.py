@@ -36,6 +36,7 @@ class EngineConfig:
       head_buckets: compiled sizes of the sampling head of a mixed step; likewise.
       attention: implementation of paged attention; None for the platform's choice.
       num_host_pages: pages of host memory for the KV of preempted sequences.
+      kv_dtype: of the pages, see `RuntimeOptions`; None for the parameters' own.
     """
 
     page_size: int = 32
@@ -49,6 +50,7 @@ class EngineConfig:
     head_buckets: tuple[int, ...] = ()
     attention: str | None = None
     num_host_pages: int = 0
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_slots", "max_context", "max_decode_iterations"):

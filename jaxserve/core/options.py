@@ -10,6 +10,9 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.journal_limits import JournalLimits
 from jaxserve.core.sizes import parse_bytes
 
+# That keys and values can be kept in with a scale a token and head, instead of the model's own.
+KV_DTYPES = ("int8", "float8_e4m3fn")
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,8 @@ class RuntimeOptions:
     Attributes:
       policy: name of a preset, or a `jaxserve.scheduling.policy.Policy`.
       kv_memory: of the page pool, in bytes or as "4GiB"; by default what memory is left.
+      kv_dtype: of the pages, one of `KV_DTYPES`, which hold twice as much as bfloat16 and nearly
+        four times as much as float32, not exactly; by default the model's dtype.
       host_memory: on the host, for pages that leave the device and for the KV of preempted
         sequences, in bytes or as "4GiB"; by default as much as the page pool, if that is under a
         quarter of what is free. 0 for none.
@@ -52,6 +57,7 @@ class RuntimeOptions:
 
     policy: Any = "auto"
     kv_memory: int | str | None = None
+    kv_dtype: str | None = None
     host_memory: int | str | None = None
     disk_memory: int | str | None = None
     disk_folder: str | Path | None = None
@@ -77,7 +83,8 @@ class RuntimeOptions:
         """Options by name.
 
         Raises:
-          InvalidConfigError: an unknown name, or a size that is not a positive whole number.
+          InvalidConfigError: an unknown name, a size that is not a positive whole number, or a
+            `kv_dtype` that pages cannot have.
         """
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(options) - set(known))
@@ -105,6 +112,11 @@ class RuntimeOptions:
                     parse_bytes(size)
                 except InvalidConfigError as error:
                     raise InvalidConfigError(f"{name}: {error}") from None
+        if self.kv_dtype not in (None, *KV_DTYPES):
+            raise InvalidConfigError(
+                f"kv_dtype={self.kv_dtype!r} is not supported; give one of {KV_DTYPES}, or leave "
+                "it out for the model's own dtype"
+            )
         if self.disk_memory is None and self.disk_folder is not None:
             raise InvalidConfigError(
                 f"disk_folder={str(self.disk_folder)!r} is used with disk_memory only; say how much"

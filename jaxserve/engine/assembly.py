@@ -40,7 +40,8 @@ class PlatformDefaults:
     """What to use where the user says nothing.
 
     Attributes:
-      dtype: of parameters, activations and KV. bfloat16 is slower than float32 on CPUs in XLA.
+      dtype: of parameters, activations and, without `kv_dtype`, KV. bfloat16 is slower than float32
+        on CPUs in XLA.
       layer_layout: scanning over layers measured three times slower than unrolling on the CPU.
     """
 
@@ -226,7 +227,7 @@ def _build_stages(
 @final
 @dataclass(frozen=True)
 class _Pages:
-    """The page cache of a model, or of a stage's part of it."""
+    """The page cache of a model, or of a stage's part of it; `dtype` is the parameters'."""
 
     model_config: Any
     options: RuntimeOptions
@@ -269,7 +270,7 @@ class _Pages:
             self.model_config,
             num_pages,
             self.options.page_size,
-            self.dtype,
+            self.options.kv_dtype or self.dtype,
             self.layer_layout,
             num_shards=self.place.num_shards,
         )
@@ -338,6 +339,7 @@ def _engine_config(
         max_decode_iterations=options.max_decode_iterations or defaults.max_decode_iterations,
         attention=options.attention,
         num_host_pages=num_host_pages,
+        kv_dtype=options.kv_dtype,
     )
 
 

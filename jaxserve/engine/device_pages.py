@@ -28,12 +28,13 @@ class DevicePages:
 
     @property
     def num_buffers(self) -> int:
-        """Of equal size, that the cache consists of."""
-        return len(jax.tree.leaves(self.cache))
+        """See `ModelExecutor`; scales have buffers of their own."""
+        sizes = [leaf.nbytes for leaf in jax.tree.leaves(self.cache)]
+        return sum(sizes) // max(sizes)
 
     @property
     def num_pages(self) -> int:
-        return self.cache.k_pages[0].shape[1]
+        return self.cache.num_pages
 
     def swap(self, out: PageCopies, back: PageCopies) -> None:
         """Copy pages to the host, (device page, host page), and then others back from it."""
@@ -71,8 +72,7 @@ class DevicePages:
 
     def _bring_to(self, num_pages: int, moves: Moves) -> None:
         """Copy every buffer that has another size."""
-        buffers = [*self.cache.k_pages, *self.cache.v_pages]
-        num_layers = len(self.cache.k_pages)
+        buffers, structure = jax.tree.flatten(self.cache)
         try:
             for i, old in enumerate(buffers):
                 if old.shape[1] != num_pages:
@@ -80,4 +80,4 @@ class DevicePages:
                     buffers[i] = jax.block_until_ready(self._copy(old, source))
                     old.delete()
         finally:
-            self.cache = KVCache(tuple(buffers[:num_layers]), tuple(buffers[num_layers:]))
+            self.cache = jax.tree.unflatten(structure, buffers)

@@ -84,7 +84,7 @@ class ModelExecutor(Executor, Protocol):
 
     @property
     def num_buffers(self) -> int:
-        """Of equal size, that the cache consists of."""
+        """How often the largest buffer of the cache goes into all of it."""
         ...
 
     @property

@@ -27,7 +27,7 @@ class PoolSize:
 
     Attributes:
       num_pages: with the null page.
-      page_bytes: keys and values of one page in all layers.
+      page_bytes: keys, values and their scales of one page in all layers.
       free_bytes: of the device, before pool and temporaries.
       step_bytes: temporaries of the largest step.
     """
@@ -62,7 +62,7 @@ def plan_pool(
     """Size the pool.
 
     Args:
-      page_bytes: of one page, all layers, keys and values.
+      page_bytes: of one page, all layers, with everything that belongs to it.
       step_bytes: temporaries of the largest step.
       wanted_pages: more would never be used.
       min_pages: fewer are of no use.
@@ -89,7 +89,8 @@ def plan_pool(
             f"{num_pages} pages of {page_bytes:,} bytes fit, at least {min_pages} are needed: "
             f"{free:,} bytes are free on {device}, the largest step needs {step_bytes:,}"
             + ("" if kv_bytes is None else f", and kv_memory={kv_bytes:,}")
-            + "; give more kv_memory, a smaller page_size, or a smaller model or dtype"
+            + "; give more kv_memory, a smaller page_size or kv_dtype, or a smaller model "
+            "or dtype"
         )
     return PoolSize(
         num_pages=num_pages, page_bytes=page_bytes, free_bytes=free, step_bytes=step_bytes
@@ -131,7 +132,7 @@ def plan_resize(
     Args:
       kv_bytes: rounded down to whole pages; 0 for the smallest pool there is, of `MIN_PAGES`.
       wanted_pages: more would never be used.
-      num_buffers: of the cache, which are copied one by one.
+      num_buffers: how often the largest of the buffers, which are copied one by one, goes into all.
 
     Raises:
       DeviceMemoryError: they are not there, not even for the moment of copying; or less than
@@ -156,8 +157,8 @@ def plan_resize(
         raise DeviceMemoryError(
             f"a page pool of {kv_bytes:,} bytes in place of {size.pool_bytes:,} does not fit on "
             f"{device}: beside the present one {free:,} are free, a step needs "
-            f"{size.step_bytes:,}, and {num_buffers} parts are copied one by one; give at most "
-            f"{max(0, most):,}"
+            f"{size.step_bytes:,}, and parts of up to 1/{num_buffers} are copied one by one; give "
+            f"at most {max(0, most):,}"
         )
     return replace(size, num_pages=num_pages, free_bytes=free + size.pool_bytes)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxserve.core.options import KV_DTYPES
 from jaxserve.models.config import DecoderConfig
 from pallas_kernels import RopeTables, Rows, paged_attention, rotate_and_write
 from pallas_kernels.kv_write import IMPLEMENTATIONS as WRITERS
@@ -57,10 +58,31 @@ class KVCache:
 
     Attributes:
       k_pages, v_pages: tuples of [layers in the buffer, pages, kv_heads, page_size, head_dim].
+      k_scales, v_scales: of pages in eight bits (`pallas_kernels.quantize`), tuples of float32
+        [layers in the buffer, pages, kv_heads, page_size]; empty for others.
     """
 
     k_pages: tuple[jax.Array, ...]
     v_pages: tuple[jax.Array, ...]
+    k_scales: tuple[jax.Array, ...] = ()
+    v_scales: tuple[jax.Array, ...] = ()
+
+    @property
+    def num_pages(self) -> int:
+        return self.k_pages[0].shape[1]
+
+    def buffer(self, index: int) -> KVCache:
+        """The part of the cache that lies in one buffer."""
+        own = (leaves[index : index + 1] for leaves in self._fields)
+        return KVCache(*own)
+
+    def with_buffer(self, index: int, part: KVCache) -> KVCache:
+        """The cache with another part in that place."""
+        replaced = (
+            (*leaves[:index], *new, *leaves[index + 1 :])
+            for leaves, new in zip(self._fields, part._fields, strict=True)
+        )
+        return KVCache(*replaced)
 
     def attend(
         self,
@@ -87,15 +109,15 @@ class KVCache:
         heads, pages, whole = P(None, TENSOR), P(None, None, TENSOR), P()
         attend = over_tensor(
             partial(_write_and_attend, **options),
-            in_specs=(heads, whole, pages, pages, whole, whole),
-            out_specs=(heads, pages, pages),
+            in_specs=(heads, whole, pages, whole, whole),
+            out_specs=(heads, pages),
         )
-        out, k_pages, v_pages = attend(
-            qkv, rope, self.k_pages[buffer], self.v_pages[buffer], jnp.asarray(index), batch
-        )
-        return out, KVCache(
-            _replaced(self.k_pages, buffer, k_pages), _replaced(self.v_pages, buffer, v_pages)
-        )
+        out, part = attend(qkv, rope, self.buffer(buffer), jnp.asarray(index), batch)
+        return out, self.with_buffer(buffer, part)
+
+    @property
+    def _fields(self) -> tuple[tuple[jax.Array, ...], ...]:
+        return self.k_pages, self.v_pages, self.k_scales, self.v_scales
 
     def _place(self, layer: int | jax.Array) -> tuple[int, int | jax.Array]:
         """Which buffer a layer lies in, and where in it."""
@@ -117,15 +139,18 @@ def _copied_heads(qkv: jax.Array, copies: int) -> jax.Array:
 def _write_and_attend(
     qkv: jax.Array,
     rope: RopeTables | None,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: jax.Array,
+    cache: KVCache,  # of one buffer
+    layer: jax.Array,  # in the buffer
     batch: AttentionBatch,
     **options: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, KVCache]:
     asked = batch.implementation
-    q, k_pages, v_pages, _, _ = rotate_and_write(
-        *(qkv, rope, k_pages, v_pages, layer, batch.page, batch.offset),
+    scales = {}
+    if cache.k_scales:
+        scales = {"k_scales": cache.k_scales[0], "v_scales": cache.v_scales[0]}
+    q, k_pages, v_pages, k_scales, v_scales = rotate_and_write(
+        *(qkv, rope, cache.k_pages[0], cache.v_pages[0], layer, batch.page, batch.offset),
+        **scales,
         implementation=asked if asked in WRITERS else None,
     )
     out = paged_attention(
@@ -134,16 +159,15 @@ def _write_and_attend(
         v_pages,
         layer,
         batch.rows,
+        k_scales=k_scales,
+        v_scales=v_scales,
         max_query_length=batch.max_query_length,
         plan=batch.plan,
         implementation=batch.implementation,
         **options,
     )
-    return out, k_pages, v_pages
-
-
-def _replaced(buffers: tuple[jax.Array, ...], index: int, new: jax.Array) -> tuple[jax.Array, ...]:
-    return (*buffers[:index], new, *buffers[index + 1 :])
+    written = (k_pages, v_pages, k_scales, v_scales)
+    return out, KVCache(*(() if each is None else (each,) for each in written))
 
 
 def empty_cache(
@@ -158,14 +182,22 @@ def empty_cache(
     """A cache of zeros: one buffer a layer when `unrolled`, one for all when `scanned`.
 
     `num_pages` counts the null page (page 0). With more shards than KV heads, each head is there
-    as often as shards need it. Abstract under `jax.eval_shape`.
+    as often as shards need it. A `dtype` of `KV_DTYPES` brings scales. Abstract under
+    `jax.eval_shape`.
     """
     buffers, layers = (
         (config.num_layers, 1) if layer_layout == "unrolled" else (1, config.num_layers)
     )
     heads = max(config.num_kv_heads, num_shards)
     shape = (layers, num_pages, heads, page_size, config.head_dim)
+    scale_buffers = buffers if jnp.dtype(dtype).name in KV_DTYPES else 0
+
+    def zeros(count: int, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros(shape, dtype) for _ in range(count))
+
     return KVCache(
-        k_pages=tuple(jnp.zeros(shape, dtype) for _ in range(buffers)),
-        v_pages=tuple(jnp.zeros(shape, dtype) for _ in range(buffers)),
+        k_pages=zeros(buffers, shape, dtype),
+        v_pages=zeros(buffers, shape, dtype),
+        k_scales=zeros(scale_buffers, shape[:-1], jnp.float32),
+        v_scales=zeros(scale_buffers, shape[:-1], jnp.float32),
     )

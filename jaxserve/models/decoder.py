@@ -216,18 +216,16 @@ class Decoder(nnx.Module):
         tap: Tap | None,
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
         assert isinstance(self.blocks, nnx.List)
-        k_pages, v_pages = [], []
         tapped = None
         for layer, block in enumerate(self.blocks):
             graphdef, state = nnx.split(block)
-            own = KVCache(cache.k_pages[layer : layer + 1], cache.v_pages[layer : layer + 1])
             window = self.config.sliding_windows[layer]
+            own = cache.buffer(layer)
             x, own = _one_layer(graphdef, window, state, x, tables[layer], batch, own)
-            k_pages += own.k_pages
-            v_pages += own.v_pages
+            cache = cache.with_buffer(layer, own)
             if tap is not None and tap.layer == layer + 1:
                 tapped = x[tap.rows]
-        return x, KVCache(tuple(k_pages), tuple(v_pages)), tapped
+        return x, cache, tapped
 
     def _scan(
         self,

@@ -14,7 +14,10 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.host import cpu_name
 
 # Fields of a configuration that change what a compiled step does, and so its time.
-_COMPILED = ("page_size", "max_context", "token_buckets", "slot_buckets", "head_buckets")
+_COMPILED = (
+    *("page_size", "kv_dtype", "max_context"),
+    *("token_buckets", "slot_buckets", "head_buckets"),
+)
 
 
 @final

@@ -18,6 +18,9 @@ template <int W>
 struct Simd {
   typedef float Float __attribute__((vector_size(4 * W)));
   typedef int32_t Int __attribute__((vector_size(4 * W)));
+  typedef int16_t Short __attribute__((vector_size(2 * W)));
+  typedef int8_t Signed __attribute__((vector_size(W)));
+  typedef uint8_t Unsigned __attribute__((vector_size(W)));
 };
 template <int W>
 using Float = typename Simd<W>::Float;
@@ -29,6 +32,35 @@ inline Float<W> load(const float* from) {
   Float<W> x;
   std::memcpy(&x, from, sizeof(x));
   return x;
+}
+
+// One of float8_e4m3fn.
+struct Float8 {
+  uint8_t bits;
+};
+
+// In two steps: GCC 12 widens to four times the width number by number.
+template <int W, typename Bytes>
+inline Int<W> widened(const void* from) {
+  Bytes x;
+  std::memcpy(&x, from, sizeof(x));
+  return __builtin_convertvector(__builtin_convertvector(x, typename Simd<W>::Short), Int<W>);
+}
+
+template <int W>
+inline Float<W> load(const int8_t* from) {
+  return __builtin_convertvector((widened<W, typename Simd<W>::Signed>(from)), Float<W>);
+}
+
+// Not-a-number comes as 480: the scale of such a vector is not a number either.
+template <int W>
+inline Float<W> load(const Float8* from) {
+  const Int<W> x = widened<W, typename Simd<W>::Unsigned>(from);
+  const Int<W> magnitude = x & 0x7f;
+  // 2^(exponent - 7) (1 + mantissa / 8); with an exponent of 0, 2^-6 mantissa / 8.
+  Float<W> y = (Float<W>)((magnitude << 20) + (120 << 23));
+  y = magnitude < 8 ? y + y - 0x1p-6f : y;
+  return (Float<W>)((Int<W>)y | (x & 0x80) << 24);
 }
 
 template <typename Vector>

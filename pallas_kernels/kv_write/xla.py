@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.kv_write.quantize import quantize
 from pallas_kernels.kv_write.rotary import RopeTables, apply_rope
+from pallas_kernels.put_rows import put_rows, serves
 
 
 def rotate_and_write(
@@ -58,4 +60,10 @@ def kv_write(
     Returns:
       `pages` with the tokens written.
     """
-    return pages.at[layer, page, :, offset, :].set(values.astype(pages.dtype))
+    values = values.astype(pages.dtype)
+    if not serves(pages):
+        return pages.at[layer, page, :, offset, :].set(values)
+    _, num_pages, kv_heads, page_size, head_dim = pages.shape
+    head = (layer * num_pages + page)[:, None] * kv_heads + jnp.arange(kv_heads)
+    place = head * page_size + offset[:, None]
+    return put_rows(pages, place.reshape(-1), values.reshape(-1, head_dim))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+
+from pallas_kernels.put_rows import put_rows, serves
 
 
 def gather_pages(pages: jax.Array, source: jax.Array) -> jax.Array:
@@ -12,7 +15,11 @@ def gather_pages(pages: jax.Array, source: jax.Array) -> jax.Array:
 
 def scatter_pages(pages: jax.Array, target: jax.Array, values: jax.Array) -> jax.Array:
     """See `api.scatter_pages`."""
-    return pages.at[:, target].set(values, mode="drop")
+    if not serves(pages):
+        return pages.at[:, target].set(values, mode="drop")
+    layer = jnp.arange(pages.shape[0])[:, None] * pages.shape[1]
+    place = jnp.where(target < pages.shape[1], layer + target, -1)
+    return put_rows(pages, place.reshape(-1), values.reshape(place.size, *pages.shape[2:]))
 
 
 def move_pages(pages: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:

@@ -1,4 +1,5 @@
-// Paged attention on the CPU, as an XLA custom call (float32). The contract is that of api.py.
+// Paged attention on the CPU, as an XLA custom call: float32 queries, pages in float32 or, with
+// scales, in int8 or float8_e4m3fn. The contract is that of api.py.
 //
 // A work item is some consecutive queries of one row, all query heads of one KV head. It walks the
 // keys that its queries see in blocks of kBlock positions, aligned to position 0, with an online
@@ -6,6 +7,8 @@
 // that scores are vectors over keys, and weights times values are vectors over head_dim. What is
 // done for one query, and in which order, depends neither on the rest of the batch, nor on how
 // its row is cut into items: blocks that a query does not see multiply by one and add zero.
+// Elements of eight bits become floats as they are loaded; the scale of a key multiplies its
+// scores, and that of a value its weights.
 
 #include <algorithm>
 #include <cstdint>
@@ -87,8 +90,8 @@ inline Float<W> hyperbolic_tangent(Float<W> x) {
 }
 
 // out[d][i] = rows[i][d] for W rows; rows of `out` are 2 W long. Fetches `ahead` into the cache.
-template <int W>
-void transpose(const float* const* rows, const float* const* ahead, int64_t head_dim, float* out) {
+template <int W, typename T>
+void transpose(const T* const* rows, const T* const* ahead, int64_t head_dim, float* out) {
   for (int64_t d = 0; d < head_dim; d += W) {
     Float<W> x[W];
 #pragma GCC unroll 16
@@ -121,9 +124,9 @@ void score(const float* q, const float* keys, int64_t head_dim, float* logits) {
 }
 
 // out[m] = kept[m] * out[m] + sum over s of weights[m][s] * v[s], for R queries and C vectors from d.
-template <int W, int R, int C>
-void accumulate(const float* weights, const float* const* v, const float* const* ahead, int begin,
-                int end, const float* kept, int64_t d, int64_t head_dim, float* out) {
+template <int W, int R, int C, typename T>
+void accumulate(const float* weights, const T* const* v, const T* const* ahead, int begin, int end,
+                const float* kept, int64_t d, int64_t head_dim, float* out) {
   Float<W> x[R][C];
   for (int m = 0; m < R; ++m)
     for (int c = 0; c < C; ++c) x[m][c] = kept[m] * load<W>(out + m * head_dim + d + c * W);
@@ -156,7 +159,10 @@ inline void by_fours(int count, F&& f) {
 }
 
 struct Problem {
-  const float *q, *k, *v;  // [tokens, heads, head_dim]; one layer: [pages, kv_heads, page_size, ...]
+  const float* q;                    // [tokens, heads, head_dim]
+  const void *k, *v;                 // [layers * pages, kv_heads, page_size, head_dim]
+  const float *k_scales, *v_scales;  // [layers * pages, kv_heads, page_size]; floats have none
+  int64_t first_page;                // of the layer
   const int32_t *query_start, *query_length, *first_position, *context_length, *page_table;
   const float* slopes;  // [heads], or null
   float* out;           // [tokens, heads, head_dim]
@@ -171,8 +177,16 @@ struct Item {
   int64_t cost;                          // multiply-adds, about
 };
 
-template <int W>
+// Keys and values at kBlock positions; of those that the item may not see, zeros.
+template <typename T>
+struct Block {
+  const T *k[kBlock], *v[kBlock];
+  float k_scales[kBlock], v_scales[kBlock];
+};
+
+template <int W, typename T>
 void attend(const Problem& p, const Item& item) {
+  constexpr bool is_scaled = !std::is_same<T, float>::value;
   const int64_t dim = p.head_dim;
   const int count = item.queries * static_cast<int>(p.group);
   const int64_t position = int64_t{p.first_position[item.row]} + item.first;
@@ -199,31 +213,41 @@ void attend(const Problem& p, const Item& item) {
   std::fill_n(maximum, count, kMasked);
   std::fill_n(zeros, dim, 0.0f);
 
-  // Where the keys and values of a block lie; of those that the item may not see, zeros.
-  const auto locate = [&](int64_t base, const float** k, const float** v) {
+  const auto locate = [&](int64_t base, Block<T>* block) {
     const int begin = static_cast<int>(std::max<int64_t>(item.start - base, 0));
     const int end = static_cast<int>(std::min<int64_t>(item.end - base, kBlock));
-    std::fill_n(k, kBlock, zeros);
-    std::fill_n(v, kBlock, zeros);
+    if constexpr (is_scaled) {
+      std::fill_n(block->k_scales, kBlock, 0.0f);
+      std::fill_n(block->v_scales, kBlock, 0.0f);
+    }
+    std::fill_n(block->k, kBlock, reinterpret_cast<const T*>(zeros));
+    std::fill_n(block->v, kBlock, reinterpret_cast<const T*>(zeros));
     for (int s = begin; s < end;) {
       const int64_t page = (base + s) / p.page_size, offset = (base + s) % p.page_size;
-      const int64_t at = ((table[page] * p.kv_heads + item.kv_head) * p.page_size + offset) * dim;
+      const int64_t head = (p.first_page + table[page]) * p.kv_heads + item.kv_head;
+      int64_t at = head * p.page_size + offset;
       const int run = static_cast<int>(std::min<int64_t>(p.page_size - offset, end - s));
-      for (int i = 0; i < run; ++i, ++s) k[s] = p.k + at + i * dim, v[s] = p.v + at + i * dim;
+      for (int i = 0; i < run; ++i, ++s, ++at) {
+        block->k[s] = static_cast<const T*>(p.k) + at * dim;
+        block->v[s] = static_cast<const T*>(p.v) + at * dim;
+        if constexpr (is_scaled) {
+          block->k_scales[s] = p.k_scales[at];
+          block->v_scales[s] = p.v_scales[at];
+        }
+      }
     }
   };
-  const float *located[4][kBlock], **k = located[0], **v = located[1], **next_k = located[2],
-                                   **next_v = located[3];
+  Block<T> blocks[2], *block = &blocks[0], *next = &blocks[1];
   const int64_t first_base = item.start / kBlock * kBlock;
-  locate(first_base, k, v);
+  locate(first_base, block);
   for (int64_t base = first_base; base < item.end; base += kBlock) {
     const int begin = static_cast<int>(std::max<int64_t>(item.start - base, 0));
     const int end = static_cast<int>(std::min<int64_t>(item.end - base, kBlock));
-    locate(base + kBlock, next_k, next_v);
+    locate(base + kBlock, next);
     const int from = begin / (2 * W) * (2 * W), to = (end + 2 * W - 1) / (2 * W) * (2 * W);
     for (int s = from; s < to; s += 2 * W) {
-      transpose<W>(k + s, next_k + s, dim, keys);
-      transpose<W>(k + s + W, next_k + s + W, dim, keys + W);
+      transpose<W>(block->k + s, next->k + s, dim, keys);
+      transpose<W>(block->k + s + W, next->k + s + W, dim, keys + W);
       by_fours(count, [&](int m, auto n) {
         score<W, n>(q + m * dim, keys, dim, logits + m * kBlock + s);
       });
@@ -237,6 +261,7 @@ void attend(const Problem& p, const Item& item) {
       Float<W> highest = Float<W>{} + kMasked;
       for (int s = from; s < to; s += W) {
         Float<W> x = load<W>(row + s);
+        if constexpr (is_scaled) x *= load<W>(block->k_scales + s);
         const Int<W> key = count_from<W>(s, std::make_integer_sequence<int, W>());
         if (p.soft_cap > 0) x = p.soft_cap * hyperbolic_tangent<W>(x / p.soft_cap);
         if (p.slopes) x += slope * __builtin_convertvector(key - static_cast<int32_t>(at), Float<W>);
@@ -252,14 +277,15 @@ void attend(const Problem& p, const Item& item) {
         Float<W> x = exponential<W>(load<W>(row + s) - maximum[m]);
         const Int<W> key = count_from<W>(s, std::make_integer_sequence<int, W>());
         if (s < first || s + W > last) x = (key >= first) & (key < last) ? x : Float<W>{};
-        store(row + s, x);
         added += x;
+        if constexpr (is_scaled) x *= load<W>(block->v_scales + s);
+        store(row + s, x);
       }
       store(total + m * W, kept[m] * load<W>(total + m * W) + added);
     }
     by_fours(count, [&](int m, auto n) {
       const float* weights = logits + m * kBlock;
-      const float* const* ahead = m == 0 ? next_v : nullptr;
+      const T* const *v = block->v, *const *ahead = m == 0 ? next->v : nullptr;
       int64_t d = 0;
       for (; d + kChunk * W <= dim; d += kChunk * W)
         accumulate<W, n, kChunk>(weights, v, ahead, begin, end, kept + m, d, dim, out + m * dim);
@@ -269,8 +295,7 @@ void attend(const Problem& p, const Item& item) {
       }
       if (d < dim) accumulate<W, n, 1>(weights, v, ahead, begin, end, kept + m, d, dim, out + m * dim);
     });
-    std::swap(k, next_k);
-    std::swap(v, next_v);
+    std::swap(block, next);
   }
 
   float* to = p.out + (token * p.heads + first_head) * dim;
@@ -282,9 +307,26 @@ void attend(const Problem& p, const Item& item) {
   }
 }
 
+template <typename T>
+void attend_in_widest(const Problem& p, const Item& item) {
+  if (p.head_dim % kWide == 0) attend<kWide, T>(p, item);
+  else attend<8, T>(p, item);
+}
+
+using Attend = void (*)(const Problem&, const Item&);
+
+// For pages with such elements; null where there is none.
+Attend attend_for(ffi::DataType type) {
+  if (type == ffi::F32) return attend_in_widest<float>;
+  if (type == ffi::S8) return attend_in_widest<int8_t>;
+  if (type == ffi::F8E4M3FN) return attend_in_widest<Float8>;
+  return nullptr;
+}
+
 // What the threads share.
 struct Plan {
   Problem problem;
+  Attend attend;
   std::vector<Item> items;
 };
 
@@ -327,25 +369,30 @@ std::string plan(const Problem& p, std::vector<Item>& items) {
 }
 
 using Tokens = ffi::Buffer<ffi::F32, 3>;
-using Pages = ffi::Buffer<ffi::F32, 5>;
+using Scales = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32, 1>;
 using Table = ffi::Buffer<ffi::S32, 2>;
 using Scalar = ffi::Buffer<ffi::S32, 0>;
 using Slopes = ffi::Buffer<ffi::F32, 1>;
 
-ffi::Error paged_attention(ffi::ThreadPool pool, Tokens q, Pages k, Pages v, Scalar layer,
-                           Ints query_start, Ints query_length, Ints first_position,
-                           Ints context_length, Table page_table, Slopes slopes,
-                           ffi::Result<Tokens> out, float scale, float soft_cap, int32_t window) {
+ffi::Error paged_attention(ffi::ThreadPool pool, Tokens q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                           Scales k_scales, Scales v_scales, Scalar layer, Ints query_start,
+                           Ints query_length, Ints first_position, Ints context_length,
+                           Table page_table, Slopes slopes, ffi::Result<Tokens> out, float scale,
+                           float soft_cap, int32_t window) {
   const auto cache = k.dimensions();  // [layers, pages, kv_heads, page_size, head_dim]
   const int64_t at = *layer.typed_data();
   if (at < 0 || at >= cache[0]) return ffi::Error::InvalidArgument("paged_attention: no such layer");
-  const int64_t skipped = at * cache[1] * cache[2] * cache[3] * cache[4];
   auto shared = std::make_shared<Plan>();
+  shared->attend = attend_for(k.element_type());
+  if (!shared->attend) return ffi::Error::InvalidArgument("paged_attention: no such pages");
   Problem& p = shared->problem;
   p.q = q.typed_data();
-  p.k = k.typed_data() + skipped;
-  p.v = v.typed_data() + skipped;
+  p.k = k.untyped_data();
+  p.v = v.untyped_data();
+  p.k_scales = k_scales.typed_data();
+  p.v_scales = v_scales.typed_data();
+  p.first_page = at * cache[1];
   p.query_start = query_start.typed_data();
   p.query_length = query_length.typed_data();
   p.first_position = first_position.typed_data();
@@ -371,8 +418,7 @@ ffi::Error paged_attention(ffi::ThreadPool pool, Tokens q, Pages k, Pages v, Sca
   int64_t cost = 0;
   for (const Item& item : shared->items) cost += item.cost;
   for_each_item(pool, shared->items.size(), 1 + cost / kWorthAThread, [shared](int64_t i, int64_t) {
-    if (shared->problem.head_dim % kWide == 0) attend<kWide>(shared->problem, shared->items[i]);
-    else attend<8>(shared->problem, shared->items[i]);
+    shared->attend(shared->problem, shared->items[i]);
   });
   return ffi::Error::Success();
 }
@@ -383,8 +429,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttention, paged_attention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Tokens>()
-                                  .Arg<Pages>()
-                                  .Arg<Pages>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Scales>()
+                                  .Arg<Scales>()
                                   .Arg<Scalar>()
                                   .Arg<Ints>()
                                   .Arg<Ints>()

@@ -16,6 +16,8 @@ from pallas_kernels.paged_attention.planner import Plan
 from pallas_kernels.paged_attention.rows import Rows
 
 _SOURCE = Path(__file__).with_name("cpu.cc")
+_PAGES = ("float32",)
+_SCALED_PAGES = ("int8", "float8_e4m3fn")
 
 
 def paged_attention(
@@ -44,31 +46,46 @@ def paged_attention(
         raise NotImplementedError(f"compiled for the CPU, not for {platform}")
     if dispatch.is_partitioned():
         raise NotImplementedError("XLA cannot partition it over a mesh")
-    dtypes = {str(x.dtype) for x in (q, k_pages, v_pages)}
-    if dtypes != {"float32"}:
-        raise NotImplementedError(f"float32 queries and pages only, not {sorted(dtypes)}")
-    del k_scales, v_scales, plan  # scaled pages are not float32, and threads share the rows
+    _check_types(q, k_pages, v_pages, k_scales)
+    del plan  # threads share the rows
     if q.shape[2] % 8:
         raise NotImplementedError(f"head_dim must be a multiple of 8, not {q.shape[2]}")
     if sliding_window is not None and sliding_window < 1:
         raise NotImplementedError(f"a sliding window of {sliding_window} sees nothing")
     target = build.cpu_target(_SOURCE, "PagedAttention")
     start = rows.query_start if max_query_length != 1 else jnp.arange(q.shape[0])
-    if alibi_slopes is None:
-        alibi_slopes = jnp.zeros(0)
+    nothing = jnp.zeros(0)
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(q.shape, q.dtype))
     return call(
         q,
         k_pages,
         v_pages,
+        nothing if k_scales is None else k_scales,
+        nothing if v_scales is None else v_scales,
         jnp.asarray(layer, jnp.int32),
         *(
             x.astype(jnp.int32)
             for x in (start, rows.query_length, rows.first_position, rows.context_length)
         ),
         rows.page_table.astype(jnp.int32),
-        alibi_slopes.astype(jnp.float32),
+        nothing if alibi_slopes is None else alibi_slopes.astype(jnp.float32),
         scale=np.float32(scale),
         soft_cap=np.float32(soft_cap or 0.0),
         window=np.int32(sliding_window or 0),
     )
+
+
+def _check_types(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, k_scales: jax.Array | None
+) -> None:
+    pages = _PAGES if k_scales is None else _SCALED_PAGES
+    if (
+        str(q.dtype) != "float32"
+        or k_pages.dtype != v_pages.dtype
+        or str(k_pages.dtype) not in pages
+    ):
+        raise NotImplementedError(
+            f"float32 queries with pages in float32, or with scales in {_SCALED_PAGES}, not "
+            f"{q.dtype} with {k_pages.dtype} and {v_pages.dtype}"
+            + ("" if k_scales is None else " and scales")
+        )

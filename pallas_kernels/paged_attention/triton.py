@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import gpu
+from pallas_kernels import dispatch, gpu
 from pallas_kernels.paged_attention.planner import Plan
 from pallas_kernels.paged_attention.rows import Rows
 from pallas_kernels.paged_attention.triton_kernels import (
@@ -114,6 +114,11 @@ def _check_types(q: jax.Array, pages: jax.Array, sliding_window: int | None) -> 
         raise NotImplementedError(
             f"queries in one of {_DTYPES} and pages in one of {_PAGE_DTYPES}, not {q.dtype} and "
             f"{pages.dtype}"
+        )
+    capability = dispatch.compute_capability()
+    if str(pages.dtype).startswith("float8") and capability is not None and capability < (8, 9):
+        raise NotImplementedError(
+            f"float8 pages from sm_89 on, not compute capability {capability}"
         )
     if q.shape[2] > _MAX_WIDTH:
         raise NotImplementedError(f"head_dim up to {_MAX_WIDTH}, not {q.shape[2]}")

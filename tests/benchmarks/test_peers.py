@@ -55,7 +55,7 @@ def _answering(wall_s: float, answers: list[list[int]]) -> str:
 def _options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    defaults = {"dtype": None, "model": "smollm2-135m", "load": None}
+    defaults = {"dtype": None, "kv_dtype": None, "model": "smollm2-135m", "load": None}
     return argparse.Namespace(**(vars(parser.parse_args(arguments)) | defaults))
 
 
@@ -85,6 +85,7 @@ def test_unknown_peers_are_refused_by_name(names: str):
         ({"load": "random"}, "--load"),
         ({"model": "folder"}, "GGUF"),
         ({"repeats": 0}, "at least 1"),
+        ({"kv_dtype": "int8"}, "leave --kv-dtype away"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_first(

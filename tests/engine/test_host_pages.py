@@ -8,26 +8,33 @@ import numpy as np
 import pytest
 
 from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.core.options import KV_DTYPES
 from jaxserve.engine.device_pages import DevicePages
 from jaxserve.engine.host_pages import PAGES_A_CALL
 from jaxserve.models.batch import KVCache
 from sharding import make_mesh
 
 NUM_PAGES = 40
+DTYPES = ("float32", "bfloat16", *KV_DTYPES)
 
 
 def _pages(dtype: str, num_shards: int, num_host_pages: int = NUM_PAGES) -> DevicePages:
-    """Two buffers of keys and two of values, full of random numbers."""
+    """Two buffers of keys and two of values, and their scales; full of random numbers."""
     rng = np.random.default_rng(0)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     if num_shards > 1:
         spec = jax.sharding.PartitionSpec(None, None, "tensor")
         place = jax.sharding.NamedSharding(make_mesh(tensor=num_shards), spec)
     shape = (3, NUM_PAGES, 2, 4, 8)
-    buffers = [
-        jax.device_put(jnp.asarray(rng.standard_normal(shape), dtype), place) for _ in range(4)
-    ]
-    return DevicePages(KVCache(tuple(buffers[:2]), tuple(buffers[2:])), place, num_host_pages)
+
+    def two(shape: tuple[int, ...], dtype: str) -> tuple[jax.Array, ...]:
+        values = (20 * rng.standard_normal(shape) for _ in range(2))
+        return tuple(jax.device_put(jnp.asarray(each, dtype), place) for each in values)
+
+    leaves = [two(shape, dtype) for _ in "kv"]
+    if dtype in KV_DTYPES:
+        leaves += [two(shape[:-1], "float32") for _ in "kv"]
+    return DevicePages(KVCache(*leaves), place, num_host_pages)
 
 
 def _contents(pages: DevicePages) -> list[np.ndarray]:
@@ -35,7 +42,7 @@ def _contents(pages: DevicePages) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_pages_come_back_byte_for_byte(dtype, num_shards):
     """Random pages, more than a call holds, to random host pages and back to random pages."""
     pages = _pages(dtype, num_shards)
@@ -54,7 +61,7 @@ def test_pages_come_back_byte_for_byte(dtype, num_shards):
         assert not new[:, untouched].any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_page_is_read_and_written_as_bytes(dtype):
     """Also by another cache of the same kind, to which nothing was copied yet."""
     pages, other = _pages(dtype, 1), _pages(dtype, 1)

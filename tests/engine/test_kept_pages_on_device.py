@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -52,13 +51,19 @@ POLICIES = {
 NUM_CONVERSATIONS = 40
 
 
-@pytest.fixture(scope="module", params=["cpu", "xla"])
+@pytest.fixture(
+    scope="module",
+    params=[("cpu", None), ("xla", None), ("cpu", "int8"), ("cpu", "float8_e4m3fn")],
+    ids=lambda param: "-".join(filter(None, param)),
+)
 def executor(request):
     """Warmed up; every test leaves all slots inert."""
-    config = replace(CONFIG, attention=request.param)
+    attention, kv_dtype = request.param
+    config = replace(CONFIG, attention=attention, kv_dtype=kv_dtype)
     model = tiny_llama()
     graphdef, params = nnx.split(model)
-    cache = empty_cache(model.config, config.num_pages, config.page_size, jnp.float32, "unrolled")
+    dtype = kv_dtype or "float32"
+    cache = empty_cache(model.config, config.num_pages, config.page_size, dtype, "unrolled")
     device = jax.devices()[0]
     programs = Programs(
         graphdef, config, model.config, Placement.like(jax.sharding.SingleDeviceSharding(device))

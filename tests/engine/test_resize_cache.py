@@ -22,7 +22,7 @@ NUM_PAGES = 9
 OWNED = [1, 4, 7, 8]
 
 
-def _executor(layout: str, num_shards: int) -> DeviceExecutor:
+def _executor(layout: str, num_shards: int, dtype: str = "float32") -> DeviceExecutor:
     """Its cache holds random numbers, and a table of its slots every page there is."""
     graphdef, params = nnx.split(tiny_llama())
     if num_shards > 1:
@@ -31,10 +31,10 @@ def _executor(layout: str, num_shards: int) -> DeviceExecutor:
     config = EngineConfig(
         page_size=8, num_pages=NUM_PAGES, max_slots=2, max_context=MAX_CONTEXT, max_step_tokens=8
     )
-    cache = empty_cache(tiny_llama().config, NUM_PAGES, 8, "float32", layout, num_shards=num_shards)
+    cache = empty_cache(tiny_llama().config, NUM_PAGES, 8, dtype, layout, num_shards=num_shards)
     rng = np.random.default_rng(0)
     cache = jax.tree.map(
-        lambda x: jax.device_put(rng.standard_normal(x.shape, np.float32), place.pages), cache
+        lambda x: jax.device_put(rng.normal(0, 20, x.shape).astype(x.dtype), place.pages), cache
     )
     programs = Programs(graphdef, config, tiny_llama().config, place)
     executor = DeviceExecutor(config, programs, params, cache)
@@ -49,13 +49,18 @@ def _contents(executor: DeviceExecutor) -> list[np.ndarray]:
     return [np.array(x) for x in jax.tree.leaves(executor._pages.cache)]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
 @pytest.mark.parametrize("layout", ["unrolled", "scanned"])
-def test_pages_are_where_the_moves_brought_them(layout, num_shards):
+def test_pages_are_where_the_moves_brought_them(layout, num_shards, dtype):
     """In every layer and shard, and the slots' tables point to them; the old buffers are gone."""
-    executor = _executor(layout, num_shards)
+    executor = _executor(layout, num_shards, dtype)
     before, old = _contents(executor), jax.tree.leaves(executor._pages.cache)
-    assert executor.num_buffers == len(old) == (4 if layout == "unrolled" else 2)
+    num_buffers = 4 if layout == "unrolled" else 2
+    # A scale for each eight numbers of a byte is half as large a buffer again.
+    is_scaled = dtype != "float32"
+    assert len(old) == (1 + is_scaled) * num_buffers
+    assert executor.num_buffers == num_buffers + is_scaled * num_buffers // 2
     moves = fewest_moves(OWNED, 6)
     assert moves == [(7, 2), (8, 3)]
     executor.resize(6, moves)

@@ -38,7 +38,9 @@ class Server:
     Sizes are the same for all, so that tests of one configuration share their executables.
     """
 
-    def __init__(self, graphdef, params, config, layer_layout="unrolled"):
+    def __init__(
+        self, graphdef, params, config, layer_layout="unrolled", kv_dtype: str = "float32"
+    ):
         self._graphdef, self._params = graphdef, params
         self._place = Placement.like(jax.tree.leaves(params)[0].sharding)
         pages = 1 + NUM_SEQUENCES * PAGES_PER_SEQUENCE
@@ -46,24 +48,29 @@ class Server:
             config,
             pages,
             PAGE_SIZE,
-            jnp.float32,
+            kv_dtype,
             layer_layout,
             num_shards=self._place.num_shards,
         )
         # The null page holds garbage in real life.
-        self._cache = jax.tree.map(lambda x: x.at[:, 0].set(jnp.nan), self._cache)
+        garbage = {True: jnp.nan, False: 77}
+        self._cache = jax.tree.map(
+            lambda x: x.at[:, 0].set(garbage[jnp.issubdtype(x.dtype, jnp.floating)]), self._cache
+        )
         self._cache = jax.device_put(self._cache, self._place.pages)
         order = np.random.default_rng(3).permutation(np.arange(1, pages, dtype=np.int32))
         self._tables = order.reshape(NUM_SEQUENCES, PAGES_PER_SEQUENCE)
         self._lengths = [0] * NUM_SEQUENCES
 
     @classmethod
-    def from_folder(cls, folder: Path, layer_layout="unrolled", mesh=None) -> Server:
+    def from_folder(
+        cls, folder: Path, layer_layout="unrolled", mesh=None, kv_dtype: str = "float32"
+    ) -> Server:
         config = config_from_hf(json.loads((folder / "config.json").read_text()))
         graphdef, abstract = abstract_model(config, layer_layout=layer_layout)
         shardings = None if mesh is None else state_shardings(abstract, mesh)
         params = load_params(abstract, config, SafetensorsSource(folder), shardings)
-        return cls(graphdef, params, config, layer_layout)
+        return cls(graphdef, params, config, layer_layout, kv_dtype)
 
     @property
     def model(self):

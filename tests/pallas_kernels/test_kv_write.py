@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import kv_write, rotate_and_write
+from pallas_kernels import kv_write, quantize, rotate_and_write
 from pallas_kernels.kv_write import reference
 from pallas_kernels.kv_write.shapes import TEST_SHAPES, WriteShape, make_inputs
 
@@ -40,7 +40,7 @@ def _inputs(seed: int, dtype: str):
     return jnp.asarray(pages, dtype), layer, jnp.asarray(values, jnp.float32), page, offset
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_ragged_steps(seed, dtype):
     """Every page but the null page has the reference's bits, the layer static or traced."""
@@ -160,3 +160,36 @@ def test_contradictory_shapes_are_refused():
         write(**inputs, implementation="cpu")
     with pytest.raises(NotImplementedError, match="not for cpu"):
         write(**inputs, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share", "of_scale"), [("int8", 0.0, 0.5), ("float8_e4m3fn", 2**-4, 2**-10)]
+)
+def test_quantized_values_are_restored_within_half_a_step(dtype, share, of_scale):
+    """Steps are a scale wide, or with a mantissa of three bits an eighth of the power of two."""
+    values = jnp.asarray(np.random.default_rng(0).standard_cauchy((50, 3, 16)), jnp.float32)
+    values = values.at[7].set(0.0)
+    quantized, scales = jax.jit(quantize, static_argnums=1)(values, dtype)
+    assert quantized.dtype == dtype and scales.shape == (50, 3) and scales.dtype == jnp.float32
+    restored = quantized.astype(jnp.float32) * scales[..., None]
+    most = jnp.maximum(share * jnp.abs(values), of_scale * scales[..., None])
+    assert (jnp.abs(restored - values) <= 1.00001 * most).all()
+    largest = jnp.abs(values).max(-1)
+    np.testing.assert_allclose(jnp.abs(restored).max(-1), largest, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_what_is_not_a_number_stays_none(dtype, wrong):
+    """In the scale, and so in all of its vector; the vectors beside it are as ever."""
+    values = jnp.ones((2, 8)).at[1, 3].set(wrong)
+    quantized, scales = quantize(values, dtype)
+    restored = quantized.astype(jnp.float32) * scales[..., None]
+    np.testing.assert_allclose(restored[0], 1.0, rtol=1e-6)
+    assert not np.isfinite(np.asarray(scales[1]))
+
+
+def test_other_dtypes_have_no_scales():
+    """The error lists those that have."""
+    with pytest.raises(ValueError, match="'bfloat16' .* one of .*'int8'"):
+        quantize(jnp.ones((2, 8)), jnp.bfloat16)

@@ -23,6 +23,9 @@ OPTIONS = {
 }
 
 
+QUANTIZED = ("int8", "float8_e4m3fn")
+
+
 @pytest.fixture(params=["xla", "cpu", "triton_interpreted"])
 def attention(request):
     """`paged_attention` by each implementation that is compared with the reference."""
@@ -103,12 +106,7 @@ def test_garbage_outside_the_context_is_never_seen(attention, poison, max_query_
         q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=3)
     else:
         q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=3)
-    page_size = k_pages.shape[3]
-    held = np.zeros((k_pages.shape[1], page_size), bool)
-    for table, context in zip(np.asarray(rows.page_table), rows.context_length, strict=True):
-        position = np.arange(int(context))
-        held[table[position // page_size], position % page_size] = True
-    held = jnp.asarray(held)[None, :, None, :, None]
+    held = _held(rows, k_pages)
     poisoned = (jnp.where(held, pages, poison) for pages in (k_pages, v_pages))
     _check(attention, (q, *poisoned, rows), max_query_length=max_query_length)
 
@@ -186,8 +184,11 @@ def test_the_cache_is_not_copied(compiled_attention, max_query_length):
 
 
 @pytest.mark.parametrize("decode", [False, True])
-@pytest.mark.parametrize("implementation", ["cpu", "triton_interpreted"])
-def test_a_row_has_the_same_bits_in_any_batch(implementation, decode):
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("cpu", None), ("cpu", "int8"), ("cpu", "float8_e4m3fn"), ("triton_interpreted", None)],
+)
+def test_a_row_has_the_same_bits_in_any_batch(implementation, dtype, decode):
     """The other rows of a batch, and how its work is split, change no bit of a row's output."""
     shape = dataclasses.replace(_shape("chunk"), head_dim=64, rows=((1, 200), (1, 7), (1, 130)))
     if not decode:
@@ -195,6 +196,9 @@ def test_a_row_has_the_same_bits_in_any_batch(implementation, decode):
     q, k_pages, v_pages, rows = make_inputs(shape, seed=10)
     longest = 1 if decode else None
     attend = partial(paged_attention, layer=1, implementation=implementation)
+    if dtype is not None:
+        (k_pages, k_scales), (v_pages, v_scales) = (quantize(x, dtype) for x in (k_pages, v_pages))
+        attend = partial(attend, k_scales=k_scales, v_scales=v_scales)
     run = jax.jit(partial(attend, max_query_length=longest))
     work = _plan(q, k_pages, rows, longest)
     together = np.asarray(run(q, k_pages, v_pages, rows=rows, plan=work))
@@ -242,8 +246,8 @@ def test_a_context_that_ends_before_the_queries(compiled_attention, context, win
     np.testing.assert_allclose(attend(), attend(implementation="reference"), atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla", "triton_interpreted"])
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "cpu", "triton_interpreted"])
+@pytest.mark.parametrize("dtype", QUANTIZED)
 def test_quantized_pages_are_multiplied_by_their_scales(implementation, dtype):
     """A scale a token and head gives the answer of the pages that they stand for."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=13)
@@ -263,6 +267,62 @@ def test_quantized_pages_are_multiplied_by_their_scales(implementation, dtype):
         implementation=implementation,
     )
     assert np.linalg.norm(got - wanted) < 2e-6 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+@pytest.mark.parametrize("shape", TEST_SHAPES, ids=lambda shape: shape.name)
+def test_quantized_pages_on_the_cpu(shape, dtype):
+    """Ragged batches of all kinds of heads and pages, with every option; garbage is not seen."""
+    q, k_pages, v_pages, rows = make_inputs(shape, seed=16, padding=5)
+    (k, k_scales), (v, v_scales) = (quantize(pages, dtype) for pages in (k_pages, v_pages))
+    held = _held(rows, k)[..., 0]
+    scales = dict(
+        k_scales=jnp.where(held, k_scales, jnp.nan), v_scales=jnp.where(held, v_scales, jnp.nan)
+    )
+    attend = partial(paged_attention, implementation="cpu")
+    _check(attend, (q, k, v, rows), **scales, **_options("all", shape))
+
+
+def test_one_scale_that_is_not_a_number_leaves_the_other_rows_alone(attention):
+    """And its own row is told: eight bits cannot say it."""
+    q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=17)
+    (k, k_scales), (v, v_scales) = (quantize(pages, "int8") for pages in (k_pages, v_pages))
+    work = _plan(q, k, rows, 1)
+    run = partial(attention, q, k, v, 0, rows, max_query_length=1, plan=work, k_scales=k_scales)
+    wanted = run(v_scales=v_scales)
+    got = run(v_scales=v_scales.at[:, int(rows.page_table[3, 0])].set(jnp.nan))
+    assert np.isnan(got[3]).all()
+    np.testing.assert_allclose(got[:3], wanted[:3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("width", [256, 264])
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_every_number_of_eight_bits_is_read_as_it_is(dtype, width):
+    """By the C++ kernel, in vectors of either width: a token that sees itself alone."""
+    numbers = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype))
+    numbers = np.resize(numbers[np.isfinite(numbers.astype(np.float32))], width)
+    pages = jnp.zeros((1, 2, 1, 1, width), dtype).at[0, 1, 0, 0].set(numbers)
+    one = jnp.ones(1, jnp.int32)
+    out = paged_attention(
+        *(jnp.zeros((1, 1, width)), pages, pages, 0),
+        Rows(one - 1, one, one - 1, one, page_table=one[None]),
+        k_scales=jnp.ones((1, 2, 1, 1)),
+        v_scales=jnp.ones((1, 2, 1, 1)),
+        implementation="cpu",
+    )
+    np.testing.assert_array_equal(out[0, 0], numbers.astype(np.float32))
+
+
+def test_the_cpu_kernel_refuses_other_pages():
+    """Eight bits without scales, floats with them, and half precision go to XLA, with a reason."""
+    q, k_pages, v_pages, rows = make_inputs(_shape("decode"), seed=18)
+    scales = dict.fromkeys(("k_scales", "v_scales"), k_pages[..., 0])
+    for dtype, options in (("int8", {}), ("float32", scales), ("bfloat16", {})):
+        pages = [x.astype(dtype) for x in (k_pages, v_pages)]
+        attend = partial(paged_attention, q, *pages, 0, rows, **options)
+        with pytest.raises(NotImplementedError, match=f"float32 .* not float32 with {dtype}"):
+            attend(implementation="cpu")
+        np.testing.assert_array_equal(attend(), attend(implementation="xla"))
 
 
 def test_a_row_that_shrank_since_the_plan():
@@ -357,3 +417,13 @@ def _decode_inputs(shape: AttentionShape, seed: int):
     starts = jnp.arange(len(shape.rows), dtype=jnp.int32)
     q = jax.random.normal(jax.random.key(seed), (len(shape.rows), *q.shape[1:]))
     return q, k_pages, v_pages, dataclasses.replace(rows, query_start=starts)
+
+
+def _held(rows: Rows, pages: jax.Array) -> jax.Array:
+    """bool [1, pages, 1, page_size, 1]: the places of the rows' contexts."""
+    page_size = pages.shape[3]
+    held = np.zeros((pages.shape[1], page_size), bool)
+    for table, context in zip(np.asarray(rows.page_table), rows.context_length, strict=True):
+        position = np.arange(int(context))
+        held[table[position // page_size], position % page_size] = True
+    return jnp.asarray(held)[None, :, None, :, None]

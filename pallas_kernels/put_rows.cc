@@ -1,0 +1,37 @@
+// Writing rows into an array in place on the CPU, as an XLA custom call whose output is its input.
+
+#include <cstdint>
+#include <cstring>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+// out = array, but with rows[i] as its row number place[i]; places outside are left out.
+ffi::Error put_rows(ffi::AnyBuffer array, ffi::BufferR1<ffi::S32> place, ffi::AnyBuffer rows,
+                    ffi::Result<ffi::AnyBuffer> out) {
+  const int64_t count = place.element_count();
+  if (count == 0 || rows.size_bytes() % count || rows.element_type() != array.element_type())
+    return ffi::Error::InvalidArgument("put_rows: no such rows");
+  const int64_t size = rows.size_bytes() / count;
+  const int64_t num_rows = array.size_bytes() / size;
+  char* to = static_cast<char*>(out->untyped_data());
+  const char* from = static_cast<const char*>(rows.untyped_data());
+  if (to != array.untyped_data()) std::memcpy(to, array.untyped_data(), array.size_bytes());
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t at = place.typed_data()[i];
+    if (at >= 0 && at < num_rows) std::memcpy(to + at * size, from + i * size, size);
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PutRows, put_rows,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>());
