@@ -53,32 +53,38 @@ def call(
       operation: for the log.
       implementations: by name; each raises NotImplementedError, saying why, for what it cannot do.
       preferred: by platform, names in order; where a platform is missing, or all refuse, "xla".
-      implementation: use this one, whatever is preferred.
+      implementation: use this one, whatever is preferred; of several, with commas between them,
+        the first that can.
 
     Raises:
-      NotImplementedError: the implementation asked for cannot serve this case.
+      NotImplementedError: no implementation that was asked for can serve this case.
       ValueError: there is no such implementation.
     """
     platform = target_platform()
     if implementation is not None:
-        if implementation not in implementations:
+        names, why = tuple(implementation.split(",")), "asked for"
+        unknown = [name for name in names if name not in implementations]
+        if unknown:
             raise ValueError(
-                f"implementation={implementation!r} is unknown; give one of "
-                f"{tuple(implementations)}"
+                f"implementation={implementation!r}: {unknown[0]!r} is unknown; give one of "
+                f"{tuple(implementations)}, or several with commas between them"
             )
-        _keep(operation, implementation, platform, "asked for", arguments)
-        return implementations[implementation](**arguments)
+    else:
+        names, why = preferred.get(platform, ()), "the first choice"
     refused = []
-    for name in preferred.get(platform, ()):
+    for name in names:
         try:
             out = implementations[name](**arguments)
         except NotImplementedError as error:
+            if implementation == name:
+                raise
             refused.append(f"{name} cannot: {error}")
         else:
-            reason = "; ".join(refused) or "the first choice"
-            _keep(operation, name, platform, reason, arguments)
+            record(operation, name, "; ".join(refused) or why, **arguments)
             return out
-    _keep(operation, "xla", platform, "; ".join(refused) or "the only choice", arguments)
+    if implementation is not None:
+        raise NotImplementedError("; ".join(refused))
+    record(operation, "xla", "; ".join(refused) or "the only choice", **arguments)
     return implementations["xla"](**arguments)
 
 
@@ -114,15 +120,14 @@ def is_partitioned() -> bool:
     )
 
 
-def _keep(
-    operation: str, name: str, platform: str, reason: str, arguments: Mapping[str, Any]
-) -> None:
+def record(operation: str, name: str, reason: str, **arguments: Any) -> None:
     """Remember a choice, and log it the first time."""
     shapes = ", ".join(
         f"{argument} {value.dtype.name}{list(value.shape)}"
         for argument, value in arguments.items()
         if hasattr(value, "shape") and hasattr(value, "dtype")
     )
+    platform = target_platform()
     choice = Choice(operation, name, platform, reason, shapes)
     if choice not in _choices:
         _choices[choice] = None

@@ -34,7 +34,8 @@ class EngineConfig:
       token_buckets: compiled sizes of a mixed step; empty for a default ladder.
       slot_buckets: compiled sizes of the decode window; likewise.
       head_buckets: compiled sizes of the sampling head of a mixed step; likewise.
-      attention: implementation of paged attention; None for the platform's choice.
+      attention: implementation of paged attention, or several with commas between them; None for
+        the platform's choice.
       num_host_pages: pages of host memory for the KV of preempted sequences.
       kv_dtype: of the pages, see `RuntimeOptions`; None for the parameters' own.
     """

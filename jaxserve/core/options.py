@@ -45,8 +45,9 @@ class RuntimeOptions:
       warmup: compile everything at the start; otherwise when first needed.
       strict: raise when something compiles after warm-up.
       attention: implementation of paged attention instead of the platform's choice, one of
-        `pallas_kernels.paged_attention.IMPLEMENTATIONS`; also of the write before it where that has
-        one of this name.
+        `pallas_kernels.paged_attention.IMPLEMENTATIONS`, or several with commas between them, of
+        which the first that can serves each shape; also of the write before it where that has one
+        of this name.
       record: file that gets a line for every request that ends, to be replayed by benchmarks
         (`jaxserve.workload.recorded`); new or empty.
       conversations: file of the journal that keeps conversations over the end of the process; None

@@ -106,9 +106,11 @@ def build_executor(
       InvalidConfigError: also where the processes were given different settings, or a probe does
         not fit the model or cannot be served with it.
     """
-    if options.attention not in (None, *IMPLEMENTATIONS):
+    names = () if options.attention is None else options.attention.split(",")
+    if not set(names) <= set(IMPLEMENTATIONS):
         raise InvalidConfigError(
-            f"attention={options.attention!r} is unknown; give one of {IMPLEMENTATIONS}"
+            f"attention={options.attention!r} is unknown; give one of {IMPLEMENTATIONS}, or "
+            "several with commas between them"
         )
     if probe is not None:
         check_probe(probe, model_config)

@@ -1,0 +1,55 @@
+"""Which implementation serves a call, of several that were asked for, and what is said of it."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch
+
+
+def _refuses(x):
+    raise NotImplementedError("it is tired")
+
+
+IMPLEMENTATIONS = {
+    "xla": lambda x: x,
+    "twice": lambda x: 2 * x,
+    "first": _refuses,
+    "second": _refuses,
+}
+
+
+def _call(asked: str | None, preferred: tuple[str, ...] = ()):
+    return dispatch.call("test", IMPLEMENTATIONS, {"cpu": preferred}, asked, x=jnp.ones(3))
+
+
+def test_the_first_that_can_serves():
+    """Of several the first that does not refuse; the reason says why others did."""
+    np.testing.assert_array_equal(_call("first,twice"), 2 * np.ones(3))
+    choice = dispatch.choices()[-1]
+    assert (choice.implementation, choice.reason) == ("twice", "first cannot: it is tired")
+    assert choice.shapes == "x float32[3]"
+
+
+def test_none_of_those_asked_for_can():
+    """What was asked for and cannot is an error with every reason, never another one."""
+    with pytest.raises(NotImplementedError, match="^it is tired$"):
+        _call("first", ("twice",))
+    with pytest.raises(NotImplementedError, match="first cannot: it is tired; second cannot"):
+        _call("first,second", ("twice",))
+
+
+def test_an_unknown_name_is_refused():
+    """A name that is none is an error, also behind one that can serve."""
+    with pytest.raises(ValueError, match="'thrice' is unknown; give one of"):
+        _call("twice,thrice")
+
+
+def test_without_a_wish_the_platform_chooses():
+    """Those preferred in order, then XLA, with the reasons of those that refused."""
+    np.testing.assert_array_equal(_call(None, ("first", "twice")), 2 * np.ones(3))
+    np.testing.assert_array_equal(_call(None, ("first",)), np.ones(3))
+    choice = dispatch.choices()[-1]
+    assert (choice.implementation, choice.reason) == ("xla", "first cannot: it is tired")
