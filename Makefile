@@ -38,7 +38,7 @@ gpu-check: ## test, time the kernels and decode on this machine's GPU, with PYTH
 	@$(PYTHON) -m scripts.gpu_check $(ARGS)
 
 GATE := .venv-gate
-kernel-gate: ## compile the GPU kernels to machine code, without a GPU (needs python3.12)
+kernel-gate: ## compile the GPU kernels to machine code and interpret some, without a GPU (needs python3.12)
 	@$(GATE_PYTHON) -c 'import sys' 2>/dev/null || { \
 	    echo "kernel-gate: $(GATE_PYTHON) is not there; nothing was compiled (GATE_PYTHON=...)"; \
 	    exit 0; }; \
@@ -46,12 +46,16 @@ kernel-gate: ## compile the GPU kernels to machine code, without a GPU (needs py
 	    echo "kernel-gate: JAX $(GATE_JAX) and its CUDA plug-in cannot be installed here;" \
 	         "nothing was compiled"; \
 	    exit 0; }; \
-	$(GATE)/bin/python -m scripts.kernel_gate $(ARGS)
+	failed=0; \
+	$(GATE)/bin/python -m scripts.kernel_gate $(ARGS) || failed=1; \
+	$(GATE)/bin/python -m scripts.mosaic_gate $(ARGS) || failed=1; \
+	$(GATE)/bin/python -m pytest -q tests/pallas_kernels/test_mosaic.py || failed=1; \
+	exit $$failed
 
 $(GATE)/.installed: pyproject.toml
 	@echo "Installing JAX $(GATE_JAX) and its CUDA plug-in into $(GATE) (a minute or two, once)"
 	@$(GATE_PYTHON) -m venv $(GATE)
-	@$(GATE)/bin/python -m pip install --quiet --disable-pip-version-check jax==$(GATE_JAX) -e .
+	@$(GATE)/bin/python -m pip install --quiet --disable-pip-version-check jax==$(GATE_JAX) pytest -e .
 	@$(GATE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	    jax-cuda13-plugin==$(GATE_JAX) jax-cuda13-pjrt==$(GATE_JAX) nvidia-cuda-nvcc nvidia-nvvm
 	@touch $@

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from benchmarks.output import command, show
 from benchmarks.roofline import Machine, kv_token_bytes, measure_copy, measure_machine, seconds
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import KV_DTYPES
-from pallas_kernels import Rows, paged_attention, quantize
+from pallas_kernels import Rows, dispatch, paged_attention, quantize
 from pallas_kernels.kv_write import shapes as write_shapes
 from pallas_kernels.page_copy import shapes as copy_shapes
 from pallas_kernels.paged_attention import Capacity, Plan, plan, planned_tiling
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for each in bar:
             bar.set_postfix_str(each.name if isinstance(each, AttentionShape) else str(each))
             if isinstance(each, AttentionShape):
-                results.append(_measure(each, dtype, page_dtype, machine))
+                results.append(_measure(each, dtype, page_dtype, machine, options.attention))
             else:
                 moved.append(kernel_moves.measure(each, machine.bytes_per_s))
     return {
@@ -93,12 +94,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         },
         "shapes": results,
         "moves": moved,
+        "served_by": [asdict(choice) for choice in dispatch.choices()],
         **environment.describe(),
     }
 
 
 def _measure(
-    shape: AttentionShape, dtype: jnp.dtype, page_dtype: jnp.dtype, machine: Machine
+    shape: AttentionShape,
+    dtype: jnp.dtype,
+    page_dtype: jnp.dtype,
+    machine: Machine,
+    attention: str | None,
 ) -> dict[str, Any]:
     token_bytes = kv_token_bytes(shape.num_kv_heads, shape.head_dim, page_dtype)
     kv_bytes = sum(context for _, context in shape.rows) * token_bytes
@@ -106,8 +112,8 @@ def _measure(
     layers = max(1, min(16, -(-_CACHE_BYTES // kv_bytes)))
     q, pages, rows = _inputs(shape, dtype, page_dtype, layers)
     longest = 1 if shape.is_decode else None
-    work = _plan(shape, rows)
-    attend = partial(paged_attention, max_query_length=longest)
+    work = _plan(shape, rows, attention)
+    attend = partial(paged_attention, max_query_length=longest, implementation=attention)
     own_s = _seconds(partial(attend, rows=rows, plan=work), q, pages, layers)
     bound_s = machine.step_s(flops=flops, num_bytes=num_bytes)
     result = {
@@ -117,7 +123,7 @@ def _measure(
         "of_bound": bound_s / own_s,
         "bytes_per_s": num_bytes / own_s,
         "flops_per_s": flops / own_s,
-        "error": _error(shape, attend, q, pages, rows),
+        "error": _error(shape, attend, q, pages, rows, attention),
     }
     peer_s = None if page_dtype != dtype else _jax_seconds(shape, q, pages, rows)
     return result if peer_s is None else {**result, "jax_paged_attention_s": peer_s}
@@ -162,9 +168,10 @@ def _inputs(
     return q, made, rows
 
 
-def _plan(shape: AttentionShape, rows: Rows) -> Plan | None:
+def _plan(shape: AttentionShape, rows: Rows, attention: str | None) -> Plan | None:
     tiling = planned_tiling(
         jax.devices()[0],
+        attention,
         kv_heads=shape.num_kv_heads,
         group=shape.num_heads // shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -204,13 +211,14 @@ def _error(
     q: jax.Array,
     pages: Pages,
     rows: Rows,
+    attention: str | None,
 ) -> float:
     """Relative norm of some rows' difference from XLA's, which computes in float32."""
     some = jax.tree.map(lambda x: x[:_ROWS_COMPARED], rows)
     if shape.is_decode:
         q = q[:_ROWS_COMPARED]
     attend = partial(attend, layer=0, rows=some, **pages)
-    got = attend(q, plan=_plan(shape, some))
+    got = attend(q, plan=_plan(shape, some, attention))
     wanted = attend(q.astype(jnp.float32), implementation="xla")
     owned = slice(0, int(some.query_length.sum()))
     got, wanted = np.asarray(got, np.float32)[owned], np.asarray(wanted)[owned]
@@ -289,6 +297,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--dtype", default="bfloat16", help="of queries and pages")
     add("--kv-dtype", default=None, help="of pages with scales: int8 or float8_e4m3fn")
+    add("--attention", default=None, help="by name, such as mosaic,triton; the platform's choice")
     add("--output", type=Path, default=None, help="also write the object here")
     return parser
 

@@ -16,11 +16,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+_TESTS = ["pytest", "-q", "-p", "no:cacheprovider", "tests/pallas_kernels/test_on_gpu.py", "-k"]
+# The Mosaic kernel's are apart: what never ran on a GPU may hang there.
 PARTS: dict[str, list[str]] = {
-    "tests": ["pytest", "-q", "-p", "no:cacheprovider", "tests/pallas_kernels/test_on_gpu.py"],
+    "tests": [*_TESTS, "not mosaic"],
     "kernels": ["benchmarks.kernels"],
     "kernels_int8": ["benchmarks.kernels", "--shapes", "decode", "--kv-dtype", "int8"],
     "kernels_float8": ["benchmarks.kernels", "--shapes", "decode", "--kv-dtype", "float8_e4m3fn"],
+    "mosaic_tests": [*_TESTS, "mosaic"],
+    "mosaic_kernels": [
+        *("benchmarks.kernels", "--shapes", "prefill,mixed", "--attention", "mosaic,triton")
+    ],
     "decode_llama_3_8b": ["benchmarks.decode", "--model", "llama-3-8b"],
     "decode_llama_3_8b_int8": ["benchmarks.decode", "--kv-dtype", "int8"],
     "decode_llama_3_8b_float8": ["benchmarks.decode", "--kv-dtype", "float8_e4m3fn"],

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
 
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.paged_attention import cpu, reference, triton, xla
+from pallas_kernels.paged_attention import cpu, mosaic, reference, triton, xla
 from pallas_kernels.paged_attention.planner import Plan
 from pallas_kernels.paged_attention.rows import Rows
-
-Implementation = Literal["reference", "xla", "cpu", "triton", "triton_interpreted"]
 
 _IMPLEMENTATIONS = {
     "reference": reference.paged_attention,
@@ -20,6 +17,8 @@ _IMPLEMENTATIONS = {
     "cpu": cpu.paged_attention,
     "triton": triton.paged_attention,
     "triton_interpreted": partial(triton.paged_attention, interpret=True),
+    "mosaic": mosaic.paged_attention,
+    "mosaic_interpreted": partial(mosaic.paged_attention, interpret=True),
 }
 _PREFERRED = {"cpu": ("cpu",), "cuda": ("triton",)}
 
@@ -47,7 +46,7 @@ def paged_attention(
     v_scales: jax.Array | None = None,
     max_query_length: int | None = None,
     plan: Plan | None = None,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention of a flat ragged batch over paged keys and values.
 
@@ -70,7 +69,8 @@ def paged_attention(
         may have shrunk since.
       implementation: overrides the platform's choice, made when the call is traced and logged
         once: "cpu" on the CPU, "triton" on NVIDIA GPUs, "xla" elsewhere and where those refuse.
-        "triton_interpreted" runs that kernel anywhere, for tests.
+        One of `IMPLEMENTATIONS`, or several with commas between them, of which the first that can
+        serves: "mosaic,triton". The "_interpreted" ones run anywhere, for tests.
 
     Returns:
       [tokens, q_heads, head_dim] in q's dtype.

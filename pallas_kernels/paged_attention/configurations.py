@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, final
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -53,12 +53,14 @@ class Configuration:
     page_dtype: str
     options: tuple[tuple[str, Any], ...]
     is_decode: bool
+    kind: Literal["triton", "mosaic"] = "triton"
 
     def __str__(self) -> str:
         heads = f"{self.kv_heads}x{self.group}x{self.head_dim}"
         names = "-".join(name for name, _ in self.options) or "plain"
-        kind = "decode" if self.is_decode else "mixed"
-        return f"{heads}-page{self.page_size}-{self.dtype}-{self.page_dtype}-{names}-{kind}"
+        rows = "decode" if self.is_decode else "mixed"
+        name = f"{heads}-page{self.page_size}-{self.dtype}-{self.page_dtype}-{names}-{rows}"
+        return name if self.kind == "triton" else f"{self.kind}-{name}"
 
     @property
     def kernels(self) -> frozenset[str]:
@@ -82,6 +84,7 @@ class Configuration:
             kv_heads=self.kv_heads,
             group=self.group,
             head_dim=self.head_dim,
+            kind=self.kind,
         )
         capacity = Capacity.of(
             tiling,
@@ -90,6 +93,11 @@ class Configuration:
             max_context=width * self.page_size,
             is_decode=self.is_decode,
         )
+
+        work = no_work(tiling, capacity)
+        if self.kind == "mosaic":
+            # Rows of few queries are Triton's, whose configurations are compiled by themselves.
+            work = replace(work, splits=work.splits[:0], merges=work.merges[:0])
 
         def array(dtype: str, *shape: int) -> Any:
             return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -102,14 +110,17 @@ class Configuration:
             v_pages=array(self.page_dtype, *pages, self.head_dim),
             layer=array("int32"),
             rows=Rows(row, row, row, row, array("int32", num_rows, width)),
-            plan=no_work(tiling, capacity),
+            plan=work,
         )
         if options.pop("has_alibi", False):
             arguments["alibi_slopes"] = array("float32", self.kv_heads * self.group)
         if self.page_dtype != self.dtype:
             arguments["k_scales"] = arguments["v_scales"] = array("float32", *pages)
         longest = 1 if self.is_decode else None
-        return partial(paged_attention, max_query_length=longest, **options), arguments
+        # Triton is the platform's choice, and has to be.
+        asked = None if self.kind == "triton" else self.kind
+        call = partial(paged_attention, max_query_length=longest, implementation=asked, **options)
+        return call, arguments
 
 
 # Every head size with every page size; the rest takes turns, so that many pairs of values meet.
@@ -126,4 +137,27 @@ CONFIGURATIONS = tuple(
     )
     for i, (head_dim, page_size) in enumerate(product(HEAD_DIMS, PAGE_SIZES))
     for is_decode in (False, True)
+)
+
+# The Mosaic kernel's: every head size with every kind of page, smaller than a block of keys, as
+# large and larger; the rest takes turns.
+_MOSAIC_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"sliding_window": 1000},
+    {"soft_cap": 30.0},
+    {"sliding_window": 77, "soft_cap": 50.0},
+)
+MOSAIC_CONFIGURATIONS = tuple(
+    Configuration(
+        head_dim=head_dim,
+        page_size=page_size,
+        kv_heads=_HEADS[(i + i // 4) % 4][0],
+        group=_HEADS[(i + i // 4) % 4][1],
+        dtype=("bfloat16", "float16")[i % 2],
+        page_dtype=("bfloat16", "float16")[i % 2],
+        options=tuple(_MOSAIC_OPTIONS[(i + i // 5) % 4].items()),
+        is_decode=False,
+        kind="mosaic",
+    )
+    for i, (head_dim, page_size) in enumerate(product((64, 128), (16, 32, 64, 128, 256)))
 )

@@ -38,6 +38,22 @@ class Launch:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class Warpgroups:
+    """How Mosaic's tile kernel goes through keys; two warpgroups share a tile's queries.
+
+    Attributes:
+      block_keys: keys that they take at a time.
+      num_stages: blocks of keys, and of values, in shared memory at once.
+    """
+
+    NUM = 2
+
+    block_keys: int
+    num_stages: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Tiling:
     """How the kernels cut the work; static, of a model's heads on a device.
 
@@ -48,6 +64,7 @@ class Tiling:
       block_keys: keys that a kernel takes at a time.
       chunk_keys: of the split kernel; a multiple of block_keys.
       split_programs, tile_programs: that the device runs at once, over all KV heads.
+      warpgroups: of Mosaic's tile kernel; None for tiles that are not made for it.
     """
 
     kv_heads: int
@@ -61,6 +78,7 @@ class Tiling:
     tile_launch: Launch = Launch(num_warps=4, num_stages=3)
     split_launch: Launch = Launch(num_warps=4, num_stages=3)
     merge_launch: Launch = Launch(num_warps=1, num_stages=1)
+    warpgroups: Warpgroups | None = None
 
     def __post_init__(self) -> None:
         if not self.group <= self.split_rows <= self.tile_rows:
@@ -73,6 +91,14 @@ class Tiling:
                 f"chunk_keys={self.chunk_keys} is not a multiple of block_keys={self.block_keys}"
             )
 
+    def check_heads(self, q_heads: int, kv_heads: int) -> None:
+        """Raise ValueError if it is for other heads."""
+        if (self.kv_heads, self.group) != (kv_heads, q_heads // kv_heads):
+            raise ValueError(
+                f"the plan is for {self.kv_heads} KV heads in groups of {self.group}, but the call "
+                f"has {q_heads} query heads and {kv_heads} KV heads"
+            )
+
     @property
     def split_queries(self) -> int:
         """Queries of an item of the split kernel, at most."""
@@ -80,8 +106,9 @@ class Tiling:
 
     @property
     def tile_queries(self) -> int:
-        """Queries of an item of the tile kernel, at most."""
-        return self.tile_rows // self.group
+        """Queries of an item of the tile kernel, at most; no warpgroup has part of one."""
+        shares = 1 if self.warpgroups is None else Warpgroups.NUM
+        return self.tile_rows // shares // self.group * shares
 
     @property
     def split_grid(self) -> int:

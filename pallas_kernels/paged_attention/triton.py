@@ -42,11 +42,13 @@ def paged_attention(
     max_query_length: int | None,
     plan: Plan | None,
     interpret: bool = False,
+    tiled: jax.Array | None = None,
 ) -> jax.Array:
     """See `api.paged_attention`. Tokens of no row get zeros.
 
     Args:
       interpret: run on any platform, slowly, as tests do.
+      tiled: output that has the plan's tiles already, from elsewhere; the rest is added.
     """
     if not interpret:
         gpu.require_triton()
@@ -56,11 +58,7 @@ def paged_attention(
     gpu.require_addressable(k_pages, v_pages)
     layers, num_pages, kv_heads, page_size, head_dim = k_pages.shape
     tiling = plan.tiling
-    if (tiling.kv_heads, tiling.group) != (kv_heads, q.shape[1] // kv_heads):
-        raise ValueError(
-            f"the plan is for {tiling.kv_heads} KV heads in groups of {tiling.group}, but "
-            f"q{q.shape} and k_pages{k_pages.shape} have other ones"
-        )
+    tiling.check_heads(q.shape[1], kv_heads)
 
     def flat(pages: jax.Array | None) -> jax.Array | None:
         return None if pages is None else pages.reshape(layers * num_pages, *pages.shape[2:])
@@ -95,8 +93,8 @@ def paged_attention(
         page_size=page_size,
         interpret=interpret,
     )
-    out = jnp.zeros_like(q)
-    if len(plan.tiles):
+    out = jnp.zeros_like(q) if tiled is None else tiled
+    if len(plan.tiles) and tiled is None:
         (out,) = kernels.call(tile_kernel, plan.tiles, operands, out, tiling.tile_launch)
     if len(plan.splits):
         slots = (plan.num_slots, kv_heads, tiling.split_rows)

@@ -14,7 +14,11 @@ from pallas_kernels import paged_attention, quantize, rotate_and_write
 from pallas_kernels.kv_write import shapes as write_shapes
 from pallas_kernels.page_copy import shapes as copy_shapes
 from pallas_kernels.paged_attention import Capacity, Plan, Rows, plan, planned_tiling
-from pallas_kernels.paged_attention.configurations import CONFIGURATIONS, Configuration
+from pallas_kernels.paged_attention.configurations import (
+    CONFIGURATIONS,
+    MOSAIC_CONFIGURATIONS,
+    Configuration,
+)
 from pallas_kernels.paged_attention.shapes import AttentionShape, make_inputs
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
@@ -24,14 +28,14 @@ ALLOWED = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}
 CONTEXTS = (1, 63, 64, 65, 511, 513, 700, 1500, 2047, 3000)
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize("configuration", (*CONFIGURATIONS, *MOSAIC_CONFIGURATIONS), ids=str)
 def test_agrees_with_float32(configuration):
     """Ragged batches of rows short and long, poisoned where nothing may be read."""
     q, k_pages, v_pages, rows, options = _inputs(configuration)
     longest = 1 if configuration.is_decode else None
     attend = partial(paged_attention, max_query_length=longest, **options)
     work = _plan(configuration, q, rows)
-    got = jax.jit(partial(attend, implementation="triton"), static_argnums=3)(
+    got = jax.jit(partial(attend, implementation=configuration.kind), static_argnums=3)(
         q, k_pages, v_pages, 1, rows, plan=work
     )
     wanted = attend(q.astype(jnp.float32), k_pages, v_pages, 1, rows, implementation="xla")
@@ -41,7 +45,9 @@ def test_agrees_with_float32(configuration):
     assert error < ALLOWED[configuration.dtype]
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS[:2], ids=str)
+@pytest.mark.parametrize(
+    "configuration", (*CONFIGURATIONS[:2], *MOSAIC_CONFIGURATIONS[:2]), ids=str
+)
 def test_a_row_has_the_same_bits_in_any_batch(configuration):
     """Alone, split over the whole chip, and in a crowd, where nothing is split."""
     q, k_pages, v_pages, rows, options = _inputs(configuration)
@@ -51,7 +57,7 @@ def test_a_row_has_the_same_bits_in_any_batch(configuration):
             paged_attention,
             max_query_length=longest,
             layer=1,
-            implementation="triton",
+            implementation=configuration.kind,
             **options,
         )
     )
@@ -150,6 +156,7 @@ def _inputs(configuration: Configuration):
 def _plan(configuration: Configuration, q: jax.Array, rows: Rows) -> Plan:
     tiling = planned_tiling(
         jax.devices()[0],
+        configuration.kind,
         kv_heads=configuration.kv_heads,
         group=configuration.group,
         head_dim=configuration.head_dim,

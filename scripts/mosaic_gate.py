@@ -1,0 +1,124 @@
+"""Compile the Mosaic kernel for a Hopper GPU that is not there: a part of `make kernel-gate`.
+
+Every configuration becomes machine code for sm_90a; a register spill is an error, and so is more
+shared memory than a block can have. What the compiler reports is kept beside this script.
+
+Rows of shared memory may be tiled by eight, and a copy that begins elsewhere than at a multiple of
+eight tokens would then be misplaced in silence: no copy of a run of tokens may be tiled so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from scripts import kernel_gate  # before JAX: it sets what JAX reads when it is imported
+
+import jax  # isort: skip
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # isort: skip
+from tqdm import tqdm  # isort: skip
+
+from pallas_kernels.paged_attention.configurations import (  # isort: skip
+    MOSAIC_CONFIGURATIONS,
+    Configuration,
+)
+
+REPORT = Path(__file__).with_name("mosaic_resources.json")
+_KERNEL = "paged_attention_mosaic_tile"
+_MAX_SHARED_BYTES = 232448
+
+
+def main() -> int:
+    """Check everything; the exit code."""
+    options = _parser().parse_args()
+    mesh = kernel_gate.h100()
+    report: dict[str, dict[str, int]] = {}
+    problems: list[str] = []
+    chosen = MOSAIC_CONFIGURATIONS[:: 3 if options.subset else 1]
+    for configuration in tqdm(chosen, desc="compiling Mosaic kernels", delay=2):
+        try:
+            report[str(configuration)] = _resources(mesh, configuration)
+        except Exception as error:
+            problems.append(f"{configuration}: {str(error).splitlines()[0]}")
+    print(json.dumps({"Mosaic kernels": report}, indent=2))
+    if options.write:
+        REPORT.write_text(json.dumps(report, indent=2) + "\n")
+    for problem in problems:
+        print(f"mosaic-gate: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _resources(mesh: Mesh, configuration: Configuration) -> dict[str, int]:
+    """What a configuration's kernel takes.
+
+    Raises:
+      ValueError: it cannot have that, or copies misplace tokens.
+    """
+    function, arguments = configuration.call()
+    place = NamedSharding(mesh, PartitionSpec())
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments
+    )
+    with tempfile.TemporaryDirectory(prefix="mosaic-gate-") as folder:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+        with jax.set_mesh(mesh):
+            jax.jit(function).lower(**arguments).compile()
+        (ptx,) = Path(folder).glob(f"{_KERNEL}*.ptx")
+        assembler = ptx.with_suffix(".ptxas").read_text()
+        shared = ptx.with_suffix(".resources.txt").read_text()
+        copies = ptx.with_suffix(".after_layout_inference.txt").read_text()
+        code = ptx.read_text()
+    found = {
+        "registers_at_launch": _number(r"Used (\d+) registers", assembler),
+        "spill_bytes": _number(r"(\d+) bytes spill stores", assembler),
+        "shared_bytes": _number(r"smem_scratch_bytes=(\d+)", shared),
+        "wgmma": code.count("wgmma.mma_async"),
+    }
+    if found["spill_bytes"]:
+        raise ValueError(f"{found['spill_bytes']} bytes of registers are spilled")
+    if found["shared_bytes"] > _MAX_SHARED_BYTES:
+        raise ValueError(f"{found['shared_bytes']} bytes of shared memory")
+    if misplaced := _misplaced(copies):
+        raise ValueError(f"copies of tokens that have to begin at multiples of 8: {misplaced}")
+    return found
+
+
+def _misplaced(text: str) -> list[str]:
+    """Copies between the memories whose tiled rows begin where only the run knows."""
+    copies = [line for line in text.splitlines() if "mosaic_gpu.async_" in line]
+    if len(copies) < 4:
+        raise ValueError(f"only {len(copies)} copies are in what was compiled")
+    found = []
+    for line in copies:
+        (tiled,) = re.findall(r"#mosaic_gpu\.tile<\[(\d+), \d+\]>", line)
+        (text,) = re.findall(r"slice_lengths = array<i64: ([-\d, ]+)>", line)
+        lengths = [int(length) for length in text.split(",")]
+        indices = re.findall(r"%\w+", line[: line.index("<{")])[-len(lengths) :]
+        # Lengths of -1 are those of single indices. Of the others, the last two are tiled.
+        begin, _ = [at for at, length in zip(indices, lengths, strict=True) if length > 0][-2:]
+        if tiled != "1" and not begin.startswith("%c0_"):
+            found.append(line.strip())
+    return found
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"the compiler's report has no {pattern!r}")
+    return int(found.group(1))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mosaic-gate", description=__doc__)
+    parser.add_argument("--subset", action="store_true", help="every third configuration")
+    parser.add_argument("--write", action="store_true", help="keep what the compiler reports")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

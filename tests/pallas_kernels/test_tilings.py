@@ -1,0 +1,58 @@
+"""The tiling of a model follows its heads, the device, and which kernel was asked for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import paged_attention
+from pallas_kernels.cross import H100, H100_CORES
+from pallas_kernels.paged_attention import planned_tiling, tiling_for
+from pallas_kernels.paged_attention.shapes import TEST_SHAPES, make_inputs
+
+HEADS = dict(kv_heads=2, group=4, head_dim=128)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16, 33, 64])
+def test_no_query_is_shared_by_warpgroups(group):
+    """Each of the two has whole queries, as many as its 64 rows hold."""
+    heads = dict(kv_heads=2, group=group, head_dim=64)
+    tiling = tiling_for(device=H100, num_cores=H100_CORES, kind="mosaic", **heads)
+    assert tiling.warpgroups is not None
+    assert tiling.tile_queries == 2 * (64 // group)
+    assert tiling.tile_programs == H100_CORES
+
+
+@pytest.mark.parametrize(
+    ("asked", "heads", "is_mosaic"),
+    [
+        ("triton_interpreted", {}, False),
+        ("mosaic_interpreted", {}, True),
+        ("mosaic_interpreted,triton_interpreted", {}, True),
+        ("triton_interpreted,mosaic_interpreted", {}, False),
+        ("mosaic_interpreted", dict(head_dim=96), False),
+        ("mosaic_interpreted", dict(group=128), False),
+    ],
+)
+def test_the_tiles_are_those_of_the_kernel_that_comes_first(asked, heads, is_mosaic):
+    """Mosaic's tiles where it is asked for first and may serve such heads."""
+    tiling = planned_tiling(jax.devices()[0], asked, **{**HEADS, **heads})
+    assert tiling is not None
+    assert (tiling.warpgroups is not None) == is_mosaic
+
+
+@pytest.mark.parametrize("asked", [None, "xla", "triton", "mosaic,triton"])
+def test_there_is_none_where_no_kernel_needs_a_plan(asked):
+    """On a CPU nothing works through plans but what is interpreted."""
+    assert planned_tiling(jax.devices()[0], asked, **HEADS) is None
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="this JAX is not too old")
+def test_mosaic_refuses_an_old_jax():
+    """The refusal says what is needed and what is there."""
+    q, k_pages, v_pages, rows = make_inputs(TEST_SHAPES[0], seed=1)
+    with pytest.raises(NotImplementedError, match="JAX 0.11 or newer, not 0.10"):
+        paged_attention(
+            *(q.astype(jnp.bfloat16), k_pages, v_pages, 0, rows), implementation="mosaic"
+        )
