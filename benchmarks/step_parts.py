@@ -146,13 +146,13 @@ def _attention_s(
         ),
         max_query_length=1,
     )
-    q = jnp.ones((batch_size, config.num_heads, config.head_dim), dtype)
-    kv = jnp.ones((batch_size, config.num_kv_heads, config.head_dim), dtype)
+    group = config.num_heads // config.num_kv_heads
+    qkv = jnp.ones((batch_size, config.num_kv_heads, group + 2, config.head_dim), dtype)
 
     def attend(cache: KVCache) -> tuple[KVCache, jax.Array]:
-        total = jnp.zeros_like(q)
+        total = jnp.zeros((batch_size, config.num_heads, config.head_dim), dtype)
         for layer, window in enumerate(config.sliding_windows):
-            out, cache = cache.attend(layer, q, kv, kv, batch, sliding_window=window)
+            out, cache = cache.attend(layer, qkv, None, batch, sliding_window=window)
             total += out
         return cache, total
 
