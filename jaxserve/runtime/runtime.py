@@ -329,9 +329,7 @@ class Runtime:
         return self._upkeep.residency(token_ids)
 
     def forget_kept_pages(self) -> None:
-        """Have every request from here on compute its whole prompt, as if none had come before.
-
-        For measurements. Requests that run go on as they are.
+        """For measurements: requests from here on compute their whole prompts; others go on.
 
         Raises:
           RuntimeClosedError, EngineFailedError
