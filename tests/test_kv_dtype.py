@@ -9,7 +9,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import KV_DTYPES, RuntimeOptions
 from jaxserve.engine.assembly import nbytes
 from sharding import StagePlan, make_mesh
-from tests.tiny import OPTIONS, random_prompts, slow_down, tiny_llama
+from tests.tiny import OPTIONS, make_copies_free, random_prompts, slow_down, tiny_llama
 
 PROMPTS = random_prompts(10, seed=4, longest=50)
 PARAMS = [
@@ -82,8 +82,7 @@ def test_a_disk_gives_back_pages_of_its_own_dtype_alone(tmp_path):
     answers = []
     for kv_dtype in ("int8", None, "int8"):
         with _runtime(kv_dtype, num_pages=60, policy="pensieve", **disk) as rt:
-            # So small a model may compute a page faster than it is copied, and not keep it then.
-            rt._replicas.first.engine.scheduler.keeper.cache._copy_s = 0.0
+            make_copies_free(rt)
             answers.append(_tokens(rt.generate(PROMPTS, PARAMS)))
             assert (rt.stats().num_found_on_disk > 0) == (len(answers) == 3)
     assert answers[2] == answers[0]

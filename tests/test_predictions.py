@@ -11,7 +11,7 @@ from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from predictor import LengthBuckets, LengthDistributions
 from tests.predictor.tiny import tiny_predictor
-from tests.tiny import OPTIONS, letter_tokenizer, random_prompts, tiny_llama
+from tests.tiny import OPTIONS, letter_tokenizer, make_copies_free, random_prompts, tiny_llama
 
 BUCKETS = LengthBuckets.equal_width(40, 4)
 PROMPTS = random_prompts(16, longest=20)
@@ -68,6 +68,7 @@ def test_wrong_predictions_cost_time_and_never_tokens(expected, policy, name):
         predictor=PREDICTORS[name],
         **MEMORY,
     ) as rt:
+        make_copies_free(rt)
         done = rt.generate(PROMPTS, PARAMS)
         stats = rt.stats()
     assert [each.token_ids for each in done] == expected

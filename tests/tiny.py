@@ -74,6 +74,16 @@ def slow_down(rt: Runtime, step_s: float = 0.02) -> None:
     rt._replicas.first.executor.submit = slowly
 
 
+def make_copies_free(rt: Runtime) -> None:
+    """Have pages copied to the host rather than computed anew.
+
+    So small a model may compute a page faster than it is copied, which this machine decides.
+    """
+    scheduler = rt._replicas.first.engine.scheduler
+    scheduler.supervisor._costs = None
+    scheduler.keeper.cache._copy_s = 0.0
+
+
 def letter_tokenizer() -> Tokenizer:
     """A tokenizer with one token a character, and a chat template."""
     letters = [" ", *map(chr, range(33, 127)), "é", "ü"]
