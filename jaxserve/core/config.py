@@ -98,6 +98,13 @@ class EngineConfig:
         return self.max_length - 1
 
 
+def fine_slot_buckets(max_slots: int) -> tuple[int, ...]:
+    """1, 4, 8, 12, 16, 24, 32, 48, 64, ...: from 8 slots on at most a third of one is empty."""
+    powers = [2**i for i in range(2, max_slots.bit_length())]
+    between = [power * 3 // 2 for power in powers if power >= 8]
+    return tuple(sorted({1, *powers, *(size for size in between if size < max_slots), max_slots}))
+
+
 def bucket(size: int, buckets: tuple[int, ...]) -> int:
     """The smallest of `buckets` (increasing) that holds `size`."""
     for candidate in buckets:

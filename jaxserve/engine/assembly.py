@@ -12,7 +12,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from jaxserve.core.assets import cache_folder
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.config import EngineConfig, fine_slot_buckets
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
@@ -43,6 +43,8 @@ class PlatformDefaults:
       dtype: of parameters, activations and, without `kv_dtype`, KV. bfloat16 is slower than float32
         on CPUs in XLA.
       layer_layout: scanning over layers measured three times slower than unrolling on the CPU.
+      has_fine_windows: whether decode windows come in `fine_slot_buckets`. From 16 rows or so an
+        empty row costs a CPU what any other does; a GPU waits for the weights.
     """
 
     dtype: str
@@ -50,6 +52,7 @@ class PlatformDefaults:
     max_slots: int
     max_step_tokens: int
     max_decode_iterations: int
+    has_fine_windows: bool
 
 
 _CPU = PlatformDefaults(
@@ -58,6 +61,7 @@ _CPU = PlatformDefaults(
     max_slots=32,
     max_step_tokens=256,
     max_decode_iterations=4,
+    has_fine_windows=True,
 )
 _GPU = PlatformDefaults(
     dtype="bfloat16",
@@ -65,6 +69,7 @@ _GPU = PlatformDefaults(
     max_slots=256,
     max_step_tokens=2048,
     max_decode_iterations=16,
+    has_fine_windows=False,
 )
 
 
@@ -339,6 +344,7 @@ def _engine_config(
         ),
         max_step_tokens=max_step_tokens,
         max_decode_iterations=options.max_decode_iterations or defaults.max_decode_iterations,
+        slot_buckets=fine_slot_buckets(max_slots) if defaults.has_fine_windows else (),
         attention=options.attention,
         num_host_pages=num_host_pages,
         kv_dtype=options.kv_dtype,
