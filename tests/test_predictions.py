@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 
 from jaxserve import Runtime, SamplingParams
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import InvalidConfigError, RuntimeClosedError
 from predictor import LengthBuckets, LengthDistributions
 from tests.predictor.tiny import tiny_predictor
-from tests.tiny import OPTIONS, letter_tokenizer, make_copies_free, random_prompts, tiny_llama
+from tests.tiny import (
+    OPTIONS,
+    letter_tokenizer,
+    make_copies_free,
+    random_prompts,
+    slow_down,
+    tiny_llama,
+)
 
 BUCKETS = LengthBuckets.equal_width(40, 4)
 PROMPTS = random_prompts(16, longest=20)
@@ -96,6 +103,21 @@ def test_what_is_no_predictor_is_refused(given):
     """Before anything is built, saying what to give."""
     with pytest.raises(InvalidConfigError, match="predictor"):
         Runtime(tiny_llama(), tokenizer=letter_tokenizer(), predictor=given, **OPTIONS)
+
+
+def test_what_is_expected_of_running_requests():
+    """As long as predicted, and nothing of those that have ended."""
+    with Runtime(
+        tiny_llama(), tokenizer=letter_tokenizer(), predictor=PREDICTORS["maximum"], **OPTIONS
+    ) as rt:
+        slow_down(rt)
+        params = SamplingParams(max_tokens=None, forced_length=40)
+        pending = rt.submit(PROMPTS[0], params)
+        assert rt.outlook()[pending.request_id].num_tokens > 20
+        pending.result()
+        assert rt.outlook() == {}
+    with pytest.raises(RuntimeClosedError):
+        rt.outlook()
 
 
 def test_requests_that_end_go_on_training_the_predictor():

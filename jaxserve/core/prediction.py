@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -30,6 +31,11 @@ class LengthPrediction:
         """The longest length of the likeliest bucket: what S3 takes for the answer's length."""
         usable = np.nan_to_num(self.probabilities, nan=-1.0)
         return int(self.buckets.upper(int(np.argmax(usable))))
+
+    @property
+    def expected_length(self) -> int:
+        """The mean, rounded up."""
+        return math.ceil(stacked([self]).expected_remaining()[0])
 
     def quantile(self, miss_rate: float, elapsed: int = 0) -> int:
         """A length that at most `miss_rate` of requests outgrow, `elapsed` tokens having come."""

@@ -15,6 +15,7 @@ from jaxserve.engine.executor import Executor, StepHandle
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
 from jaxserve.memory.disk_tier import DiskTier, HostMemory
+from jaxserve.scheduling.outlook import Outlook, outlooks
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.scheduler import Progress, Scheduler
@@ -72,6 +73,10 @@ class Engine:
         if self._in_flight or self.scheduler.keeper.retrieval.has_arrived:
             return None
         return self.scheduler.wake_s
+
+    def outlook(self) -> dict[str, Outlook]:
+        """Of requests that have tokens left to compute, by id."""
+        return outlooks(self.scheduler, self.recorder.iteration_s)
 
     def add(self, request: Request) -> list[Sequence]:
         """Take in a validated request; its samples wait for their turn."""

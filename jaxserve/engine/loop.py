@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, final
+from typing import Any, Literal, TypeVar, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import (
@@ -23,6 +24,8 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.scheduling.scheduler import Progress
 from jaxserve.scheduling.sequence import Phase
+
+_T = TypeVar("_T")
 
 # What becomes of running requests when the loop pauses for new weights.
 Running = Literal["finish", "restart", "abort"]
@@ -54,6 +57,7 @@ class EngineLoop:
         self._arrived: list[Answer] = []
         self._held: list[Answer] = []  # arrived during a pause
         self._cancelled: list[str] = []
+        self._questions: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._is_closing = False
         self._one_pause = threading.Lock()
         self._pause: _Pause | None = None
@@ -88,6 +92,20 @@ class EngineLoop:
         with self._changed:
             self._cancelled.append(request_id)
             self._changed.notify_all()
+
+    def ask(self, question: Callable[[], _T]) -> _T:
+        """What `question` gives on the loop's thread, between two steps, or after a pause.
+
+        Raises:
+          RuntimeClosedError: the loop was closed.
+          EngineFailedError: it failed before.
+        """
+        answer: Future[_T] = Future()
+        with self._changed:
+            self._raise_if_over()
+            self._questions.append((question, answer))
+            self._changed.notify_all()
+        return answer.result()
 
     @contextmanager
     def paused(self, running: Running | Literal["keep"] = "finish") -> Iterator[None]:
@@ -162,7 +180,7 @@ class EngineLoop:
             self._stand_still(pause)
         with self._changed:
             while not (self._arrived or self._cancelled or self._is_closing or self._is_due()):
-                if self._pause is not pause:
+                if self._pause is not pause or self._questions:
                     break
                 self._engine.stats.end_busy_period()
                 wake_s = self._engine.idle_until_s if self._engine.has_work else None
@@ -179,6 +197,12 @@ class EngineLoop:
             self._settle(answer)
         for request_id in cancelled:
             self._cancel(request_id)
+        while self._questions:
+            question, asked = self._questions.pop(0)
+            try:
+                asked.set_result(question())
+            except Exception as error:
+                asked.set_exception(error)
         return True
 
     def _make_room(self, running: Running | Literal["keep"]) -> None:
@@ -282,4 +306,6 @@ class EngineLoop:
         self._engine.stats.end_busy_period()
         for answer in self._answers.values():
             answer.fail(error, self._clock.now())
+        for _, asked in self._questions:
+            asked.set_exception(error)
         self._engine.abandon()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from jaxserve.scheduling.scheduler import Scheduler
 
 # The newest so many of each are kept: some tens of megabytes.
 MAX_RECORDS = 100_000
+# Of those that tell how long an iteration takes these days.
+_NUM_RECENT = 64
 
 
 @final
@@ -92,6 +95,19 @@ class Recorder:
         """Those that have ended, in that order."""
         with self._lock:
             return tuple(self._requests)
+
+    @property
+    def iteration_s(self) -> float | None:
+        """Seconds of an iteration, lately; None before the first."""
+        with self._lock:
+            recent = list(itertools.islice(reversed(self._steps), _NUM_RECENT))[::-1]
+        num_iterations = sum(step.num_iterations for step in recent)
+        busy_s, before_s = 0.0, 0.0
+        for step in recent:
+            assert step.collected_s is not None
+            busy_s += step.collected_s - max(step.submitted_s, before_s)
+            before_s = step.collected_s
+        return busy_s / num_iterations if num_iterations else None
 
     def step_submitted(
         self, plan: StepPlan, scheduler: Scheduler, now_s: float, host_gap_s: float

@@ -31,6 +31,7 @@ from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.runtime.placing import Place
 from jaxserve.runtime.processes import in_group
+from jaxserve.scheduling.outlook import Outlook
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
 from sharding import ProcessGroup, split_replicas
@@ -180,6 +181,14 @@ class Replicas:
         if placed is not None:
             self.all[placed.replica].loop.cancel(request_id)
 
+    def outlook(self) -> dict[str, Outlook]:
+        """See `Runtime.outlook`."""
+        self.check_leads()
+        found: dict[str, Outlook] = {}
+        for replica in self.all:
+            found |= replica.loop.ask(replica.engine.outlook)
+        return found
+
     @contextmanager
     def paused(self, running: Running | Literal["keep"] = "finish") -> Iterator[None]:
         """Keep every loop from its engine for the length of the block; see `EngineLoop.paused`."""
@@ -262,7 +271,9 @@ class Replicas:
 
     def _place(self, answer: Answer) -> _Placed:
         request = answer.request
-        work = predicted_tokens(len(request.prompt), request.params, max_context=self._max_context)
+        work = predicted_tokens(
+            len(request.prompt), request.params, request.prediction, max_context=self._max_context
+        )
         pages = page_hashes(request.prompt, self._page_size) if len(self.all) > 1 else ()
         placed = _Placed(answer, self._router.route(pages, work), work)
         if request.id in self._placed:  # it has ended, and its callback is still to come

@@ -27,6 +27,7 @@ from jaxserve.runtime.loading import load_for
 from jaxserve.runtime.parts import build_parts
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.stats import RuntimeStats
+from jaxserve.scheduling.outlook import Outlook
 from jaxserve.workload import WorkloadItem
 from pallas_kernels import dispatch
 from sharding import StagePlan
@@ -287,6 +288,16 @@ class Runtime:
             weights_bytes=self._weights_bytes,
             predicting_s=0.0 if self._forecaster is None else self._forecaster.seconds,
         )
+
+    def outlook(self) -> dict[str, Outlook]:
+        """What is expected of each request that has not ended, by id: tokens and seconds to come.
+
+        One whose last token is being computed is not among them.
+
+        Raises:
+          RuntimeClosedError, EngineFailedError
+        """
+        return self._replicas.outlook()
 
     def report(self) -> Report:
         """What happened so far: figures, a table, JSON, a trace, a picture."""

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import final
 
+from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 
@@ -35,10 +36,21 @@ def answered_pages(completion: Completion, page_size: int) -> list[list[int]]:
     ]
 
 
-def predicted_tokens(num_prompt_tokens: int, params: SamplingParams, *, max_context: int) -> int:
-    """Tokens that a request takes at most, prompt and all samples: a replica's work for it."""
+def predicted_tokens(
+    num_prompt_tokens: int,
+    params: SamplingParams,
+    prediction: LengthPrediction | None = None,
+    *,
+    max_context: int,
+) -> int:
+    """Tokens that a request is expected to take, prompt and all samples: a replica's work for it.
+
+    Without a prediction, those that it takes at most.
+    """
     room = max(0, max_context - num_prompt_tokens)
     answer = room if params.max_tokens is None else min(params.max_tokens, room)
+    if prediction is not None:
+        answer = min(answer, prediction.expected_length)
     return num_prompt_tokens + params.n * answer
 
 

@@ -222,7 +222,7 @@ class Scheduler:
         return self.waiting.first_that(self._fits, self.keeper.awaits_disk, self.pool.num_available)
 
     def _fits(self, sequence: Sequence) -> bool:
-        missing = sequence.table.pages_for(self._tokens_to_reserve(sequence))
+        missing = sequence.table.pages_for(self.tokens_to_reserve(sequence))
         if not sequence.host_pages:
             missing -= self.keeper.num_shared(sequence)
         if missing > self.pool.num_available:
@@ -236,7 +236,7 @@ class Scheduler:
         Returns (index, page) of the pages it begins with: shared with others, to be filled from the
         host, or between such pages.
         """
-        tokens = self._tokens_to_reserve(sequence)
+        tokens = self.tokens_to_reserve(sequence)
         if not sequence.host_pages:
             entries = self.keeper.begin(sequence, tokens)
         elif sequence.table.reserve(tokens):
@@ -359,7 +359,8 @@ class Scheduler:
         sequence.table.close()
         sequence.ahead.clear()
 
-    def _tokens_to_reserve(self, sequence: Sequence) -> int:
+    def tokens_to_reserve(self, sequence: Sequence) -> int:
+        """When it is admitted."""
         wanted = self.policy.admission.reserve_tokens(sequence)
         return min(max(wanted, sequence.planned_length + 1), sequence.max_length)
 

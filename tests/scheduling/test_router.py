@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.scheduling.router import Router, page_hashes, predicted_tokens
+from predictor import LengthBuckets
 
 PAGE = 4
 WEIGHT = 4.0
@@ -41,6 +44,9 @@ def test_predicted_tokens_end_at_the_context():
     assert predicted_tokens(90, SamplingParams(max_tokens=None), max_context=100) == 100
     params = SamplingParams(max_tokens=5, n=3, temperature=1.0)
     assert predicted_tokens(10, params, max_context=100) == 25
+    sure = LengthPrediction(LengthBuckets((0, 3, 4, 100)), np.asarray([0.0, 1.0, 0.0]))
+    assert predicted_tokens(10, params, sure, max_context=100) == 10 + 3 * 4
+    assert predicted_tokens(10, SamplingParams(max_tokens=2), sure, max_context=100) == 12
 
 
 def test_strangers_go_to_the_least_work():
