@@ -83,7 +83,7 @@ def outlooks(scheduler: Scheduler, iteration_s: float | None) -> dict[str, Outlo
 
 
 def _pages(scheduler: Scheduler, sequence: Sequence, num_tokens: float) -> int:
-    """What it has reserved or will; where memory is taken as tokens come, its mean until the end."""
+    """Reserved, or to be; where memory is taken as tokens come, the mean until the end."""
     if scheduler.policy.admission.extends:
         return sequence.table.pages_for(int(sequence.planned_length + num_tokens / 2))
     return sequence.table.num_reserved or sequence.table.pages_for(
