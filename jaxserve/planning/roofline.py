@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import final
 
 from jaxserve.engine.step_cost import StepWork
+from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.supervisor import SwapCosts
 
 
 @final
@@ -17,29 +20,33 @@ class DeviceRoofs:
     Attributes:
       flops: arithmetic a second, in the model's precision.
       memory_bytes_per_s: of device memory.
-      link_bytes_per_s: between the device and the host.
+      link_bytes_per_s: between the device and the host, in either direction.
       memory_bytes: of the device.
+      peer_bytes_per_s: from one device of a machine to the next.
     """
 
     flops: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
     memory_bytes: float
+    peer_bytes_per_s: float = math.inf
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder with plain multi-head attention.
+    """A decoder whose heads together are as wide as its layers.
 
     Attributes:
       bytes_each: of a parameter, and of an element of the KV cache.
+      group_size: query heads that share one head of keys and values.
     """
 
     num_params: float
     num_layers: int
     hidden_size: int
     bytes_each: int = 2
+    group_size: int = 1
 
     @property
     def weights_bytes(self) -> float:
@@ -47,7 +54,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        return 2.0 * self.num_layers * self.hidden_size * self.bytes_each
+        return 2.0 * self.num_layers * self.hidden_size * self.bytes_each / self.group_size
 
 
 @final
@@ -55,59 +62,110 @@ class ModelShape:
 class RooflineCost:
     """Step costs: an iteration takes the longer of its arithmetic and its memory traffic.
 
-    Every iteration reads the weights once and the KV of all that its rows attend to. Each token
-    costs two operations a parameter, and four a layer and channel for each position attended to.
+    Every iteration reads the weights once and the KV of all that its rows attend to: of a row of
+    several tokens once for all of them. Each token costs two operations a parameter, and four a
+    layer and channel for each position attended to.
 
     Attributes:
       page_tokens: of a page that is swapped.
       num_stages: devices in a pipeline, each with as many layers and all of them busy. The batch
         then is in as many parts, and a part's iteration reads all weights: in the time in which
         every part has passed every stage, each stage has read its weights once a part.
-      efficiency: share of the roofs that is reached.
+      num_shards: devices that share every layer (tensor parallelism). Each reads its share of the
+        weights and of the KV heads, and adds up two sums a layer with the others, by rings.
+      efficiency: share of the roofs that is reached; links are given as they are.
+      hides_copies: pages are swapped beside the computation, layer by layer (Pensieve, sections
+        3.4.3.2 and 3.4.3.3), and either direction has the link to itself; else before it, one
+        after the other.
     """
 
     model: ModelShape
     roofs: DeviceRoofs
     page_tokens: int
     num_stages: int = 1
+    num_shards: int = 1
     efficiency: float = 1.0
+    hides_copies: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_stages * self.num_shards
 
     @property
     def kv_tokens(self) -> int:
         """That fit beside the weights."""
-        memory_bytes = self.num_stages * self.roofs.memory_bytes
+        memory_bytes = self.num_devices * self.roofs.memory_bytes
         return int((memory_bytes - self.model.weights_bytes) // self.model.kv_bytes_per_token)
+
+    @property
+    def page_bytes(self) -> float:
+        """On all devices together."""
+        return self.page_tokens * self.model.kv_bytes_per_token
 
     def host_s(self, plan: StepPlan) -> float:
         return 0.0
 
     def device_s(self, work: StepWork) -> float:
-        num_tokens = sum(row.num_tokens for row in work.plan.rows)
+        plan = work.plan
+        num_tokens = sum(row.num_tokens for row in plan.rows)
         seconds = sum(self._iteration_s(num_tokens, attended) for attended in work.decoded)
         if work.prefilled:  # beside the decoded rows of the same iteration
-            seconds += self._attention_s(work.prefilled, is_read_once=True)
-        return seconds + self.swap_s(len(work.plan.swaps_out) + len(work.plan.swaps_in))
+            contexts = sum(r.start + r.num_tokens for r in plan.rows if r.num_tokens > 1)
+            seconds += self._attention_s(work.prefilled, contexts)
+        if self.hides_copies:
+            busiest = max(len(plan.swaps_out), len(plan.swaps_in))
+            return max(seconds, self.swap_s(busiest))
+        return seconds + self.swap_s(len(plan.swaps_out) + len(plan.swaps_in))
 
     def swap_s(self, num_pages: int) -> float:
         """Seconds to copy so many pages to the host, or back."""
-        page_bytes = self.page_tokens * self.model.kv_bytes_per_token
-        return num_pages * page_bytes / (self.num_stages * self.roofs.link_bytes_per_s)
+        return num_pages * self.page_bytes / (self.num_devices * self.roofs.link_bytes_per_s)
+
+    def chunk_cost(self, longest: int) -> RecomputeCost:
+        """Of computing a page in a full step, as a row of its own (Pensieve, eq. 3.5 and 3.6).
+
+        Args:
+          longest: context.
+        """
+
+        def seconds(context: int) -> float:
+            return self.page_tokens * self._token_s + self._chunk_attention_s(context)
+
+        return RecomputeCost.profiled(seconds, longest)
+
+    def swap_costs(self) -> SwapCosts:
+        """What a device would measure when it starts."""
+        return SwapCosts(
+            page_s=self.swap_s(1),
+            token_s=self._token_s,
+            position_s=self._chunk_attention_s(1) / self.page_tokens,
+        )
+
+    @property
+    def _token_s(self) -> float:
+        """A token's arithmetic but for attention, in a step full of tokens."""
+        roof = self.num_devices * self.roofs.flops
+        return 2.0 * self.model.num_params / roof / self.efficiency
+
+    def _chunk_attention_s(self, context: int) -> float:
+        return self._attention_s(self.page_tokens * context, context)
 
     def _iteration_s(self, num_tokens: int, attended: int) -> float:
-        """The products with weights, and attention after them."""
+        """The products with weights, their sums over the shards, and attention after them."""
         model, roofs = self.model, self.roofs
-        compute_s = 2.0 * model.num_params * num_tokens / (self.num_stages * roofs.flops)
-        read_s = model.weights_bytes / roofs.memory_bytes_per_s
-        products_s = max(compute_s, read_s) / self.efficiency
-        return products_s + self._attention_s(attended, is_read_once=False)
+        read_s = model.weights_bytes / self.num_shards / roofs.memory_bytes_per_s
+        products_s = max(num_tokens * self._token_s, read_s / self.efficiency)
+        return products_s + self._sums_s(num_tokens) + self._attention_s(attended, attended)
 
-    def _attention_s(self, attended: int, *, is_read_once: bool) -> float:
-        """Of rows that attend to so many positions in all.
+    def _sums_s(self, num_tokens: int) -> float:
+        """Two a layer over all shards; a stage is busy with its own layers."""
+        model, num = self.model, self.num_shards
+        sent = 2.0 * (num - 1) / num * num_tokens * model.hidden_size * model.bytes_each
+        return 2 * model.num_layers * sent / self.num_stages / self.roofs.peer_bytes_per_s
 
-        `is_read_once`: for all tokens of a prompt together, so that arithmetic is what counts.
-        """
+    def _attention_s(self, attended: int, num_read: int) -> float:
+        """Of tokens that attend to so many positions in all, and read the KV of `num_read`."""
         model, roofs = self.model, self.roofs
         compute_s = 4.0 * model.num_layers * model.hidden_size * attended / roofs.flops
-        read_s = 0.0 if is_read_once else attended * model.kv_bytes_per_token
-        together_s = max(compute_s, read_s / roofs.memory_bytes_per_s)
-        return together_s / self.num_stages / self.efficiency
+        read_s = num_read * model.kv_bytes_per_token / roofs.memory_bytes_per_s
+        return max(compute_s, read_s) / self.num_devices / self.efficiency
