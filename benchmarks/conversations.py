@@ -133,7 +133,7 @@ class _Simulator:
         client = Talks(talks)
         simulation = simulate(
             client.items, policy, self._config, self._times,
-            follow_up=client.follow_up, label=label,
+            follow_up=client.follow_up, chunk_cost=self._times.chunk_cost(), label=label,
         )  # fmt: skip
         return {
             **summarise(simulation.completions, simulation.wall_s),

@@ -133,7 +133,12 @@ def _predict(played: _Played, times: StepTimes) -> dict[str, Any]:
 
     begin_s = time.perf_counter()
     simulation = simulate(
-        played.items, played.policy, played.config, times, predictions=played.predictions
+        played.items,
+        played.policy,
+        played.config,
+        times,
+        predictions=played.predictions,
+        chunk_cost=times.chunk_cost(),
     )
     took_s = time.perf_counter() - begin_s
     return {

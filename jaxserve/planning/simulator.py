@@ -21,7 +21,9 @@ from jaxserve.engine.requests import RequestBuilder
 from jaxserve.engine.simulated import SimulatedExecutor
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.step_cost import StepCost
+from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.supervisor import SwapCosts
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.conversations import FollowUp
 
@@ -56,6 +58,8 @@ def simulate(
     *,
     predictions: Sequence[LengthPrediction | None] | None = None,
     follow_up: FollowUp | None = None,
+    chunk_cost: RecomputeCost | None = None,
+    swap_costs: SwapCosts | None = None,
     label: str = "simulating",
     progress: bool = True,
 ) -> Simulation:
@@ -67,6 +71,9 @@ def simulate(
     Args:
       predictions: of each item's output length, for policies that use them.
       follow_up: what is asked after an answer; nothing by default.
+      chunk_cost: what kept pages are valued by, see `PageCache.value_by`; by default a guess.
+      swap_costs: what a device would measure when it starts; by default swaps are taken to be
+        worth it.
       label: of the progress bar.
 
     Raises:
@@ -74,7 +81,10 @@ def simulate(
     """
     clock = VirtualClock()
     executor = SimulatedExecutor(config, clock, cost=cost, reads_context=False)
+    executor.swap_costs = swap_costs
     engine = Engine(executor, policy, clock)
+    if chunk_cost is not None:
+        engine.scheduler.keeper.cache.value_by(chunk_cost)
     builder = RequestBuilder(
         None,
         eos_token_ids=(),

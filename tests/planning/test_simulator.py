@@ -11,9 +11,11 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import PromptTooLongError
 from jaxserve.core.metrics import summarise
 from jaxserve.engine.step_cost import FlatCost
+from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.planning import Simulation, simulate
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.supervisor import SwapCosts
 from jaxserve.workload import WorkloadItem
 from tests.planning.step_times import CONFIG, made_up
 from tests.tiny import random_prompts, tiny_llama
@@ -144,3 +146,40 @@ def test_config_of_the_table_need_not_be_the_simulation_s():
     items = [_item(100) for _ in range(8)]
     few, many = (replace(CONFIG, num_pages=n) for n in (30, 200))
     assert _run(items, "orca", few, made_up()).wall_s > _run(items, "orca", many, made_up()).wall_s
+
+
+def test_kept_pages_are_valued_by_the_cost_given():
+    """Two conversations and room for one: the later, or the one that is dear to compute."""
+    config = EngineConfig(page_size=4, num_pages=12, max_slots=1, max_context=64)
+    policy = PRESETS["pensieve_device_only"]
+    prompts = [tuple(range(10 * i, 10 * i + length)) for i, length in ((1, 33), (5, 9), (9, 13))]
+    items = [
+        replace(_item(1, arrival_s=2.0 * i), prompt_token_ids=prompt)
+        for i, prompt in enumerate([*prompts, prompts[0]])
+    ]
+
+    def num_found(chunk_cost: RecomputeCost) -> int:
+        run = simulate(items, policy, config, SECOND, chunk_cost=chunk_cost, progress=False)
+        return run.stats.num_found
+
+    alike = RecomputeCost(((1, 1.0), (64, 1.0)))
+    late_is_dear = RecomputeCost(((1, 1.0), (64, 1000.0)))
+    assert num_found(late_is_dear) > num_found(alike)
+
+
+def test_swap_costs_given_are_the_scheduler_s():
+    """A page that takes longer to copy than to compute is not copied."""
+    config = EngineConfig(page_size=4, num_pages=8, max_slots=1, max_context=24, num_host_pages=20)
+    items = [replace(_item(2, arrival_s=9.0 * i), prompt_token_ids=(i,) * 20) for i in range(1, 5)]
+    num_out = [
+        simulate(
+            items,
+            PRESETS["pensieve"],
+            config,
+            SECOND,
+            swap_costs=SwapCosts(page_s=page_s, token_s=1.0),
+            progress=False,
+        ).stats.num_pages_out
+        for page_s in (1.0, 3.0)
+    ]
+    assert num_out[0] > 0 and num_out[1] == 0
