@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.figures import flover_charts, style
+from benchmarks.figures import flover_charts, pensieve, style
 from benchmarks.figures.results import Result, bound_name
 
 
@@ -25,6 +25,8 @@ def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
         return {f"{stem}_peers": _peers} if result.has_peers else {}
     if result.kind in ("predictor", "probe", "s3", "scattered", "loading", "sharding"):
         return {}
+    if result.kind == "pensieve":
+        return {stem: pensieve.chart}
     if result.kind == "conversations":
         return {
             f"{stem}_{number + 1}": partial(_conversations, number)

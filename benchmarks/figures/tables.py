@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.figures import pensieve
 from benchmarks.figures.flover_charts import runs_of
+from benchmarks.figures.markdown import caption, linked, table, where
 from benchmarks.figures.results import Result, bound_name
 from benchmarks.figures.style import name
 
@@ -19,6 +21,7 @@ HEADINGS = {
     "predictor": "Predicted lengths of answers",
     "probe": "What is left of answers",
     "s3": "S3's models on its GPU, simulated",
+    "pensieve": "Pensieve's models on its GPUs, simulated",
     "scattered": "Attention over scattered pages",
     "loading": "Memory for loading a checkpoint",
     "sharding": "What plans send, and how full pipelines are",
@@ -44,7 +47,7 @@ def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) 
     """
     if kind == "offline":
         rows = [_offline_row(result, link(result)) for result in results]
-        first = [_table(_OFFLINE, rows), *[""] * (len(results) - 1)]
+        first = [table(_OFFLINE, rows), *[""] * (len(results) - 1)]
         return [
             f"{text}\n\n{_peers(result, link(result))}".strip() if result.has_peers else text
             for text, result in zip(first, results, strict=True)
@@ -58,6 +61,7 @@ def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) 
         "predictor": _predictor,
         "probe": _probe,
         "s3": _s3,
+        "pensieve": pensieve.tables,
         "scattered": _scattered,
         "loading": _loading,
         "sharding": _sharding,
@@ -65,28 +69,16 @@ def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) 
     return [make(result, link(result)) for result in results]
 
 
-def _where(result: Result) -> str:
-    """The machine, in words."""
-    device = result.get("device")
-    if result.get("device", "platform") != "cpu":
-        return f"{device['count']} x {device['kind']}"
-    return f"{device['host_cores']} cores of {device['host_cpu']}"
-
-
-def _caption(result: Result, what: str, link: str) -> str:
-    return f"{what}, on {_where(result)} ([{result.path.stem}]({link}))."
-
-
 def _offline_row(result: Result, link: str) -> list[str]:
     what = (
         f"{result.number('num_requests'):.0f} {result.get('workload')} requests, "
         f"{result.get('model')} in {result.get('precision')}, policy {result.get('policy')}, "
-        f"{_where(result)}"
+        f"{where(result)}"
     )
     starts = [result.optional("startup", kind, "ready_s") for kind in ("cold", "warm")]
     return [
         what,
-        _linked(result.number("output_tokens_per_s"), ".0f", link),
+        linked(result.number("output_tokens_per_s"), ".0f", link),
         f"{result.number('bound', 'reached'):.0%} of {bound_name(result)}",
         f"{result.number('host_gap_share'):.1%}",
         *("" if start is None else f"{start:.0f} s" for start in starts),
@@ -104,14 +96,14 @@ def _peers(result: Result, link: str) -> str:
         rows.append(
             [
                 name(engine),
-                _linked(result.number(*at, "output_tokens_per_s"), ".0f", link),
+                linked(result.number(*at, "output_tokens_per_s"), ".0f", link),
                 f"{result.number(*at, 'jaxserve_is_faster_by'):.2f}",
                 f"{result.number(*at, 'startup_s'):.1f} s",
             ]
         )
     what = "The same requests beside other engines, runs interleaved"
     header = ("engine", "output tokens/s", "jaxserve is faster by", "start-up")
-    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def _policies(result: Result, link: str) -> str:
@@ -121,7 +113,7 @@ def _policies(result: Result, link: str) -> str:
         rows.append(
             [
                 name(policy),
-                _linked(result.number(*at, "output_tokens_per_s"), ".0f", link),
+                linked(result.number(*at, "output_tokens_per_s"), ".0f", link),
                 f"{result.number(*at, 'latency_s', 'p50'):.1f} s",
                 f"{result.number(*at, 'latency_s', 'p99'):.1f} s",
                 f"{result.number(*at, 'time_to_first_token_s', 'p50'):.2f} s",
@@ -143,7 +135,7 @@ def _policies(result: Result, link: str) -> str:
         *("policy", "output tokens/s", "latency, median", "99th percentile", "first token"),
         *("average batch", "iterations", "preempted"),
     )
-    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def _when(arguments: Mapping[str, Any]) -> str:
@@ -163,7 +155,7 @@ def _online(result: Result, link: str) -> str:
             rows.append(
                 [
                     name(policy),
-                    _linked(result.number(*at, "rate"), ".2g", link),
+                    linked(result.number(*at, "rate"), ".2g", link),
                     f"{result.number(*at, 'requests_per_s'):.2g}",
                     f"{result.number(*at, 'output_tokens_per_s'):.0f}",
                     f"{result.number(*at, 'normalised_latency_s', 'p90'):.3f} s",
@@ -175,7 +167,7 @@ def _online(result: Result, link: str) -> str:
     what = f"{arguments['num_requests']} {arguments['workload']} requests a rate"
     header = ("policy", "requests/s", "served", "tokens/s", "p90 s/token", "p90 first token",
               "within limits")  # fmt: skip
-    return f"{_caption(result, what + ', ' + arguments['model'], link)}\n\n{_table(header, rows)}"
+    return f"{caption(result, what + ', ' + arguments['model'], link)}\n\n{table(header, rows)}"
 
 
 def _conversations(result: Result, link: str) -> str:
@@ -193,7 +185,7 @@ def _conversations(result: Result, link: str) -> str:
                     [
                         of,
                         name(policy),
-                        _linked(result.number(*at, "requests_per_s"), ".2f", link),
+                        linked(result.number(*at, "requests_per_s"), ".2f", link),
                         f"{result.number(*at, 'normalised_latency_s', 'p50'):.3f} s",
                         f"{result.number(*at, 'normalised_latency_s', 'p90'):.3f} s",
                         f"{result.number(*at, 'engine', 'num_found') / sought:.0%}",
@@ -206,7 +198,7 @@ def _conversations(result: Result, link: str) -> str:
     what = f"{arguments['num_conversations']} conversations a rate, {arguments['model']}, {how}"
     header = ("rounds, reaction", "policy", "requests/s", "p50 s/token", "p90", "found",
               "of these on the host", "tokens lost")  # fmt: skip
-    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def _flover(result: Result, link: str) -> str:
@@ -220,14 +212,14 @@ def _flover(result: Result, link: str) -> str:
         wall_s = result.number("constant", i, "wall_s")
         ratio = "" if slowest_s is None else f"{slowest_s / wall_s:.1f}"
         rate = result.number("constant", i, "output_tokens_per_s")
-        rows.append([name(policy), _linked(wall_s, ".1f", link), ratio, f"{rate:.0f}"])
+        rows.append([name(policy), linked(wall_s, ".1f", link), ratio, f"{rate:.0f}"])
     arguments = result.get("arguments")
     what = (
         f"{arguments['max_requests']} requests of {arguments['output_tokens']} output tokens, one "
         f"every {result.number('interval_s'):.2f} s, {arguments['model']}"
     )
     header = ("policy", "total time, s", "faster than concurrent instances by", "output tokens/s")
-    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def _simulate(result: Result, link: str) -> str:
@@ -238,13 +230,13 @@ def _simulate(result: Result, link: str) -> str:
             measured = result.number("runs", i, "measured", *at)
             predicted = result.number("runs", i, "predicted", *at)
             error = f"{predicted / measured - 1:+.1%}"
-            row += [_linked(measured, form, link), f"{predicted:{form}}", error]
+            row += [linked(measured, form, link), f"{predicted:{form}}", error]
         rows.append(row)
     header = (
         *("policy", "measured tokens/s", "predicted", "error"),
         *("measured p99 latency, s", "predicted", "error"),
     )
-    return f"{_caption(result, 'Measured and simulated', link)}\n\n{_table(header, rows)}"
+    return f"{caption(result, 'Measured and simulated', link)}\n\n{table(header, rows)}"
 
 
 def _predictor(result: Result, link: str) -> str:
@@ -254,7 +246,7 @@ def _predictor(result: Result, link: str) -> str:
         rows.append(
             [
                 str(one["name"]),
-                _linked(result.number(*at, "accuracy"), ".1%", link),
+                linked(result.number(*at, "accuracy"), ".1%", link),
                 f"{result.number(*at, 'wrong_by'):.2f}",
                 f"{result.number(*at, 'error_tokens'):.0f}",
                 f"{result.number(*at, 'under_prediction'):.1%}",
@@ -274,7 +266,7 @@ def _predictor(result: Result, link: str) -> str:
         *("predictor", "accuracy", "wrong by, buckets", "error, tokens", "too short"),
         *(f"outgrown at {float(p):.0%}" for p in result.get("contenders", 0, "promises")),
     )
-    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def _probe(result: Result, link: str) -> str:
@@ -283,7 +275,7 @@ def _probe(result: Result, link: str) -> str:
     for i, one in result.items("figures"):
         error, right = (result.number("figures", i, k) for k in ("error_tokens", "accuracy"))
         row = cells.setdefault(one["name"], {})
-        text = f"{_linked(error, '.0f', link)}" if not row else f"{error:.0f}"
+        text = f"{linked(error, '.0f', link)}" if not row else f"{error:.0f}"
         row[one["elapsed"]] = f"{text} ({right:.0%})"
     at = list(dict.fromkeys(elapsed for row in cells.values() for elapsed in row))
     rows = [[name, *(row.get(elapsed, "") for elapsed in at)] for name, row in cells.items()]
@@ -296,7 +288,7 @@ def _probe(result: Result, link: str) -> str:
         f"({slower_by:+.1%})"
     )
     header = ("", *("all" if elapsed is None else f"{elapsed}" for elapsed in at))
-    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def _s3(result: Result, link: str) -> str:
@@ -309,7 +301,7 @@ def _s3(result: Result, link: str) -> str:
             row = [model, name(policy)]
             for key in ("output_tokens_per_s", "average_batch", "num_iterations"):
                 theirs = result.get("paper").get(model, {}).get(key, ())
-                row.append(_linked(result.number(*at, key), ".0f", link))
+                row.append(linked(result.number(*at, key), ".0f", link))
                 row += [f"{own:.0f}" for n, own in zip(known, theirs, strict=False) if n == policy]
                 row += [""] * (len(row) % 2)
             rates = result.get("slo").get(model, {}).get(policy, ())
@@ -325,7 +317,7 @@ def _s3(result: Result, link: str) -> str:
         f"{arguments['num_requests']} requests of ShareGPT's lengths, all at once, A100 80 GB as "
         "rooflines, simulated"
     )
-    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def _scattered(result: Result, link: str) -> str:
@@ -334,11 +326,11 @@ def _scattered(result: Result, link: str) -> str:
     for i, _ in result.items("contexts"):
         first, *others = (1e3 * result.number("contexts", i, way) for way in ways)
         context = f"{result.number('contexts', i, 'context'):.0f}"
-        rows.append([context, _linked(first, ".2f", link), *(f"{ms:.2f}" for ms in others)])
+        rows.append([context, linked(first, ".2f", link), *(f"{ms:.2f}" for ms in others)])
     arguments = result.get("arguments")
     what = f"{arguments['batch']} rows of {arguments['queries']} tokens, milliseconds"
     header = ("context", *(name(way.removesuffix("_s")) for way in ways))
-    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def _loading(result: Result, link: str) -> str:
@@ -346,11 +338,11 @@ def _loading(result: Result, link: str) -> str:
         f"{result.get('shape')}, {result.get('dtype')}, {result.number('num_shards'):.0f} shards",
         f"{result.number('checkpoint_bytes') / 1e9:.2f} GB",
         f"{result.number('peak_host_bytes') / 1e9:.2f} GB",
-        _linked(result.number("ratio"), ".2f", link),
+        linked(result.number("ratio"), ".2f", link),
         f"{result.number('load_s'):.0f} s",
     ]
     header = ("checkpoint", "size", "peak host memory", "over the size", "from disk in")
-    return f"{_caption(result, 'A random checkpoint', link)}\n\n{_table(header, [row])}"
+    return f"{caption(result, 'A random checkpoint', link)}\n\n{table(header, [row])}"
 
 
 def _sharding(result: Result, link: str) -> str:
@@ -358,7 +350,7 @@ def _sharding(result: Result, link: str) -> str:
     for i, run in result.items("runs"):
         sent = result.number("runs", i, "decode", "bytes")
         least = result.number("runs", i, "decode", "least_bytes")
-        row = [str(run["plan"]), _linked(sent, ",.0f", link)]
+        row = [str(run["plan"]), linked(sent, ",.0f", link)]
         row += [f"{sent / least:.2f}" if least else ""]
         for share in ("bubble", "ideal_bubble"):
             found = result.optional("runs", i, "pipeline", share)
@@ -367,20 +359,9 @@ def _sharding(result: Result, link: str) -> str:
     header = ("plan", "bytes a decode iteration", "of the least", "bubble", "ideal")
     layers = result.get("model", "layers")
     what = f"{result.number('rows'):.0f} sequences of a model of {layers} layers"
-    return f"{_caption(result, what, link)}\n\n{_table(header, rows)}"
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def _optional(result: Result, at: Sequence[str], form: str) -> str:
     found = result.optional(*at)
     return "" if found is None else f"{found:{form}}"
-
-
-def _linked(value: float, form: str, link: str) -> str:
-    return f"[{value:{form}}]({link})"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(
-        "|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|" for line in lines
-    )

@@ -147,6 +147,8 @@ class RequestBuilder:
         items: list[Any] = list(prompt)
         if not items:
             raise EmptyPromptError("the prompt is empty; give at least one token or message")
+        if set(map(type, items)) == {int}:  # the usual case, and histories are long
+            return tuple(items)
         if all(isinstance(item, Mapping) for item in items):
             return _encoded(self._need_tokenizer("a chat").apply_chat_template, items)
         try:

@@ -36,8 +36,8 @@ class Simulation:
     """What would have happened; times in virtual seconds from the start of the run.
 
     Attributes:
-      completions: in the order of the items, then of what followed them; their tokens mean nothing,
-        their numbers and times do.
+      completions: of what was answered, in the order of the items, then of what followed them;
+        their tokens mean nothing, their numbers and times do.
       wall_s: to the last end.
       steps, requests: what `jaxserve.report.Report` shows.
       stats: the engine's counters.
@@ -60,6 +60,7 @@ def simulate(
     follow_up: FollowUp | None = None,
     chunk_cost: RecomputeCost | None = None,
     swap_costs: SwapCosts | None = None,
+    until_s: float = math.inf,
     label: str = "simulating",
     progress: bool = True,
 ) -> Simulation:
@@ -74,6 +75,7 @@ def simulate(
       chunk_cost: what kept pages are valued by, see `PageCache.value_by`; by default a guess.
       swap_costs: what a device would measure when it starts; by default swaps are taken to be
         worth it.
+      until_s: when to stop, whatever is still to be answered.
       label: of the progress bar.
 
     Raises:
@@ -98,14 +100,15 @@ def simulate(
     with tqdm(
         total=len(items), desc=label, unit="req", leave=False, delay=2, disable=not progress
     ) as bar:
-        while clients.next_arrival_s < math.inf or engine.has_work:
+        while clock.now() < until_s and (clients.next_arrival_s < math.inf or engine.has_work):
             if not clients.hand_in(engine, clock.now()) and _wait(engine, clients, clock):
                 continue
             if any(news.sequence.finish_reason for news in engine.step()):
                 bar.update(clients.take_answers(engine.recorder.request_ended))
                 bar.total = len(clients.answers)
     engine.stats.end_busy_period()
-    completions = tuple(answer.future.result() for answer in clients.answers)
+    futures = [answer.future for answer in clients.answers]
+    completions = tuple(future.result() for future in futures if future.done())
     return Simulation(
         completions=completions,
         wall_s=max((c.timing.finished_s or 0.0 for c in completions), default=0.0),

@@ -109,6 +109,7 @@ def sample(
     scale: float = 1.0,
     reaction_s: float = 60.0,
     rate: float | None = None,
+    whole: bool = False,
     accepts: Callable[[str], bool] = lambda _: True,
     path: Path | None = None,
     progress: bool = True,
@@ -124,6 +125,7 @@ def sample(
       scale: multiplies the lengths of questions, which lose their ends, and of answers.
       reaction_s: mean of the exponential distribution of the time that people take to go on.
       rate: conversations that begin a second, a Poisson process; all at once if None.
+      whole: put records together that one long conversation was cut into, at 2,048 tokens each.
       accepts: whether a conversation, by its `origin`, may be drawn.
       path: a ShareGPT file; the published one is fetched where None.
       progress: show a bar while downloading.
@@ -136,9 +138,10 @@ def sample(
     for name, value in (("scale", scale), ("reaction_s", reaction_s), ("rate", rate)):
         if value is not None and not 0 < value < math.inf:
             raise InvalidConfigError(f"{name}={value}; give a number above 0")
+    records = sharegpt.read(path or fetch(sharegpt.FILE, progress=progress))
     found = [
         rounds
-        for talk in sharegpt.read(path or fetch(sharegpt.FILE, progress=progress))
+        for talk in (sharegpt.whole(records) if whole else records)
         if accepts(talk.origin) and len(rounds := list(turns(talk))) >= max(1, min_rounds)
     ]
     random.Random(seed).shuffle(found)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Protocol, TextIO, final
 
@@ -79,6 +80,19 @@ def read(path: Path) -> Iterator[Conversation]:
                     f"{path} holds a record without {error}; give a ShareGPT file, whose records "
                     'look like {"id": ..., "conversations": [{"from": ..., "value": ...}]}'
                 ) from error
+
+
+def whole(records: Iterable[Conversation]) -> Iterator[Conversation]:
+    """Conversations as they were shared: records of one origin that follow each other are one.
+
+    Where the second begins with the message that the first ends with, it is there once.
+    """
+    for origin, pieces in groupby(records, lambda record: record.origin):
+        messages: list[tuple[str, str]] = []
+        for piece in pieces:
+            repeats = bool(messages) and messages[-1:] == list(piece.messages[:1])
+            messages += piece.messages[repeats:]
+        yield Conversation(id=f"{origin}_0", messages=tuple(messages))
 
 
 def _records(file: TextIO, where: str) -> Iterator[dict]:

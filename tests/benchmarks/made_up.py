@@ -138,6 +138,23 @@ def results() -> dict[str, dict[str, Any]]:
             "paper": {"a model": {"average_batch": [1.0, 2.0, 3.0]}},
             "slo": {"a model": {"orca": [{"requests_within_per_s": 0.5}]}},
         },
+        "pensieve": {
+            "arguments": {"bound": 0.2},
+            "sets": [
+                {
+                    **{"figure": "3.12", "model": "a model", "gain": 1.25},
+                    **{"min_rounds": 1, "reaction_s": 60.0},
+                    "policies": {
+                        policy: {
+                            "points": talks["orca"]["points"],
+                            "requests_per_s_at_bound": served,
+                            "of_stateless": served,
+                        }
+                        for policy, served in (("pensieve_lru", None), ("pensieve", 1.5))
+                    },
+                }
+            ],
+        },
         "scattered": {
             "arguments": {"batch": 32, "queries": 8},
             "contexts": [

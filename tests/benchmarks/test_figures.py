@@ -35,7 +35,7 @@ def test_every_kind_is_written(tmp_path):
     names = [f"{kind}_made_up" for kind in ("policies", "online", "simulate")]
     names += ["offline_made_up_peers"]
     names += [f"flover_made_up_{number}" for number in range(4, 8)]
-    names += ["conversations_made_up_1", "conversations_made_up_2"]
+    names += ["conversations_made_up_1", "conversations_made_up_2", "pensieve_made_up"]
     figures = {f"docs/figures/{name}.svg" for name in names}
     assert written == {"README.md", "docs/results.md", *figures}
     assert update(checkout, write=False) == []

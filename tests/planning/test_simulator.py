@@ -90,6 +90,14 @@ def test_a_time_window_passes():
     assert [end for _, end in _times(late)] == [1.25, 1.25, 10.5]
 
 
+def test_stops_in_time():
+    """A has all of its answer by then, B has not, and C has not come."""
+    items = [_item(2), _item(9), _item(1, arrival_s=50.0)]
+    run = simulate(items, PRESETS["orca"], TWO_SLOTS, SECOND, until_s=5.0, progress=False)
+    assert [len(completion.token_ids) for completion in run.completions] == [2]
+    assert run.wall_s == 2.0 and run.steps[-1].collected_s == 5.0
+
+
 def test_refuses_what_a_runtime_refuses():
     """A prompt that leaves no room for an answer."""
     item = replace(_item(1), prompt_token_ids=(1,) * 64)

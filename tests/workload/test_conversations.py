@@ -11,6 +11,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.engine.step_cost import FlatCost
 from jaxserve.planning import simulate
 from jaxserve.scheduling.presets import get_policy
+from jaxserve.workload import sharegpt
 from jaxserve.workload.conversations import Talk, Talks, Turn, sample
 
 
@@ -54,6 +55,41 @@ def test_drawn_from_sharegpt(tmp_path):
         sample(3, 0, max_context=50, **settings)
     with pytest.raises(InvalidConfigError, match="scale=0"):
         sample(1, 0, max_context=50, scale=0, **settings)
+
+
+def test_records_of_one_conversation_are_put_together(tmp_path):
+    """Cut after an answer, which the next record may begin with again; others stay apart."""
+    records = [
+        ("a_0", "q1 a1 q2 a2"),
+        ("a_3", "a2 q3 a3"),
+        ("a_6", "q4 a4"),
+        ("b_0", "q1 a1"),
+        ("c", "q1 a1"),
+    ]
+    path = tmp_path / "sharegpt.json"
+    path.write_text(
+        json.dumps(
+            [
+                {
+                    "id": id,
+                    "conversations": [
+                        {"from": "human" if word[0] == "q" else "gpt", "value": word}
+                        for word in words.split()
+                    ],
+                }
+                for id, words in records
+            ]
+        )
+    )
+    whole = list(sharegpt.whole(sharegpt.read(path)))
+    texts = [" ".join(text for _, text in talk.messages) for talk in whole]
+    assert texts == ["q1 a1 q2 a2 q3 a3 q4 a4", "q1 a1", "q1 a1"]
+    assert [talk.origin for talk in whole] == ["a", "b", "c"]
+    settings = {"tokenizer": WordTokenizer(), "path": path, "progress": False}
+    talks = sample(1, 0, max_context=50, min_rounds=4, whole=True, **settings)
+    assert [len(talk.turns) for talk in talks] == [4]
+    with pytest.raises(InvalidConfigError, match="there are 0 of 4 or more"):
+        sample(1, 0, max_context=50, min_rounds=4, **settings)
 
 
 def test_turns_follow_their_answers():
