@@ -139,7 +139,7 @@ def results() -> dict[str, dict[str, Any]]:
             "slo": {"a model": {"orca": [{"requests_within_per_s": 0.5}]}},
         },
         "pensieve": {
-            "arguments": {"bound": 0.2},
+            "arguments": {"bound": 0.2, "efficiency": 0.5, "seconds": 500.0},
             "sets": [
                 {
                     **{"figure": "3.12", "model": "a model", "gain": 1.25},
