@@ -30,8 +30,8 @@ def tables(result: Result, link: str) -> str:
     )
     share, seconds = (result.number("arguments", name) for name in ("efficiency", "seconds"))
     what = (
-        f"ShareGPT's conversations for {seconds:.0f} s, A100 80 GB as {share:.0%} of its rooflines, "
-        "simulated"
+        f"ShareGPT's conversations for {seconds:.0f} s, A100 80 GB as {share:.0%} of its "
+        "rooflines, simulated"
     )
     gains = f"{caption(result, what, link)}\n\n{table(header, list(_gains(result, link)))}"
     header = (
