@@ -38,7 +38,8 @@ def tables(result: Result, link: str) -> str:
         *("figure 3.14", "requests/s", "found with LRU", "with cost over time"),
         *("tokens recomputed with LRU", "with cost over time", "fewer"),
     )
-    return f"{gains}\n\n{table(header, list(_evictions(result, link)))}"
+    rows = list(_evictions(result, link))
+    return f"{gains}\n\n{table(header, rows)}" if rows else gains
 
 
 def _gains(result: Result, link: str) -> Iterator[list[str]]:
