@@ -267,7 +267,7 @@ def _panels(options: argparse.Namespace) -> list[Panel]:
     return [panel for panel in PANELS if panel.figure in wanted]
 
 
-def eviction_pairs(each: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _eviction_pairs(each: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Figure 3.14: points of LRU and of cost over time at the rates of a set that both played."""
     policies = each["policies"]
     if {"pensieve_lru", "pensieve"} <= policies.keys():
@@ -301,7 +301,7 @@ def _print_tables(result: dict[str, Any]) -> None:
         "fewer", box=None, header_style="bold", title="3.14",
     )  # fmt: skip
     for each in result["sets"]:
-        for pair in eviction_pairs(each):
+        for pair in _eviction_pairs(each):
             lru, other = (point["engine"] for point in pair)
             table.add_row(
                 each["model"],
