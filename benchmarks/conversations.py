@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jaxserve.planning import StepTimes
     from jaxserve.runtime import Runtime
 
+STATELESS = "vllm_like"
 DEFAULT = "vllm_like,pensieve_device_only,pensieve_lru,pensieve,auto"
 # Of the engine, as simulated runs have them too.
 COUNTERS = (
@@ -97,12 +98,25 @@ def _sweep(
         return play(policies[name], talks, label)
 
     curves = sweep.play_every(at, list(policies), rates)
+    served = {name: sweep.served_at(curve.points, options.bound) for name, curve in curves.items()}
+    stateless = served.get(STATELESS)
     return {
         "min_rounds": min_rounds,
         "reaction_s": reaction_s,
         "num_turns": num_turns,
-        "policies": {name: asdict(curve) for name, curve in curves.items()},
+        "policies": {
+            name: {
+                **asdict(curve),
+                "requests_per_s_at_bound": served[name],
+                "of_stateless": _ratio(served[name], stateless),
+            }
+            for name, curve in curves.items()
+        },
     }
+
+
+def _ratio(served: float | None, stateless: float | None) -> float | None:
+    return served / stateless if served and stateless else None
 
 
 def _device(runtimes: Runtimes) -> Play:
@@ -193,6 +207,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--reaction-s", default="5", help="sets by the mean time that people take to go on")
     add("--rates", default="0.25,0.5,1", help="conversations that begin a second")
     add("--scale", type=float, default=0.25, help="multiplies the lengths of all texts")
+    add("--bound", type=float, default=0.1, help="seconds a token, 90th percentile, of throughput")
     add("--seed", type=int, default=0, help="of the draw, the arrivals and the reactions")
     add(
         "--simulated",

@@ -7,8 +7,6 @@ serve. Tables on stderr, one JSON object on stdout. docs/benchmarks.md says what
 from __future__ import annotations
 
 import argparse
-import itertools
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +17,7 @@ import numpy as np
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks import sweep
 from benchmarks.output import command, show
 from benchmarks.pensieve_setup import (
     KNOWN,
@@ -102,7 +101,7 @@ def _played(
         last = curves[name].points[-1]
         bar.write(
             f"{panel.figure}, {panel.model}, {name}: {last['requests_per_s']:.2f} requests/s at "
-            f"{_p90(last):.3f} s a token, stopped by {curves[name].stopped_by}",
+            f"{sweep.p90(last):.3f} s a token, stopped by {curves[name].stopped_by}",
             file=sys.stderr,
         )
         bar.update()
@@ -111,7 +110,7 @@ def _played(
         "policies": {
             name: {
                 **asdict(curve),
-                "requests_per_s_at_bound": served_at(curve.points, options.bound),
+                "requests_per_s_at_bound": sweep.served_at(curve.points, options.bound),
             }
             for name, curve in curves.items()
         },
@@ -127,7 +126,7 @@ def _curve(
       highest: beyond it there are not enough conversations.
     """
     points: list[dict[str, Any]] = []
-    while not points or _p90(points[-1]) <= bound_s:
+    while not points or sweep.p90(points[-1]) <= bound_s:
         rate = lowest * FACTOR ** len(points)
         if rate > highest:
             return Curve(points, stopped_by="number of conversations")
@@ -151,26 +150,6 @@ def _compare(sets: Sequence[dict[str, Any]]) -> None:
             own = curve["requests_per_s_at_bound"]
             other = stateless.get((each["model"], each["min_rounds"]))
             curve["of_stateless"] = own / other if own and other else None
-
-
-def served_at(points: Sequence[dict[str, Any]], bound_s: float) -> float | None:
-    """Requests served a second where the 90th percentile of normalised latency is `bound_s`.
-
-    On a straight line between the points around it; None where there are none around it.
-    """
-    for below, above in itertools.pairwise(points):
-        low, high = _p90(below), _p90(above)
-        if low <= bound_s < high:
-            share = (bound_s - low) / (high - low)
-            rise = above["requests_per_s"] - below["requests_per_s"]
-            return below["requests_per_s"] + share * rise
-    return None
-
-
-def _p90(point: dict[str, Any]) -> float:
-    """Infinity where nothing was answered."""
-    spread = point["normalised_latency_s"]
-    return math.inf if spread is None else spread["p90"]
 
 
 @final

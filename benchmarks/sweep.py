@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, final
 
 from jaxserve.core.errors import InvalidConfigError
@@ -107,3 +108,23 @@ def reason_to_stop(points: Sequence[Figures]) -> str | None:
         if rise < RISING * (last["rate"] / before["rate"] - 1):
             return "throughput"
     return None
+
+
+def served_at(points: Sequence[Figures], bound_s: float) -> float | None:
+    """Requests served a second where the 90th percentile of normalised latency is `bound_s`.
+
+    On a straight line between the points around it; None where there are none around it.
+    """
+    for below, above in pairwise(points):
+        low, high = p90(below), p90(above)
+        if low <= bound_s < high:
+            share = (bound_s - low) / (high - low)
+            rise = above["requests_per_s"] - below["requests_per_s"]
+            return below["requests_per_s"] + share * rise
+    return None
+
+
+def p90(point: Figures) -> float:
+    """Of normalised latency; infinity where nothing was answered."""
+    spread = point["normalised_latency_s"]
+    return math.inf if spread is None else spread["p90"]

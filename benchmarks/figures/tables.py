@@ -177,27 +177,29 @@ def _conversations(result: Result, link: str) -> str:
             f"{result.number('sets', s, 'min_rounds'):.0f} or more, "
             f"{result.number('sets', s, 'reaction_s'):g} s"
         )
-        for policy, _ in result.items("sets", s, "policies"):
-            for i, _ in result.items("sets", s, "policies", policy, "points"):
-                at = ("sets", s, "policies", policy, "points", i)
-                sought = max(1.0, result.number(*at, "engine", "num_sought"))
-                rows.append(
-                    [
-                        of,
-                        name(policy),
-                        linked(result.number(*at, "requests_per_s"), ".2f", link),
-                        f"{result.number(*at, 'normalised_latency_s', 'p50'):.3f} s",
-                        f"{result.number(*at, 'normalised_latency_s', 'p90'):.3f} s",
-                        f"{result.number(*at, 'engine', 'num_found') / sought:.0%}",
-                        f"{result.number(*at, 'engine', 'num_found_on_host') / sought:.0%}",
-                        f"{result.number(*at, 'engine', 'num_lost'):.0f}",
-                    ]
-                )
+        for policy, curve in result.items("sets", s, "policies"):
+            at = ("sets", s, "policies", policy, "points", len(curve["points"]) - 1)
+            sought = max(1.0, result.number(*at, "engine", "num_sought"))
+            most = f"[over {result.number(*at, 'requests_per_s'):.2f}]({link})"
+            served, ratio = curve["requests_per_s_at_bound"], curve["of_stateless"]
+            rows.append(
+                [
+                    of,
+                    name(policy),
+                    most if served is None else linked(served, ".2f", link),
+                    "" if ratio is None else f"{ratio:.2f}",
+                    f"{result.number(*at, 'requests_per_s'):.2f}",
+                    f"{result.number(*at, 'engine', 'num_found') / sought:.0%}",
+                    f"{result.number(*at, 'engine', 'num_found_on_host') / sought:.0%}",
+                    f"{result.number(*at, 'engine', 'num_lost'):.0f}",
+                ]
+            )
     arguments = result.get("arguments")
     how = "simulated from measured step times" if arguments["simulated"] else "measured"
     what = f"{arguments['num_conversations']} conversations a rate, {arguments['model']}, {how}"
-    header = ("rounds, reaction", "policy", "requests/s", "p50 s/token", "p90", "found",
-              "of these on the host", "tokens lost")  # fmt: skip
+    bound = f"requests/s at {arguments['bound']:g} s a token"
+    header = ("rounds, reaction", "policy", bound, "of stateless", "requests/s at the highest rate",
+              "found", "on the host", "tokens lost")  # fmt: skip
     return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 

@@ -71,7 +71,11 @@ def results() -> dict[str, dict[str, Any]]:
     }
     found = {"num_sought": 100, "num_found": 50, "num_found_on_host": 10, "num_lost": 7}
     talks = {
-        policy: {"points": [{**point, "engine": found} for point in curve["points"]]}
+        policy: {
+            "points": [{**point, "engine": found} for point in curve["points"]],
+            "requests_per_s_at_bound": None if policy == "auto" else 1.5,
+            "of_stateless": None if policy == "auto" else 1.2,
+        }
         for policy, curve in points.items()
     }
     engines: dict[str, Any] = {
@@ -105,7 +109,7 @@ def results() -> dict[str, dict[str, Any]]:
             "sets": [
                 {"min_rounds": rounds, "reaction_s": 5.0, "policies": talks} for rounds in (1, 5)
             ],
-            "arguments": {**ARGUMENTS, "num_conversations": 3, "simulated": False},
+            "arguments": {**ARGUMENTS, "num_conversations": 3, "simulated": False, "bound": 0.1},
         },
         "flover": {**flover, "arguments": ARGUMENTS},
         "simulate": {"runs": runs},

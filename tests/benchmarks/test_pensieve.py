@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks import pensieve
+from benchmarks import pensieve, sweep
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload.conversations import Talk, Turn
 
@@ -72,9 +72,9 @@ def test_throughput_at_the_bound_lies_on_the_line():
         {"requests_per_s": served, "normalised_latency_s": {"p90": p90}}
         for served, p90 in ((1.0, 0.1), (2.0, 0.15), (2.5, 0.35))
     ]
-    assert pensieve.served_at(points, 0.2) == pytest.approx(2.125)
-    assert pensieve.served_at(points, 0.05) is None
-    assert pensieve.served_at(points[:2], 0.2) is None
+    assert sweep.served_at(points, 0.2) == pytest.approx(2.125)
+    assert sweep.served_at(points, 0.05) is None
+    assert sweep.served_at(points[:2], 0.2) is None
 
 
 def test_a_curve_ends_beyond_the_bound():
@@ -89,7 +89,7 @@ def test_a_curve_ends_beyond_the_bound():
     assert rates[:2] == [1.0, factor] and rates == sorted(rates)
     assert rates[-1] > 2.0 >= rates[-3] and rates[-1] / rates[-2] == pytest.approx(factor**0.5)
     assert curve.stopped_by == "bound"
-    assert pensieve.served_at(curve.points, 0.2) == pytest.approx(2.0)
+    assert sweep.served_at(curve.points, 0.2) == pytest.approx(2.0)
     few = pensieve._curve(at, 1.0, 1.5, 0.2)
     assert [point["rate"] for point in few.points] == rates[:2]
     assert few.stopped_by == "number of conversations"
