@@ -48,6 +48,7 @@ COUNTERS = (
     "num_outgrown",
     "num_pages_out",
     "num_pages_in",
+    "num_pages_prefetched",
     "num_recomputed",
     "num_sought",
     "num_found",

@@ -11,6 +11,9 @@ from matplotlib.figure import Figure
 from benchmarks.figures import flover_charts, pensieve, style
 from benchmarks.figures.results import Result, bound_name
 
+# A table says it all.
+_TABLES_ONLY = ("predictor", "probe", "s3", "scattered", "restore", "loading", "sharding")
+
 
 def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
     """What draws each figure, by its file name without ending; none where a table says it all.
@@ -23,7 +26,7 @@ def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
         return {f"{stem}_{number}": chart for number, chart in flover_charts.BY_NUMBER.items()}
     if result.kind == "offline":
         return {f"{stem}_peers": _peers} if result.has_peers else {}
-    if result.kind in ("predictor", "probe", "s3", "scattered", "loading", "sharding"):
+    if result.kind in _TABLES_ONLY:
         return {}
     if result.kind == "pensieve":
         return {stem: pensieve.chart}

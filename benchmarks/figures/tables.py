@@ -23,6 +23,7 @@ HEADINGS = {
     "s3": "S3's models on its GPU, simulated",
     "pensieve": "Pensieve's models on its GPUs, simulated",
     "scattered": "Attention over scattered pages",
+    "restore": "Coming back from the host",
     "loading": "Memory for loading a checkpoint",
     "sharding": "What plans send, and how full pipelines are",
 }
@@ -63,6 +64,7 @@ def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) 
         "s3": _s3,
         "pensieve": pensieve.tables,
         "scattered": _scattered,
+        "restore": _restore,
         "loading": _loading,
         "sharding": _sharding,
     }[kind]
@@ -332,6 +334,21 @@ def _scattered(result: Result, link: str) -> str:
     arguments = result.get("arguments")
     what = f"{arguments['batch']} rows of {arguments['queries']} tokens, milliseconds"
     header = ("context", *(name(way.removesuffix("_s")) for way in ways))
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
+
+
+def _restore(result: Result, link: str) -> str:
+    rows = []
+    for i, point in result.items("points"):
+        first, lost = (
+            1e3 * result.number("points", i, key) for key in ("first_token_s", "others_lost_s")
+        )
+        at = [name(point["situation"]), f"{point['length']:,}", name(point["way"])]
+        rows.append([*at, linked(first, ".0f", link), f"{lost:.0f}"])
+    header = ("slot", "tokens", "pages come", "first token, ms", "others lost, ms")
+    what = (
+        f"Pages of {result.number('page_bytes') / 1e6:.2f} MB, {result.get('arguments')['model']}"
+    )
     return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 

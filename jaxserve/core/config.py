@@ -7,6 +7,9 @@ from typing import final
 
 from jaxserve.core.errors import InvalidConfigError
 
+# A step that brings some pages itself takes memory, and time on the link, for this many.
+_MAX_COMING_PAGES = 64
+
 
 def _ladder(largest: int, *, smallest: int, ratio: int = 4) -> tuple[int, ...]:
     """Sizes from `largest` down by `ratio` to about `smallest`, increasing.
@@ -37,6 +40,7 @@ class EngineConfig:
       attention: implementation of paged attention, or several with commas between them; None for
         the platform's choice.
       num_host_pages: pages of host memory for the KV of preempted sequences.
+      restore: when pages come back from the host, see `RuntimeOptions`.
       kv_dtype: of the pages, see `RuntimeOptions`; None for the parameters' own.
     """
 
@@ -52,6 +56,7 @@ class EngineConfig:
     attention: str | None = None
     num_host_pages: int = 0
     kv_dtype: str | None = None
+    restore: str = "on_admission"
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_slots", "max_context", "max_decode_iterations"):
@@ -86,6 +91,18 @@ class EngineConfig:
     @property
     def max_pages_per_sequence(self) -> int:
         return -(-self.max_context // self.page_size)
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether pages of waiting sequences come back from the host before their turn."""
+        return self.restore in ("prefetch", "both")
+
+    @property
+    def num_coming_pages(self) -> int:
+        """Pages that a mixed step can bring from the host itself, a layer at a time; or 0."""
+        if self.restore not in ("per_layer", "both"):
+            return 0
+        return min(_MAX_COMING_PAGES, self.max_pages_per_sequence)
 
     @property
     def max_length(self) -> int:

@@ -13,6 +13,9 @@ from jaxserve.core.sizes import parse_bytes
 # That keys and values can be kept in with a scale a token and head, instead of the model's own.
 KV_DTYPES = ("int8", "float8_e4m3fn")
 
+# When pages come back from the host.
+RESTORES = ("on_admission", "prefetch", "per_layer", "both")
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,10 @@ class RuntimeOptions:
       host_memory: on the host, for pages that leave the device and for the KV of preempted
         sequences, in bytes or as "4GiB"; by default as much as the page pool, if that is under a
         quarter of what is free. 0 for none.
+      restore: when pages come back from the host, one of `RESTORES`. "on_admission": all of them
+        before the first step of their sequence; "prefetch": a few with every step while it waits;
+        "per_layer": within its first step, each layer's while the layer before is computed; "both".
+        By default the platform's choice.
       disk_memory: of files for pages that leave the host, which survive the runtime, in bytes or as
         "4GiB"; none by default. Needs a policy that keeps pages on the host.
       disk_folder: for them, for one runtime at a time; one below the cache folder by default.
@@ -60,6 +67,7 @@ class RuntimeOptions:
     kv_memory: int | str | None = None
     kv_dtype: str | None = None
     host_memory: int | str | None = None
+    restore: str | None = None
     disk_memory: int | str | None = None
     disk_folder: str | Path | None = None
     predictor: Any = None
@@ -84,8 +92,8 @@ class RuntimeOptions:
         """Options by name.
 
         Raises:
-          InvalidConfigError: an unknown name, a size that is not a positive whole number, or a
-            `kv_dtype` that pages cannot have.
+          InvalidConfigError: an unknown name, a size that is not a positive whole number, a
+            `kv_dtype` that pages cannot have, or a `restore` that there is not.
         """
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(options) - set(known))
@@ -117,6 +125,11 @@ class RuntimeOptions:
             raise InvalidConfigError(
                 f"kv_dtype={self.kv_dtype!r} is not supported; give one of {KV_DTYPES}, or leave "
                 "it out for the model's own dtype"
+            )
+        if self.restore not in (None, *RESTORES):
+            raise InvalidConfigError(
+                f"restore={self.restore!r} is unknown; give one of {RESTORES}, or leave it out for "
+                "the platform's choice"
             )
         if self.disk_memory is None and self.disk_folder is not None:
             raise InvalidConfigError(

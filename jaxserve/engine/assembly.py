@@ -45,6 +45,7 @@ class PlatformDefaults:
       layer_layout: scanning over layers measured three times slower than unrolling on the CPU.
       has_fine_windows: whether decode windows come in `fine_slot_buckets`. From 16 rows or so an
         empty row costs a CPU what any other does; a GPU waits for the weights.
+      restore: see `RuntimeOptions`.
     """
 
     dtype: str
@@ -53,6 +54,7 @@ class PlatformDefaults:
     max_step_tokens: int
     max_decode_iterations: int
     has_fine_windows: bool
+    restore: str
 
 
 _CPU = PlatformDefaults(
@@ -62,6 +64,7 @@ _CPU = PlatformDefaults(
     max_step_tokens=256,
     max_decode_iterations=4,
     has_fine_windows=True,
+    restore="prefetch",
 )
 _GPU = PlatformDefaults(
     dtype="bfloat16",
@@ -70,6 +73,7 @@ _GPU = PlatformDefaults(
     max_step_tokens=2048,
     max_decode_iterations=16,
     has_fine_windows=False,
+    restore="prefetch",
 )
 
 
@@ -160,6 +164,7 @@ def _build_whole(
         check_fits(place.mesh, model_config)
     if group is not None:
         check_alike(group, _shared_settings(model_config, leaf, options))
+        options = replace(options, restore="on_admission")  # there is no host memory
     pages = _Pages(model_config, options, leaf.dtype, layer_layout, place)
     # The largest steps are compiled for as many pages as fit without them: if those still fit,
     # what was compiled to be measured is what runs.
@@ -348,6 +353,7 @@ def _engine_config(
         attention=options.attention,
         num_host_pages=num_host_pages,
         kv_dtype=options.kv_dtype,
+        restore=options.restore or defaults.restore,
     )
 
 

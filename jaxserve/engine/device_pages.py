@@ -9,6 +9,7 @@ import jax
 from jaxserve.engine.host_pages import HostPages, gathered
 from jaxserve.memory.relocation import Moves, page_sources
 from jaxserve.models.batch import KVCache
+from jaxserve.models.coming import ComingPages
 from jaxserve.scheduling.plan import PageCopies
 
 
@@ -41,6 +42,10 @@ class DevicePages:
         self._host.swap_out(self.cache, out)
         if back:
             self.cache = self._host.swap_in(self.cache, back)
+
+    def coming(self, back: PageCopies, count: int) -> ComingPages:
+        """Up to `count` copies back from the host, for a step to make."""
+        return self._host.coming(self.cache, back, count)
 
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.models.batch import KVCache
+from jaxserve.models.coming import ComingPages
 from jaxserve.scheduling.plan import PageCopies
 from pallas_kernels import gather_pages, scatter_pages
 from sharding.shards import TENSOR, over_tensor
@@ -43,6 +44,7 @@ class HostPages:
 
     def __init__(self, num_pages: int, place: jax.sharding.Sharding):
         self._num_pages = num_pages + 1
+        self._place = place
         self._buffers: list[np.ndarray] = []
         self._leaving: deque[tuple[tuple[int, ...], list[jax.Array]]] = deque()
         self._gather = jax.jit(gathered)
@@ -65,12 +67,26 @@ class HostPages:
         for some in _batched(copies):
             ids = np.zeros(PAGES_A_CALL, np.int32)
             ids[: len(some)] = [page for _, page in some]
-            wanted = np.zeros(PAGES_A_CALL, np.int64)
-            wanted[: len(some)] = [host_page for host_page, _ in some]
-            # Host pages come first in the buffers, so that a page of a layer is one stretch.
-            values = [np.moveaxis(buffer[wanted], 0, 1) for buffer in self._buffers]
-            cache = self._scatter(cache, ids, jax.tree.unflatten(jax.tree.structure(cache), values))
+            cache = self._scatter(cache, ids, self._read(cache, some, PAGES_A_CALL))
         return cache
+
+    def coming(self, cache: KVCache, copies: PageCopies, count: int) -> ComingPages:
+        """Up to `count` (host page, device page), for a step that brings so many itself."""
+        self.settle(wait=True)
+        self._allocate(jax.tree.leaves(cache))
+        target = np.full(count, cache.num_pages, np.int32)
+        target[: len(copies)] = [page for _, page in copies]
+        values = self._read(cache, copies, count)
+        staged = jax.device_put(values, staging_place(self._place))
+        return ComingPages(target, staged)  # pyright: ignore[reportArgumentType]
+
+    def _read(self, cache: KVCache, copies: PageCopies, count: int) -> KVCache:
+        """`count` pages as the cache has them: those of the copies, then any."""
+        wanted = np.zeros(count, np.int64)
+        wanted[: len(copies)] = [host_page for host_page, _ in copies]
+        # Host pages come first in the buffers, so that a page of a layer is one stretch.
+        values = [np.moveaxis(buffer[wanted], 0, 1) for buffer in self._buffers]
+        return jax.tree.unflatten(jax.tree.structure(cache), values)
 
     def settle(self, *, wait: bool) -> None:
         """Put what has arrived into its place, and with `wait` all that is on its way."""
@@ -116,6 +132,11 @@ class HostPages:
                 f"the host has no memory for {self._num_pages - 1:,} pages ({error}); give a "
                 "smaller host_memory, or 0"
             ) from error
+
+
+def staging_place(place: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """Where pages lie that a step brings itself: memory of the host that the device can read."""
+    return place.with_memory_kind("pinned_host")
 
 
 def _is_ready(array: Any) -> bool:

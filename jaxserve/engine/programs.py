@@ -13,11 +13,13 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.engine import steps
 from jaxserve.engine.attention_planner import AttentionPlanner
+from jaxserve.engine.host_pages import staging_place
 from jaxserve.engine.packing import pack_rows
 from jaxserve.engine.placement import Placement
 from jaxserve.engine.probing import Probe
@@ -25,6 +27,7 @@ from jaxserve.engine.sampler import SamplingNeeds
 from jaxserve.engine.slots import empty_slots
 from jaxserve.engine.steps import MixedBatch, Params
 from jaxserve.models.batch import KVCache
+from jaxserve.models.coming import ComingPages
 from jaxserve.scheduling.plan import Row
 from pallas_kernels.paged_attention import Plan
 
@@ -34,8 +37,8 @@ class Programs:
     """The jitted functions of one model, or of a stage's part of it, and one configuration.
 
     Args:
-      graphdef: static part of a decoder: `model.tapped(tokens, batch, cache, tap) -> hidden, cache,
-        tapped` and `model.logits(hidden)`.
+      graphdef: static part of a decoder: `model.tapped(tokens, batch, cache, tap, coming)`, which
+        gives `hidden, cache, tapped`, and `model.logits(hidden)`.
       model_config: of the decoder, or of its part.
       place: where parameters, cache and slots live.
       probe: of remaining lengths, which whole steps read; None for none.
@@ -119,7 +122,10 @@ class Programs:
         loop = partial(self.decode_loop.lower, num_rows=self.config.max_slots)
         with self.place.in_force():
             lowered = [
-                self.mixed_body.lower(params, cache, slots, batch, self.plan_mixed(batch)),
+                self.mixed_body.lower(
+                    *(params, cache, slots, batch, self.plan_mixed(batch), None),
+                    self._coming(cache),
+                ),
                 loop(
                     *(params, cache, slots, scalar, scalar, needs, decode_plan), self.probe_params
                 ),
@@ -165,6 +171,21 @@ class Programs:
             )
 
         return at(self.place.pages, cache), at(self.place.whole, slots)
+
+    def _coming(self, cache: KVCache) -> ComingPages | None:
+        """Abstract pages that the largest mixed step brings, where steps do."""
+        count = self.config.num_coming_pages
+        if not count:
+            return None
+        place = staging_place(self.place.pages)
+        values = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                (leaf.shape[0], count, *leaf.shape[2:]), leaf.dtype, sharding=place
+            ),
+            cache,
+        )
+        target: Any = np.zeros(count, np.int32)
+        return ComingPages(target, values)
 
     def _arguments(self) -> tuple[MixedBatch, Any, SamplingNeeds]:
         """The largest batch, without rows; abstract: a number, and needs."""

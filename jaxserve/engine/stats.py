@@ -27,6 +27,7 @@ class EngineStats:
       num_preemptions: sequences sent back to the pool.
       num_outgrown: of these, because they had used up what was reserved for them.
       num_pages_out, num_pages_in: copied to the host and back.
+      num_pages_prefetched: of those that came back, the ones whose sequences waited yet.
       num_recomputed: tokens of preempted sequences whose KV was dropped, to be computed anew.
       num_sought: tokens of admitted sequences, in full pages, that the cache could have had.
       num_found: those that it had.
@@ -50,6 +51,7 @@ class EngineStats:
     num_outgrown: int = 0
     num_pages_out: int = 0
     num_pages_in: int = 0
+    num_pages_prefetched: int = 0
     num_recomputed: int = 0
     num_sought: int = 0
     num_found: int = 0
@@ -94,6 +96,7 @@ class EngineStats:
         self.num_outgrown = supervisor.num_outgrown
         self.num_pages_out = supervisor.num_pages_out + keeper.cache.num_pages_out
         self.num_pages_in = supervisor.num_pages_in + keeper.cache.num_pages_in
+        self.num_pages_prefetched = keeper.prefetch.num_pages
         self.num_recomputed = supervisor.num_recomputed
         self.num_sought = keeper.num_sought
         self.num_found = keeper.num_found

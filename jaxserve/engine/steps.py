@@ -22,6 +22,7 @@ from jaxserve.engine.sampler import Sampled, SamplingNeeds, sample
 from jaxserve.engine.slots import SlotState
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.models.batch import AttentionBatch, KVCache
+from jaxserve.models.coming import ComingPages
 from jaxserve.models.decoder import Tap
 from pallas_kernels import Rows
 from pallas_kernels.paged_attention import Plan
@@ -74,6 +75,7 @@ def mixed_body(
     batch: MixedBatch,
     attention_plan: Plan | None,
     inputs: jax.Array | None = None,  # [T, E], where a stage before this one ended
+    coming: ComingPages | None = None,
     *,
     graphdef: nnx.GraphDef,
     config: EngineConfig,
@@ -81,7 +83,7 @@ def mixed_body(
 ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array | None]:
     """Compute every row. Returns the cache, hidden states [T, E], and those of row ends [S, E].
 
-    And of row ends what the probe reads [S, E].
+    And of row ends what the probe reads [S, E]. Pages that are `coming` are in the cache then.
     """
     model = nnx.merge(graphdef, params)
     positions, slot = _positions(batch)
@@ -103,7 +105,8 @@ def mixed_body(
     )
     inputs = slots.tokens[slot, positions] if inputs is None else inputs
     ends = batch.query_start + jnp.maximum(batch.query_length, 1) - 1
-    hidden, cache, tapped = _tapped(model, inputs, attention, cache, _tap(probe, ends))
+    tap = _tap(probe, ends)
+    hidden, cache, tapped = _tapped(model, inputs, attention, cache, tap, coming)
     return cache, hidden, hidden[ends], tapped
 
 
@@ -298,10 +301,15 @@ def _decode_once(
 
 
 def _tapped(
-    model: Any, inputs: jax.Array, attention: AttentionBatch, cache: KVCache, tap: Tap | None
+    model: Any,
+    inputs: jax.Array,
+    attention: AttentionBatch,
+    cache: KVCache,
+    tap: Tap | None,
+    coming: ComingPages | None = None,
 ) -> tuple[jax.Array, KVCache, jax.Array | None]:
     """As `Decoder.tapped`, what is tapped in float32."""
-    hidden, cache, tapped = model.tapped(inputs, attention, cache, tap)
+    hidden, cache, tapped = model.tapped(inputs, attention, cache, tap, coming)
     return hidden, cache, None if tapped is None else tapped.astype(jnp.float32)
 
 

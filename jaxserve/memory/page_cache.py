@@ -74,9 +74,9 @@ class PageCache:
         # Device page -> host page, and the other way round.
         self._copies_in: dict[int, int] = {}
         self._copies_out: dict[int, int] = {}
-        self._victims = Ranking(self._by_page, self._is_cached, self._by_value)
-        self._to_copy = Ranking(self._by_page, self._is_uncopied, self._by_value)
-        self._host_victims = Ranking(self._by_host_page, self._may_leave_host, self._by_value)
+        self._victims = Ranking(self._by_page, self.is_cached, self.order)
+        self._to_copy = Ranking(self._by_page, self._is_uncopied, self.order)
+        self._host_victims = Ranking(self._by_host_page, self._may_leave_host, self.order)
 
     def value_by(self, cost: RecomputeCost) -> None:
         """Have chunks cost so much to compute, from here on."""
@@ -116,13 +116,18 @@ class PageCache:
 
     def save(self) -> None:
         """Move everything on the host to the disk, for another run; its pages are free then."""
-        for chunk in sorted(self._by_host_page.values(), key=self._by_value):
+        for chunk in sorted(self._by_host_page.values(), key=self.order):
             self._write_to_disk(chunk, waits=True)
             self.forget(chunk)
 
     def num_lost(self, keys: Iterable[bytes]) -> int:
         """How many of these were here once, and were given up not long ago."""
         return sum(key in self._lost for key in keys)
+
+    @property
+    def on_device(self) -> Mapping[int, Chunk]:
+        """Chunks by their page."""
+        return self._by_page
 
     def at(self, page: int) -> Chunk | None:
         """The chunk whose page on the device this is."""
@@ -135,6 +140,14 @@ class PageCache:
             branches = [each for each in branches if each.counts] or branches[-1:]
         active = [branch.last_active_s for branch in branches]
         return self._eviction.value(self._cost_s(chunk), active, self._now())
+
+    def order(self, chunk: Chunk) -> tuple[float, int]:
+        """Who goes first: by value, and of equal ones by position."""
+        return self.value(chunk), chunk.index
+
+    def is_cached(self, chunk: Chunk) -> bool:
+        """Whether it is on the device and nobody owns it."""
+        return chunk.page is not None and self.pool.is_cached(chunk.page)
 
     # ---- what comes and goes ----
 
@@ -176,8 +189,18 @@ class PageCache:
 
     def forget(self, chunk: Chunk) -> None:
         """Give up a chunk wherever it lies."""
-        self._leave_device(chunk)
+        self.leave_device(chunk)
         self._leave_host(chunk)
+
+    def leave_device(self, chunk: Chunk) -> None:
+        """Free its page, or have it be free once nobody owns it."""
+        if chunk.page is None:
+            return
+        self._copies_in.pop(chunk.page, None)
+        self.pool.forget(chunk.page)
+        del self._by_page[chunk.page]
+        chunk.page = None
+        self._drop_if_gone(chunk)
 
     def clear(self, identity: bytes) -> None:
         """Give up everything: other weights compute other contents.
@@ -191,6 +214,15 @@ class PageCache:
         self.identity = identity
 
     # ---- copies of the next plan ----
+
+    def is_leaving(self, chunk: Chunk) -> bool:
+        """Whether the next plan copies it to the host."""
+        return chunk.host_page in self._copies_out
+
+    @property
+    def num_coming(self) -> int:
+        """Chunks that the next plan brings from the host so far."""
+        return len(self._copies_in)
 
     def copies_out(self, *, free_share: float) -> tuple[tuple[int, int], ...]:
         """(device page, host page) of what has to be copied now, and of what can be ahead of time.
@@ -218,7 +250,7 @@ class PageCache:
         for host_page in list(self._copies_out):
             chunk = self._by_host_page[host_page]
             if chunk.page in self._copies_in:  # nor would it come back
-                self._leave_device(chunk)
+                self.leave_device(chunk)
             self._leave_host(chunk)
 
     # ---- another pool ----
@@ -227,9 +259,9 @@ class PageCache:
         """Give cached pages up, the lowest value first, until all held ones fit into the pool."""
         taken = self.pool.num_owned + self.pool.num_promised
         excess = taken + self.pool.num_cached - (num_pages - 1)
-        cached = filter(self._is_cached, self._by_page.values())
-        for chunk in heapq.nsmallest(max(0, excess), cached, key=self._by_value):
-            self._leave_device(chunk)
+        cached = filter(self.is_cached, self._by_page.values())
+        for chunk in heapq.nsmallest(max(0, excess), cached, key=self.order):
+            self.leave_device(chunk)
 
     def relocate(self, targets: Mapping[int, int]) -> None:
         """Follow pages that `PagePool.resize` moved."""
@@ -249,7 +281,7 @@ class PageCache:
             assert chunk is not None, "more pages are promised than cached"
             if chunk.host_page is None and self._is_worth_copying(chunk):
                 self._copy_out(chunk)
-            self._leave_device(chunk)
+            self.leave_device(chunk)
 
     def _copy_ahead(self, free_share: float) -> None:
         if not self.host.num_pages:
@@ -288,7 +320,7 @@ class PageCache:
             return False
         if self.disk is not None:
             self._write_to_disk(victim)
-        elif chunk is not None and self._by_value(victim) >= self._by_value(chunk):
+        elif chunk is not None and self.order(victim) >= self.order(chunk):
             self._host_victims.put_back(victim)
             return False
         self._leave_host(victim)
@@ -299,15 +331,6 @@ class PageCache:
             return
         assert self.host_memory is not None and chunk.host_page is not None
         self.disk.put(chunk.key, self.host_memory.read_host_page(chunk.host_page), waits=waits)
-
-    def _leave_device(self, chunk: Chunk) -> None:
-        if chunk.page is None:
-            return
-        self._copies_in.pop(chunk.page, None)
-        self.pool.forget(chunk.page)
-        del self._by_page[chunk.page]
-        chunk.page = None
-        self._drop_if_gone(chunk)
 
     def _leave_host(self, chunk: Chunk) -> None:
         if chunk.host_page is None:
@@ -349,14 +372,8 @@ class PageCache:
             cost_s = self._costs_s[chunk.index] = self._cost((chunk.index + 1) * self._page_size)
         return cost_s
 
-    def _by_value(self, chunk: Chunk) -> tuple[float, int]:
-        return self.value(chunk), chunk.index
-
-    def _is_cached(self, chunk: Chunk) -> bool:
-        return chunk.page is not None and self.pool.is_cached(chunk.page)
-
     def _is_uncopied(self, chunk: Chunk) -> bool:
-        return chunk.host_page is None and self._is_cached(chunk)
+        return chunk.host_page is None and self.is_cached(chunk)
 
     def _may_leave_host(self, chunk: Chunk) -> bool:
         """No copy of the next plan reads or writes its host page."""

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.core.options import KV_DTYPES
 from jaxserve.models.config import DecoderConfig
-from pallas_kernels import RopeTables, Rows, paged_attention, rotate_and_write
+from pallas_kernels import RopeTables, Rows, paged_attention, rotate_and_write, scatter_pages
 from pallas_kernels.kv_write import IMPLEMENTATIONS as WRITERS
 from pallas_kernels.paged_attention import Plan
 from sharding.shards import TENSOR, over_tensor
@@ -84,6 +84,20 @@ class KVCache:
         )
         return KVCache(*replaced)
 
+    def with_pages(self, layer: int | jax.Array, target: jax.Array, values: KVCache) -> KVCache:
+        """The cache with pages of one layer put into it, in place where it is donated.
+
+        Args:
+          target: int32 [count]; past the end to skip.
+          values: of one layer, `count` pages in one buffer.
+        """
+        buffer, index = self._place(layer)
+        pages = P(None, None, TENSOR)
+        put = over_tensor(_put_pages, in_specs=(pages, P(), P(), pages), out_specs=pages)
+        return self.with_buffer(
+            buffer, put(self.buffer(buffer), jnp.asarray(index), target, values)
+        )
+
     def attend(
         self,
         layer: int | jax.Array,
@@ -126,6 +140,20 @@ class KVCache:
         if not isinstance(layer, int):
             raise TypeError("a traced layer needs a cache with one buffer for all layers")
         return layer, 0
+
+
+def _put_pages(
+    cache: KVCache,  # of one buffer
+    layer: jax.Array,  # in the buffer
+    target: jax.Array,  # int32 [count]
+    values: KVCache,  # of one layer
+) -> KVCache:
+    num_layers, num_pages = cache.k_pages[0].shape[:2]
+    skip = num_layers * num_pages
+    place = jnp.where(target < num_pages, layer * num_pages + target, skip)
+    flat = jax.tree.map(lambda leaf: leaf.reshape(1, skip, *leaf.shape[2:]), cache)
+    put = scatter_pages(flat, place, values)
+    return jax.tree.map(lambda new, old: new.reshape(old.shape), put, cache)
 
 
 def _copied_heads(qkv: jax.Array, copies: int) -> jax.Array:

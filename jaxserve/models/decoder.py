@@ -22,6 +22,7 @@ from jax import lax
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.batch import AttentionBatch, KVCache
+from jaxserve.models.coming import ComingPages
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import PagedContext, WholeContext
 from jaxserve.models.layers import Block, ParamMaker, soft_capped
@@ -119,16 +120,26 @@ class Decoder(nnx.Module):
         return hidden, cache
 
     def tapped(
-        self, inputs: jax.Array, batch: AttentionBatch, cache: KVCache, tap: Tap | None
+        self,
+        inputs: jax.Array,
+        batch: AttentionBatch,
+        cache: KVCache,
+        tap: Tap | None,
+        coming: ComingPages | None = None,
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-        """The same, and what runs by `tap` [rows, embed]; None without one."""
+        """The same, and what runs by `tap` [rows, embed]; None without one.
+
+        Args:
+          coming: pages that the cache gets before it is read.
+        """
         tables = self._rope_tables(batch.positions)
         x = self._embed(inputs, batch.positions) if self.has_start else inputs
         if self.layer_layout == "unrolled":
             layer_tables = [tables[rope] for rope in self.config.layer_ropes]
-            x, cache, tapped = self._unroll(x, layer_tables, batch, cache, tap)
+            x, cache, tapped = self._unroll(x, layer_tables, batch, cache, tap, coming)
         else:
-            x, cache, tapped = self._scan(x, tables[self.config.layer_ropes[0]], batch, cache, tap)
+            table = tables[self.config.layer_ropes[0]]
+            x, cache, tapped = self._scan(x, table, batch, cache, tap, coming)
         return (self._end(x) if self.has_end else x), cache, tapped
 
     def whole_logits(self, tokens: jax.Array) -> jax.Array:
@@ -214,6 +225,7 @@ class Decoder(nnx.Module):
         batch: AttentionBatch,
         cache: KVCache,
         tap: Tap | None,
+        coming: ComingPages | None,
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
         assert isinstance(self.blocks, nnx.List)
         tapped = None
@@ -221,6 +233,8 @@ class Decoder(nnx.Module):
             graphdef, state = nnx.split(block)
             window = self.config.sliding_windows[layer]
             own = cache.buffer(layer)
+            if coming is not None:
+                own = coming.put(own, 0, coming.fetch(layer))
             x, own = _one_layer(graphdef, window, state, x, tables[layer], batch, own)
             cache = cache.with_buffer(layer, own)
             if tap is not None and tap.layer == layer + 1:
@@ -234,22 +248,28 @@ class Decoder(nnx.Module):
         batch: AttentionBatch,
         cache: KVCache,
         tap: Tap | None,
+        coming: ComingPages | None,
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
         graphdef, stacked = nnx.split(self.blocks)
         window = self.config.sliding_windows[0]
 
         def one_layer(carry, layer_and_state):
             layer, state = layer_and_state
-            hidden, cache, tapped = carry
+            hidden, cache, tapped, fetched = carry
+            if coming is not None:
+                cache = coming.put(cache, layer, fetched)
+                fetched = coming.fetch(layer + 1)  # while this layer is computed
             context = PagedContext(layer, tables, window, batch, cache)
             hidden = nnx.merge(graphdef, state)(hidden, context)
             if tap is not None:
                 tapped = jnp.where(layer + 1 == tap.layer, hidden[tap.rows], tapped)
-            return (hidden, context.cache, tapped), None
+            return (hidden, context.cache, tapped, fetched), None
 
         layers = jnp.arange(self.config.num_layers)
         tapped = None if tap is None else x[tap.rows]
-        (x, cache, tapped), _ = lax.scan(one_layer, (x, cache, tapped), (layers, stacked))
+        fetched = None if coming is None else coming.fetch(0)
+        start = x, cache, tapped, fetched
+        (x, cache, tapped, _), _ = lax.scan(one_layer, start, (layers, stacked))
         return x, cache, tapped
 
 

@@ -28,6 +28,7 @@ class RuntimeStats:
     num_outgrown: int
     num_pages_out: int
     num_pages_in: int
+    num_pages_prefetched: int
     num_recomputed: int
     num_sought: int
     num_found: int

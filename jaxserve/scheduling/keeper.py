@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import final
 
@@ -10,6 +10,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.memory.chunks import Branch, Chunk, PageKeys
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import PageCache, Tier
+from jaxserve.memory.prefetch import Prefetch
 from jaxserve.memory.retrieval import Retrieval
 from jaxserve.scheduling.plan import PageCopies
 from jaxserve.scheduling.policy import Retention
@@ -30,6 +31,7 @@ class Keeper:
 
     Attributes:
       retrieval: of what waiting sequences have on the disk alone.
+      prefetch: of what they have on the host.
       free_share: see `Retention`.
       num_sought: tokens of admitted sequences that the cache could have had.
       num_found: those that it had.
@@ -54,6 +56,7 @@ class Keeper:
             0.0 if costs is None else costs.page_s,
         )
         self.retrieval = Retrieval(self.cache, now)
+        self.prefetch = Prefetch(self.cache)
         self.num_sought = 0
         self.num_found = 0
         self.num_found_on_host = 0
@@ -84,6 +87,26 @@ class Keeper:
             return False
         return self.retrieval.awaits(sequence.key, self._keys_to_find(sequence))
 
+    def bring_ahead(self, waiting: Iterable[Sequence]) -> None:
+        """Have the next plan bring pages of waiting sequences from the host; it is complete else.
+
+        Their conversations are active, so their pages are worth more than those of any other.
+
+        Args:
+          waiting: in the order in which they will begin.
+        """
+        if not self.cache.host.num_pages:
+            return
+        awaited: dict[Chunk, Sequence] = {}
+        for sequence in waiting:
+            chunks = self._find(sequence)
+            if any(chunk.page is None for chunk in chunks):
+                self._go_on(chunks)
+            for chunk in chunks:
+                awaited.setdefault(chunk, sequence)
+        for chunk in self.prefetch.bring(list(awaited)):
+            awaited[chunk].prefetched.add(chunk.index)
+
     def begin(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
         """Reserve `num_tokens` tokens for a sequence, beginning with what is known of them.
 
@@ -91,7 +114,6 @@ class Keeper:
           (index, page) of the pages it begins with; None where the pool has too few.
         """
         loaded = self.retrieval.release(sequence.key)
-        num_on_disk = 0
         chunks = self._find(sequence)
         shared = {c.index: c.page for c in chunks if c.page is not None}
         if not self._keeps:
@@ -101,17 +123,20 @@ class Keeper:
             return None
         pages = sequence.table.pages
         found = set(shared)
+        came = found & sequence.prefetched
         for chunk in chunks:
             # Not those that were given up just now, for the pages to begin with.
             if chunk.page is None and chunk.host_page is not None:
                 self.cache.restore(chunk, pages[chunk.index])
                 found.add(chunk.index)
-                num_on_disk += chunk.index in loaded
+                came.add(chunk.index)
+        sequence.prefetched.clear()
         sequence.begin_with(found, self._page_size)
         if self._keeps:
-            self.num_found_on_disk += num_on_disk * self._page_size
-            self._count(sequence, len(found), len(found) - len(shared) - num_on_disk)
-            self._join(sequence, chunks)
+            self.num_found_on_disk += len(came & loaded) * self._page_size
+            self._count(sequence, len(found), len(came - loaded))
+            sequence.branch = self._go_on(chunks)
+            sequence.branch.is_running = True
         return list(enumerate(pages))
 
     def _find(self, sequence: Sequence) -> list[Chunk]:
@@ -133,21 +158,20 @@ class Keeper:
         keys = self._keys_to_find(sequence)
         self.num_sought += len(keys) * self._page_size
         self.num_found += num_found * self._page_size
-        self.num_found_on_host += max(0, num_on_host) * self._page_size
+        self.num_found_on_host += num_on_host * self._page_size
         self.num_lost += self.cache.num_lost(keys) * self._page_size
 
-    def _join(self, sequence: Sequence, chunks: Seq[Chunk]) -> None:
-        """Go on with the conversation whose tip is the last of the chunks, or begin a new one."""
+    def _go_on(self, chunks: Seq[Chunk]) -> Branch:
+        """The conversation whose tip is the last of the chunks, or a new one, active now."""
         last = chunks[-1] if chunks else None
         branches = [] if last is None else last.branches
         going_on = [each for each in branches if each.tip is last and not each.is_running]
         branch = going_on[-1] if going_on else Branch(self._now())
         branch.last_active_s = self._now()
-        branch.is_running = True
-        sequence.branch = branch
         for chunk in chunks:
             chunk.join(branch)
             branch.tip = chunk
+        return branch
 
     # ---- while they run ----
 

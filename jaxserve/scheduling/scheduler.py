@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -24,6 +25,9 @@ from jaxserve.scheduling.step import Step
 from jaxserve.scheduling.supervisor import Supervisor, SwapCosts
 from jaxserve.scheduling.waiting_pool import WaitingPool
 from predictor import Refinement
+
+# Waiting sequences, the first ones, whose pages are prefetched.
+_MAX_AWAITED = 4
 
 
 @final
@@ -153,6 +157,8 @@ class Scheduler:
             if self.wake_s is None:
                 self.wake_s = self.keeper.retrieval.gives_up_s
             return None
+        if self.config.prefetches:
+            self.keeper.bring_ahead(itertools.islice(self.waiting.ready(), _MAX_AWAITED))
         plan = step.finish(self._num_plans, tuple(self._pending_releases))
         self._num_plans += 1
         if plan.is_decode_loop:

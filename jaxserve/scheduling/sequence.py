@@ -51,6 +51,7 @@ class Sequence:
       keys, branch, num_kept, unnamed: what the keeper knows of it: keys of its pages, the
         conversation it belongs to, how many of its pages the cache was told of, and those that it
         left while some of their tokens were in flight.
+      prefetched: indices of pages that were brought to the device for it while it waited.
       num_outgrown: how often it used up what was reserved for it.
       num_passed: admissions that went before it although it came first.
       prediction: of the tokens that were still to come when `predicted_at` of the output had: at
@@ -77,6 +78,7 @@ class Sequence:
     branch: Branch | None = None
     num_kept: int = 0
     unnamed: list[Chunk] = field(default_factory=list)
+    prefetched: set[int] = field(default_factory=set)
     num_outgrown: int = 0
     num_passed: int = 0
     prediction: LengthPrediction | None = None

@@ -168,6 +168,15 @@ def results() -> dict[str, dict[str, Any]]:
                 }
             ],
         },
+        "restore": {
+            **{"arguments": {"model": "m"}, "page_bytes": 1e6},
+            "points": [
+                {
+                    **{"situation": "waits", "length": 1024, "way": "prefetch"},
+                    **{"first_token_s": 0.2, "others_lost_s": 0.1},
+                }
+            ],
+        },
         "loading": {
             **{"shape": "7b", "dtype": "bfloat16", "num_shards": 34, "load_s": 60.0},
             **{"checkpoint_bytes": 10e9, "peak_host_bytes": 11e9, "ratio": 1.1},

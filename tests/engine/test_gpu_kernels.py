@@ -20,6 +20,7 @@ from jaxserve.engine.placement import Placement
 from jaxserve.engine.programs import Programs
 from jaxserve.engine.slots import MOVES_A_CALL, empty_slots
 from jaxserve.models.batch import empty_cache
+from jaxserve.models.coming import ComingPages
 from jaxserve.scheduling.plan import Needs
 from pallas_kernels import dispatch
 from pallas_kernels.cross import targeting
@@ -56,7 +57,14 @@ def test_steps(layout):
             *(pack_needs(Needs()), plan, None),
             num_rows=CONFIG.max_slots,
         )
+        values = jax.eval_shape(gathered, cache, np.zeros(8, np.int32))
+        coming = ComingPages(np.zeros(8, np.int32), values)
+        bringing = _kernels(
+            *(programs.mixed_body, params, cache, slots, batch, programs.plan_mixed(batch)),
+            *(None, coming),
+        )
     assert mixed == {"rotate_and_write"} | ATTENTION
+    assert bringing == mixed | {"copy_pages"}
     assert decode == mixed - {"paged_attention_tile"}
     _check_served("rotate_and_write")
 

@@ -81,9 +81,11 @@ def test_conversations_have_the_tokens_of_fresh_runs(policy: Policy):
         counts["found"] += trace.keeper.num_found
         counts["found on the host"] += trace.keeper.num_found_on_host
         counts["lost"] += trace.keeper.num_lost
+        counts["prefetched"] += trace.keeper.prefetch.num_pages
         counts["gaps"] += trace.num_gaps
     assert counts["found"] > 1000 and counts["lost"] > 100 and counts["gaps"] > 0, counts
-    assert (counts["found on the host"] > 0) == isinstance(policy.retention, Tiered), counts
+    is_tiered = isinstance(policy.retention, Tiered)
+    assert (counts["found on the host"] > 0) == is_tiered == (counts["prefetched"] > 0), counts
 
 
 @pytest.mark.parametrize("policy", POLICIES[:6], ids=lambda policy: policy.name)

@@ -53,17 +53,22 @@ NUM_CONVERSATIONS = 40
 
 @pytest.fixture(
     scope="module",
-    params=[("cpu", None), ("xla", None), ("cpu", "int8"), ("cpu", "float8_e4m3fn")],
+    params=[
+        ("cpu", None, "unrolled", "prefetch"),
+        ("xla", None, "scanned", "per_layer"),
+        ("cpu", "int8", "unrolled", "per_layer"),
+        ("cpu", "float8_e4m3fn", "unrolled", "both"),
+    ],
     ids=lambda param: "-".join(filter(None, param)),
 )
 def executor(request):
     """Warmed up; every test leaves all slots inert."""
-    attention, kv_dtype = request.param
-    config = replace(CONFIG, attention=attention, kv_dtype=kv_dtype)
-    model = tiny_llama()
+    attention, kv_dtype, layer_layout, restore = request.param
+    config = replace(CONFIG, attention=attention, kv_dtype=kv_dtype, restore=restore)
+    model = tiny_llama(layer_layout=layer_layout)
     graphdef, params = nnx.split(model)
     dtype = kv_dtype or "float32"
-    cache = empty_cache(model.config, config.num_pages, config.page_size, dtype, "unrolled")
+    cache = empty_cache(model.config, config.num_pages, config.page_size, dtype, layer_layout)
     device = jax.devices()[0]
     programs = Programs(
         graphdef, config, model.config, Placement.like(jax.sharding.SingleDeviceSharding(device))
@@ -92,6 +97,7 @@ class Watched:
             for left, came in zip(self._on_host[host_page], self._contents(page), strict=True):
                 assert left.tobytes() == came.tobytes()
         self.counts["restored"] += len(plan.swaps_in)
+        self.counts["in steps"] += self._executor._num_coming(plan)
         rows = Counter(row.slot for row in plan.rows)
         self.counts["several rows"] += max(rows.values()) > 1
         return handle
@@ -116,7 +122,7 @@ def _alone(executor: DeviceExecutor, request: Request) -> list[int]:
 def _converse(executor: DeviceExecutor, policy: Policy, num_host: int) -> tuple[list, Counter]:
     """Conversations that are gone on with at random; (request, output) of every turn."""
     rng = random.Random(policy.name)
-    config = replace(CONFIG, num_pages=70, num_host_pages=num_host)
+    config = replace(executor.config, num_pages=70, num_host_pages=num_host)
     watched = Watched(executor, config)
     engine = Engine(watched, policy, WallClock())
     first = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(8, 30))) for _ in "abc"]
@@ -145,7 +151,7 @@ def _converse(executor: DeviceExecutor, policy: Policy, num_host: int) -> tuple[
     assert engine.scheduler.pool.num_owned == 0
     stats = engine.stats
     counts = Counter(found=stats.num_found, on_host=stats.num_found_on_host, lost=stats.num_lost)
-    counts["preempted"] = stats.num_preemptions
+    counts.update(preempted=stats.num_preemptions, prefetched=stats.num_pages_prefetched)
     return [(s.request, s.output, s.finish_reason) for s in turns], counts + watched.counts
 
 
@@ -168,6 +174,10 @@ def test_conversations_have_the_tokens_of_fresh_runs(executor, name):
     assert len(turns) > 40 and counts["found"] > 500 and counts["lost"] > 50, counts
     assert counts["several rows"] > 2, counts
     assert (counts["restored"] > 10) == (num_host > 0), counts
+    config = executor.config
+    assert (counts["prefetched"] > 0) == (config.prefetches and num_host > 0), counts
+    if num_host == 60:  # others bring less at once than a copy before the step does
+        assert (counts["in steps"] > 0) == (config.num_coming_pages > 0), counts
 
 
 def test_measuring_copies_leaves_the_pages_of_others_alone(executor):

@@ -52,6 +52,7 @@ def random_config(rng: random.Random) -> EngineConfig:
         max_step_tokens=max_slots + rng.randint(0, 30),
         max_decode_iterations=rng.choice([1, 4, 8]),
         num_host_pages=(0, 3, 200)[num_pages % 3],
+        restore=("on_admission", "prefetch")[num_pages % 2],
     )
 
 

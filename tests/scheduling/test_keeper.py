@@ -166,6 +166,24 @@ def test_reclaimed_pages_come_back_from_the_host():
     assert Server().answer((*history, 5)) == [known]
 
 
+def test_pages_come_back_while_their_conversation_waits_for_a_slot():
+    """Its first step brings nothing more, and what it found counts as it would have."""
+    config = replace(
+        CONFIG, num_pages=13, max_slots=1, slot_buckets=(1,), head_buckets=(1,), restore="prefetch"
+    )
+    server = Server(config, free_share=1.0)
+    (history,) = server.answer(tuple(range(1, 31)))
+    server.answer(tuple(range(101, 131)))
+    found = server.engine.stats.num_found_on_host
+    _, known = server.answer((99, 98, 97), (*history, 5), max_tokens=12)
+    (begins,) = [i for i, plan in enumerate(server.executor.plans) if plan.admissions][1:]
+    num_in = [len(plan.swaps_in) for plan in server.executor.plans]
+    assert sum(num_in[:begins]) == sum(num_in) == server.engine.stats.num_pages_prefetched >= 4
+    assert [(r.start, r.num_tokens) for r in server.executor.plans[begins].rows] == [(32, 4)]
+    assert server.engine.stats.num_found_on_host - found == 4 * sum(num_in)
+    assert Server().answer((*history, 5), max_tokens=12) == [known]
+
+
 def test_without_host_memory_leading_pages_are_dropped_first():
     """They are the cheapest to compute."""
     server = Server(replace(CONFIG, num_pages=13, num_host_pages=0))
