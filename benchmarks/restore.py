@@ -41,7 +41,7 @@ SITUATIONS = {
     "waits": RESTORES,
 }
 # Of the others, before anything is measured, and to learn what a token takes undisturbed.
-_BEFORE, _UNDISTURBED = 4, 16
+_BEFORE, _UNDISTURBED = 4, 48
 FIGURES = ("first_token_s", "others_lost_s", "others_longest_gap_s")
 
 
@@ -252,7 +252,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lengths", default="256,512,1024,2048,4096", help="tokens that come back")
     add("--new-tokens", type=int, default=32, help="of the turn, behind them")
     add("--others", type=int, default=3, help="sequences that decode meanwhile")
-    add("--wait-tokens", type=int, default=128, help="of the answer that a turn waits for")
+    add("--wait-tokens", type=int, default=192, help="of the answer that a turn waits for")
     add("--repeats", type=int, default=5, help="of everything, in turns")
     add("--kv-memory", default=None, help='size of the page pool, e.g. "1GiB"')
     add("--output", type=Path, default=None, help="also write the object here")

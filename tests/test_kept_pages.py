@@ -39,6 +39,17 @@ def expected():
     return tokens
 
 
+def test_pages_come_back_from_the_host_layer_by_layer(expected):
+    """In a pool that holds half of what is kept; nothing compiles for it after the start."""
+    options = OPTIONS | {"restore": "both", "kv_memory": "40kB", "strict": True}
+    with Runtime(tiny_llama(), **options) as rt:
+        make_copies_free(rt)
+        assert _talk(rt) == expected[0] == _talk(rt)
+        assert rt.stats().num_pages_in > 0 and rt.config.num_coming_pages == 16
+    with pytest.raises(InvalidConfigError, match=r"restore='later' .*'on_admission', 'prefetch'"):
+        Runtime(tiny_llama(), **OPTIONS, restore="later")
+
+
 @pytest.mark.parametrize("policy", ["pensieve", "pensieve_device_only", "auto"])
 def test_the_next_turn_finds_the_one_before(expected, policy):
     """Nearly all of it; the report says how much."""

@@ -12,7 +12,7 @@ def test_every_way_brings_all_pages(tmp_path, capsys):
     """A run fails unless just the pages that were put on the host come back."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     arguments = ["--model", str(tmp_path), "--random-weights", "--lengths", "70,400"]
-    arguments += ["--others", "2", "--repeats", "1", "--wait-tokens", "48", "--kv-memory", "8MB"]
+    arguments += ["--others", "2", "--repeats", "1", "--wait-tokens", "96", "--kv-memory", "8MB"]
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out)
     found = [(point["situation"], point["length"], point["way"]) for point in result["points"]]
