@@ -5,27 +5,25 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from typing import final
 
-from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
 from jaxserve.runtime.pending import Pending
+from jaxserve.runtime.streams import Start, aread, read
 from jaxserve.runtime.turns import aturn_answer, turn_answer
-
-# Prompt, parameters, id of the conversation.
-Submit = Callable[[Sequence[int], SamplingParams, str], Pending]
 
 
 @final
 class FleetAsker:
-    """See `conversations.Asker`. Does not stream, as fleets do not.
+    """See `conversations.Asker`.
 
     Args:
+      submit: the fleet's.
       max_prompt_tokens: of the replicas.
       progress: show a bar while `answer` waits.
     """
 
-    def __init__(self, submit: Submit, *, max_prompt_tokens: int, progress: bool):
+    def __init__(self, submit: Callable[..., Pending], *, max_prompt_tokens: int, progress: bool):
         self._submit = submit
         self._max_prompt_tokens = max_prompt_tokens
         self._progress = progress
@@ -42,7 +40,7 @@ class FleetAsker:
         conversation_id: str,
         timeout_s: float | None,
     ) -> Completion:
-        pending = self._submit(prompt, params, conversation_id)
+        pending = self._submit(prompt, params, conversation_id=conversation_id)
         return turn_answer(pending, conversation_id, timeout_s, progress=self._progress)
 
     async def aanswer(
@@ -53,7 +51,7 @@ class FleetAsker:
         conversation_id: str,
         timeout_s: float | None,
     ) -> Completion:
-        pending = self._submit(prompt, params, conversation_id)
+        pending = self._submit(prompt, params, conversation_id=conversation_id)
         return await aturn_answer(pending, conversation_id, timeout_s)
 
     def stream(
@@ -64,7 +62,7 @@ class FleetAsker:
         conversation_id: str,
         timeout_s: float | None,
     ) -> Generator[Piece]:
-        raise _does_not_stream()
+        return read(self._start(prompt, params, conversation_id), params.n, timeout_s)
 
     def astream(
         self,
@@ -74,11 +72,9 @@ class FleetAsker:
         conversation_id: str,
         timeout_s: float | None,
     ) -> AsyncGenerator[Piece]:
-        raise _does_not_stream()
+        return aread(self._start(prompt, params, conversation_id), params.n, timeout_s)
 
-
-def _does_not_stream() -> InvalidConfigError:
-    return InvalidConfigError(
-        "a fleet does not stream; use send or asend, or a Runtime with replicas in one process "
-        "(mesh=make_mesh(data=...))"
-    )
+    def _start(self, prompt: Sequence[int], params: SamplingParams, conversation_id: str) -> Start:
+        return lambda sink: self._submit(
+            prompt, params, conversation_id=conversation_id, on_piece=sink
+        )

@@ -13,9 +13,10 @@ from typing import final
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import JaxserveError, ReplicaDiedError, RuntimeClosedError
 from jaxserve.core.request import Completion, Sample, Timing
-from jaxserve.engine.answers import failed_completion
+from jaxserve.engine.answers import PieceSink, failed_completion
 from jaxserve.fleet.call import Call
 from jaxserve.fleet.replica import Replica, Started
+from jaxserve.fleet.shown import Shown
 from jaxserve.scheduling.router import Router, answered_pages, predicted_tokens
 
 _log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class _Open:
     """A request without an answer, and who is working on it."""
 
     call: Call
+    shown: Shown | None = None
     index: int | None = None
     replica: Replica | None = None
     is_cancelled: bool = False
@@ -119,8 +121,12 @@ class Dispatcher:
             asyncio.run_coroutine_threadsafe(self._start(seat), self._loop) for seat in self._seats
         ]
 
-    def submit(self, call: Call) -> Future[Completion]:
+    def submit(self, call: Call, sink: PieceSink | None = None) -> Future[Completion]:
         """Answer a request; whatever happens to it, the future gets a completion.
+
+        Args:
+          sink: gets the answer's pieces before, each once and an end of every sample, on the
+            dispatcher's thread, which must not wait.
 
         Raises:
           RuntimeClosedError
@@ -128,7 +134,8 @@ class Dispatcher:
         with self._door:  # what has come through is there before `close` looks
             if self._is_closed:
                 raise RuntimeClosedError("this fleet was closed; create a new one")
-            return asyncio.run_coroutine_threadsafe(self._serve(_Open(call)), self._loop)
+            request = _Open(call, None if sink is None else Shown(sink, call.params.n))
+            return asyncio.run_coroutine_threadsafe(self._serve(request), self._loop)
 
     def cancel(self, request_id: str) -> None:
         """End a request as it stands; unknown or finished ones are left alone."""
@@ -153,6 +160,12 @@ class Dispatcher:
     # ---- on the loop's thread ----
 
     async def _serve(self, request: _Open) -> Completion:
+        completion = await self._completion(request)
+        if request.shown is not None:
+            request.shown.end(completion)
+        return completion
+
+    async def _completion(self, request: _Open) -> Completion:
         call, arrival_s = request.call, self._clock.now()
         self._requests[call.id] = request
         try:
@@ -196,8 +209,11 @@ class Dispatcher:
         seat = self._seats[request.index]
         replica = request.replica = seat.replica
         seat.num_unfinished += 1
+        shown = request.shown
         try:
-            completion = await replica.answer(call)
+            if shown is not None:
+                shown.begin()
+            completion = await replica.answer(call, None if shown is None else shown.show)
         except ReplicaDiedError as error:
             if seat.replica is replica:
                 self._replace(request.index, error)

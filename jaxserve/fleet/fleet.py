@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,6 +20,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, drawn_seed
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.engine.requests import Prompt
 from jaxserve.fleet.asker import FleetAsker
 from jaxserve.fleet.call import make_call
@@ -28,6 +29,7 @@ from jaxserve.fleet.ray_replica import RayReplica, import_ray
 from jaxserve.fleet.replica import Started
 from jaxserve.runtime.batches import Batch, Params
 from jaxserve.runtime.pending import Pending
+from jaxserve.runtime.streams import aread, read
 from jaxserve.scheduling.presets import get_policy
 
 # Of `Runtime.from_pretrained`, beside the runtime's own options.
@@ -178,9 +180,9 @@ class Fleet:
     ) -> Conversation:
         """Begin a conversation, or go on with one, as `Runtime.conversation` does.
 
-        `send` and `asend` of it ask and remember; a fleet does not stream. Its history is in this
-        process, so that it outlives any replica: each turn goes where the turns before were
-        answered, and after a death elsewhere, with the same tokens.
+        `send` and `stream` of it ask and remember. Its history is in this process, so that it
+        outlives any replica: each turn goes where the turns before were answered, and after a
+        death elsewhere, with the same tokens.
 
         Raises:
           InvalidConfigError, InvalidRequestError, OtherModelError, JournalError: as there.
@@ -196,6 +198,7 @@ class Fleet:
         *,
         priority: int = 0,
         conversation_id: str | None = None,
+        on_piece: PieceSink | None = None,
     ) -> Pending:
         """Hand in one request and return at once; its completion also says what is wrong with it.
 
@@ -203,6 +206,7 @@ class Fleet:
           priority: higher goes first under a priority order, on its replica.
           conversation_id: whose turn this is, where you keep the history yourself; see
             `conversation`.
+          on_piece: gets what `stream` would yield, on the fleet's thread, which must not wait.
 
         Raises:
           RuntimeClosedError
@@ -219,7 +223,22 @@ class Fleet:
             page_size=self.options.page_size,
             conversation_id=conversation_id,
         )
-        return Pending(call.id, self._dispatcher.submit(call), self.cancel)
+        return Pending(call.id, self._dispatcher.submit(call, on_piece), self.cancel)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece]:
+        """Yield an answer piece by piece; leaving the loop early cancels the request.
+
+        When its replica dies, it goes on where another has come as far: no token comes twice.
+        """
+        params = params or SamplingParams()
+        return read(lambda sink: self.submit(prompt, params, on_piece=sink), params.n)
+
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncGenerator[Piece]:
+        """`stream` for asyncio."""
+        params = params or SamplingParams()
+        return aread(lambda sink: self.submit(prompt, params, on_piece=sink), params.n)
 
     def cancel(self, request_id: str) -> None:
         """End a request as it stands; one that has ended already is left alone."""
@@ -242,17 +261,12 @@ class Fleet:
         from jaxserve.models.store import load_tokenizer
 
         asker = FleetAsker(
-            self._submit_turn,
+            self.submit,
             max_prompt_tokens=min(started.max_prompt_tokens for started in self._started),
             progress=self.options.progress,
         )
         tokenizer = load_tokenizer(self._model, progress=self.options.progress)
         return Conversations(self._journal, asker, tokenizer, self._started[0].vocab_size)
-
-    def _submit_turn(
-        self, prompt: Sequence[int], params: SamplingParams, conversation_id: str
-    ) -> Pending:
-        return self.submit(prompt, params, conversation_id=conversation_id)
 
     def _wait_for_replicas(self) -> list[Started]:
         starting = self._dispatcher.start()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
-from collections.abc import Awaitable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypedDict, final
 
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import (
@@ -21,9 +22,10 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import Completion, Timing
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.answers import failed_completion
+from jaxserve.engine.answers import Piece, PieceSink, failed_completion
 from jaxserve.fleet.call import Call
 from jaxserve.fleet.replica import Started
+from jaxserve.runtime.pending import Pending
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime
@@ -33,6 +35,14 @@ _MAX_OPEN = 4096
 
 # A runtime that has failed with one of these answers nothing any more.
 _FATAL = (EngineFailedError, DeviceMemoryError, RuntimeClosedError)
+
+
+class Asked(TypedDict):
+    """What `Runtime.submit` is told of a request beside its prompt and parameters."""
+
+    request_id: str
+    priority: int
+    conversation_id: str | None
 
 
 def import_ray() -> Any:
@@ -77,29 +87,40 @@ class _Actor:
             vocab_size=runtime.model_config.vocab_size,
         )
 
-    async def answer(
+    async def answer(self, prompt: Any, params: SamplingParams, others: Asked) -> Completion:
+        return await self._submit(prompt, params, others).aresult()
+
+    async def stream(
+        self, prompt: Any, params: SamplingParams, others: Asked
+    ) -> AsyncGenerator[Piece | Completion]:
+        """Pieces, and last the completion."""
+        news: asyncio.Queue[Piece | Completion] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(latest: Piece | Completion) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, latest)
+
+        pending = self._submit(prompt, params, others, put)
+        pending.future.add_done_callback(lambda future: put(future.result()))
+        while not isinstance(latest := await news.get(), Completion):
+            yield latest
+        yield latest
+
+    def _submit(
         self,
-        request_id: str,
         prompt: Any,
         params: SamplingParams,
-        priority: int,
-        conversation_id: str | None,
-    ) -> Completion:
+        others: Asked,
+        on_piece: PieceSink | None = None,
+    ) -> Pending:
         runtime = self._runtime
         assert runtime is not None
         try:
-            pending = runtime.submit(
-                prompt,
-                params,
-                request_id=request_id,
-                priority=priority,
-                conversation_id=conversation_id,
-            )
+            return runtime.submit(prompt, params, on_piece=on_piece, **others)
         except InvalidRequestError as error:
             now = WallClock().now()
             timing = Timing(arrival_s=now, finished_s=now)
-            return failed_completion(request_id, (), error, timing)
-        return await pending.aresult()
+            return Pending.ended(failed_completion(others["request_id"], (), error, timing))
 
     async def cancel(self, request_id: str) -> None:
         if self._runtime is not None:
@@ -135,18 +156,22 @@ class RayReplica:
         self._actor = make(_Actor).remote()
         return await self._result(self._actor.start.remote(*self._how))
 
-    async def answer(self, call: Call) -> Completion:
+    async def answer(self, call: Call, show: PieceSink | None = None) -> Completion:
+        others = Asked(
+            request_id=call.id, priority=call.priority, conversation_id=call.conversation_id
+        )
+        method = self._actor.answer if show is None else self._actor.stream
         try:
-            reply = self._actor.answer.remote(
-                call.id, call.prompt, call.params, call.priority, call.conversation_id
-            )
+            reply = method.remote(call.prompt, call.params, others)
         except TypeError as error:
             raise InvalidRequestError(
                 f"the prompt cannot be sent to a replica: {error}; give a string, token ids or "
                 "chat messages"
             ) from error
         try:
-            completion = await self._result(reply)
+            completion = await (
+                self._result(reply) if show is None else self._streamed(reply, show)
+            )
         except _FATAL as error:
             raise _useless(error) from error
         if isinstance(completion.error, _FATAL):
@@ -161,6 +186,14 @@ class RayReplica:
         if self._actor is not None and self._ray.is_initialized():
             with suppress(self._ray.exceptions.RayError, ValueError):
                 self._ray.kill(self._actor, no_restart=True)
+
+    async def _streamed(self, replies: AsyncIterator[Any], show: PieceSink) -> Completion:
+        """What comes last; pieces before it are shown."""
+        while True:
+            latest = await self._result(await self._result(anext(replies)))
+            if isinstance(latest, Completion):
+                return latest
+            show(latest)
 
     async def _result(self, reply: Awaitable[Any]) -> Any:
         """What a method of the actor returned, or the error that it raised, as it raised it."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, final
 
 from jaxserve.core.request import Completion
+from jaxserve.engine.answers import PieceSink
 from jaxserve.fleet.call import Call
 
 
@@ -31,8 +32,11 @@ class Replica(Protocol):
         """Load and compile. Raises what `Runtime.from_pretrained` raises."""
         ...
 
-    async def answer(self, call: Call) -> Completion:
+    async def answer(self, call: Call, show: PieceSink | None = None) -> Completion:
         """The completion, a failed one for a request that cannot be served.
+
+        Args:
+          show: gets the pieces before, from the first token on.
 
         Raises:
           InvalidRequestError: the prompt cannot even be sent.

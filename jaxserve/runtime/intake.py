@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Sequence
-from functools import partial
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
@@ -16,7 +15,7 @@ from jaxserve.runtime.batches import Batch
 from jaxserve.runtime.forecaster import Forecaster
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.replicas import Replicas
-from jaxserve.runtime.streams import aread, read
+from jaxserve.runtime.streams import Start, aread, read
 from jaxserve.runtime.turns import aturn_answer, turn_answer
 from jaxserve.workload import WorkloadItem
 
@@ -54,7 +53,8 @@ class Intake:
         prompt: Prompt,
         params: SamplingParams | None,
         *,
-        deadline_s: float | None,
+        deadline_s: float | None = None,
+        sink: PieceSink | None = None,
         **others: Any,
     ) -> Pending:
         """See `Runtime.submit`; `others` as `RequestBuilder.build` has them."""
@@ -66,7 +66,7 @@ class Intake:
             deadline_s=None if deadline_s is None else now + deadline_s,
             **others,
         )
-        return self._hand_over([request])[0]
+        return self._hand_over([request], sink)[0]
 
     def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
         """See `Runtime.submit_items`."""
@@ -101,7 +101,7 @@ class Intake:
         timeout_s: float | None,
     ) -> Completion:
         """Wait for an answer, with its error if it fails; see `turn_answer`."""
-        pending = self.submit(prompt, params, deadline_s=None, conversation_id=conversation_id)
+        pending = self.submit(prompt, params, conversation_id=conversation_id)
         return turn_answer(pending, conversation_id, timeout_s, progress=self._progress)
 
     async def aanswer(
@@ -113,7 +113,7 @@ class Intake:
         timeout_s: float | None,
     ) -> Completion:
         """`answer` for asyncio; cancelling the task ends the request."""
-        pending = self.submit(prompt, params, deadline_s=None, conversation_id=conversation_id)
+        pending = self.submit(prompt, params, conversation_id=conversation_id)
         return await aturn_answer(pending, conversation_id, timeout_s)
 
     def stream(
@@ -129,8 +129,8 @@ class Intake:
         Raises:
           TimeoutError: the last piece was not there in `timeout_s` seconds.
         """
-        start = partial(self._start, prompt, params, conversation_id=conversation_id)
-        return read(start, self._replicas.cancel, timeout_s)
+        params = params or SamplingParams()
+        return read(self._start(prompt, params, conversation_id), params.n, timeout_s)
 
     def astream(
         self,
@@ -141,33 +141,24 @@ class Intake:
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Piece]:
         """`stream` for asyncio."""
-        start = partial(self._start, prompt, params, conversation_id=conversation_id)
-        return aread(start, self._replicas.cancel, timeout_s)
+        params = params or SamplingParams()
+        return aread(self._start(prompt, params, conversation_id), params.n, timeout_s)
 
-    def _start(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        sink: PieceSink,
-        conversation_id: str | None = None,
-    ) -> Answer:
-        request = self._requests.build(
-            prompt, params or SamplingParams(), self._clock.now(), conversation_id=conversation_id
-        )
-        answer = self._answer(self._predicted([request])[0], sink)
-        self._replicas.submit(answer)
-        return answer
+    def _start(self, prompt: Prompt, params: SamplingParams, conversation_id: str | None) -> Start:
+        return lambda sink: self.submit(prompt, params, conversation_id=conversation_id, sink=sink)
 
-    def _hand_over(self, requests: Sequence[Request]) -> list[Pending]:
+    def _hand_over(
+        self, requests: Sequence[Request], sink: PieceSink | None = None
+    ) -> list[Pending]:
         """All start in the same iteration."""
-        answers = [self._answer(request) for request in self._predicted(requests)]
+        answers = [self._answer(request, sink) for request in self._predicted(requests)]
         self._replicas.submit(*answers)
         return [self._pending(answer) for answer in answers]
 
     def _predicted(self, requests: Sequence[Request]) -> Sequence[Request]:
         return requests if self._forecaster is None else self._forecaster.with_predictions(requests)
 
-    def _answer(self, request: Request, sink: PieceSink | None = None) -> Answer:
+    def _answer(self, request: Request, sink: PieceSink | None) -> Answer:
         tokenizer = self._tokenizer
         if tokenizer is None:
             return Answer(request, sink=sink)

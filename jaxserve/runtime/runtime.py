@@ -16,7 +16,7 @@ from jaxserve.core.errors import ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.answers import Piece
+from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.engine.loop import Running
 from jaxserve.engine.requests import Prompt
 from jaxserve.memory.page_cache import Tier
@@ -199,6 +199,7 @@ class Runtime:
         priority: int = 0,
         deadline_s: float | None = None,
         conversation_id: str | None = None,
+        on_piece: PieceSink | None = None,
     ) -> Pending:
         """Hand in one request and return at once.
 
@@ -208,18 +209,15 @@ class Runtime:
           deadline_s: seconds from now; breaks ties of priority under a priority order.
           conversation_id: for reports and recordings, whose turn this is where you keep the history
             yourself; see `conversation`.
+          on_piece: gets what `stream` would yield, on an engine's thread, which must not wait.
 
         Raises:
           InvalidRequestError: one of its subclasses.
         """
         return self._intake.submit(
-            prompt,
-            params,
-            request_id=request_id,
-            priority=priority,
-            deadline_s=deadline_s,
-            conversation_id=conversation_id,
-        )
+            prompt, params, request_id=request_id, priority=priority, deadline_s=deadline_s,
+            conversation_id=conversation_id, sink=on_piece,
+        )  # fmt: skip
 
     def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
         """Hand in requests of a workload that arrive now; a replica's start in one iteration.

@@ -8,21 +8,22 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import suppress
 
-from jaxserve.engine.answers import Answer, Piece, PieceSink
+from jaxserve.core.request import Completion
+from jaxserve.engine.answers import Piece, PieceSink
+from jaxserve.runtime.pending import Pending
 
-Start = Callable[[PieceSink], Answer]
-Cancel = Callable[[str], None]
+Start = Callable[[PieceSink], Pending]
 
 
-def read(start: Start, cancel: Cancel, timeout_s: float | None = None) -> Generator[Piece]:
+def read(start: Start, num_samples: int, timeout_s: float | None = None) -> Generator[Piece]:
     """Start an answer when the first piece is asked for, and yield it; cancel it when left early.
 
     Raises what the request failed with, at its end, or TimeoutError when that is not there in time.
     """
     end_s = _end_s(timeout_s)
     pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
-    answer = start(pieces.put)
-    num_open = answer.request.params.n
+    pending = start(pieces.put)
+    num_open = num_samples
     try:
         while num_open:
             try:
@@ -33,12 +34,12 @@ def read(start: Start, cancel: Cancel, timeout_s: float | None = None) -> Genera
             yield piece
     finally:
         if num_open:
-            cancel(answer.request.id)
-    _raise_error(answer)
+            pending.cancel()
+    _raise_error(pending.result())
 
 
 async def aread(
-    start: Start, cancel: Cancel, timeout_s: float | None = None
+    start: Start, num_samples: int, timeout_s: float | None = None
 ) -> AsyncGenerator[Piece]:
     """`read` for asyncio."""
     end_s = _end_s(timeout_s)
@@ -49,8 +50,8 @@ async def aread(
         with suppress(RuntimeError):  # the loop was closed: nobody listens any more
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-    answer = start(put)
-    num_open = answer.request.params.n
+    pending = start(put)
+    num_open = num_samples
     try:
         while num_open:
             async with asyncio.timeout(_left_s(end_s)):
@@ -59,8 +60,8 @@ async def aread(
             yield piece
     finally:
         if num_open:
-            cancel(answer.request.id)
-    _raise_error(answer)
+            pending.cancel()
+    _raise_error(await pending.aresult())
 
 
 def _end_s(timeout_s: float | None) -> float | None:
@@ -78,7 +79,6 @@ def _still_open(num_open: int, piece: Piece) -> int:
     return num_open - (piece.finish_reason is not None)
 
 
-def _raise_error(answer: Answer) -> None:
-    error = answer.future.result().error
-    if error is not None:
-        raise error
+def _raise_error(completion: Completion) -> None:
+    if completion.error is not None:
+        raise completion.error

@@ -9,6 +9,7 @@ from typing import final
 from jaxserve.core.errors import JaxserveError, ReplicaDiedError
 from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.fleet.call import Call, make_call
 from jaxserve.fleet.replica import Started
 
@@ -22,6 +23,13 @@ def call(name: str, prompt: object = "slow", max_tokens: int = 10) -> Call:
     return make_call(name, prompt, params, priority=0, page_size=PAGE_SIZE)
 
 
+def _show(show: PieceSink, start: int, end: int, size: int) -> None:
+    """Tokens of the answer in pieces of a size, each with a letter of text."""
+    for at in range(start, end, size):
+        tokens = ANSWER[at : min(at + size, end)]
+        show(Piece(text="".join(chr(95 + token) for token in tokens), token_ids=tokens))
+
+
 @final
 class World:
     """All replicas that were made, and what they were asked."""
@@ -31,6 +39,7 @@ class World:
         self.asked: Counter[str] = Counter()
         self.asked_whom: dict[str, int] = {}  # the last of them
         self.gate_is_open = False
+        self.num_shown = 5  # tokens of a stream that are shown while the gate is closed
         self.starts_wait = False
         self.start_errors: list[JaxserveError] = []
 
@@ -61,17 +70,22 @@ class FakeReplica:
             vocab_size=50,
         )
 
-    async def answer(self, call: Call) -> Completion:
+    async def answer(self, call: Call, show: PieceSink | None = None) -> Completion:
         self.world.asked[call.id] += 1
         self.world.asked_whom[call.id] = self.world.replicas.index(self)
         self.open[call.id] = False
         if call.prompt == "deadly":
             self.is_dead = True
+        if show is not None:
+            _show(show, 0, self.world.num_shown, len(self.world.replicas))
         while not (self.is_dead or self.world.gate_is_open or self.open[call.id]):
             await asyncio.sleep(0.001)
         if self.is_dead:
             raise ReplicaDiedError("it was killed")
         reason = "cancelled" if self.open.pop(call.id) else "length"
+        if show is not None:
+            _show(show, self.world.num_shown, len(ANSWER), 4)
+            show(Piece(text="", token_ids=(), finish_reason=reason))
         return Completion(
             request_id=call.id,
             prompt_token_ids=tuple(map(int, call.prompt)) if call.has_tokens else (1,),

@@ -16,6 +16,7 @@ from jaxserve.core.errors import (
     RuntimeClosedError,
 )
 from jaxserve.core.request import Completion
+from jaxserve.engine.answers import Piece
 from jaxserve.fleet.dispatcher import Dispatcher
 from tests.fleet.fakes import ANSWER, PAGE_SIZE, World, call
 
@@ -48,6 +49,56 @@ def _submit_all(dispatcher: Dispatcher, world: World, count: int) -> list[Future
     futures = [dispatcher.submit(call(f"r{i}", f"slow {i}")) for i in range(count)]
     _until(lambda: len(world.asked) == count)
     return futures
+
+
+def _joined(pieces: list[Piece]) -> tuple[tuple[int, ...], str, list[str | None]]:
+    tokens = tuple(token for piece in pieces for token in piece.token_ids)
+    return tokens, "".join(p.text for p in pieces), [p.finish_reason for p in pieces]
+
+
+def test_a_stream_goes_on_where_another_replica_has_come_as_far():
+    """A death after five tokens; the next pieces are cut elsewhere, and none comes twice."""
+    world, pieces = World(), []
+    with _serving(2, world) as dispatcher:
+        future = dispatcher.submit(call("r"), pieces.append)
+        _until(lambda: len(_joined(pieces)[0]) == 5)
+        world.num_shown = 7
+        world.replicas[world.asked_whom["r"]].is_dead = True
+        _until(lambda: len(_joined(pieces)[0]) == 7)
+        world.gate_is_open = True
+        assert future.result(WAIT_S).token_ids == ANSWER and world.asked["r"] == 2
+    tokens, text, reasons = _joined(pieces)
+    assert tokens == ANSWER and text == "".join(chr(95 + token) for token in ANSWER)
+    assert reasons == [None] * (len(pieces) - 1) + ["length"]
+
+
+def test_a_stream_ends_as_its_request_does():
+    """After two deaths, a cancellation, `close`: with one end, whatever its consumer does."""
+    world, pieces = World(), {name: [] for name in ("deadly", "cancelled", "closed")}
+
+    def fail(piece: Piece) -> None:
+        raise ValueError("a consumer's own fault")
+
+    with _serving(2, world) as dispatcher:
+        deadly = dispatcher.submit(call("deadly", "deadly"), pieces["deadly"].append)
+        assert isinstance(deadly.result(WAIT_S).error, ReplicaDiedError)
+        futures = [
+            dispatcher.submit(call(name), sink)
+            for name, sink in (
+                ("cancelled", pieces["cancelled"].append),
+                ("closed", pieces["closed"].append),
+                ("fails", fail),
+            )
+        ]
+        _until(lambda: world.asked["cancelled"] and world.asked["closed"] and world.asked["fails"])
+        dispatcher.cancel("cancelled")
+        dispatcher.cancel("fails")
+        assert [futures[i].result(WAIT_S).finish_reason for i in (0, 2)] == ["cancelled"] * 2
+        dispatcher.close()
+        assert isinstance(futures[1].result(WAIT_S).error, RuntimeClosedError)
+    ends = {name: [r for r in _joined(each)[2] if r] for name, each in pieces.items()}
+    assert ends == {"deadly": ["error"], "cancelled": ["cancelled"], "closed": ["error"]}
+    assert _joined(pieces["closed"])[0] == ANSWER[:5]
 
 
 def test_requests_are_shared_out():

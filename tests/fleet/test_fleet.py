@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -173,17 +174,41 @@ def test_a_conversation_outlives_its_replicas(fleet, model):
         assert again == alone.send(PROMPTS[2], SHORT).token_ids
         # It was asked first, because it had the pages.
         assert fleet.replicas[1 - busy].num_deaths == num_deaths + 1
-        with pytest.raises(TurnTimeoutError, match="no answer after 0.05 s"):
-            chat.send([1], replace(LONG[0], max_tokens=None), timeout_s=0.05)
+        with pytest.raises(TurnTimeoutError, match="no answer after 0.001 s"):
+            chat.send([1], replace(LONG[0], max_tokens=None), timeout_s=0.001)
         with pytest.raises(TokenOutOfRangeError):
             chat.send([VOCAB_SIZE], SHORT)
-        with pytest.raises(InvalidConfigError, match="does not stream"):
-            list(chat.stream([1], SHORT))
+        with pytest.raises(TokenOutOfRangeError):
+            list(chat.stream([VOCAB_SIZE], SHORT))
+        streamed = [token for piece in chat.stream([2], SHORT) for token in piece.token_ids]
+        assert tuple(streamed) == alone.send([2], SHORT).token_ids
         assert fleet.conversation("fleet") is chat and "alone" in fleet.conversations
         assert chat.token_ids == alone.token_ids == rt.conversation("fleet").token_ids
         again = asyncio.run(chat.asend([1], SHORT)).token_ids
         assert rt.conversation("alone").send([1], SHORT).token_ids == again
     _until(lambda: all(state.started is not None for state in fleet.replicas))
+
+
+def test_a_stream_goes_on_when_its_replica_is_killed(fleet, wanted):
+    """The tokens of one runtime, none of them twice; leaving early ends the request."""
+    stream = fleet.stream(PROMPTS[0], replace(LONG[0], seed=0))
+    pieces = [next(stream)]
+    (busy,) = (state for state in fleet.replicas if state.num_unfinished)
+    _kill(busy)
+    pieces += stream
+    assert tuple(token for piece in pieces for token in piece.token_ids) == wanted.long[0]
+    assert [p.finish_reason for p in pieces if p.finish_reason] == ["length"]
+    _until(lambda: all(state.started is not None for state in fleet.replicas))
+
+    async def first_piece() -> tuple[int, ...]:
+        async with aclosing(fleet.astream(PROMPTS[0], replace(LONG[0], seed=0))) as pieces:
+            return (await anext(pieces)).token_ids
+
+    first = asyncio.run(first_piece())
+    assert first == wanted.long[0][: len(first)]
+    _until(lambda: not any(state.num_unfinished for state in fleet.replicas))
+    with pytest.raises(EmptyPromptError):
+        list(fleet.stream([]))
 
 
 def _kill(state: ReplicaState) -> None:

@@ -1,0 +1,77 @@
+"""What of an answer has been shown, when another replica gives it again from the start."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import final
+
+from jaxserve.core.request import Completion
+from jaxserve.engine.answers import Piece, PieceSink
+
+_log = logging.getLogger(__name__)
+
+
+@final
+@dataclass
+class _Extent:
+    """How far a sample has come."""
+
+    num_tokens: int = 0
+    num_characters: int = 0
+
+
+@final
+class Shown:
+    """Passes pieces of one request on, each token, each character and each end once.
+
+    Every replica gives the same answer, though perhaps in other pieces.
+
+    Args:
+      sink: must not wait.
+      num_samples: of the request.
+    """
+
+    def __init__(self, sink: PieceSink, num_samples: int):
+        self._sink: PieceSink | None = sink
+        self._shown = [_Extent() for _ in range(num_samples)]
+        self._given: list[_Extent] = []
+        self._has_ended = [False] * num_samples
+        self.begin()
+
+    def begin(self) -> None:
+        """A replica begins with the answer; its pieces come from the first token on."""
+        self._given = [_Extent() for _ in self._shown]
+
+    def show(self, piece: Piece) -> None:
+        """Pass on what is new in a piece. Failures are left to `end`: another may do better."""
+        i = piece.sample_index
+        if piece.finish_reason == "error" or self._has_ended[i]:
+            return
+        given, shown = self._given[i], self._shown[i]
+        tokens = piece.token_ids[max(0, shown.num_tokens - given.num_tokens) :]
+        text = piece.text[max(0, shown.num_characters - given.num_characters) :]
+        given.num_tokens += len(piece.token_ids)
+        given.num_characters += len(piece.text)
+        shown.num_tokens = max(shown.num_tokens, given.num_tokens)
+        shown.num_characters = max(shown.num_characters, given.num_characters)
+        self._has_ended[i] = piece.finish_reason is not None
+        if tokens or text or self._has_ended[i]:
+            self._pass_on(replace(piece, text=text, token_ids=tokens))
+
+    def end(self, completion: Completion) -> None:
+        """Nothing more comes: end the samples that have not ended as the completion did."""
+        for i, has_ended in enumerate(self._has_ended):
+            if not has_ended:
+                sample = completion.samples[min(i, len(completion.samples) - 1)]
+                reason = sample.finish_reason
+                self._pass_on(Piece(text="", token_ids=(), sample_index=i, finish_reason=reason))
+
+    def _pass_on(self, piece: Piece) -> None:
+        if self._sink is None:
+            return
+        try:
+            self._sink(piece)
+        except Exception:  # a consumer's fault must not reach others' requests
+            _log.exception("the consumer of a stream failed; it gets no more")
+            self._sink = None
