@@ -95,7 +95,8 @@ class Keeper:
         Args:
           waiting: in the order in which they will begin.
         """
-        if not self.cache.host.num_pages:
+        host = self.cache.host
+        if host.num_free == host.num_pages:
             return
         awaited: dict[Chunk, Sequence] = {}
         for sequence in waiting:
