@@ -23,7 +23,7 @@ def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
         return {f"{stem}_{number}": chart for number, chart in flover_charts.BY_NUMBER.items()}
     if result.kind == "offline":
         return {f"{stem}_peers": _peers} if result.has_peers else {}
-    if result.kind in ("predictor", "probe", "s3", "scattered", "loading", "sharding"):
+    if result.kind in ("predictor", "probe", "s3", "scattered", "loading", "sharding", "gpu_check"):
         return {}
     if result.kind == "pensieve":
         return {stem: pensieve.chart}

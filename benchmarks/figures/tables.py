@@ -25,6 +25,7 @@ HEADINGS = {
     "scattered": "Attention over scattered pages",
     "loading": "Memory for loading a checkpoint",
     "sharding": "What plans send, and how full pipelines are",
+    "gpu_check": "One GPU in ten minutes",
 }
 _OFFLINE = (
     "workload",
@@ -65,6 +66,7 @@ def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) 
         "scattered": _scattered,
         "loading": _loading,
         "sharding": _sharding,
+        "gpu_check": _gpu_check,
     }[kind]
     return [make(result, link(result)) for result in results]
 
@@ -362,6 +364,15 @@ def _sharding(result: Result, link: str) -> str:
     layers = result.get("model", "layers")
     what = f"{result.number('rows'):.0f} sequences of a model of {layers} layers"
     return f"{caption(result, what, link)}\n\n{table(header, rows)}"
+
+
+def _gpu_check(result: Result, link: str) -> str:
+    rows = [
+        [bar["what"], bar["wanted"], bar["found"] and f"[{bar['found']}]({link})", bar["verdict"]]
+        for _, bar in result.items("bars")
+    ]
+    header = ("what", "wanted", "found", "verdict")
+    return f"{caption(result, 'Beside what was aimed for', link)}\n\n{table(header, rows)}"
 
 
 def _optional(result: Result, at: Sequence[str], form: str) -> str:
