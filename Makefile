@@ -34,7 +34,7 @@ format: $(TEST_STAMP) ## format the code and mend what lint can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-gpu-check: ## test, time the kernels and decode on this machine's GPU, with PYTHON's own JAX
+gpu-check: ## test and time kernels and models on this machine's GPU, with PYTHON's own JAX
 	@$(PYTHON) -m scripts.gpu_check $(ARGS)
 
 GATE := .venv-gate

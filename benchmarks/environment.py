@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -16,8 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jaxserve", "jax", "jaxlib", "flax", "numpy", "transformers")
 
 
-def describe() -> dict[str, object]:
-    """Device, host, versions and commit of this run."""
+def describe(*others: str) -> dict[str, object]:
+    """Device, host, versions and commit of this run.
+
+    Args:
+      others: packages whose versions count too.
+    """
     device = jax.devices()[0]
     return {
         "device": {
@@ -27,13 +33,16 @@ def describe() -> dict[str, object]:
             "host_cpu": cpu_name(),
             "host_cores": len(os.sched_getaffinity(0)),
         },
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions(*PACKAGES, *others)},
         "commit": commit(),
     }
 
 
 def commit() -> str:
-    """The checkout's commit, "-dirty" behind it where files differ; "unknown" without git."""
+    """The checkout's commit, "-dirty" behind it where files differ.
+
+    Without git, what JAXSERVE_COMMIT says; else "unknown".
+    """
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
@@ -43,15 +52,20 @@ def commit() -> str:
             check=True,
         )
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("JAXSERVE_COMMIT", "unknown")
     return done.stdout.strip()
 
 
-def _versions() -> dict[str, str]:
+def versions(*packages: str) -> dict[str, str]:
+    """Of packages by name, "not installed" for those that are missing."""
     found = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe(*sys.argv[1:])))

@@ -105,7 +105,7 @@ def _compared_with_bound(
         num_output_tokens=num_output,
     )
     parts = None
-    if step_s := step_parts.full_step_s(report, batch_size):
+    if step_s := step_parts.full_step_s(report.steps, batch_size):
         parts = step_parts.measure(
             *(config, engine, dtype),
             step_s=step_s,

@@ -120,7 +120,7 @@ def _cost(done: TrainedProbe, options: argparse.Namespace) -> dict[str, Any]:
         for _ in range(options.rounds):
             for rt in (without, with_it):
                 _decode(rt, size, options.tokens)
-        times_s = [full_step_s(rt.report(), size) for rt in (without, with_it)]
+        times_s = [full_step_s(rt.report().steps, size) for rt in (without, with_it)]
         beliefs = with_it.stats()
     if None in times_s:
         raise InvalidConfigError(

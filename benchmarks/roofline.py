@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jaxserve.core.options import KV_DTYPES
 from jaxserve.models.families.llama import LlamaConfig
 
-_LARGE = 2048  # rows and columns of the product whose rate is the machine's
+# Rows and columns of the product whose rate is the machine's, on GPUs and elsewhere.
+_LARGE_ON_GPU, _LARGE = 8192, 2048
 _MATRIX_BYTES = 256 << 20  # of the matrix that is read: larger than any cache
 
 
@@ -57,18 +58,25 @@ class Bound:
 
 def measure_machine(dtype: jax.typing.DTypeLike) -> Machine:
     """Both rates, in `dtype`; about a second on a CPU."""
-    square = jnp.ones((_LARGE, _LARGE), dtype)
-    product_s = seconds(jax.jit(jnp.matmul), square, square)
+    large = _LARGE_ON_GPU if jax.default_backend() == "gpu" else _LARGE
+    # Random: some GPUs multiply zeros and ones faster.
+    square = jax.random.normal(jax.random.key(0), (large, large), dtype)
+    product_s = seconds(jax.jit(jnp.matmul), square, square, calls=_calls())
     columns = _MATRIX_BYTES // (4096 * jnp.dtype(dtype).itemsize)
     matrix, row = jnp.ones((4096, columns), dtype), jnp.ones((1, 4096), dtype)
     read_s = seconds(jax.jit(jnp.matmul), row, matrix)
-    return Machine(flops_per_s=2 * _LARGE**3 / product_s, bytes_per_s=_MATRIX_BYTES / read_s)
+    return Machine(flops_per_s=2 * large**3 / product_s, bytes_per_s=_MATRIX_BYTES / read_s)
 
 
 def measure_copy(num_bytes: int = 1 << 30) -> float:
     """Bytes a second, read and written, of copying an array on the device."""
     source = jax.random.normal(jax.random.key(0), (num_bytes // 4,))
-    return 2 * num_bytes / seconds(jax.jit(jnp.negative), source)
+    return 2 * num_bytes / seconds(jax.jit(jnp.negative), source, calls=_calls())
+
+
+def measure_gpu(dtype: jax.typing.DTypeLike) -> Machine:
+    """The rates that bounds of GPUs are made of: a large product's, and a copy's."""
+    return Machine(flops_per_s=measure_machine(dtype).flops_per_s, bytes_per_s=measure_copy())
 
 
 def bound(
@@ -121,12 +129,23 @@ def layer_weights(config: LlamaConfig) -> int:
     return config.hidden_size * (qkv + heads + 3 * config.intermediate_size)
 
 
-def seconds(call: Callable[..., Any], *arguments: Any, repeats: int = 9) -> float:
-    """Median of calls that are waited for, after one that compiles."""
+def seconds(call: Callable[..., Any], *arguments: Any, repeats: int = 9, calls: int = 1) -> float:
+    """Median of calls that are waited for, after one that compiles.
+
+    Args:
+      calls: that are submitted before they are waited for, so that a GPU need not wait for the
+        host between them.
+    """
     jax.block_until_ready(call(*arguments))
     times = []
     for _ in range(repeats):
         begin_s = time.perf_counter()
+        for _ in range(calls - 1):
+            call(*arguments)
         jax.block_until_ready(call(*arguments))
-        times.append(time.perf_counter() - begin_s)
+        times.append((time.perf_counter() - begin_s) / calls)
     return statistics.median(times)
+
+
+def _calls() -> int:
+    return 8 if jax.default_backend() == "gpu" else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import final
 
@@ -12,11 +13,11 @@ from rich.table import Table
 
 from benchmarks.roofline import Bound, seconds
 from jaxserve.core.config import EngineConfig
+from jaxserve.engine.recorder import StepRecord
 from jaxserve.engine.sampler import SamplingNeeds, sample
 from jaxserve.engine.slots import empty_slots
 from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
 from jaxserve.models.families.llama import LlamaConfig
-from jaxserve.report import Report
 from pallas_kernels import Rows, matmul
 
 NAMES = {
@@ -48,10 +49,10 @@ class DecodeStep:
         return {**asdict(self), "other_s": self.other_s}
 
 
-def full_step_s(report: Report, batch_size: int) -> float | None:
+def full_step_s(steps: Sequence[StepRecord], batch_size: int) -> float | None:
     """Median seconds of an iteration that decoded `batch_size` sequences; None if none did."""
     times = []
-    for before, step in zip(report.steps, report.steps[1:], strict=False):
+    for before, step in zip(steps, steps[1:], strict=False):
         is_full = step.kind == "decode loop" and step.num_rows == batch_size
         if is_full and step.collected_s is not None and before.collected_s is not None:
             begin_s = max(step.submitted_s, before.collected_s)

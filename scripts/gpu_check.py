@@ -1,102 +1,225 @@
 """Everything that is to be known of one GPU, in one file: `make gpu-check`.
 
-Runs the tests that need a GPU, times the kernels, and decodes with models of well-known shapes.
-Each part is a process of its own; one that fails is recorded and the others go on.
+Tests and times the kernels beside other libraries', and decodes with models of well-known shapes.
+Each part is a process of its own with a limit of its own; one that fails, or is cut off, is
+recorded and the others go on. What the time for all of them does not allow is recorded as skipped.
+The file is written after every part.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-_TESTS = ["pytest", "-q", "-p", "no:cacheprovider", "tests/pallas_kernels/test_on_gpu.py", "-k"]
-# The Mosaic kernel's are apart: what never ran on a GPU may hang there.
-PARTS: dict[str, list[str]] = {
-    "tests": [*_TESTS, "not mosaic"],
-    "kernels": ["benchmarks.kernels"],
-    "kernels_int8": ["benchmarks.kernels", "--shapes", "decode", "--kv-dtype", "int8"],
-    "kernels_float8": ["benchmarks.kernels", "--shapes", "decode", "--kv-dtype", "float8_e4m3fn"],
-    "mosaic_tests": [*_TESTS, "mosaic"],
-    "mosaic_kernels": [
-        *("benchmarks.kernels", "--shapes", "prefill,mixed", "--attention", "mosaic,triton")
-    ],
-    "decode_llama_3_8b": ["benchmarks.decode", "--model", "llama-3-8b"],
-    "decode_llama_3_8b_int8": ["benchmarks.decode", "--kv-dtype", "int8"],
-    "decode_llama_3_8b_float8": ["benchmarks.decode", "--kv-dtype", "float8_e4m3fn"],
-    "decode_llama_2_13b": ["benchmarks.decode", "--model", "llama-2-13b", "--batches", "1,8,32"],
-}
+from benchmarks.environment import commit
+from benchmarks.peers.processes import ROOT, group
+from benchmarks.record import write_whole
+from pallas_kernels.paged_attention.tilings import is_tuned
+from scripts.gpu_bars import bars, print_table
+from scripts.gpu_parts import PARTS, Part
+
+# Of other libraries; whether they are there explains what a peer says.
+_PACKAGES = (
+    *("jax-cuda12-plugin", "jax-cuda13-plugin", "optax", "orbax-checkpoint", "torch", "triton"),
+    *("flashinfer-python", "flash-attn", "flash-attn-3"),
+)
+# A part that could not even begin properly is not begun.
+_LEAST_S = 20.0
+# Before its limit a benchmark begins nothing more: of its start, and of what it is about to finish.
+_MARGIN_S = 25.0
+_TAIL = 3000
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the parts and write the file; 1 if one failed."""
-    options = _parser().parse_args()
-    device = _device()
-    if device is None:
+    options = _parser().parse_args(arguments)
+    names = options.parts.split(",")
+    if unknown := sorted(set(names) - set(PARTS)):
+        print(f"gpu-check: unknown parts {unknown}; there are {', '.join(PARTS)}", file=sys.stderr)
+        return 2
+    about = _about()
+    if about is None:
         print("gpu-check: JAX finds no NVIDIA GPU here; nothing was run", file=sys.stderr)
         return 2
-    parts = {}
-    for name in options.parts.split(","):
-        print(f"---- {name}", file=sys.stderr)
-        parts[name] = _run(PARTS[name], options.limit)
-    output = options.output or Path("benchmarks/results") / f"gpu_check_{_slug(device)}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"device": device, "parts": parts}, indent=2) + "\n")
-    failed = [name for name, part in parts.items() if part["exit_code"]]
+    output = options.output or ROOT / "benchmarks/results" / f"gpu_check_{_slug(about)}.json"
+    before = json.loads(output.read_text()) if options.resume and output.exists() else {}
+    result = check(
+        {name: PARTS[name] for name in names},
+        output,
+        about,
+        budget_s=options.budget,
+        patience=options.patience,
+        before=before.get("parts", {}),
+    )
+    print_table(result["bars"])
+    print(f"gpu-check: {output}", file=sys.stderr)
+    if not result["tuned_tiles"]:
+        print(
+            "gpu-check: the tiles were never timed on such a device; `python -m benchmarks.tune` "
+            "tries others, and writes the fastest down",
+            file=sys.stderr,
+        )
+    failed = [name for name, part in result["parts"].items() if part["status"] == "failed"]
     for name in failed:
-        print(f"gpu-check: {name} failed; see {output}", file=sys.stderr)
+        print(f"gpu-check: {name} failed", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _run(arguments: list[str], limit_s: float) -> dict[str, Any]:
-    begin_s = time.perf_counter()
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        is_benchmark = arguments[0].startswith("benchmarks.")
-        output = ["--output", file.name] if is_benchmark else []
-        command = [sys.executable, "-m", *arguments, *output]
-        try:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=None, text=True, timeout=limit_s
+def check(
+    parts: Mapping[str, Part],
+    output: Path,
+    about: Mapping[str, Any],
+    *,
+    budget_s: float,
+    patience: float = 1.0,
+    before: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Run parts in their order; what is in the file afterwards.
+
+    Args:
+      about: device, versions and commit.
+      budget_s: for all parts.
+      patience: times the limit of every part.
+      before: parts of an earlier file; those that were done are kept and not run, others are kept
+        until they have been run again.
+    """
+    begin_s = time.monotonic()
+    results = dict(before or {})
+    result: dict[str, Any] = {
+        "benchmark": "gpu_check",
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        **about,
+        "budget_s": budget_s,
+        "parts": results,
+    }
+
+    def write() -> None:
+        result["wall_s"] = time.monotonic() - begin_s
+        result["bars"] = bars(results)
+        write_whole(output, result)
+
+    left = {n: part for n, part in parts.items() if results.get(n, {}).get("status") != "done"}
+    for name, part in left.items():
+        left_s = budget_s - (time.monotonic() - begin_s)
+        limit_s = min(part.limit_s * patience, left_s)
+        if left_s < _LEAST_S:
+            results.setdefault(
+                name, {"status": "skipped", "reason": f"the {budget_s:.0f} s were over"}
             )
-            exit_code, text = done.returncode, done.stdout
+        else:
+            print(f"---- {name}, at most {limit_s:.0f} s", file=sys.stderr, flush=True)
+            results[name] = run_part(part, output.with_name(f"{output.stem}.{name}.part"), limit_s)
+        write()
+        if results[name]["status"] == "interrupted":
+            break
+    write()
+    return result
+
+
+def run_part(part: Part, own: Path, limit_s: float) -> dict[str, Any]:
+    """A part's result, or what it had written when it was ended.
+
+    Args:
+      own: file for its result and, with `.log` behind it, for what it prints; left behind only if
+        this process is killed.
+    """
+    own.parent.mkdir(parents=True, exist_ok=True)
+    own.unlink(missing_ok=True)
+    log = own.with_name(f"{own.name}.log")
+    command = [sys.executable, "-m", *part.command]
+    if part.writes:
+        budget_s = max(limit_s / 2, limit_s - _MARGIN_S)
+        command += ["--budget", f"{budget_s:.0f}", "--output", str(own)]
+    begin_s = time.monotonic()
+    environment = {**os.environ, "JAXSERVE_COMMIT": commit(), **part.environment}
+    status, exit_code = "cut off", None
+    with log.open("wb") as printed:
+        try:
+            with group(command, printed, printed, environment) as process:
+                exit_code = process.wait(timeout=limit_s)
+                status = "failed" if exit_code else "done"
         except subprocess.TimeoutExpired:
-            exit_code, text = 124, f"ran longer than {limit_s:.0f} s"
-        written = Path(file.name).read_text()
+            pass
+        except KeyboardInterrupt:
+            status = "interrupted"
+    text = log.read_text(encoding="utf-8", errors="replace")
+    result = json.loads(own.read_text()) if own.exists() else None
+    readable = _readable(text, part)
+    print(readable, file=sys.stderr, flush=True)
+    own.unlink(missing_ok=True)
+    log.unlink()
+    if not part.writes:
+        result = count_tests(text)
+    if status == "done" and result and part.writes and result["skipped"]:
+        status = "partly done"
     return {
+        "status": status,
         "exit_code": exit_code,
-        "wall_s": time.perf_counter() - begin_s,
-        "result": json.loads(written) if written else text[-4000:],
+        "wall_s": time.monotonic() - begin_s,
+        "limit_s": limit_s,
+        "command": " ".join(part.command),
+        "environment": dict(part.environment),
+        "result": result,
+        # Compilers and crashes speak here.
+        **({} if status == "done" else {"output": readable[-_TAIL:]}),
     }
 
 
-def _device() -> str | None:
-    """The GPU's name, as a process of its own sees it: it would keep the memory."""
-    code = "import jax; d = jax.devices()[0]; print(d.device_kind if d.platform == 'gpu' else '')"
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    return done.stdout.strip() or None
+def count_tests(text: str) -> dict[str, Any]:
+    """Of pytest's verbose output, whole or cut off."""
+    outcomes = re.findall(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.MULTILINE)
+    failed = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
+    passed = sum(outcome == "PASSED" for _, outcome in outcomes)
+    return {"passed": passed, "failed": failed, "skipped": len(outcomes) - passed - len(failed)}
 
 
-def _slug(device: str) -> str:
-    return re.sub(r"\W+", "_", device).strip("_").lower()
+def _readable(text: str, part: Part) -> str:
+    """What a part printed, without its result and without progress bars that were overwritten."""
+    lines = [line.rpartition("\r")[2].rstrip() for line in text.split("\n")]
+    if part.writes:
+        lines = [line for line in lines if not line.startswith('{"benchmark"')]
+    return "\n".join(line for line in lines[-60:] if line)
+
+
+def _about() -> dict[str, Any] | None:
+    """Device, versions and commit, as a process of its own sees them: it would keep the memory."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.environment", *_PACKAGES],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    about = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+    if not about or about["device"]["platform"] != "gpu":
+        return None
+    return {**about, "tuned_tiles": is_tuned(about["device"]["kind"])}
+
+
+def _slug(about: Mapping[str, Any]) -> str:
+    return re.sub(r"\W+", "_", about["device"]["kind"]).strip("_").lower()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gpu-check",
-        description="Tests, kernel timings and decode speed of one GPU, in one JSON file.",
+        description="Tests, kernel timings, peers and decode speed of one GPU, in one JSON file.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of them")
-    parser.add_argument("--limit", type=float, default=240.0, help="most seconds of a part")
-    parser.add_argument(
-        "--output", type=Path, default=None, help="by default under benchmarks/results"
-    )
+    add = parser.add_argument
+    add("--parts", default=",".join(PARTS), help="some of them, in this order")
+    add("--budget", type=float, default=570.0, help="seconds for all parts")
+    add("--patience", type=float, default=1.0, help="times the limit of every part")
+    add("--resume", action="store_true", help="keep what the file has, run what is not done in it")
+    add("--output", type=Path, default=None, help="by default under benchmarks/results")
     return parser
 
 

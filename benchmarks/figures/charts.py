@@ -12,7 +12,9 @@ from benchmarks.figures import flover_charts, pensieve, style
 from benchmarks.figures.results import Result, bound_name
 
 # A table says it all.
-_TABLES_ONLY = ("predictor", "probe", "s3", "scattered", "restore", "loading", "sharding")
+_TABLES_ONLY = (
+    *("predictor", "probe", "s3", "scattered", "restore", "loading", "sharding", "gpu_check"),
+)
 
 
 def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:

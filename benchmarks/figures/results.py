@@ -13,7 +13,7 @@ from jaxserve.core.errors import InvalidConfigError
 # What may lie in the folder, in the order of the pages.
 KINDS = (
     *("offline", "policies", "online", "conversations", "flover", "simulate", "predictor"),
-    *("probe", "s3", "pensieve", "scattered", "restore", "loading", "sharding"),
+    *("probe", "s3", "pensieve", "scattered", "restore", "loading", "sharding", "gpu_check"),
 )
 
 

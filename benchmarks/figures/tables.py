@@ -26,6 +26,7 @@ HEADINGS = {
     "restore": "Coming back from the host",
     "loading": "Memory for loading a checkpoint",
     "sharding": "What plans send, and how full pipelines are",
+    "gpu_check": "One GPU in ten minutes",
 }
 _OFFLINE = (
     "workload",
@@ -67,6 +68,7 @@ def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) 
         "restore": _restore,
         "loading": _loading,
         "sharding": _sharding,
+        "gpu_check": _gpu_check,
     }[kind]
     return [make(result, link(result)) for result in results]
 
@@ -379,6 +381,15 @@ def _sharding(result: Result, link: str) -> str:
     layers = result.get("model", "layers")
     what = f"{result.number('rows'):.0f} sequences of a model of {layers} layers"
     return f"{caption(result, what, link)}\n\n{table(header, rows)}"
+
+
+def _gpu_check(result: Result, link: str) -> str:
+    rows = [
+        [bar["what"], bar["wanted"], bar["found"] and f"[{bar['found']}]({link})", bar["verdict"]]
+        for _, bar in result.items("bars")
+    ]
+    header = ("what", "wanted", "found", "verdict")
+    return f"{caption(result, 'Beside what was aimed for', link)}\n\n{table(header, rows)}"
 
 
 def _optional(result: Result, at: Sequence[str], form: str) -> str:

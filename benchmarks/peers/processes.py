@@ -33,7 +33,7 @@ def check_call(command: Sequence[str], *, env: Mapping[str, str] | None = None) 
     Raises:
       PeerError: it ended with an error.
     """
-    with _group(command, STDERR, STDERR, env) as process:
+    with group(command, STDERR, STDERR, env) as process:
         status = process.wait()
     if status:
         raise PeerError(f"{' '.join(command[:6])} ... ended with status {status}")
@@ -51,7 +51,7 @@ def run(command: Sequence[str], log: Path, limit_s: float) -> tuple[str, int]:
     with (
         log.open("wb") as errors,
         output.open("wb") as printed,
-        _group(command, printed, errors) as process,
+        group(command, printed, errors) as process,
     ):
         peak_bytes = _wait(process, limit_s)
         status = process.returncode
@@ -91,7 +91,7 @@ def _resident_bytes(group: int) -> int:
 
 
 @contextlib.contextmanager
-def _group(
+def group(
     command: Sequence[str],
     stdout: IO | int,
     stderr: IO | int,

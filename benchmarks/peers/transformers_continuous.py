@@ -33,16 +33,19 @@ def main() -> None:
     with model.continuous_batching_context_manager(
         generation_config=greedy, continuous_batching_config=config
     ) as manager:
-        _answer(manager, [{"prompt": [1, 2, 3], "num_output_tokens": 2}])
+        answer(manager, [{"prompt": [1, 2, 3], "num_output_tokens": 2}])
         startup_s = time.perf_counter() - begin_s
         begin_s = time.perf_counter()
-        token_ids = _answer(manager, job["requests"])
+        token_ids = answer(manager, job["requests"])
         wall_s = time.perf_counter() - begin_s
     print(json.dumps({"startup_s": startup_s, "wall_s": wall_s, "token_ids": token_ids}))
 
 
-def _answer(manager, requests: list[dict]) -> list[list[int]]:
-    # What `generate_batch` does, which has one length for all.
+def answer(manager, requests: list[dict]) -> list[list[int]]:
+    """New tokens of each request, all submitted at once.
+
+    What `generate_batch` does, which has one length for all.
+    """
     indices = {
         manager.add_request(request["prompt"], max_new_tokens=request["num_output_tokens"]): index
         for index, request in enumerate(requests)

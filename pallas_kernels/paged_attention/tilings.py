@@ -1,4 +1,8 @@
-"""The tiling for a model on a device, from the table beside this file."""
+"""The tiling for a model on a device, from the tables beside this file.
+
+`tuned_tilings.toml` has what was timed on a device for heads of one kind (`benchmarks.tune`), and
+goes first; `tilings.toml` has something for everybody.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,11 @@ from pallas_kernels.cross import H100_CORES
 from pallas_kernels.paged_attention import mosaic
 from pallas_kernels.paged_attention.planner import Launch, Tiling, Warpgroups
 
+TUNED = Path(__file__).with_name("tuned_tilings.toml")
 _TABLE = Path(__file__).with_name("tilings.toml")
+
+# An entry of a table.
+Entry = dict[str, Any]
 
 
 def tiling_for(
@@ -36,11 +44,30 @@ def tiling_for(
     Raises:
       NotImplementedError: no entry has heads of this size.
     """
-    for entry in _entries(kind):
-        if entry["device"] in device and head_dim <= entry["max_head_dim"]:
-            break
-    else:
-        raise NotImplementedError(f"no tiling for heads of {head_dim} on {device}")
+    entry = entry_for(device=device, group=group, head_dim=head_dim, kind=kind)
+    return tiling_of(entry, num_cores=num_cores, kv_heads=kv_heads, group=group)
+
+
+def entry_for(
+    *, device: str, group: int, head_dim: int, kind: Literal["triton", "mosaic"]
+) -> Entry:
+    """The first entry that such heads on such a device fit; see `tiling_for`.
+
+    Raises:
+      NotImplementedError: there is none.
+    """
+    for entry in (*_entries(TUNED, kind), *_entries(_TABLE, kind)):
+        is_its_own = (
+            entry.get("group", group) == group and entry.get("head_dim", head_dim) == head_dim
+        )
+        fits = head_dim <= entry.get("max_head_dim", head_dim)
+        if is_its_own and fits and entry["device"] in device:
+            return entry
+    raise NotImplementedError(f"no tiling for heads of {head_dim} on {device}")
+
+
+def tiling_of(entry: Entry, *, num_cores: int, kv_heads: int, group: int) -> Tiling:
+    """What an entry comes to for a model."""
     split_rows = max(entry["split"]["rows"], 1 << (group - 1).bit_length())
     warpgroups = entry.get("warpgroups")
     return Tiling(
@@ -70,21 +97,29 @@ def planned_tiling(device: Any, implementation: str | None = None, **heads: int)
     kinds = [name.removesuffix("_interpreted") for name in names]
     if not {"triton", "mosaic"} & set(kinds):
         return None
-    if kinds != list(names):
-        num_cores = 1
-    elif dispatch.target_platform() == "cuda":
-        num_cores = getattr(device, "core_count", H100_CORES)
-    else:
+    if kinds == list(names) and dispatch.target_platform() != "cuda":
         return None
+    num_cores = 1 if kinds != list(names) else cores_of(device)
     is_mosaic = kinds[0] == "mosaic" and mosaic.serves(heads["group"], heads["head_dim"])
     kind = "mosaic" if is_mosaic else "triton"
     return tiling_for(device=device.device_kind, num_cores=num_cores, kind=kind, **heads)
 
 
-def _launch(entry: dict[str, Any]) -> Launch:
+def is_tuned(device: str) -> bool:
+    """Whether there are entries of such a device that were timed."""
+    entries = (*_entries(TUNED, "triton"), *_entries(TUNED, "mosaic"))
+    return any(entry["device"] in device for entry in entries)
+
+
+def cores_of(device: Any) -> int:
+    """Multiprocessors of a JAX device; of an H100 where it does not say."""
+    return getattr(device, "core_count", H100_CORES)
+
+
+def _launch(entry: Entry) -> Launch:
     return Launch(num_warps=entry["warps"], num_stages=entry["stages"])
 
 
 @functools.cache
-def _entries(kind: str) -> list[dict[str, Any]]:
-    return tomllib.loads(_TABLE.read_text())[kind]
+def _entries(path: Path, kind: str) -> list[Entry]:
+    return tomllib.loads(path.read_text()).get(kind, []) if path.exists() else []

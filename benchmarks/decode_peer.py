@@ -1,0 +1,176 @@
+"""transformers' continuous batching on the workload of `benchmarks.decode`, in PyTorch.
+
+A model with random weights of the same shape answers as many requests of the same lengths. One JSON
+object on stdout, a table on stderr. docs/benchmarks.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks import environment
+from benchmarks.decode import SHAPES, hf_config, sizes_from
+from benchmarks.output import command, show
+from benchmarks.peers.transformers_continuous import answer
+from benchmarks.record import Record
+
+PACKAGES = ("torch", "transformers", "accelerate", "triton", "flash-attn")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print, and write the result; the exit code."""
+    return command(
+        run,
+        _parser().parse_args(arguments),
+        show_result=_print_table,
+        is_whole=lambda result: not result["failed"],
+    )
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Every batch's figures."""
+    import torch
+    from transformers import GenerationConfig
+
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    sizes = sizes_from(options.batches)
+    record = Record(
+        options.output,
+        options.budget,
+        benchmark="decode_peer",
+        model=options.model,
+        precision=options.dtype,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        batches=[],
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        versions={"python": platform.python_version(), **environment.versions(*PACKAGES)},
+        commit=environment.commit(),
+    )
+    model = _model(options, device)
+    record.result["attention"] = model.config._attn_implementation
+    # Past any end token, as ours.
+    greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with model.continuous_batching_context_manager(
+        generation_config=greedy, **_batching(options, max(sizes))
+    ) as manager:
+        for size in sizes:
+            measured = partial(_measure, manager, size, options, model.config.vocab_size)
+            record.add("batches", f"batch {size}", measured)
+    # Which it may have changed when it began.
+    record.result["attention"] = model.config._attn_implementation
+    return record.result
+
+
+def _model(options: argparse.Namespace, device: Any) -> Any:
+    """Random weights, made on the device."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    given = hf_config(options.model, options.layers)
+    given.pop("model_type")
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(**given), dtype=getattr(torch, options.dtype)
+        )
+    return model.eval()
+
+
+def _batching(options: argparse.Namespace, max_requests: int) -> dict[str, Any]:
+    """What `generate_batch` tells it of the requests; everything else is its own choice."""
+    from transformers import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    return {
+        "continuous_batching_config": ContinuousBatchingConfig(allow_block_sharing=False),
+        "workload_hints": WorkloadHints(
+            max_prompt_length=options.prompt_tokens,
+            max_generated_length=options.output_tokens,
+            num_requests=max_requests,
+        ),
+    }
+
+
+def _measure(
+    manager: Any, size: int, options: argparse.Namespace, vocab_size: int
+) -> dict[str, Any]:
+    """Of a batch with answers of full length, and with answers of one token."""
+    prompts = iter(
+        np.random.default_rng(size).integers(0, vocab_size, (4, size, options.prompt_tokens))
+    )
+
+    def seconds(output_tokens: int) -> float:
+        requests = [
+            {"prompt": prompt, "num_output_tokens": output_tokens}
+            for prompt in next(prompts).tolist()
+        ]
+        begin_s = time.perf_counter()
+        try:
+            answers = answer(manager, requests)
+        except SystemExit as error:  # of a script that has nothing else to do
+            raise RuntimeError(str(error)) from error
+        wall_s = time.perf_counter() - begin_s
+        if any(len(each) != output_tokens for each in answers):
+            raise RuntimeError(f"answers of {sorted({len(each) for each in answers})} tokens")
+        return wall_s
+
+    # Whatever it compiles or captures.
+    seconds(min(4, options.output_tokens))
+    prefill_s, wall_s = seconds(1), seconds(options.output_tokens)
+    decode_s = (wall_s - prefill_s) / max(1, options.output_tokens - 1)
+    return {
+        "batch_size": size,
+        "wall_s": wall_s,
+        "output_tokens_per_s": size * options.output_tokens / wall_s,
+        "prefill_tokens_per_s": size * options.prompt_tokens / prefill_s,
+        "decode_step_s": decode_s,
+        "decode_tokens_per_s": size / decode_s,
+    }
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    table = Table(
+        *("batch", "ms a step", "tokens/s", "tokens/s with prompts"),
+        title=f"transformers, {result['model']}, {result['precision']}, {result['attention']}",
+        box=None,
+    )
+    for row in result["batches"]:
+        table.add_row(
+            str(row["batch_size"]),
+            f"{row['decode_step_s'] * 1e3:.2f}",
+            f"{row['decode_tokens_per_s']:,.0f}",
+            f"{row['output_tokens_per_s']:,.0f}",
+        )
+    show(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.decode_peer",
+        description="transformers' continuous batching with random weights of a shape.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="llama-3-8b", choices=tuple(SHAPES), help="whose shape")
+    add("--layers", type=int, default=None, help="other than the shape's own")
+    add("--dtype", default="bfloat16", help="of weights and cache")
+    add("--device", default=None, help="PyTorch's name; its GPU where it finds one")
+    add("--batches", default="1,8,32,128,256", help="requests at once")
+    add("--prompt-tokens", type=int, default=512, help="of each prompt")
+    add("--output-tokens", type=int, default=128, help="of each answer")
+    add("--budget", type=float, default=None, help="seconds after which nothing is begun")
+    add("--output", type=Path, default=None, help="also write the object here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

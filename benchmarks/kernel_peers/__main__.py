@@ -1,0 +1,158 @@
+"""Times the peers, each at each shape; a peer that is missing or fails is recorded with the reason.
+
+One JSON object on stdout, a table on stderr. docs/benchmarks.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import platform
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks import environment
+from benchmarks.attention_timing import num_layers
+from benchmarks.kernel_peers.case import Case
+from benchmarks.kernel_peers.dense import Dense
+from benchmarks.kernel_peers.flash import FlashAttention2, FlashAttention3
+from benchmarks.kernel_peers.flex import PagedFlex
+from benchmarks.kernel_peers.infer import FlashInfer
+from benchmarks.kernel_peers.timing import Attend, measure
+from benchmarks.kernels import chosen
+from benchmarks.output import command, show
+from benchmarks.record import Record, reason
+from jaxserve.core.errors import InvalidConfigError
+from pallas_kernels.paged_attention.shapes import AttentionShape
+
+PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-3")
+
+
+class Peer(Protocol):
+    """A way to attend.
+
+    Attributes:
+      page_size: of the pages that it wants.
+      package: that has to be there.
+    """
+
+    page_size: int
+    package: str
+
+    def prepare(self, case: Case) -> Attend:
+        """What is timed. Raises NotImplementedError for what it cannot serve."""
+        ...
+
+
+# The quickest to compile first.
+PEERS: dict[str, Peer] = {
+    "torch_flash_dense": Dense("flash"),
+    "torch_cudnn_dense": Dense("cudnn"),
+    "flash_attention_3": FlashAttention3(),
+    "flash_attention_2": FlashAttention2(),
+    "flashinfer": FlashInfer(),
+    "torch_flex_paged": PagedFlex(),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print, and write the result; the exit code."""
+    return command(run, _parser().parse_args(arguments), show_result=_print_table)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Every shape's figures."""
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    shapes, _ = chosen(options.shapes, options.leave_out)
+    names = options.peers.split(",")
+    if unknown := sorted(set(names) - set(PEERS)):
+        raise InvalidConfigError(f"unknown peers {unknown}; give some of {tuple(PEERS)}")
+    record = Record(
+        options.output,
+        options.budget,
+        benchmark="kernel_peers",
+        dtype=options.dtype,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        versions={"python": platform.python_version(), **environment.versions(*PACKAGES)},
+        commit=environment.commit(),
+    )
+    dtype = getattr(torch, options.dtype)
+    for shape in tqdm(shapes, desc="timing peers", delay=2, leave=False):
+        found: dict[str, Any] = {"shape": shape.name, "peers": {}}
+        record.result.setdefault("shapes", []).append(found)
+        for name in names:
+            if record.is_spent:
+                record.skip(f"{shape.name}, {name}")
+                continue
+            found["peers"][name] = figures(PEERS[name], shape, device, dtype)
+            record.save()
+    return record.result
+
+
+def figures(
+    peer: Peer, shape: AttentionShape, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """`seconds` of a call and their `error`, or the `reason` why there are none."""
+    try:
+        importlib.import_module(peer.package)
+        return _timed(peer, shape, device, dtype)
+    except Exception as failed:
+        return {"reason": reason(failed)}
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _timed(
+    peer: Peer, shape: AttentionShape, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    token_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    layers = num_layers(sum(context for _, context in shape.rows) * token_bytes)
+    with torch.inference_mode():
+        case = Case.of(shape, page_size=peer.page_size, layers=layers, device=device, dtype=dtype)
+        attend = peer.prepare(case)
+        error = case.error(attend(0))
+        return {
+            **measure(attend, layers, device),
+            "error": error,
+            "page_size": peer.page_size,
+        }
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    table = Table("attention, us", *PEERS, title=result["device"], box=None)
+    for row in result.get("shapes", ()):
+        cells = (row["peers"].get(name, {}) for name in PEERS)
+        table.add_row(
+            row["shape"],
+            *(f"{cell['seconds'] * 1e6:,.1f}" if "seconds" in cell else "" for cell in cells),
+        )
+    show(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernel_peers",
+        description="Attention of PyTorch and its neighbours at named shapes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--shapes", default="decode,prefill,mixed", help="as of benchmarks.kernels")
+    add("--leave-out", default="", help="of these, likewise")
+    add("--peers", default=",".join(PEERS), help="some of them")
+    add("--dtype", default="bfloat16", help="of queries and pages")
+    add("--device", default=None, help="PyTorch's name; its GPU where it finds one")
+    add("--budget", type=float, default=None, help="seconds after which nothing is begun")
+    add("--output", type=Path, default=None, help="also write the object here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

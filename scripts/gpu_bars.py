@@ -1,0 +1,256 @@
+"""What a gpu-check found, beside what was aimed for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, final
+
+from rich.table import Table
+
+from benchmarks.output import show
+
+Verdict = Literal["met", "not met", "not measured", "no bar"]
+
+# Aims: of docs/benchmarks.md, "The bars".
+MAX_ERROR = 1e-2
+MIN_OF_COPY = 0.75
+MIN_TRITON_FLOPS, MIN_MOSAIC_FLOPS = 400e12, 550e12
+MIN_OF_BOUND = 0.8
+MAX_IDLE = 0.02
+# Of a reason; the whole of it is with the figures.
+_MAX_TEXT = 120
+# Where decoding and prefill are held to them.
+_MIN_BATCH, _MIN_CONTEXT = 32, 4096
+
+MODELS = {"llama_3_8b": "Llama 3 8B", "llama_2_13b": "Llama 2 13B"}
+CHOICES = ("choices", "choices_while", "choices_none")
+
+Parts = Mapping[str, Mapping[str, Any]]
+Row = Mapping[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class Bar:
+    """One line: what was looked at, what was wanted of it, and what was found."""
+
+    what: str
+    wanted: str
+    found: str
+    verdict: Verdict
+
+
+def bars(parts: Parts) -> list[dict[str, str]]:
+    """All of them, of whatever was measured so far."""
+    shapes = [*_rows(parts, "kernels", "shapes"), *_rows(parts, "kernels_rest", "shapes")]
+    lines = [
+        *_tests(parts),
+        _most("attention, relative error in bf16", shapes, "error", MAX_ERROR, "{:.1e}"),
+        _least(
+            f"decode, batch >= {_MIN_BATCH}, context >= {_MIN_CONTEXT}: share of copy bandwidth",
+            [row for row in shapes if _is_long_decode(row)],
+            *("of_copy", MIN_OF_COPY, "{:.0%}"),
+        ),
+        _prefill("prefill, 4096 and more, Triton", shapes, MIN_TRITON_FLOPS),
+        _prefill(
+            "prefill, 4096 and more, Mosaic", _rows(parts, "mosaic", "shapes"), MIN_MOSAIC_FLOPS
+        ),
+        *_mixed(shapes, "Triton"),
+        *_mixed(_rows(parts, "mosaic", "shapes"), "Mosaic"),
+        *_kernel_peers(parts, shapes),
+        *(line for model in MODELS for line in _model(parts, model)),
+        *_choices(parts),
+    ]
+    return [asdict(line) for line in lines]
+
+
+def print_table(lines: Iterable[Mapping[str, str]]) -> None:
+    """On stderr."""
+    table = Table("", "wanted", "found", "", title="gpu-check", box=None)
+    styles = {"met": "green", "not met": "red", "not measured": "yellow", "no bar": "dim"}
+    for line in lines:
+        verdict = line["verdict"]
+        table.add_row(
+            *(line["what"], line["wanted"], line["found"]), verdict, style=styles[verdict]
+        )
+    show(table)
+
+
+def _rows(parts: Parts, name: str, kind: str) -> list[Row]:
+    result = parts.get(name, {}).get("result") or {}
+    return result.get(kind, [])
+
+
+def _why_missing(parts: Parts, name: str) -> str:
+    """What became of a part without figures."""
+    part = parts.get(name)
+    if part is None:
+        return "not run"
+    failed = (part.get("result") or {}).get("failed") or {}
+    return _short(next(iter(failed.values()), None) or part.get("reason") or part["status"])
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."
+
+
+def _least(what: str, rows: Sequence[Row], field: str, bar: float, form: str) -> Bar:
+    """The least of a field has to reach the bar."""
+    wanted = f">= {form.format(bar)}"
+    if not rows:
+        return Bar(what, wanted, "", "not measured")
+    worst = min(rows, key=lambda row: row[field])
+    met = worst[field] >= bar
+    found = f"{form.format(worst[field])} at worst, {worst['shape']}"
+    return Bar(what, wanted, found, "met" if met else "not met")
+
+
+def _most(what: str, rows: Sequence[Row], field: str, bar: float, form: str) -> Bar:
+    """The most of a field has to stay within the bar; what is not a number does not."""
+    wanted = f"<= {form.format(bar)}"
+    if not rows:
+        return Bar(what, wanted, "", "not measured")
+    met = all(row[field] <= bar for row in rows)
+    worst = max(rows, key=lambda row: (row[field] != row[field], row[field]))
+    found = f"{form.format(worst[field])} at worst of {len(rows)}, {worst['shape']}"
+    return Bar(what, wanted, found, "met" if met else "not met")
+
+
+def _tests(parts: Parts) -> Iterable[Bar]:
+    for name in ("tests", "mosaic_tests"):
+        part = parts.get(name, {})
+        counted = part.get("result")
+        if not counted or not (counted["passed"] or counted["failed"]):
+            yield Bar(name, "all pass", _why_missing(parts, name), "not measured")
+            continue
+        found = f"{counted['passed']} passed, {len(counted['failed'])} failed"
+        if part["status"] != "done" and not counted["failed"]:
+            yield Bar(name, "all pass", f"{found}, then {part['status']}", "not measured")
+        else:
+            met = part["status"] == "done"
+            yield Bar(name, "all pass", found, "met" if met else "not met")
+
+
+def _is_long_decode(row: Row) -> bool:
+    return (
+        row["longest_query"] == 1
+        and row["rows"] >= _MIN_BATCH
+        and row["shortest_context"] >= _MIN_CONTEXT
+    )
+
+
+def _prefill(what: str, rows: Sequence[Row], bar: float) -> Bar:
+    prompts = [
+        {"shape": row["shape"], "tera": row["flops_per_s"] / 1e12}
+        for row in rows
+        if row["rows"] == 1 and row["longest_query"] == row["shortest_context"] >= _MIN_CONTEXT
+    ]
+    return _least(what, prompts, "tera", bar / 1e12, "{:.0f} TFLOP/s")
+
+
+def _mixed(rows: Sequence[Row], kernel: str) -> Iterable[Bar]:
+    for row in rows:
+        if "of_parts_bound" in row:
+            found = f"{row['of_parts_bound']:.0%} of the sum of its parts' rooflines"
+            yield Bar(f"{row['shape']}, {kernel}", "", found, "no bar")
+
+
+def _kernel_peers(parts: Parts, shapes: list[Row]) -> Iterable[Bar]:
+    """Ours against every peer, over the shapes at which both have a time."""
+    theirs: dict[str, dict[str, Row]] = {}
+    others = [
+        row
+        for name in ("kernel_peers", "kernel_peers_rest")
+        for row in _rows(parts, name, "shapes")
+    ]
+    for row in (*shapes, *others):
+        for peer, figures in row.get("peers", {}).items():
+            theirs.setdefault(peer, {})[row["shape"]] = figures
+    own = {row["shape"]: row["seconds"] for row in shapes}
+    if not theirs:
+        yield Bar("ahead of other kernels", "everywhere", "", "not measured")
+    for peer, found in theirs.items():
+        ratios = {
+            shape: figures["seconds"] / own[shape]
+            for shape, figures in found.items()
+            if "seconds" in figures and shape in own
+        }
+        what = f"faster than {peer}"
+        if not ratios:
+            reasons = [figures["reason"] for figures in found.values() if "reason" in figures]
+            why = _short((reasons or ["no shape of ours"])[0])
+            yield Bar(what, "at every shape", why, "not measured")
+            continue
+        worst = min(ratios, key=lambda shape: ratios[shape])
+        ahead = sum(ratio >= 1 for ratio in ratios.values())
+        text = f"{ahead} of {len(ratios)} shapes; {ratios[worst]:.2f} times at worst, {worst}"
+        yield Bar(what, "at every shape", text, "met" if ahead == len(ratios) else "not met")
+
+
+def _model(parts: Parts, model: str) -> Iterable[Bar]:
+    """Decoding and prefill of a model, end to end."""
+    name, own = MODELS[model], f"decode_{model}"
+    batches = _rows(parts, own, "batches")
+    timed = sorted((row for row in batches if "of_bound" in row), key=lambda row: row["batch_size"])
+    what, wanted = f"{name}, decode: share of the memory roofline", f">= {MIN_OF_BOUND:.0%}"
+    if not timed:
+        yield Bar(what, wanted, _why_missing(parts, own), "not measured")
+    else:
+        found = ", ".join(f"{row['batch_size']}: {row['of_bound']:.0%}" for row in timed)
+        left_out = [str(row["batch_size"]) for row in batches if "does_not_fit" in row]
+        found += f"; no memory for {', '.join(left_out)}" if left_out else ""
+        met = all(row["of_bound"] >= MIN_OF_BOUND for row in timed)
+        yield Bar(what, wanted, found, "met" if met else "not met")
+    yield _idle(parts, own, name, timed)
+    for row in _rows(parts, own, "prefill"):
+        found = f"{row['tokens_per_s']:,.0f} tokens/s, {row['of_bound']:.0%} of the products' bound"
+        what = f"{name}, prefill of {row['prompts']} x {row['prompt_tokens']}"
+        yield Bar(what, "", found, "no bar")
+    theirs = {row["batch_size"]: row for row in _rows(parts, f"hf_{model}", "batches")}
+    ratios = {
+        row["batch_size"]: row["output_tokens_per_s"]
+        / theirs[row["batch_size"]]["output_tokens_per_s"]
+        for row in timed
+        if row["batch_size"] in theirs
+    }
+    what = f"{name}: tokens/s over transformers' continuous batching"
+    if not ratios:
+        yield Bar(what, "> 1", _why_missing(parts, f"hf_{model}"), "not measured")
+    else:
+        found = ", ".join(f"{size}: {ratio:.2f} times" for size, ratio in ratios.items())
+        met = min(ratios.values()) > 1
+        yield Bar(what, "> 1", found, "met" if met else "not met")
+
+
+def _idle(parts: Parts, own: str, name: str, timed: list[Row]) -> Bar:
+    """From a trace where there is one; else the host's own upper bound."""
+    what, wanted = f"{name}: device idle", f"< {MAX_IDLE:.0%}"
+    traces = _rows(parts, own, "traces")
+    if traces:
+        worst = max(row["idle_share"] for row in traces)
+        long = max(row["long_gap_share"] for row in traces)
+        found = f"{worst:.1%}, {long:.1%} in gaps of 20 us and more"
+        # Between steps, that is: what lies between kernels of a step is the kernels' roofline's.
+        return Bar(what, wanted, found, "met" if long < MAX_IDLE else "not met")
+    if timed:
+        worst = max(row["host_gap_share"] for row in timed)
+        found = f"{worst:.1%} at most, by the host"
+        return Bar(what, wanted, found, "met" if worst < MAX_IDLE else "not met")
+    return Bar(what, wanted, "", "not measured")
+
+
+def _choices(parts: Parts) -> Iterable[Bar]:
+    """Milliseconds of a step, by layout and flags."""
+    found: dict[int, list[str]] = {}
+    for name in CHOICES:
+        for row in _rows(parts, name, "choices"):
+            if "decode_step_s" in row:
+                text = f"{row['layout']} {name.removeprefix('choices').strip('_') or 'default'}"
+                found.setdefault(row["batch_size"], []).append(
+                    f"{text} {row['decode_step_s'] * 1e3:.2f}"
+                )
+    if not found:
+        yield Bar("layers scanned or unrolled, command buffers", "", "", "not measured")
+    for size, texts in found.items():
+        yield Bar(f"ms a step, batch {size}", "", ", ".join(texts), "no bar")

@@ -1,0 +1,112 @@
+"""The parts of `make gpu-check`, the most important first, and the time that each may take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import final
+
+# Shapes that the bars are about; the rest of the curves comes when all else is done.
+_FIRST = ",".join(
+    (
+        *("llama3_8b_decode_32x4096", "llama3_8b_decode_128x4096", "llama3_8b_decode_32x16384"),
+        *("llama3_8b_prefill_4096", "llama3_8b_prefill_16384", "mixed"),
+        *("llama3_8b_decode_256x4096", "llama2_13b_decode_32x4096", "llama3_8b_decode_ragged"),
+        "llama3_8b_decode_1x16384",
+    )
+)
+# Of the memory that JAX takes when it begins; three quarters by default.
+_MOST_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+_TESTS = (
+    *("pytest", "-v", "--tb=line", "-W", "default", "-p", "no:cacheprovider"),
+    *("tests/pallas_kernels/test_on_gpu.py", "-k"),
+)
+# By name: what it refuses is a failure here, and not XLA's time under its name.
+_TRITON = ("benchmarks.kernels", "--attention", "triton")
+_EIGHT_BITS = (
+    *(*_TRITON, "--shapes", "llama3_8b_decode_32x4096,llama3_8b_decode_128x4096"),
+    "--kv-dtype",
+)
+# Tests compile for speed of compiling by default.
+_AS_SERVED = {"XLA_FLAGS": ""}
+_COMMAND_BUFFER = "--xla_gpu_enable_command_buffer="
+
+
+@final
+@dataclass(frozen=True)
+class Part:
+    """A process of its own.
+
+    Attributes:
+      command: a module of Python and its arguments.
+      limit_s: after which it is ended; what it has written by then counts.
+      environment: beside what there is.
+      writes: it takes `--budget` and `--output`, as benchmarks do; else it is pytest.
+    """
+
+    command: tuple[str, ...]
+    limit_s: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    writes: bool = True
+
+
+def _decode(model: str, *arguments: str) -> tuple[str, ...]:
+    return ("benchmarks.decode", "--model", model, *arguments)
+
+
+_CHOICES = ("benchmarks.choices",)
+
+PARTS: Mapping[str, Part] = MappingProxyType(
+    {
+        "kernels": Part((*_TRITON, "--peers", "--shapes", _FIRST), 110),
+        "kernel_peers": Part(("benchmarks.kernel_peers", "--shapes", _FIRST), 90),
+        "decode_llama_3_8b": Part(
+            _decode(
+                "llama-3-8b",
+                *("--batches", "32,1,128,256,8", "--prefill", "8x4096,32x512", "--trace", "32"),
+            ),
+            130,
+            _MOST_MEMORY,
+        ),
+        "hf_llama_3_8b": Part(("benchmarks.decode_peer", "--batches", "32,1,128,8,256"), 70),
+        # What never ran on a GPU may hang there: apart, and not at the front.
+        "mosaic": Part(
+            (
+                *("benchmarks.kernels", "--attention", "mosaic", "--shapes"),
+                "llama3_8b_prefill_4096,llama3_8b_prefill_16384,mixed",
+            ),
+            45,
+        ),
+        "kernels_rest": Part(
+            (
+                *(*_TRITON, "--peers", "--shapes", "decode,prefill,write,copy"),
+                *("--leave-out", _FIRST),
+            ),
+            100,
+        ),
+        "choices": Part(_CHOICES, 45),
+        "choices_while": Part(_CHOICES, 45, {"XLA_FLAGS": f"{_COMMAND_BUFFER}+WHILE"}),
+        "choices_none": Part(_CHOICES, 45, {"XLA_FLAGS": _COMMAND_BUFFER}),
+        "decode_llama_2_13b": Part(
+            _decode("llama-2-13b", "--batches", "32,1,8,128,256", "--prefill", "4x4096"),
+            90,
+            _MOST_MEMORY,
+        ),
+        "hf_llama_2_13b": Part(
+            ("benchmarks.decode_peer", "--model", "llama-2-13b", "--batches", "32,1,8,128,256"), 60
+        ),
+        "tests": Part((*_TESTS, "not mosaic"), 150, _AS_SERVED, writes=False),
+        "mosaic_tests": Part((*_TESTS, "mosaic"), 60, _AS_SERVED, writes=False),
+        "kernel_peers_rest": Part(
+            ("benchmarks.kernel_peers", "--shapes", "decode,prefill", "--leave-out", _FIRST), 150
+        ),
+        **{f"kernels_{kind}": Part((*_EIGHT_BITS, kind), 60) for kind in ("int8", "float8_e4m3fn")},
+        **{
+            f"decode_llama_3_8b_{kind}": Part(
+                _decode("llama-3-8b", "--batches", "32,256", "--kv-dtype", kind), 90, _MOST_MEMORY
+            )
+            for kind in ("int8", "float8_e4m3fn")
+        },
+    }
+)

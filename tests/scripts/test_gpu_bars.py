@@ -1,0 +1,154 @@
+"""What is concluded from a gpu-check's figures."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from scripts.gpu_bars import bars, print_table
+
+
+def _shape(name: str, rows: int, queries: int, context: int, **figures: Any) -> dict[str, Any]:
+    return {
+        "shape": name,
+        "rows": rows,
+        "longest_query": queries,
+        "shortest_context": context,
+        "seconds": 1e-3,
+        "of_copy": 0.8,
+        "flops_per_s": 410e12,
+        "error": 3e-3,
+        **figures,
+    }
+
+
+def _kernels(*shapes: dict[str, Any], name: str = "kernels") -> dict[str, Any]:
+    return {name: {"status": "done", "result": {"shapes": list(shapes), "failed": {}}}}
+
+
+def _found(parts: dict[str, Any], what: str) -> tuple[str, str]:
+    """Verdict and finding of the line that begins so."""
+    (line,) = [line for line in bars(parts) if line["what"].startswith(what)]
+    return line["verdict"], line["found"]
+
+
+DECODE = _shape("decode_32x4096", 32, 1, 4096)
+PREFILL = _shape("prefill_4096", 1, 4096, 4096)
+
+
+def test_without_figures_nothing_is_met():
+    """Every line with a bar says that it was not measured, and why where that is known."""
+    parts = {"mosaic_tests": {"status": "skipped", "reason": "the 570 s were over"}}
+    lines = bars(parts)
+    assert {line["verdict"] for line in lines} == {"not measured"}
+    assert _found(parts, "mosaic_tests")[1] == "the 570 s were over"
+    print_table(lines)
+
+
+def test_the_worst_shape_decides():
+    """Decoding counts from 32 rows and 4096 tokens on; a short or small batch does not."""
+    small = _shape("decode_8x4096", 8, 1, 4096, of_copy=0.1)
+    short = _shape("decode_32x1024", 32, 1, 1024, of_copy=0.2)
+    what = "decode, batch >= 32"
+    assert _found(_kernels(DECODE, small, short), what)[0] == "met"
+    slow = _shape("decode_64x8192", 64, 1, 8192, of_copy=0.74)
+    assert _found(_kernels(DECODE, slow), what) == ("not met", "74% at worst, decode_64x8192")
+    both = {**_kernels(DECODE), **_kernels(slow, name="kernels_rest")}
+    assert _found(both, what)[0] == "not met"
+
+
+def test_prefill_has_a_bar_a_kernel():
+    """Triton's is 400 TFLOP/s, Mosaic's 550; a turn of few queries is no prompt."""
+    turn = _shape("turn", 1, 20, 32768, flops_per_s=1e12)
+    parts = {**_kernels(PREFILL, turn), **_kernels(PREFILL, name="mosaic")}
+    assert _found(parts, "prefill, 4096 and more, Triton")[0] == "met"
+    assert _found(parts, "prefill, 4096 and more, Mosaic")[0] == "not met"
+
+
+def test_an_error_that_is_no_number_is_not_met():
+    """Nor is one of a single shape among many."""
+    what = "attention, relative error"
+    assert _found(_kernels(DECODE, PREFILL), what)[0] == "met"
+    assert _found(_kernels({**DECODE, "error": math.nan}, PREFILL), what)[0] == "not met"
+    assert _found(_kernels(DECODE, {**PREFILL, "error": 0.02}), what)[0] == "not met"
+
+
+def test_peers_are_compared_where_both_have_a_time():
+    """One that could not run is not measured, and its reason is shown."""
+    own = {**DECODE, "peers": {"cudnn_dense": {"seconds": 2e-3}, "jax_paged": {"reason": "no"}}}
+    theirs = {
+        "kernel_peers": {
+            "status": "done",
+            "result": {
+                "shapes": [
+                    {"shape": "decode_32x4096", "peers": {"flashinfer": {"seconds": 0.5e-3}}},
+                    {"shape": "prefill_4096", "peers": {"flashinfer": {"seconds": 4e-3}}},
+                    {"shape": "never_ours", "peers": {"flashinfer": {"seconds": 1e-9}}},
+                ]
+            },
+        }
+    }
+    parts = {**_kernels(own, PREFILL), **theirs}
+    assert _found(parts, "faster than cudnn_dense")[0] == "met"
+    assert _found(parts, "faster than jax_paged") == ("not measured", "no")
+    verdict, found = _found(parts, "faster than flashinfer")
+    assert verdict == "not met"
+    assert found == "1 of 2 shapes; 0.50 times at worst, decode_32x4096"
+
+
+def _model(of_bound: float = 0.85, gap: float = 0.01, ours: float = 900.0) -> dict[str, Any]:
+    row = {"of_bound": of_bound, "host_gap_share": gap, "output_tokens_per_s": ours}
+    batches = [{"batch_size": 32, **row}, {"batch_size": 1, **row}]
+    batches.append({"batch_size": 256, "does_not_fit": "100 GB"})
+    theirs = [{"batch_size": 32, "output_tokens_per_s": 600.0}]
+    return {
+        "decode_llama_3_8b": {"status": "done", "result": {"batches": batches, "prefill": []}},
+        "hf_llama_3_8b": {"status": "done", "result": {"batches": theirs}},
+    }
+
+
+def test_models_are_held_to_their_roofline_and_their_peer():
+    """Batches that do not fit are named; the peer counts where it has the same batch."""
+    what = "Llama 3 8B, decode"
+    assert _found(_model(), what) == ("met", "1: 85%, 32: 85%; no memory for 256")
+    assert _found(_model(of_bound=0.5), what)[0] == "not met"
+    assert _found(_model(), "Llama 3 8B: device idle")[0] == "met"
+    assert _found(_model(gap=0.03), "Llama 3 8B: device idle")[0] == "not met"
+    peer = "Llama 3 8B: tokens/s over transformers"
+    assert _found(_model(), peer) == ("met", "32: 1.50 times")
+    assert _found(_model(ours=500.0), peer)[0] == "not met"
+    assert _found(_model(), "Llama 2 13B, decode") == ("not measured", "not run")
+
+
+def test_a_trace_says_more_of_idleness_than_the_host():
+    """Gaps between steps count; the share of all gaps is shown beside them."""
+    parts = _model(gap=0.5)
+    trace = {"batch_size": 32, "idle_share": 0.3, "long_gap_share": 0.001}
+    parts["decode_llama_3_8b"]["result"]["traces"] = [trace]
+    verdict, found = _found(parts, "Llama 3 8B: device idle")
+    assert (verdict, found) == ("met", "30.0%, 0.1% in gaps of 20 us and more")
+
+
+def test_tests_that_were_cut_off_are_not_called_passed():
+    """A failure counts at once; passing counts when all is done."""
+    whole = {"passed": 5, "failed": [], "skipped": 0}
+    for status, counted, verdict in (
+        ("done", whole, "met"),
+        ("cut off", whole, "not measured"),
+        ("cut off", {**whole, "failed": ["x"]}, "not met"),
+        ("failed", {**whole, "failed": ["x"]}, "not met"),
+        ("done", {"passed": 0, "failed": [], "skipped": 5}, "not measured"),
+    ):
+        parts = {"tests": {"status": status, "result": counted}}
+        assert _found(parts, "tests")[0] == verdict, (status, counted)
+
+
+def test_choices_stand_side_by_side():
+    """A line a batch, with every layout under every flag."""
+    row = {"batch_size": 1, "layout": "scanned", "decode_step_s": 0.002}
+    parts = {
+        "choices": {"result": {"choices": [row]}},
+        "choices_while": {"result": {"choices": [{**row, "decode_step_s": 0.001}]}},
+    }
+    found = "scanned default 2.00, scanned while 1.00"
+    assert _found(parts, "ms a step, batch 1") == ("no bar", found)
