@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pallas_kernels import dispatch
 from pallas_kernels.cross import H100_CORES
 from pallas_kernels.paged_attention import mosaic
-from pallas_kernels.paged_attention.planner import Launch, Tiling, Warpgroups
+from pallas_kernels.paged_attention.planner import Launch, Launches, Tiling, Warpgroups
 
 _TABLE = Path(__file__).with_name("tilings.toml")
 
@@ -48,13 +48,12 @@ def tiling_for(
         group=group,
         split_rows=split_rows,
         tile_rows=max(entry["tile"]["rows"], split_rows),
-        block_keys=entry["block_keys"],
         chunk_keys=entry["chunk_keys"],
         split_programs=entry["split"]["programs"] * num_cores,
         tile_programs=entry["tile"]["programs"] * num_cores,
-        split_launch=_launch(entry["split"]),
-        tile_launch=_launch(entry["tile"]),
-        merge_launch=_launch(entry["merge"]),
+        launches=_launches(entry),
+        masked_launches=_launches(entry, "masked"),
+        float32_launches=_launches(entry, "float32"),
         warpgroups=None if warpgroups is None else Warpgroups(**warpgroups),
     )
 
@@ -81,8 +80,14 @@ def planned_tiling(device: Any, implementation: str | None = None, **heads: int)
     return tiling_for(device=device.device_kind, num_cores=num_cores, kind=kind, **heads)
 
 
-def _launch(entry: dict[str, Any]) -> Launch:
-    return Launch(num_warps=entry["warps"], num_stages=entry["stages"])
+def _launches(entry: dict[str, Any], case: str = "") -> Launches:
+    """An entry's, with what differs in a case."""
+    chosen = entry | entry.get(case, {})
+    kernels = {
+        kernel: Launch(num_warps=chosen[kernel]["warps"], num_stages=chosen[kernel]["stages"])
+        for kernel in ("tile", "split", "merge")
+    }
+    return Launches(block_keys=chosen["block_keys"], **kernels)
 
 
 @functools.cache
