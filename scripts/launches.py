@@ -6,10 +6,11 @@ import re
 from dataclasses import dataclass, field
 from typing import final
 
-# Of these nothing runs: they name, group or only look at what is there.
+# Of these nothing runs: they name, group or only look at what is there. What is asynchronous runs
+# where it starts.
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
-    *("opt-barrier", "partition-id", "replica-id", "copy-done", "async-done"),
+    *("opt-barrier", "partition-id", "replica-id"),
 }
 # These run the computations that they name.
 _GROUPS = {"while", "call", "conditional"}
@@ -69,7 +70,7 @@ def _read(hlo: str) -> tuple[dict[str, _Computation], str]:
             opcode = instruction[1]
             if opcode in _GROUPS:
                 current.inner += _inner(line)
-            elif opcode not in _FREE:
+            elif opcode not in _FREE and not opcode.endswith("-done"):
                 current.num_launches += 1
     return computations, entry
 

@@ -46,7 +46,7 @@ def main() -> int:
         except Exception as error:
             problems.append(f"{configuration}: {str(error).splitlines()[0]}")
     print(json.dumps({"Mosaic kernels": report}, indent=2))
-    if options.write:
+    if options.write and not problems:
         REPORT.write_text(json.dumps(report, indent=2) + "\n")
     for problem in problems:
         print(f"mosaic-gate: {problem}", file=sys.stderr)
@@ -115,8 +115,11 @@ def _number(pattern: str, text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mosaic-gate", description=__doc__)
-    parser.add_argument("--subset", action="store_true", help="every third configuration")
-    parser.add_argument("--write", action="store_true", help="keep what the compiler reports")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--subset", action="store_true", help="every third configuration")
+    one.add_argument(
+        "--write", action="store_true", help="keep what the compiler reports, unless some fail"
+    )
     return parser
 
 

@@ -1,13 +1,14 @@
 """Attention over a paged KV cache: `paged_attention` is the one public entry."""
 
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS, paged_attention
-from pallas_kernels.paged_attention.planner import Capacity, Plan, Tiling, no_work, plan
+from pallas_kernels.paged_attention.planner import Capacity, Launches, Plan, Tiling, no_work, plan
 from pallas_kernels.paged_attention.rows import Rows
 from pallas_kernels.paged_attention.tilings import planned_tiling, tiling_for
 
 __all__ = [
     "IMPLEMENTATIONS",
     "Capacity",
+    "Launches",
     "Plan",
     "Rows",
     "Tiling",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, Literal, final
@@ -94,11 +94,6 @@ class Configuration:
             is_decode=self.is_decode,
         )
 
-        work = no_work(tiling, capacity)
-        if self.kind == "mosaic":
-            # Rows of few queries are Triton's, whose configurations are compiled by themselves.
-            work = replace(work, splits=work.splits[:0], merges=work.merges[:0])
-
         def array(dtype: str, *shape: int) -> Any:
             return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
@@ -110,7 +105,7 @@ class Configuration:
             v_pages=array(self.page_dtype, *pages, self.head_dim),
             layer=array("int32"),
             rows=Rows(row, row, row, row, array("int32", num_rows, width)),
-            plan=work,
+            plan=no_work(tiling, capacity),
         )
         if options.pop("has_alibi", False):
             arguments["alibi_slopes"] = array("float32", self.kv_heads * self.group)

@@ -38,6 +38,21 @@ class Launch:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class Launches:
+    """How Triton compiles its kernels.
+
+    Attributes:
+      block_keys: keys that a kernel takes at a time.
+    """
+
+    block_keys: int = 64
+    tile: Launch = Launch(num_warps=4, num_stages=3)
+    split: Launch = Launch(num_warps=4, num_stages=3)
+    merge: Launch = Launch(num_warps=1, num_stages=1)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Warpgroups:
     """How Mosaic's tile kernel goes through keys; two warpgroups share a tile's queries.
 
@@ -61,9 +76,11 @@ class Tiling:
       kv_heads: of the cache, on one device.
       group: query heads a KV head.
       split_rows, tile_rows: rows of the matrix products: queries times group, and padding.
-      block_keys: keys that a kernel takes at a time.
-      chunk_keys: of the split kernel; a multiple of block_keys.
+      chunk_keys: of the split kernel; a multiple of the keys that any kernel takes at a time.
       split_programs, tile_programs: that the device runs at once, over all KV heads.
+      launches: of Triton's kernels.
+      masked_launches, float32_launches: likewise where two or more of ALiBi, a window and a soft
+        cap meet, and for queries in float32, which take more registers; None for the same.
       warpgroups: of Mosaic's tile kernel; None for tiles that are not made for it.
     """
 
@@ -71,13 +88,12 @@ class Tiling:
     group: int
     split_rows: int
     tile_rows: int
-    block_keys: int = 64
     chunk_keys: int = 512
     split_programs: int = 264
     tile_programs: int = 264
-    tile_launch: Launch = Launch(num_warps=4, num_stages=3)
-    split_launch: Launch = Launch(num_warps=4, num_stages=3)
-    merge_launch: Launch = Launch(num_warps=1, num_stages=1)
+    launches: Launches = Launches()
+    masked_launches: Launches | None = None
+    float32_launches: Launches | None = None
     warpgroups: Warpgroups | None = None
 
     def __post_init__(self) -> None:
@@ -86,10 +102,12 @@ class Tiling:
                 f"group={self.group}, split_rows={self.split_rows}, tile_rows={self.tile_rows}: "
                 "expected each to be at most the next"
             )
-        if self.chunk_keys % self.block_keys:
-            raise ValueError(
-                f"chunk_keys={self.chunk_keys} is not a multiple of block_keys={self.block_keys}"
-            )
+        for launches in (self.launches, self.masked_launches, self.float32_launches):
+            if launches is not None and self.chunk_keys % launches.block_keys:
+                raise ValueError(
+                    f"chunk_keys={self.chunk_keys} is not a multiple of "
+                    f"block_keys={launches.block_keys}"
+                )
 
     def check_heads(self, q_heads: int, kv_heads: int) -> None:
         """Raise ValueError if it is for other heads."""
@@ -98,6 +116,12 @@ class Tiling:
                 f"the plan is for {self.kv_heads} KV heads in groups of {self.group}, but the call "
                 f"has {q_heads} query heads and {kv_heads} KV heads"
             )
+
+    def launches_for(self, dtype: Any, num_masks: int) -> Launches:
+        """Of Triton's kernels, for a dtype of queries and so many of ALiBi, window and soft cap."""
+        if np.dtype(dtype) == np.float32:
+            return self.float32_launches or self.launches
+        return (num_masks > 1 and self.masked_launches) or self.launches
 
     @property
     def split_queries(self) -> int:
@@ -308,7 +332,7 @@ def _split(
     keys = np.minimum(end_chunk * tiling.chunk_keys, queries.end[run]) - np.maximum(
         first_chunk * tiling.chunk_keys, queries.begin[run]
     )
-    costs = _ITEM_COST + -(-keys // tiling.block_keys)
+    costs = _ITEM_COST + -(-keys // tiling.launches.block_keys)
     costs = costs + _SLOT_COST * np.where(is_shared[run], end_chunk - first_chunk, 0)
     order = np.argsort(-costs, kind="stable")
     columns = (queries.row[run], queries.first[run], queries.count[run])

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pallas_kernels import dispatch
 from pallas_kernels.cross import H100_CORES
 from pallas_kernels.paged_attention import mosaic
-from pallas_kernels.paged_attention.planner import Launch, Tiling, Warpgroups
+from pallas_kernels.paged_attention.planner import Launch, Launches, Tiling, Warpgroups
 
 TUNED = Path(__file__).with_name("tuned_tilings.toml")
 _TABLE = Path(__file__).with_name("tilings.toml")
@@ -75,13 +75,12 @@ def tiling_of(entry: Entry, *, num_cores: int, kv_heads: int, group: int) -> Til
         group=group,
         split_rows=split_rows,
         tile_rows=max(entry["tile"]["rows"], split_rows),
-        block_keys=entry["block_keys"],
         chunk_keys=entry["chunk_keys"],
         split_programs=entry["split"]["programs"] * num_cores,
         tile_programs=entry["tile"]["programs"] * num_cores,
-        split_launch=_launch(entry["split"]),
-        tile_launch=_launch(entry["tile"]),
-        merge_launch=_launch(entry["merge"]),
+        launches=_launches(entry),
+        masked_launches=_launches(entry, "masked"),
+        float32_launches=_launches(entry, "float32"),
         warpgroups=None if warpgroups is None else Warpgroups(**warpgroups),
     )
 
@@ -116,8 +115,14 @@ def cores_of(device: Any) -> int:
     return getattr(device, "core_count", H100_CORES)
 
 
-def _launch(entry: Entry) -> Launch:
-    return Launch(num_warps=entry["warps"], num_stages=entry["stages"])
+def _launches(entry: Entry, case: str = "") -> Launches:
+    """An entry's, with what differs in a case."""
+    chosen = entry | entry.get(case, {})
+    kernels = {
+        kernel: Launch(num_warps=chosen[kernel]["warps"], num_stages=chosen[kernel]["stages"])
+        for kernel in ("tile", "split", "merge")
+    }
+    return Launches(block_keys=chosen["block_keys"], **kernels)
 
 
 @functools.cache

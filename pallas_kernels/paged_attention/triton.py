@@ -82,8 +82,11 @@ def paged_attention(
         v_scales=flat(v_scales),
         slopes=None if alibi_slopes is None else alibi_slopes.astype(jnp.float32),
     )
+    masks = (alibi_slopes, sliding_window, soft_cap)
+    launches = tiling.launches_for(q.dtype, sum(mask is not None for mask in masks))
     kernels = Kernels(
         tiling=tiling,
+        block_keys=launches.block_keys,
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -95,15 +98,15 @@ def paged_attention(
     )
     out = jnp.zeros_like(q) if tiled is None else tiled
     if len(plan.tiles) and tiled is None:
-        (out,) = kernels.call(tile_kernel, plan.tiles, operands, out, tiling.tile_launch)
+        (out,) = kernels.call(tile_kernel, plan.tiles, operands, out, launches.tile)
     if len(plan.splits):
         slots = (plan.num_slots, kv_heads, tiling.split_rows)
         out, values, sums = kernels.call(
-            *(split_kernel, plan.splits, operands, out, tiling.split_launch),
+            *(split_kernel, plan.splits, operands, out, launches.split),
             *((*slots, head_dim), (*slots, 2)),
         )
         partials = (operands.counts, operands.rows, values, sums)
-        (out,) = kernels.call(merge_kernel, plan.merges, partials, out, tiling.merge_launch)
+        (out,) = kernels.call(merge_kernel, plan.merges, partials, out, launches.merge)
     return out
 
 

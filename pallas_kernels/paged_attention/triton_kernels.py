@@ -55,6 +55,7 @@ class Kernels:
     """What is compiled in."""
 
     tiling: Tiling
+    block_keys: int
     scale: float
     sliding_window: int | None
     soft_cap: float | None
@@ -185,7 +186,7 @@ def _attend(
     kernels: Kernels, queries: _Queries, operands: Any
 ) -> Callable[[jax.Array, jax.Array], Softmax]:
     """The softmax of the queries over the keys at positions from one up to another."""
-    block, page_size = kernels.tiling.block_keys, kernels.page_size
+    block, page_size = kernels.block_keys, kernels.page_size
     q = triton.load(operands.q.at[queries.at], mask=queries.mask, other=0.0)
     num_rows, width = q.shape
     lane = jnp.arange(width, dtype=jnp.int32)

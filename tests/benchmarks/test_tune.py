@@ -83,7 +83,7 @@ def test_what_is_written_is_what_runtimes_take(table):
     tiling = tiling_for(**HEADS, group=4, head_dim=128)
     assert (tiling.block_keys, tiling.chunk_keys, tiling.tile_rows) == (32, 256, 128)
     assert tiling.split_programs == 6 * H100_CORES
-    assert tiling.split_launch.num_warps == 2
+    assert tiling.launches.split.num_warps == 2
     for other in (
         dict(device=H100, group=8, head_dim=128),
         dict(device=H100, group=4, head_dim=64),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Rows, paged_attention
-from pallas_kernels.paged_attention import Capacity, Plan, Tiling, plan
+from pallas_kernels.paged_attention import Capacity, Launches, Plan, Tiling, plan
 from pallas_kernels.paged_attention.planner import Warpgroups
 from pallas_kernels.paged_attention.shapes import AttentionShape, make_inputs
 
@@ -207,8 +207,8 @@ def _plan(q, k_pages, rows: Rows, programs: int = 2) -> Plan:
         group=q.shape[1] // k_pages.shape[2],
         split_rows=8,
         tile_rows=128,
-        block_keys=16,
         chunk_keys=32,
+        launches=Launches(block_keys=16),
         split_programs=2,
         tile_programs=programs,
         warpgroups=Warpgroups(block_keys=128, num_stages=2),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Rows, kv_write, paged_attention, quantize
-from pallas_kernels.paged_attention import Capacity, Plan, Tiling, plan
+from pallas_kernels.paged_attention import Capacity, Launches, Plan, Tiling, plan
 from pallas_kernels.paged_attention.shapes import TEST_SHAPES, AttentionShape, make_inputs
 
 OPTIONS = {
@@ -386,8 +386,8 @@ def _plan(q, k_pages, rows: Rows, max_query_length: int | None = None) -> Plan:
         group=q.shape[1] // k_pages.shape[2],
         split_rows=8,
         tile_rows=16,
-        block_keys=16,
         chunk_keys=32,
+        launches=Launches(block_keys=16),
         split_programs=6,
         tile_programs=6,
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention.planner import Capacity, Plan, Tiling, plan
+from pallas_kernels.paged_attention.planner import Capacity, Launches, Plan, Tiling, plan
 
 # Small, so that small batches have every kind of item.
 TILING = Tiling(
@@ -15,8 +15,8 @@ TILING = Tiling(
     group=2,
     split_rows=4,
     tile_rows=8,
-    block_keys=4,
     chunk_keys=8,
+    launches=Launches(block_keys=4),
     split_programs=12,
     tile_programs=12,
 )
@@ -41,7 +41,7 @@ def test_programs_share_the_work():
     rows = _rows(random.integers(1, 3, 64), random.integers(3, 300, 64))
     made = plan(tiling, _capacity(tiling, rows), **rows)
     keys = _keys_of_items(made, rows)
-    assert (np.diff(-(-keys // tiling.block_keys)) <= 0).all()
+    assert (np.diff(-(-keys // tiling.launches.block_keys)) <= 0).all()
     programs = np.zeros(tiling.split_grid)
     np.add.at(programs, np.arange(len(keys)) % tiling.split_grid, keys)
     assert programs.max() <= programs.mean() + keys.max()
@@ -91,7 +91,14 @@ def test_a_batch_over_the_capacity_is_refused():
 
 
 @pytest.mark.parametrize(
-    "wrong", [dict(group=5), dict(tile_rows=2), dict(block_keys=3), dict(chunk_keys=6)]
+    "wrong",
+    [
+        dict(group=5),
+        dict(tile_rows=2),
+        dict(launches=Launches(block_keys=3)),
+        dict(float32_launches=Launches(block_keys=16)),
+        dict(chunk_keys=6),
+    ],
 )
 def test_tilings_that_contradict_themselves(wrong):
     """Sizes that do not nest are refused where they are written down."""

@@ -24,6 +24,19 @@ def test_no_query_is_shared_by_warpgroups(group):
     assert tiling.tile_programs == H100_CORES
 
 
+def test_what_takes_registers_is_launched_otherwise():
+    """In float32 fewer keys at a time, with several masks more warps; all else is as it is."""
+    tiling = tiling_for(device=H100, num_cores=H100_CORES, **HEADS)
+    plain, masked, wide = (
+        tiling.launches_for(dtype, num_masks)
+        for dtype, num_masks in (("bfloat16", 1), ("float16", 2), ("float32", 3))
+    )
+    assert plain == tiling.launches == tiling.launches_for("float16", 0)
+    assert masked.split.num_warps > plain.split.num_warps
+    assert (masked.block_keys, masked.tile) == (plain.block_keys, plain.tile)
+    assert wide == tiling.launches_for("float32", 0) and wide.block_keys < plain.block_keys
+
+
 @pytest.mark.parametrize(
     ("asked", "heads", "is_mosaic"),
     [

@@ -37,7 +37,9 @@ def test_a_layer_of_a_loop():
 
 
 def test_every_computation_that_runs_is_counted():
-    """Bodies and conditions of loops and calls, not what is inside of a fusion or a sort."""
+    """Bodies and conditions of loops and calls, not what is inside of a fusion or a sort; what is
+    asynchronous once.
+    """
     hlo = """HloModule m, is_scheduled=true
 
 %fused (p: f32[4]) -> f32[4] {
@@ -49,7 +51,9 @@ def test_every_computation_that_runs_is_counted():
   %a = (s32[], f32[4]{0}) parameter(0)
   %x = f32[4]{0} get-tuple-element(%a), index=1
   %y = (f32[4]{0}, /*index=1*/f32[2]{0}) fusion(%x), kind=kLoop, calls=%fused
-  ROOT %t = (s32[], f32[4]{0}) custom-call(%y), custom_call_target="gemm"
+  %start = ((f32[4]{0}), f32[4]{0}, u32[]) fusion-start(%x), kind=kLoop, calls=%fused
+  %done = f32[4]{0} fusion-done(%start)
+  ROOT %t = (s32[], f32[4]{0}) custom-call(%y, %done), custom_call_target="gemm"
 }
 
 %condition (a: (s32[], f32[4])) -> pred[] {
@@ -66,5 +70,5 @@ ENTRY %main (p: f32[4]) -> f32[4] {
   ROOT %r = f32[4]{0} get-tuple-element(%n), index=1
 }
 """  # noqa: E501
-    assert launches(hlo) == 3 + 2
-    assert launches_a_layer(hlo, 3) == 2
+    assert launches(hlo) == 4 + 3
+    assert launches_a_layer(hlo, 3) == 3
