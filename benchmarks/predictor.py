@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     lengths = [example.output_length for example in test]
     return {
         "benchmark": "predictor",
-        "settings": asdict(settings),
+        "settings": {**asdict(settings), "data": _without_folder(settings.data)},
         "computed_in": config.computed_in,
         "bucket_edges": predictor.buckets.edges,
         "num_examples": dict(zip(("learned", "held_out", "test"), map(len, parts), strict=True)),
@@ -92,6 +92,12 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         "milliseconds_a_prompt": _latencies(predictor, [example.prompt for example in test]),
         **environment.describe(),
     }
+
+
+def _without_folder(data: str) -> str:
+    """What a result says of its data: a file's name, and what kind of file it is."""
+    kind, colon, file = data.rpartition(":")
+    return f"{kind}{colon}{Path(file).name}"
 
 
 def _latencies(predictor: LengthPredictor, prompts: list[str]) -> dict[str, float]:

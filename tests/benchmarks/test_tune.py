@@ -81,7 +81,7 @@ def test_what_is_written_is_what_runtimes_take(table):
     found = entry_for(device=H100, group=4, head_dim=128, kind="triton")
     assert found == entry
     tiling = tiling_for(**HEADS, group=4, head_dim=128)
-    assert (tiling.block_keys, tiling.chunk_keys, tiling.tile_rows) == (32, 256, 128)
+    assert (tiling.launches.block_keys, tiling.chunk_keys, tiling.tile_rows) == (32, 256, 128)
     assert tiling.split_programs == 6 * H100_CORES
     assert tiling.launches.split.num_warps == 2
     for other in (
