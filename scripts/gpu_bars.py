@@ -17,6 +17,7 @@ MAX_ERROR = 1e-2
 MIN_OF_COPY = 0.75
 MIN_TRITON_FLOPS, MIN_MOSAIC_FLOPS = 400e12, 550e12
 MIN_OF_BOUND = 0.8
+MIN_OF_PARTS = 0.9
 MAX_IDLE = 0.02
 # Of a reason; the whole of it is with the figures.
 _MAX_TEXT = 120
@@ -152,8 +153,12 @@ def _prefill(what: str, rows: Sequence[Row], bar: float) -> Bar:
 def _mixed(rows: Sequence[Row], kernel: str) -> Iterable[Bar]:
     for row in rows:
         if "of_parts_bound" in row:
+            met = row["of_parts_bound"] >= MIN_OF_PARTS
             found = f"{row['of_parts_bound']:.0%} of the sum of its parts' rooflines"
-            yield Bar(f"{row['shape']}, {kernel}", "", found, "no bar")
+            yield Bar(
+                f"{row['shape']}, {kernel}", f">= {MIN_OF_PARTS:.0%}", found,
+                "met" if met else "not met",
+            )  # fmt: skip
 
 
 def _kernel_peers(parts: Parts, shapes: list[Row]) -> Iterable[Bar]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
+
 from scripts.gpu_bars import bars, print_table
 
 
@@ -63,6 +65,13 @@ def test_prefill_has_a_bar_a_kernel():
     parts = {**_kernels(PREFILL, turn), **_kernels(PREFILL, name="mosaic")}
     assert _found(parts, "prefill, 4096 and more, Triton")[0] == "met"
     assert _found(parts, "prefill, 4096 and more, Mosaic")[0] == "not met"
+
+
+@pytest.mark.parametrize("share, verdict", [(0.91, "met"), (0.89, "not met")])
+def test_mixed_batches_are_held_to_their_parts(share, verdict):
+    """To 90 % of what rows that decode and the others would take at their rooflines."""
+    mixed = _shape("mixed", 9, 512, 4096, of_parts_bound=share)
+    assert _found(_kernels(mixed), "mixed, Triton")[0] == verdict
 
 
 def test_an_error_that_is_no_number_is_not_met():
