@@ -267,8 +267,8 @@ def test_a_consumer_that_raises_gets_no_more(runtime, caplog):
     def broken(piece):
         raise ValueError("no thanks")
 
-    answer = runtime._intake._start([1, 2, 3], GREEDY, broken)
-    assert len(answer.future.result(30).samples[0].token_ids) == 20
+    pending = runtime.submit([1, 2, 3], GREEDY, on_piece=broken)
+    assert len(pending.result(30).token_ids) == 20
     assert caplog.text.count("it gets no more") == 1
 
 
