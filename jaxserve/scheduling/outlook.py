@@ -67,16 +67,17 @@ def outlooks(scheduler: Scheduler, iteration_s: float | None) -> dict[str, Outlo
         heapq.heappush(busy, (ends[i], pages[i]))
         num_free -= pages[i]
 
+    def seconds(iterations: float) -> float | None:
+        return None if iteration_s is None else iterations * iteration_s
+
     samples: dict[str, list[int]] = {}
     for i, sequence in enumerate(sequences):
         samples.setdefault(sequence.request.id, []).append(i)
     return {
         name: Outlook(
             num_tokens=sum(tokens[i] for i in which),
-            begins_in_s=None
-            if iteration_s is None
-            else iteration_s * min(begins[i] for i in which),
-            ends_in_s=None if iteration_s is None else iteration_s * max(ends[i] for i in which),
+            begins_in_s=seconds(min(begins[i] for i in which)),
+            ends_in_s=seconds(max(ends[i] for i in which)),
         )
         for name, which in samples.items()
     }
