@@ -25,15 +25,16 @@ from jaxserve.engine.leading import LeadingExecutor
 from jaxserve.engine.loop import EngineLoop, Running
 from jaxserve.engine.memory_plan import PoolSize
 from jaxserve.engine.probing import Probe
-from jaxserve.engine.recorder import RequestRecord, StepRecord
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.eviction import RecomputeCost
+from jaxserve.report import Report
 from jaxserve.runtime.placing import Place
 from jaxserve.runtime.processes import in_group
 from jaxserve.scheduling.outlook import Outlook
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
+from pallas_kernels import dispatch
 from sharding import ProcessGroup, split_replicas
 
 
@@ -239,15 +240,22 @@ class Replicas:
             if warmup and not replica.executor.is_warm:
                 warm_up(replica.executor, progress=progress)
 
-    def steps(self) -> tuple[StepRecord, ...]:
-        """Of all replicas, in the order of their submission."""
-        recorded = [replica.engine.recorder.steps for replica in self.all]
-        return tuple(heapq.merge(*recorded, key=lambda step: step.submitted_s))
-
-    def requests(self) -> tuple[RequestRecord, ...]:
-        """Of all replicas, in the order of their ends."""
-        recorded = [replica.engine.recorder.requests for replica in self.all]
-        return tuple(heapq.merge(*recorded, key=lambda request: request.timing.finished_s or 0.0))
+    def report(self) -> Report:
+        """Steps in the order of their submission, requests in that of their ends."""
+        recorders = [replica.engine.recorder for replica in self.all]
+        steps = heapq.merge(*(r.steps for r in recorders), key=lambda step: step.submitted_s)
+        requests = heapq.merge(
+            *(r.requests for r in recorders), key=lambda request: request.timing.finished_s or 0.0
+        )
+        return Report(
+            tuple(steps),
+            tuple(requests),
+            policy=self.first.engine.scheduler.policy.name,
+            num_pages=sum(replica.executor.config.num_pages - 1 for replica in self.all),
+            kernels=dispatch.choices(),
+            num_sought=sum(replica.engine.stats.num_sought for replica in self.all),
+            num_found=sum(replica.engine.stats.num_found for replica in self.all),
+        )
 
     def close(self) -> None:
         """Cancel what is left, stop the threads and free the page pools."""

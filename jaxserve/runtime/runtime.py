@@ -29,7 +29,6 @@ from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.stats import RuntimeStats
 from jaxserve.scheduling.outlook import Outlook
 from jaxserve.workload import WorkloadItem
-from pallas_kernels import dispatch
 from sharding import StagePlan
 
 
@@ -299,15 +298,7 @@ class Runtime:
 
     def report(self) -> Report:
         """What happened so far: figures, a table, JSON, a trace, a picture."""
-        return Report(
-            self._replicas.steps(),
-            self._replicas.requests(),
-            policy=self._replicas.first.engine.scheduler.policy.name,
-            num_pages=sum(r.executor.config.num_pages - 1 for r in self._replicas.all),
-            kernels=dispatch.choices(),
-            num_sought=sum(r.engine.stats.num_sought for r in self._replicas.all),
-            num_found=sum(r.engine.stats.num_found for r in self._replicas.all),
-        )
+        return self._replicas.report()
 
     def update_params(self, params: nnx.State, *, running: Running = "finish") -> None:
         """Serve other weights from here on, as a trainer has them after a step.
