@@ -137,18 +137,11 @@ def _curve(
 
 
 def _compare(sets: Sequence[dict[str, Any]]) -> None:
-    """Say how many times as much as stateless serving everybody serves at the bound.
-
-    Stateless serving is played with one reaction time: the others change nothing for it.
-    """
-    stateless: dict[tuple[str, int], float] = {}
+    """Say how many times as much as stateless serving everybody serves at the bound."""
     for each in sets:
-        served = each["policies"].get(STATELESS, {}).get("requests_per_s_at_bound")
-        if served is not None:
-            stateless[each["model"], each["min_rounds"]] = served
+        other = each["policies"].get(STATELESS, {}).get("requests_per_s_at_bound")
         for curve in each["policies"].values():
             own = curve["requests_per_s_at_bound"]
-            other = stateless.get((each["model"], each["min_rounds"]))
             curve["of_stateless"] = own / other if own and other else None
 
 

@@ -76,6 +76,7 @@ KNOWN = {
     **{name: PRESETS[name] for name in (STATELESS, "pensieve_device_only", "pensieve", "auto")},
     "pensieve_lru": VARIANTS["pensieve_lru"],
 }
+TWO = (STATELESS, "pensieve")
 THREE = (STATELESS, "pensieve_device_only", "pensieve")
 FOUR = (*THREE, "auto")
 FIVE = (*FOUR, "pensieve_lru")
@@ -101,6 +102,6 @@ PANELS = (
     Panel("3.13", "Llama 2-70B", FOUR, 1.6),
     Panel("3.15", "OPT-13B", THREE, 1.3, min_rounds=5),
     Panel("3.15", "Llama 2-13B", THREE, 1.7, min_rounds=5),
-    Panel("3.16", "Llama 2-13B", ("pensieve",), None, reaction_s=30.0),
-    Panel("3.16", "Llama 2-13B", ("pensieve",), 1.4, reaction_s=120.0),
+    Panel("3.16", "Llama 2-13B", TWO, None, reaction_s=30.0),
+    Panel("3.16", "Llama 2-13B", TWO, 1.4, reaction_s=120.0),
 )
