@@ -295,9 +295,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--figures", default="3.12,3.13,3.15,3.16", help="which to play; 3.14 is within 3.12")
-    add("--num-conversations", type=int, default=2400, help="of ShareGPT; half of long ones")
-    add("--seconds", type=float, default=800.0, help="in which conversations begin and go on")
-    add("--warm-up", type=float, default=300.0, help="seconds of these that are not counted")
+    add("--num-conversations", type=int, default=4000, help="of ShareGPT; half of long ones")
+    add("--seconds", type=float, default=1200.0, help="in which conversations begin and go on")
+    add("--warm-up", type=float, default=500.0, help="seconds of these that are not counted")
     add("--bound", type=float, default=0.2, help="seconds a token, 90th percentile, of throughput")
     add("--efficiency", type=float, default=0.5, help="share of the GPUs' roofs that is reached")
     add("--copies-before", action="store_true", help="swap before computing, not beside it")

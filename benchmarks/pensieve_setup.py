@@ -62,11 +62,11 @@ class Machine:
 
 # Of Llama 2-13B's parameters 1.6e9 went with 30 of its 40 heads of keys and values.
 MACHINES = {
-    "OPT-13B": Machine(ModelShape(num_params=12.85e9, num_layers=40, hidden_size=5120), 1, 1.5),
+    "OPT-13B": Machine(ModelShape(num_params=12.85e9, num_layers=40, hidden_size=5120), 1, 0.4),
     "Llama 2-13B": Machine(
         ModelShape(num_params=11.44e9, num_layers=40, hidden_size=5120, group_size=4), 1, 3.0
     ),
-    "OPT-66B": Machine(ModelShape(num_params=65.7e9, num_layers=64, hidden_size=9216), 4, 1.5),
+    "OPT-66B": Machine(ModelShape(num_params=65.7e9, num_layers=64, hidden_size=9216), 4, 0.6),
     "Llama 2-70B": Machine(
         ModelShape(num_params=68.98e9, num_layers=80, hidden_size=8192, group_size=8), 4, 4.0
     ),
