@@ -19,7 +19,7 @@ from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.scheduling.sequence import Phase
 from predictor import LengthBuckets, Refinement
 from tests.engine.test_traces import PREDICTED, agrees
-from tests.engine.traces import PROBES, Trace
+from tests.engine.traces import PROBES, Trace, alone
 
 AUTO = PRESETS["auto"]
 QUANTILES = next(policy for policy in PREDICTED if policy.name == "quantiles")
@@ -40,9 +40,8 @@ def test_readings_never_change_a_token(policy, probe, count):
         trace = Trace(seed, with_faults=seed % 2 == 0, probe=probe)
         together = trace.run(policy, cancel_rate=0.02 if seed % 3 else 0.0)
         num_refined += trace.num_refined
-        for request in trace.requests:
-            for key, alone in trace.alone(PRESETS["orca"], request).items():
-                assert agrees(together[key], alone), f"seed {seed}, sequence {key}"
+        for key, wanted in alone(seed, with_faults=seed % 2 == 0, probe=probe).items():
+            assert agrees(together[key], wanted), f"seed {seed}, sequence {key}"
     assert (num_refined > 0) == (probe not in ("misshapen", "nan"))
 
 
@@ -51,9 +50,8 @@ def test_resized_pools_serve_on():
     for seed in range(30):
         trace = Trace(seed, probe="any")
         together = trace.run(AUTO, resize_rate=0.15)
-        for request in trace.requests:
-            for key, alone in trace.alone(PRESETS["orca"], request).items():
-                assert together[key].output == alone.output[: len(together[key].output)]
+        for key, wanted in alone(seed, probe="any").items():
+            assert together[key].output == wanted.output[: len(together[key].output)]
 
 
 CONFIG = EngineConfig(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import cache
+from types import MappingProxyType
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.simulated import END_TOKEN, SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
 from predictor import LengthBuckets, Refinement
 
@@ -303,6 +306,16 @@ class Trace:
             )
             for s in sequences
         }
+
+
+@cache
+def alone(
+    seed: int, *, with_faults: bool = False, probe: str | None = None
+) -> MappingProxyType[tuple[str, int], Outcome]:
+    """What each request of such a trace has by itself; run once for all that compare with it."""
+    trace = Trace(seed, with_faults=with_faults, probe=probe)
+    runs = (trace.alone(PRESETS["orca"], request) for request in trace.requests)
+    return MappingProxyType({key: outcome for run in runs for key, outcome in run.items()})
 
 
 def _advancement(sequences: list[Sequence]) -> list[tuple[int, int, Phase]]:
