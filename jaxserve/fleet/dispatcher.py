@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.clock import WallClock
-from jaxserve.core.errors import JaxserveError, ReplicaDiedError, RuntimeClosedError
+from jaxserve.core.errors import (
+    EngineFailedError,
+    JaxserveError,
+    ReplicaDiedError,
+    RuntimeClosedError,
+)
 from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.engine.answers import PieceSink, failed_completion
 from jaxserve.fleet.call import Call
@@ -174,6 +179,14 @@ class Dispatcher:
             return self._failed(call, error, arrival_s)
         except asyncio.CancelledError:
             error = RuntimeClosedError("the fleet was closed before this request had ended")
+            return self._failed(call, error, arrival_s)
+        except Exception as cause:  # whoever waits, for a completion or for pieces, gets an end
+            _log.exception("request %s failed as none should", call.id)
+            error = EngineFailedError(
+                f"the fleet could not answer: {type(cause).__name__}: {cause}; report this with "
+                "the traceback of __cause__"
+            )
+            error.__cause__ = cause
             return self._failed(call, error, arrival_s)
         finally:
             del self._requests[call.id]

@@ -18,7 +18,10 @@ ANSWER = tuple(range(2, 2 + 3 * PAGE_SIZE))
 
 
 def call(name: str, prompt: object = "slow", max_tokens: int = 10) -> Call:
-    """A request; "deadly" kills whom it is sent to, "slow" is answered once the gate is open."""
+    """A request; "deadly" kills whom it is sent to, "odd" meets a fault of the code there.
+
+    "slow" is answered once the gate is open.
+    """
     params = SamplingParams(max_tokens=max_tokens)
     return make_call(name, prompt, params, priority=0, page_size=PAGE_SIZE)
 
@@ -76,6 +79,8 @@ class FakeReplica:
         self.open[call.id] = False
         if call.prompt == "deadly":
             self.is_dead = True
+        if call.prompt == "odd":
+            raise LookupError("a fault of the code")
         if show is not None:
             _show(show, 0, self.world.num_shown, len(self.world.replicas))
         while not (self.is_dead or self.world.gate_is_open or self.open[call.id]):

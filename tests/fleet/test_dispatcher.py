@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.core.errors import (
     CheckpointError,
+    EngineFailedError,
     InvalidConfigError,
     ReplicaDiedError,
     RuntimeClosedError,
@@ -99,6 +100,17 @@ def test_a_stream_ends_as_its_request_does():
     ends = {name: [r for r in _joined(each)[2] if r] for name, each in pieces.items()}
     assert ends == {"deadly": ["error"], "cancelled": ["cancelled"], "closed": ["error"]}
     assert _joined(pieces["closed"])[0] == ANSWER[:5]
+
+
+def test_a_fault_of_the_code_ends_its_request_and_its_stream():
+    """With a typed error that has the fault as its cause; the replica goes on."""
+    world, pieces = World(), []
+    with _serving(1, world) as dispatcher:
+        error = dispatcher.submit(call("odd", "odd"), pieces.append).result(WAIT_S).error
+        assert isinstance(error, EngineFailedError) and isinstance(error.__cause__, LookupError)
+        assert _joined(pieces) == ((), "", ["error"])
+        world.gate_is_open = True
+        assert dispatcher.submit(call("next")).result(WAIT_S).error is None
 
 
 def test_requests_are_shared_out():
