@@ -15,7 +15,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import EngineFailedError, InvalidRequestError, RuntimeClosedError
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.answers import Answer
+from jaxserve.engine.answers import Answer, Piece
 from jaxserve.engine.simulated import SimulatedExecutor
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.scheduling.presets import get_policy
@@ -121,6 +121,23 @@ def test_ids_are_unique_over_all_replicas():
                 replicas.submit(_answer("other"), _answer("same"))
         running.future.result(WAIT_S)
         _check_is_clean(replicas)
+
+
+def test_an_outlook_is_refused_where_it_would_wait_for_itself():
+    """To a sink, on an engine's thread; which goes on, and answers others."""
+    refused: list[str] = []
+    with _replicas(2) as replicas:
+
+        def look(piece: Piece) -> None:
+            with pytest.raises(InvalidRequestError, match="on another thread"):
+                replicas.outlook()
+            refused.append(threading.current_thread().name)
+
+        answer = Answer(_answer("r").request, sink=look)
+        replicas.submit(answer)
+        assert answer.future.result(WAIT_S).finish_reason == "length"
+        assert set(refused) == {"jaxserve-engine"}
+        assert replicas.outlook() == {}
 
 
 def test_a_failed_engine_is_not_hidden(monkeypatch):

@@ -96,6 +96,8 @@ class EngineLoop:
     def ask(self, question: Callable[[], _T]) -> _T:
         """What `question` gives on the loop's thread, between two steps, or after a pause.
 
+        Not to be called there (`is_here`), where it would wait for itself.
+
         Raises:
           RuntimeClosedError: the loop was closed.
           EngineFailedError: it failed before.
@@ -140,6 +142,11 @@ class EngineLoop:
                 self._changed.notify_all()
 
     @property
+    def is_here(self) -> bool:
+        """Whether this is the loop's thread, where sinks and callbacks of futures run."""
+        return threading.current_thread() is self._thread
+
+    @property
     def has_failed(self) -> bool:
         return self._failure is not None
 
@@ -148,7 +155,7 @@ class EngineLoop:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
+        if not self.is_here:
             self._thread.join()
 
     def _raise_if_over(self) -> None:

@@ -185,6 +185,11 @@ class Replicas:
     def outlook(self) -> dict[str, Outlook]:
         """See `Runtime.outlook`."""
         self.check_leads()
+        if any(replica.loop.is_here for replica in self.all):
+            raise InvalidRequestError(
+                "outlook() waits for every engine, and was called on the thread of one, by an "
+                "on_piece or a callback of a future; call it on another thread"
+            )
         found: dict[str, Outlook] = {}
         for replica in self.all:
             found |= replica.loop.ask(replica.engine.outlook)

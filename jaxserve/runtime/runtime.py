@@ -292,7 +292,7 @@ class Runtime:
         One whose last token is being computed is not among them.
 
         Raises:
-          RuntimeClosedError, EngineFailedError
+          RuntimeClosedError, EngineFailedError; InvalidRequestError: called by an `on_piece`.
         """
         return self._replicas.outlook()
 
