@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.options import RESTORES
 
 # A step that brings some pages itself takes memory, and time on the link, for this many.
 _MAX_COMING_PAGES = 64
@@ -69,6 +70,8 @@ class EngineConfig:
             )
         if self.num_host_pages < 0:
             raise InvalidConfigError(f"num_host_pages={self.num_host_pages} is below 0")
+        if self.restore not in RESTORES:
+            raise InvalidConfigError(f"restore={self.restore!r} is unknown; give one of {RESTORES}")
         if self.max_step_tokens < self.max_slots:
             raise InvalidConfigError(
                 f"max_step_tokens={self.max_step_tokens} is less than max_slots={self.max_slots}: "
@@ -116,7 +119,7 @@ class EngineConfig:
 
 
 def fine_slot_buckets(max_slots: int) -> tuple[int, ...]:
-    """1, 4, 8, 12, 16, 24, 32, 48, 64, ...: from 8 slots on at most a third of one is empty."""
+    """1, 4, 8, 12, 16, 24, 32, 48, 64, ...: of those over 8, under a third can be empty."""
     powers = [2**i for i in range(2, max_slots.bit_length())]
     between = [power * 3 // 2 for power in powers if power >= 8]
     return tuple(sorted({1, *powers, *(size for size in between if size < max_slots), max_slots}))

@@ -1,0 +1,25 @@
+"""What an engine's configuration promises and refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.core.config import EngineConfig, bucket, fine_slot_buckets
+from jaxserve.core.errors import InvalidConfigError
+
+
+def test_fine_windows_have_little_room_to_spare():
+    """For any number of slots: over 8, under a third; and the largest holds them all."""
+    for max_slots in range(1, 300):
+        sizes = fine_slot_buckets(max_slots)
+        assert sizes[0] == 1 and sizes[-1] == max_slots and list(sizes) == sorted(set(sizes))
+        for num_live in range(9, max_slots + 1):
+            size = bucket(num_live, sizes)
+            assert size - num_live < size / 3, (max_slots, num_live)
+
+
+def test_an_unknown_way_of_bringing_pages_back_is_refused():
+    """Also of who makes a configuration without a runtime, as for a simulation."""
+    sizes = {"page_size": 4, "num_pages": 9, "max_slots": 2, "max_context": 32}
+    with pytest.raises(InvalidConfigError, match="restore='later' is unknown; .*'per_layer'"):
+        EngineConfig(**sizes, max_step_tokens=16, restore="later")
