@@ -113,6 +113,9 @@ def _print_table(result: dict[str, Any]) -> None:
         box=None,
     )
     for row in result["choices"]:
+        if "does_not_fit" in row:
+            table.add_row(row["layout"], str(row["batch_size"]), row["does_not_fit"])
+            continue
         table.add_row(
             row["layout"],
             str(row["batch_size"]),
