@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from jaxserve.core.request import Completion
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 class _Extent:
     """How far a sample has come."""
 
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     num_characters: int = 0
 
 
@@ -25,7 +25,8 @@ class _Extent:
 class Shown:
     """Passes pieces of one request on, each token, each character and each end once.
 
-    Every replica gives the same answer, though perhaps in other pieces.
+    Every replica is to give the same answer, though perhaps in other pieces. One whose tokens are
+    others is logged; what has been shown stays, and its own follow.
 
     Args:
       sink: must not wait.
@@ -37,6 +38,7 @@ class Shown:
         self._shown = [_Extent() for _ in range(num_samples)]
         self._given: list[_Extent] = []
         self._has_ended = [False] * num_samples
+        self._differs = False
         self.begin()
 
     def begin(self) -> None:
@@ -49,11 +51,17 @@ class Shown:
         if piece.finish_reason == "error" or self._has_ended[i]:
             return
         given, shown = self._given[i], self._shown[i]
-        tokens = piece.token_ids[max(0, shown.num_tokens - given.num_tokens) :]
+        known = shown.token_ids[len(given.token_ids) :][: len(piece.token_ids)]
+        tokens = piece.token_ids[len(known) :]
         text = piece.text[max(0, shown.num_characters - given.num_characters) :]
-        given.num_tokens += len(piece.token_ids)
+        if known != list(piece.token_ids[: len(known)]) and not self._differs:
+            self._differs = True
+            _log.warning(
+                "a replica gives other tokens than the one that died; the stream goes on with them"
+            )
+        given.token_ids += piece.token_ids
         given.num_characters += len(piece.text)
-        shown.num_tokens = max(shown.num_tokens, given.num_tokens)
+        shown.token_ids += tokens
         shown.num_characters = max(shown.num_characters, given.num_characters)
         self._has_ended[i] = piece.finish_reason is not None
         if tokens or text or self._has_ended[i]:

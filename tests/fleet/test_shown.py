@@ -64,6 +64,20 @@ def test_whatever_was_shown_is_not_shown_again():
                 assert (len(tokens), len(text)) == (20 + sample, 15 + sample), seed
 
 
+def test_other_tokens_of_another_replica_are_reported_once(caplog):
+    """Where the first replica's were shown already; equal ones are no news."""
+    for second, num_reports in (((1, 2, 3, 4, 5), 0), ((1, 9, 9, 4, 5), 1)):
+        caplog.clear()
+        seen: list[Piece] = []
+        shown = Shown(seen.append, 1)
+        shown.show(Piece(text="", token_ids=(1, 2, 3)))
+        shown.begin()
+        for token in second:
+            shown.show(Piece(text="", token_ids=(token,)))
+        assert [token for piece in seen for token in piece.token_ids] == [1, 2, 3, 4, 5]
+        assert caplog.text.count("other tokens") == num_reports
+
+
 def _completion(error: ReplicaDiedError | None) -> Completion:
     timing = Timing(arrival_s=0.0)
     if error is not None:
