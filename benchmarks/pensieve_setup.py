@@ -48,7 +48,7 @@ class Machine:
         )
 
     def config(self, cost: RooflineCost) -> EngineConfig:
-        """As a runtime on a GPU has it, with the thesis's memory."""
+        """As a runtime on a GPU has it, but with the thesis's memory, and pages on admission."""
         return EngineConfig(
             page_size=PAGE_TOKENS,
             num_pages=1 + int(self.num_gpus * KV_BYTES // cost.page_bytes),
