@@ -12,7 +12,6 @@ import os
 import sys
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from rich.table import Table
 
 from benchmarks import environment, roofline
 from benchmarks.decode import SHAPES, hf_config, measure_batch, sizes_from
-from benchmarks.output import command, show
+from benchmarks.output import command, record_parser, show
 from benchmarks.record import Record
 from jaxserve import Runtime
 from jaxserve.engine.assembly import platform_defaults
@@ -34,12 +33,7 @@ LAYOUTS: tuple[LayerLayout, ...] = ("scanned", "unrolled")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, and write the result; the exit code."""
-    return command(
-        run,
-        _parser().parse_args(arguments),
-        show_result=_print_table,
-        is_whole=lambda result: not result["failed"],
-    )
+    return command(run, _parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -127,10 +121,9 @@ def _print_table(result: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.choices",
-        description="Decode steps with layers scanned and unrolled, under the present XLA_FLAGS.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = record_parser(
+        "benchmarks.choices",
+        "Decode steps with layers scanned and unrolled, under the present XLA_FLAGS.",
     )
     add = parser.add_argument
     add("--model", default="llama-3-8b", choices=tuple(SHAPES), help="whose shape")
@@ -139,8 +132,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--batches", default="1,32", help="sequences that decode together")
     add("--prompt-tokens", type=int, default=128, help="of each prompt")
     add("--output-tokens", type=int, default=64, help="of each answer")
-    add("--budget", type=float, default=None, help="seconds after which nothing is begun")
-    add("--output", type=Path, default=None, help="also write the object here")
     return parser
 
 

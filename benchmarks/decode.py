@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from benchmarks.output import command, show
+from benchmarks.output import command, record_parser, show
 from benchmarks.record import Record
 from jaxserve.core.errors import InvalidConfigError
 
@@ -42,12 +42,7 @@ SHAPES = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, and write the result; the exit code."""
-    return command(
-        run,
-        _parser().parse_args(arguments),
-        show_result=_print_table,
-        is_whole=lambda result: not result["failed"],
-    )
+    return command(run, _parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -293,10 +288,8 @@ def _print_table(result: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.decode",
-        description="Decode steps at several batch sizes against the memory roofline.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = record_parser(
+        "benchmarks.decode", "Decode steps at several batch sizes against the memory roofline."
     )
     add = parser.add_argument
     add("--model", default="llama-3-8b", help=f"{', '.join(SHAPES)}, or a name, folder or GGUF")
@@ -308,8 +301,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--attention", default=None, help="by name, such as mosaic,triton; the platform's choice")
     add("--prefill", default="", help="COUNTxTOKENS of prompts that get one token, such as 8x4096")
     add("--trace", default="", help="batches of which a GPU's idle time is read off a trace")
-    add("--budget", type=float, default=None, help="seconds after which nothing is begun")
-    add("--output", type=Path, default=None, help="also write the object here")
     return parser
 
 

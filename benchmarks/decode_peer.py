@@ -11,7 +11,6 @@ import platform
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from rich.table import Table
 
 from benchmarks import environment
 from benchmarks.decode import SHAPES, hf_config, sizes_from
-from benchmarks.output import command, show
+from benchmarks.output import command, record_parser, show
 from benchmarks.peers.transformers_continuous import answer
 from benchmarks.record import Record
 
@@ -28,12 +27,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "triton", "flash-attn")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, and write the result; the exit code."""
-    return command(
-        run,
-        _parser().parse_args(arguments),
-        show_result=_print_table,
-        is_whole=lambda result: not result["failed"],
-    )
+    return command(run, _parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -154,10 +148,9 @@ def _print_table(result: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.decode_peer",
-        description="transformers' continuous batching with random weights of a shape.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = record_parser(
+        "benchmarks.decode_peer",
+        "transformers' continuous batching with random weights of a shape.",
     )
     add = parser.add_argument
     add("--model", default="llama-3-8b", choices=tuple(SHAPES), help="whose shape")
@@ -167,8 +160,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--batches", default="1,8,32,128,256", help="requests at once")
     add("--prompt-tokens", type=int, default=512, help="of each prompt")
     add("--output-tokens", type=int, default=128, help="of each answer")
-    add("--budget", type=float, default=None, help="seconds after which nothing is begun")
-    add("--output", type=Path, default=None, help="also write the object here")
     return parser
 
 

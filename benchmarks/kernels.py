@@ -27,7 +27,7 @@ from benchmarks.attention_timing import (
     time_attention,
     time_chain,
 )
-from benchmarks.output import command, show
+from benchmarks.output import command, record_parser, show
 from benchmarks.record import Record
 from benchmarks.roofline import Machine, kv_token_bytes, measure_gpu
 from jaxserve.core.errors import InvalidConfigError
@@ -59,12 +59,7 @@ MOVES = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, and write the result; the exit code."""
-    return command(
-        run,
-        _parser().parse_args(arguments),
-        show_result=_print_table,
-        is_whole=lambda result: not result["failed"],
-    )
+    return command(run, _parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -248,12 +243,8 @@ def _common(row: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from pathlib import Path
-
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels",
-        description="The GPU kernels at named shapes against the roofline of the device.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = record_parser(
+        "benchmarks.kernels", "The GPU kernels at named shapes against the roofline of the device."
     )
     add = parser.add_argument
     add(
@@ -266,8 +257,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-dtype", default=None, help="of pages with scales: int8 or float8_e4m3fn")
     add("--attention", default=None, help="by name, such as mosaic,triton; the platform's choice")
     add("--peers", action="store_true", help="time other attention of JAX's beside it, on a GPU")
-    add("--budget", type=float, default=None, help="seconds after which nothing is begun")
-    add("--output", type=Path, default=None, help="also write the object here")
     return parser
 
 

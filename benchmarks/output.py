@@ -17,12 +17,30 @@ from jaxserve.core.errors import JaxserveError
 Run = Callable[[argparse.Namespace], dict[str, Any]]
 
 
+def record_parser(module: str, description: str) -> argparse.ArgumentParser:
+    """Of a benchmark that fills a `Record`: it has `--budget` and `--output` already."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument_group("result").add_argument
+    add("--budget", type=float, default=None, help="seconds after which nothing is begun")
+    add("--output", type=Path, default=None, help="also write the object here")
+    return parser
+
+
+def nothing_failed(result: dict[str, Any]) -> bool:
+    """Of a `Record`'s result, and of those that keep no account of failures."""
+    return not result.get("failed")
+
+
 def command(
     run: Run,
     options: argparse.Namespace,
     *,
     show_result: Callable[[dict[str, Any]], None] | None = None,
-    is_whole: Callable[[dict[str, Any]], bool] = lambda _: True,
+    is_whole: Callable[[dict[str, Any]], bool] = nothing_failed,
 ) -> int:
     """What `main` of a benchmark does: run, show the result on stderr, and let it out.
 

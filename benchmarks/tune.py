@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks import environment
 from benchmarks.attention_timing import inputs, num_layers, relative_error, time_attention
-from benchmarks.output import command, show
+from benchmarks.output import command, record_parser, show
 from benchmarks.record import Record, reason
 from benchmarks.roofline import kv_token_bytes
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
@@ -245,17 +245,13 @@ def _print_table(result: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tune",
-        description="Find and write down the fastest tiles of attention on this GPU.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = record_parser(
+        "benchmarks.tune", "Find and write down the fastest tiles of attention on this GPU."
     )
     add = parser.add_argument
     add("--kind", default="triton", choices=("triton", "mosaic"), help="whose tiles")
     add("--heads", default="8x4x128", help="KV heads, query heads for each, and their size")
     add("--table", type=Path, default=TUNED, help="where the entry goes")
-    add("--budget", type=float, default=None, help="seconds after which nothing more is tried")
-    add("--output", type=Path, default=None, help="also write the object here")
     return parser
 
 

@@ -10,7 +10,6 @@ import gc
 import importlib
 import platform
 import sys
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +25,7 @@ from benchmarks.kernel_peers.flex import PagedFlex
 from benchmarks.kernel_peers.infer import FlashInfer
 from benchmarks.kernel_peers.timing import Attend, measure
 from benchmarks.kernels import chosen
-from benchmarks.output import command, show
+from benchmarks.output import command, record_parser, show
 from benchmarks.record import Record, reason
 from jaxserve.core.errors import InvalidConfigError
 from pallas_kernels.paged_attention.shapes import AttentionShape
@@ -138,10 +137,8 @@ def _print_table(result: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernel_peers",
-        description="Attention of PyTorch and its neighbours at named shapes.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = record_parser(
+        "benchmarks.kernel_peers", "Attention of PyTorch and its neighbours at named shapes."
     )
     add = parser.add_argument
     add("--shapes", default="decode,prefill,mixed", help="as of benchmarks.kernels")
@@ -149,8 +146,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--peers", default=",".join(PEERS), help="some of them")
     add("--dtype", default="bfloat16", help="of queries and pages")
     add("--device", default=None, help="PyTorch's name; its GPU where it finds one")
-    add("--budget", type=float, default=None, help="seconds after which nothing is begun")
-    add("--output", type=Path, default=None, help="also write the object here")
     return parser
 
 
