@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any, cast, final
 
@@ -19,7 +18,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks import environment
-from benchmarks.output import command, show
+from benchmarks.decode import SHAPES, hf_config
+from benchmarks.output import command, record_parser, show
+from benchmarks.record import Record
 from benchmarks.serving import arguments_of
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import InvalidConfigError
@@ -30,7 +31,9 @@ from jaxserve.engine.assembly import build_executor, enable_compilation_cache, p
 from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.engine import Engine
 from jaxserve.memory.chunks import Branch, PageKeys
-from jaxserve.models.store import load_model
+from jaxserve.models.decoder import LayerLayout
+from jaxserve.models.families.llama import LlamaConfig
+from jaxserve.models.store import LoadedModel, load_model
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
 
@@ -51,30 +54,36 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Medians of every situation, length and way, the ways taking turns."""
+    """Medians of every situation, length and way, the ways taking turns, as far as time allows."""
     lengths = _lengths(options.lengths)
+    record = Record(
+        options.output,
+        options.budget,
+        benchmark="restore",
+        arguments=arguments_of(options),
+        points=[],
+        **environment.describe(),
+    )
     server = _Server(options, max(lengths))
-    points = [
+    record.result |= {"page_bytes": server.page_bytes, "page_size": server.page_size}
+    points: list[dict[str, Any]] = [
         {"situation": situation, "length": length, "way": way, "runs": []}
         for situation, ways in SITUATIONS.items()
         for length in lengths
         for way in ways
     ]
-    bar = tqdm(range(options.repeats), desc="bringing pages back", delay=2, leave=False)
-    for _ in bar:
-        for point in points:
-            point["runs"].append(server.measure(point["situation"], point["length"], point["way"]))
-    for point in points:
+    turns = [(number, point) for number in range(options.repeats) for point in points]
+    for number, point in tqdm(turns, desc="bringing pages back", delay=2, leave=False):
+        at = point["situation"], point["length"], point["way"]
+        if record.is_spent:
+            record.skip(f"{at[0]}, {at[1]} tokens, {at[2]}, run {number + 1}")
+            continue
+        point["runs"].append(server.measure(*at))
         point.update({name: median(run[name] for run in point["runs"]) for name in FIGURES})
-    return {
-        "benchmark": "restore",
-        "arguments": arguments_of(options),
-        "page_bytes": server.page_bytes,
-        "page_size": server.page_size,
-        "token_s": server.token_s,
-        "points": points,
-        **environment.describe(),
-    }
+        measured = [each for each in points if each["runs"]]
+        record.result |= {"token_s": server.token_s, "points": measured}
+        record.save()
+    return record.result
 
 
 @final
@@ -85,8 +94,7 @@ class _Server:
         enable_compilation_cache()
         defaults = platform_defaults()
         layout = cast(Any, defaults.layer_layout)
-        load = "random" if options.random_weights else "auto"
-        model = load_model(options.model, dtype=defaults.dtype, load=load, layer_layout=layout)
+        model = _model(options, defaults.dtype, layout)
         num_tokens = options.wait_tokens + longest + options.new_tokens
         built, size = build_executor(
             *(model.graphdef, model.params, model.config, layout),
@@ -214,6 +222,14 @@ class _Server:
         return tuple(np.random.default_rng().integers(0, self._vocab_size, count).tolist())
 
 
+def _model(options: argparse.Namespace, dtype: str, layout: LayerLayout) -> LoadedModel:
+    if options.model in SHAPES:
+        config = LlamaConfig.from_hf(hf_config(options.model))
+        return load_model(config, dtype=dtype, load="random", layer_layout=layout)
+    load = "random" if options.random_weights else "auto"
+    return load_model(options.model, dtype=dtype, load=load, layer_layout=layout)
+
+
 def _lengths(text: str) -> list[int]:
     try:
         lengths = [int(part) for part in text.split(",")]
@@ -240,14 +256,13 @@ def _print_table(result: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.restore",
-        description="Bringing the pages of a conversation back from the host, every way; prints a "
-        "table and one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = record_parser(
+        "benchmarks.restore",
+        "Bringing the pages of a conversation back from the host, every way.",
     )
     add = parser.add_argument
-    add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
+    models = f"a name, folder or GGUF file, or {', '.join(SHAPES)} with random weights"
+    add("--model", default="smollm2-135m", help=models)
     add("--random-weights", action="store_true", help="for a folder with a config.json alone")
     add("--lengths", default="256,512,1024,2048,4096", help="tokens that come back")
     add("--new-tokens", type=int, default=32, help="of the turn, behind them")
@@ -255,7 +270,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--wait-tokens", type=int, default=192, help="of the answer that a turn waits for")
     add("--repeats", type=int, default=5, help="of everything, in turns")
     add("--kv-memory", default=None, help='size of the page pool, e.g. "1GiB"')
-    add("--output", type=Path, default=None, help="also write the object here")
     return parser
 
 

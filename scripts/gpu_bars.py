@@ -62,6 +62,7 @@ def bars(parts: Parts) -> list[dict[str, str]]:
         *_kernel_peers(parts, shapes),
         *(line for model in MODELS for line in _model(parts, model)),
         *_choices(parts),
+        *_restore(parts),
     ]
     return [asdict(line) for line in lines]
 
@@ -259,3 +260,18 @@ def _choices(parts: Parts) -> Iterable[Bar]:
         yield Bar("layers scanned or unrolled, command buffers", "", "", "not measured")
     for size, texts in found.items():
         yield Bar(f"ms a step, batch {size}", "", ", ".join(texts), "no bar")
+
+
+def _restore(parts: Parts) -> Iterable[Bar]:
+    """Milliseconds until a turn whose pages lie on the host has a token, and what others lose."""
+    found: dict[str, list[str]] = {}
+    for point in _rows(parts, "restore", "points"):
+        situation = point["situation"].replace("_", " ")
+        what = f"ms to the first token (others lose), {point['length']} from the host, {situation}"
+        first, lost = (f"{point[name] * 1e3:.0f}" for name in ("first_token_s", "others_lost_s"))
+        found.setdefault(what, []).append(f"{point['way']} {first} ({lost})")
+    if not found:
+        why = _why_missing(parts, "restore")
+        yield Bar("pages that come back from the host", "", why, "not measured")
+    for what, texts in found.items():
+        yield Bar(what, "", ", ".join(texts), "no bar")

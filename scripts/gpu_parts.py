@@ -101,6 +101,14 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         "kernel_peers_rest": Part(
             ("benchmarks.kernel_peers", "--shapes", "decode,prefill", "--leave-out", _FIRST), 150
         ),
+        "restore": Part(
+            (
+                *("benchmarks.restore", "--model", "llama-3-8b", "--lengths", "4096,1024"),
+                # Loops are 16 iterations long: pages have to have some of them to come with.
+                *("--others", "7", "--wait-tokens", "256", "--kv-memory", "8GiB"),
+            ),
+            150,
+        ),
         **{f"kernels_{kind}": Part((*_EIGHT_BITS, kind), 60) for kind in ("int8", "float8_e4m3fn")},
         **{
             f"decode_llama_3_8b_{kind}": Part(

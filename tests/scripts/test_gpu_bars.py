@@ -161,3 +161,20 @@ def test_choices_stand_side_by_side():
     }
     found = "scanned default 2.00, scanned while 1.00"
     assert _found(parts, "ms a step, batch 1") == ("no bar", found)
+
+
+def test_pages_that_come_back_are_shown_without_a_bar():
+    """A line for each situation and length, with every way; without figures it says why."""
+    point = {"situation": "at_once", "length": 1024, "first_token_s": 0.05, "others_lost_s": 0.03}
+    points = [
+        {**point, "way": "on_device"},
+        {**point, "way": "per_layer", "first_token_s": 0.06},
+        {**point, "way": "both", "situation": "waits"},
+    ]
+    what = "ms to the first token (others lose), 1024 from the host"
+    parts = {"restore": {"status": "cut off", "result": {"points": points}}}
+    assert _found(parts, f"{what}, at once") == ("no bar", "on_device 50 (30), per_layer 60 (30)")
+    assert _found(parts, f"{what}, waits") == ("no bar", "both 50 (30)")
+    skipped = {"restore": {"status": "skipped", "reason": "the 570 s were over"}}
+    line = "pages that come back from the host"
+    assert _found(skipped, line) == ("not measured", "the 570 s were over")

@@ -13,7 +13,9 @@ import time
 
 import pytest
 
+from benchmarks.decode import SHAPES, hf_config
 from benchmarks.kernels import chosen
+from benchmarks.restore import _lengths
 from scripts.gpu_check import check, count_tests, main, run_part
 from scripts.gpu_parts import PARTS, Part
 
@@ -129,6 +131,15 @@ def test_every_part_can_be_asked_for(name: str):
     assert options.budget == 10
     if "--shapes" in PARTS[name].command:
         assert all(chosen(options.shapes, options.leave_out)[0])
+
+
+def test_restores_take_the_shape_of_a_model():
+    """Neither a checkpoint nor a network is needed, and its lengths are understood."""
+    options = _options("restore")
+    assert options.model in SHAPES
+    model = hf_config(options.model)
+    longest = max(_lengths(options.lengths))
+    assert longest + options.wait_tokens + options.new_tokens < model["max_position_embeddings"]
 
 
 def test_first_shapes_and_the_rest_are_all_shapes():
