@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def _played(
     options: argparse.Namespace, panel: Panel, talks: Sequence[Talk], bar: tqdm
 ) -> dict[str, Any]:
-    """Policies at rising rates, each until its 90th percentile is beyond the bound."""
+    """Policies at rising rates, each until its 90th percentile is beyond the panel's bound."""
     turns_each = float(np.mean([len(talk.turns) for talk in talks]))
     lowest = MACHINES[panel.model].requests_per_s
     highest = turns_each * talks[-1].arrival_s / options.seconds
@@ -97,7 +97,7 @@ def _played(
             begun = _beginning(talks, rate / turns_each, panel.reaction_s, options.seconds)
             return {"rate": rate, **_Run(panel, name, begun, options).figures()}
 
-        curves[name] = _curve(at, lowest, highest, options.bound)
+        curves[name] = _curve(at, lowest, highest, panel.bounds * options.bound)
         last = curves[name].points[-1]
         bar.write(
             f"{panel.figure}, {panel.model}, {name}: {last['requests_per_s']:.2f} requests/s at "
@@ -294,7 +294,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--figures", default="3.12,3.13,3.15,3.16", help="which to play; 3.14 is within 3.12")
+    add("--figures", default="3.12,3.13,3.14,3.15,3.16", help="which to play")
     add("--num-conversations", type=int, default=4000, help="of ShareGPT; half of long ones")
     add("--seconds", type=float, default=1200.0, help="in which conversations begin and go on")
     add("--warm-up", type=float, default=500.0, help="seconds of these that are not counted")

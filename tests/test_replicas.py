@@ -123,20 +123,22 @@ def test_ids_are_unique_over_all_replicas():
         _check_is_clean(replicas)
 
 
-def test_an_outlook_is_refused_where_it_would_wait_for_itself():
-    """To a sink, on an engine's thread; which goes on, and answers others."""
-    refused: list[str] = []
+def test_what_waits_for_engines_is_refused_on_their_threads():
+    """To a sink, which would wait for itself; the engine goes on, and answers others."""
+    threads: set[str] = set()
     with _replicas(2) as replicas:
 
         def look(piece: Piece) -> None:
             with pytest.raises(InvalidRequestError, match="on another thread"):
                 replicas.outlook()
-            refused.append(threading.current_thread().name)
+            with pytest.raises(InvalidRequestError, match="on another thread"), replicas.paused():
+                pass
+            threads.add(threading.current_thread().name)
 
         answer = Answer(_answer("r").request, sink=look)
         replicas.submit(answer)
         assert answer.future.result(WAIT_S).finish_reason == "length"
-        assert set(refused) == {"jaxserve-engine"}
+        assert threads == {"jaxserve-engine"}
         assert replicas.outlook() == {}
 
 

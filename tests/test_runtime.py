@@ -272,6 +272,28 @@ def test_a_consumer_that_raises_gets_no_more(runtime, caplog):
     assert caplog.text.count("it gets no more") == 1
 
 
+def test_a_consumer_that_asks_is_refused(runtime):
+    """It would wait for the engine on the engine's own thread."""
+    refused: list[str] = []
+    asks = (
+        lambda: runtime.generate([1]),
+        lambda: runtime.stream([1]),
+        lambda: runtime.conversation().send([1]),
+        lambda: runtime.resize_kv("1MiB"),
+    )
+
+    def asking(piece):
+        for ask in asks:
+            try:
+                ask()
+            except InvalidRequestError as error:
+                refused.append(str(error))
+
+    pending = runtime.submit([1, 2, 3], SamplingParams(max_tokens=1), on_piece=asking)
+    assert len(pending.result(30).token_ids) == 1
+    assert len(refused) == len(asks) and all("on another thread" in each for each in refused)
+
+
 def test_a_running_id_is_refused_again(runtime):
     """Ids are unique among running requests, and free again afterwards."""
     pending = runtime.submit([1], SamplingParams(max_tokens=None), request_id="twice")

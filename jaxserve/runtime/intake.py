@@ -75,6 +75,7 @@ class Intake:
 
     def submit_batch(self, batch: Batch) -> list[Pending]:
         """Requests that cannot be served have ended with their errors; the rest start together."""
+        self._replicas.check_may_wait()
         refused: dict[int, Pending] = {}
         requests = []
         for index, (prompt, params) in enumerate(zip(batch.prompts, batch.params, strict=True)):
@@ -101,6 +102,7 @@ class Intake:
         timeout_s: float | None,
     ) -> Completion:
         """Wait for an answer, with its error if it fails; see `turn_answer`."""
+        self._replicas.check_may_wait()
         pending = self.submit(prompt, params, conversation_id=conversation_id)
         return turn_answer(pending, conversation_id, timeout_s, progress=self._progress)
 
@@ -129,6 +131,7 @@ class Intake:
         Raises:
           TimeoutError: the last piece was not there in `timeout_s` seconds.
         """
+        self._replicas.check_may_wait()
         params = params or SamplingParams()
         return read(self._start(prompt, params, conversation_id), params.n, timeout_s)
 

@@ -140,6 +140,18 @@ class Replicas:
         if self.follower is not None:
             raise ProcessGroupError(self.follower.refusal)
 
+    def check_may_wait(self) -> None:
+        """Refuse to wait for the engines on the thread of one, where that would never end.
+
+        Raises:
+          InvalidRequestError
+        """
+        if any(replica.loop.is_here for replica in self.all):
+            raise InvalidRequestError(
+                "this call waits for the engines, and was made on the thread of one, by an "
+                "on_piece or a callback of a future; make it on another thread"
+            )
+
     def dismiss_followers(self) -> None:
         """See `Runtime.dismiss_followers`; the loops must be paused."""
         if isinstance(self.first.executor, LeadingExecutor):
@@ -185,11 +197,7 @@ class Replicas:
     def outlook(self) -> dict[str, Outlook]:
         """See `Runtime.outlook`."""
         self.check_leads()
-        if any(replica.loop.is_here for replica in self.all):
-            raise InvalidRequestError(
-                "outlook() waits for every engine, and was called on the thread of one, by an "
-                "on_piece or a callback of a future; call it on another thread"
-            )
+        self.check_may_wait()
         found: dict[str, Outlook] = {}
         for replica in self.all:
             found |= replica.loop.ask(replica.engine.outlook)
@@ -198,6 +206,7 @@ class Replicas:
     @contextmanager
     def paused(self, running: Running | Literal["keep"] = "finish") -> Iterator[None]:
         """Keep every loop from its engine for the length of the block; see `EngineLoop.paused`."""
+        self.check_may_wait()
         with ExitStack() as pauses:
             for replica in self.all:
                 pauses.enter_context(replica.loop.paused(running))

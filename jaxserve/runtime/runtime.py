@@ -208,7 +208,8 @@ class Runtime:
           deadline_s: seconds from now; breaks ties of priority under a priority order.
           conversation_id: for reports and recordings, whose turn this is where you keep the history
             yourself; see `conversation`.
-          on_piece: gets what `stream` would yield, on an engine's thread, which must not wait.
+          on_piece: gets what `stream` would yield, on an engine's thread, which must not wait:
+            `generate`, `update_params` and their like are refused there.
 
         Raises:
           InvalidRequestError: one of its subclasses.
@@ -292,7 +293,7 @@ class Runtime:
         One whose last token is being computed is not among them.
 
         Raises:
-          RuntimeClosedError, EngineFailedError; InvalidRequestError: called by an `on_piece`.
+          RuntimeClosedError, EngineFailedError
         """
         return self._replicas.outlook()
 
