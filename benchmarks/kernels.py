@@ -148,6 +148,8 @@ def _measure(
     tiling = planned_tiling(
         jax.devices()[0],
         attention,
+        dtype=dtype.name,
+        page_dtype=page_dtype.name,
         kv_heads=shape.num_kv_heads,
         group=shape.num_heads // shape.num_kv_heads,
         head_dim=shape.head_dim,

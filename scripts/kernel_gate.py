@@ -200,7 +200,7 @@ def _steps(
     page_dtype = kv_dtype or "bfloat16"
     cache = jax.eval_shape(lambda: empty_cache(config, 4000, 32, page_dtype, layout))
     with place.in_force():
-        programs = Programs(graphdef, engine, config, place)
+        programs = Programs(graphdef, engine, config, "bfloat16", place)
     modules = {}
     for kind, compiled in zip(
         ("mixed step", "decode loop"), programs.compiled_steps(params, cache), strict=True

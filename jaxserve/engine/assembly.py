@@ -170,7 +170,7 @@ def _build_whole(
     # what was compiled to be measured is what runs.
     optimistic = _agreed(pages.plan(step_bytes=0), group).num_pages
     draft = _engine_config(model_config, options, num_pages=optimistic)
-    programs = Programs(graphdef, draft, model_config, place, probe)
+    programs = Programs(graphdef, draft, model_config, leaf.dtype, place, probe)
     steps = programs.compiled_steps(params, pages.abstract(optimistic))
     size = _agreed(pages.plan(step_bytes=largest_step_bytes(steps)), group)
     config = _engine_config(
@@ -181,7 +181,7 @@ def _build_whole(
         num_host_pages=pages.plan_host(size) if group is None else 0,
     )
     if size.num_pages != optimistic:
-        programs = Programs(graphdef, config, model_config, place, probe)
+        programs = Programs(graphdef, config, model_config, leaf.dtype, place, probe)
     cache = pages.new(size.num_pages)
     return DeviceExecutor(config, programs, params, cache, strict=options.strict), size
 
@@ -207,7 +207,7 @@ def _build_stages(
     def programs_for(num_pages: int) -> list[Programs]:
         config = _engine_config(model_config, options, num_pages=num_pages)
         return [
-            Programs(part.graphdef, config, model_config.part(part.stage.layers), place)
+            Programs(part.graphdef, config, model_config.part(part.stage.layers), dtype, place)
             for part, place in zip(parts, places, strict=True)
         ]
 

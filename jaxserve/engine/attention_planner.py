@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
@@ -29,14 +30,16 @@ class AttentionPlanner:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, model_config: Any, place: Placement
+        cls, config: EngineConfig, model_config: Any, dtype: Any, place: Placement
     ) -> AttentionPlanner | None:
-        """For a model where it is placed; None where no kernel works through plans."""
+        """For a model of a dtype where it is placed; None where no kernel works through plans."""
         shards = place.num_shards
         kv_heads = max(1, model_config.num_kv_heads // shards)
         tiling = planned_tiling(
             next(iter(place.whole.device_set)),
             config.attention,
+            dtype=str(jnp.dtype(dtype)),
+            page_dtype=config.kv_dtype or str(jnp.dtype(dtype)),
             kv_heads=kv_heads,
             group=model_config.num_heads // shards // kv_heads,
             head_dim=model_config.head_dim,

@@ -120,9 +120,10 @@ def paged_attention(
     return out
 
 
-def serves(group: int, head_dim: int) -> bool:
-    """Whether it may serve such heads, in some batches."""
-    return group <= _MAX_GROUP and head_dim in _HEAD_DIMS
+def serves(group: int, head_dim: int, dtype: str, page_dtype: str) -> bool:
+    """Whether it may serve such heads of queries over such pages, in some batches."""
+    fits = group <= _MAX_GROUP and head_dim in _HEAD_DIMS
+    return fits and dtype in _DTYPES and page_dtype == dtype
 
 
 def _items(tiles: jax.Array, rows: Rows, sliding_window: int | None) -> jax.Array:

@@ -85,11 +85,19 @@ def tiling_of(entry: Entry, *, num_cores: int, kv_heads: int, group: int) -> Til
     )
 
 
-def planned_tiling(device: Any, implementation: str | None = None, **heads: int) -> Tiling | None:
+def planned_tiling(
+    device: Any,
+    implementation: str | None = None,
+    *,
+    dtype: str,
+    page_dtype: str,
+    **heads: int,
+) -> Tiling | None:
     """The tiling of a model on a JAX device; None where no kernel works through plans.
 
     Args:
       implementation: that was asked for, or several; None for the platform's choice.
+      dtype, page_dtype: of queries and pages.
       heads: kv_heads, group and head_dim, as `tiling_for` has them.
     """
     names = ("triton",) if implementation is None else tuple(implementation.split(","))
@@ -99,7 +107,9 @@ def planned_tiling(device: Any, implementation: str | None = None, **heads: int)
     if kinds == list(names) and dispatch.target_platform() != "cuda":
         return None
     num_cores = 1 if kinds != list(names) else cores_of(device)
-    is_mosaic = kinds[0] == "mosaic" and mosaic.serves(heads["group"], heads["head_dim"])
+    is_mosaic = kinds[0] == "mosaic" and mosaic.serves(
+        heads["group"], heads["head_dim"], dtype, page_dtype
+    )
     kind = "mosaic" if is_mosaic else "triton"
     return tiling_for(device=device.device_kind, num_cores=num_cores, kind=kind, **heads)
 

@@ -52,7 +52,14 @@ def test_kernels_with_plans_are_timed_and_compared():
     )
     given = (shape, *inputs(shape, FLOAT32, FLOAT32, layers=2))
     kind = "triton_interpreted"
-    tiling = planned_tiling(jax.devices()[0], kind, kv_heads=1, group=2, head_dim=16)
+    tiling = planned_tiling(
+        *(jax.devices()[0], kind),
+        dtype="float32",
+        page_dtype="float32",
+        kv_heads=1,
+        group=2,
+        head_dim=16,
+    )
     assert relative_error(*given, tiling, kind) < 1e-5
     assert time_attention(*given, None, "xla") > 0
 

@@ -70,9 +70,8 @@ def executor(request):
     dtype = kv_dtype or "float32"
     cache = empty_cache(model.config, config.num_pages, config.page_size, dtype, layer_layout)
     device = jax.devices()[0]
-    programs = Programs(
-        graphdef, config, model.config, Placement.like(jax.sharding.SingleDeviceSharding(device))
-    )
+    place = Placement.like(jax.sharding.SingleDeviceSharding(device))
+    programs = Programs(graphdef, config, model.config, "float32", place)
     executor = DeviceExecutor(config, programs, params, jax.device_put(cache, device), strict=True)
     warm_up(executor, progress=False)
     yield executor

@@ -36,7 +36,7 @@ def _executor(layout: str, num_shards: int, dtype: str = "float32") -> DeviceExe
     cache = jax.tree.map(
         lambda x: jax.device_put(rng.normal(0, 20, x.shape).astype(x.dtype), place.pages), cache
     )
-    programs = Programs(graphdef, config, tiny_llama().config, place)
+    programs = Programs(graphdef, config, tiny_llama().config, "float32", place)
     executor = DeviceExecutor(config, programs, params, cache)
     slots = executor._slots.state
     tables = np.zeros(slots.page_table.shape, np.int32)

@@ -159,6 +159,8 @@ def _plan(configuration: Configuration, q: jax.Array, rows: Rows) -> Plan:
     tiling = planned_tiling(
         jax.devices()[0],
         configuration.kind,
+        dtype=configuration.dtype,
+        page_dtype=configuration.page_dtype,
         kv_heads=configuration.kv_heads,
         group=configuration.group,
         head_dim=configuration.head_dim,

@@ -12,6 +12,7 @@ from pallas_kernels.paged_attention import planned_tiling, tiling_for
 from pallas_kernels.paged_attention.shapes import TEST_SHAPES, make_inputs
 
 HEADS = dict(kv_heads=2, group=4, head_dim=128)
+DTYPES = dict(dtype="bfloat16", page_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16, 33, 64])
@@ -46,11 +47,13 @@ def test_what_takes_registers_is_launched_otherwise():
         ("triton_interpreted,mosaic_interpreted", {}, False),
         ("mosaic_interpreted", dict(head_dim=96), False),
         ("mosaic_interpreted", dict(group=128), False),
+        ("mosaic_interpreted", dict(dtype="float32", page_dtype="float32"), False),
+        ("mosaic_interpreted", dict(page_dtype="int8"), False),
     ],
 )
 def test_the_tiles_are_those_of_the_kernel_that_comes_first(asked, heads, is_mosaic):
-    """Mosaic's tiles where it is asked for first and may serve such heads."""
-    tiling = planned_tiling(jax.devices()[0], asked, **{**HEADS, **heads})
+    """Mosaic's tiles where it is asked for first and may serve such heads and pages."""
+    tiling = planned_tiling(jax.devices()[0], asked, **{**DTYPES, **HEADS, **heads})
     assert tiling is not None
     assert (tiling.warpgroups is not None) == is_mosaic
 
@@ -58,7 +61,7 @@ def test_the_tiles_are_those_of_the_kernel_that_comes_first(asked, heads, is_mos
 @pytest.mark.parametrize("asked", [None, "xla", "triton", "mosaic,triton"])
 def test_there_is_none_where_no_kernel_needs_a_plan(asked):
     """On a CPU nothing works through plans but what is interpreted."""
-    assert planned_tiling(jax.devices()[0], asked, **HEADS) is None
+    assert planned_tiling(jax.devices()[0], asked, **DTYPES, **HEADS) is None
 
 
 def test_mosaic_refuses_an_old_jax(monkeypatch):
