@@ -16,9 +16,9 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from itertools import product
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 _DUMP = tempfile.TemporaryDirectory(prefix="jaxserve-gate-")
 # For what takes minutes: these configurations have every kernel, head size and dtype of pages.
@@ -44,18 +44,55 @@ from jaxserve.core.options import KV_DTYPES  # noqa: E402
 from jaxserve.engine.placement import Placement  # noqa: E402
 from jaxserve.engine.programs import Programs  # noqa: E402
 from jaxserve.models.batch import empty_cache  # noqa: E402
+from jaxserve.models.decoder import LayerLayout  # noqa: E402
 from jaxserve.models.families.llama import Llama, LlamaConfig  # noqa: E402
 from pallas_kernels.configurations import CONFIGURATIONS, Configuration  # noqa: E402
+from pallas_kernels.paged_attention.configurations import (  # noqa: E402
+    RARE_CONFIGURATIONS,
+)
 from pallas_kernels.paged_attention.configurations import (  # noqa: E402
     Configuration as Attention,
 )
 from scripts.launches import launches, launches_a_layer  # noqa: E402
 
+_ALL = (*CONFIGURATIONS, *RARE_CONFIGURATIONS)
 # What was found when it was last written down.
 KNOWN = Path(__file__).with_name("kernel_gate.json")
-# Layers and pages of whole steps; pages of None are the model's. Unrolled ones take the time.
-_STEPS = tuple(product(("unrolled", "scanned"), (None, *KV_DTYPES)))
-_STEPS_OF_SUBSET = (("unrolled", None), *(("scanned", kv_dtype) for kv_dtype in (None, *KV_DTYPES)))
+
+
+@final
+@dataclass(frozen=True)
+class Steps:
+    """A mixed step and a decode loop.
+
+    Attributes:
+      layout: of layers; unrolled ones take the time.
+      kv_dtype: of pages; None for the model's own.
+      dtype: of the model.
+      attention: what is asked for; None for the platform's choice.
+    """
+
+    layout: LayerLayout
+    kv_dtype: str | None = None
+    dtype: str = "bfloat16"
+    attention: str | None = None
+
+    def __str__(self) -> str:
+        parts = [self.layout]
+        parts += [] if self.kv_dtype is None else [f"{self.kv_dtype} pages"]
+        parts += [] if self.dtype == "bfloat16" else [self.dtype]
+        parts += [] if self.attention is None else [self.attention]
+        return ", ".join(parts)
+
+
+_SCANNED = tuple(Steps("scanned", kv_dtype) for kv_dtype in (None, *KV_DTYPES))
+_STEPS_OF_SUBSET = (Steps("unrolled"), *_SCANNED)
+_STEPS = (
+    *_STEPS_OF_SUBSET,
+    *(Steps("unrolled", kv_dtype) for kv_dtype in KV_DTYPES),
+    Steps("scanned", dtype="float32"),
+    Steps("scanned", attention="mosaic,triton"),
+)
 # What XLA has to know of the device that it compiles for; NVIDIA's figures.
 _H100 = """
 gpu_device_info {
@@ -95,12 +132,12 @@ def main() -> int:
     """Check everything; the exit code."""
     options = _parser().parse_args()
     mesh = h100()
-    chosen = _subset() if options.subset else CONFIGURATIONS
+    chosen = _subset() if options.subset else _ALL
     problems = _compile_configurations(mesh, chosen)
-    steps = [step for step in _STEPS if not options.subset or step in _STEPS_OF_SUBSET]
+    steps = _STEPS_OF_SUBSET if options.subset else _STEPS
     found: dict[str, float] = {}
-    for layout, kv_dtype in steps:
-        found |= _compile_steps(mesh, layout, kv_dtype, problems)
+    for each in steps:
+        found |= _compile_steps(mesh, each, problems)
     shared = _shared_bytes()
     problems += [
         f"{kernel}: {size} bytes of shared memory, of {_MAX_SHARED_BYTES}"
@@ -116,7 +153,7 @@ def main() -> int:
         if count > launches_before.get(name, 0)
     ]
     summary = {
-        "configurations": f"{len(chosen)} of {len(CONFIGURATIONS)}",
+        "configurations": f"{len(chosen)} of {len(_ALL)}",
         "steps": f"{2 * len(steps)} of {2 * len(_STEPS)}",
         "launches a layer": found,
         "most bytes of shared memory": shared,
@@ -163,20 +200,16 @@ def _compile_configurations(mesh: Mesh, configurations: Sequence[Configuration])
     return problems
 
 
-def _compile_steps(
-    mesh: Mesh, layout: Any, kv_dtype: str | None, problems: list[str]
-) -> dict[str, float]:
+def _compile_steps(mesh: Mesh, steps: Steps, problems: list[str]) -> dict[str, float]:
     """Launches a layer of the mixed step and the decode loop of a small Llama, by name."""
-    more = _steps(mesh, layout, kv_dtype, 5, problems)
-    if layout == "scanned":
+    more = _modules(mesh, steps, 5, problems)
+    if steps.layout == "scanned":
         return {name: launches_a_layer(hlo, 5) for name, hlo in more.items()}
-    few = _steps(mesh, layout, kv_dtype, 3, problems)
+    few = _modules(mesh, steps, 3, problems)
     return {name: (launches(more[name]) - launches(few[name])) / 2 for name in more}
 
 
-def _steps(
-    mesh: Mesh, layout: Any, kv_dtype: str | None, num_layers: int, problems: list[str]
-) -> dict[str, str]:
+def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> dict[str, str]:
     """The compiled modules of both, by name."""
     config = LlamaConfig(
         vocab_size=32000,
@@ -189,23 +222,30 @@ def _steps(
         max_position_embeddings=4096,
     )
     engine = EngineConfig(
-        num_pages=4000, max_slots=64, max_context=4096, max_step_tokens=512, kv_dtype=kv_dtype
+        num_pages=4000,
+        max_slots=64,
+        max_context=4096,
+        max_step_tokens=512,
+        kv_dtype=steps.kv_dtype,
+        attention=steps.attention,
     )
     place = Placement.like(NamedSharding(mesh, PartitionSpec()))
-    model = nnx.eval_shape(lambda: Llama(config, rngs=None, dtype="bfloat16", layer_layout=layout))
+    model = nnx.eval_shape(
+        lambda: Llama(config, rngs=None, dtype=steps.dtype, layer_layout=steps.layout)
+    )
     graphdef, params = nnx.split(model)
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place.whole), params
     )
-    page_dtype = kv_dtype or "bfloat16"
-    cache = jax.eval_shape(lambda: empty_cache(config, 4000, 32, page_dtype, layout))
+    page_dtype = steps.kv_dtype or steps.dtype
+    cache = jax.eval_shape(lambda: empty_cache(config, 4000, 32, page_dtype, steps.layout))
     with place.in_force():
-        programs = Programs(graphdef, engine, config, "bfloat16", place)
+        programs = Programs(graphdef, engine, config, steps.dtype, place)
     modules = {}
     for kind, compiled in zip(
         ("mixed step", "decode loop"), programs.compiled_steps(params, cache), strict=True
     ):
-        name = f"{kind}, {layout}" + ("" if kv_dtype is None else f", {kv_dtype} pages")
+        name = f"{kind}, {steps}"
         problems += _memory_problems(f"{name}, {num_layers} layers", compiled, _num_bytes(cache))
         text = modules[name] = compiled.as_text()
         problems += [

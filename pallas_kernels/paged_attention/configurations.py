@@ -156,3 +156,28 @@ MOSAIC_CONFIGURATIONS = tuple(
     )
     for i, (head_dim, page_size) in enumerate(product((64, 128), (16, 32, 64, 128, 256)))
 )
+
+# What few models ask for, at every width of the products and in every dtype: ALiBi alone, and two
+# of three that change the logits.
+_ALIBI, _WINDOW, _CAP = {"has_alibi": True}, {"sliding_window": 1000}, {"soft_cap": 30.0}
+_RARE_OPTIONS: tuple[dict[str, Any], ...] = (
+    _ALIBI,
+    {**_ALIBI, **_WINDOW},
+    {**_ALIBI, **_CAP},
+    {**_WINDOW, **_CAP},
+)
+RARE_CONFIGURATIONS = tuple(
+    Configuration(
+        head_dim=head_dim,
+        page_size=PAGE_SIZES[(i + i // 5) % 4],
+        kv_heads=_HEADS[(i + i // 4) % 4][0],
+        group=_HEADS[(i + i // 4) % 4][1],
+        dtype=dtype,
+        page_dtype=page_dtype,
+        options=tuple(options.items()),
+        is_decode=False,
+    )
+    for i, (head_dim, (dtype, page_dtype), options) in enumerate(
+        product((64, 128, 256), _DTYPES, _RARE_OPTIONS)
+    )
+)
