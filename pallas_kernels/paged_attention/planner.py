@@ -79,8 +79,8 @@ class Tiling:
       chunk_keys: of the split kernel; a multiple of the keys that any kernel takes at a time.
       split_programs, tile_programs: that the device runs at once, over all KV heads.
       launches: of Triton's kernels.
-      masked_launches, float32_launches: likewise where two or more of ALiBi, a window and a soft
-        cap meet, and for queries in float32, which take more registers; None for the same.
+      masked_launches, float32_launches: likewise with ALiBi, or a window and a soft cap together,
+        and for queries in float32, which take more registers; None for the same.
       warpgroups: of Mosaic's tile kernel; None for tiles that are not made for it.
     """
 
@@ -117,11 +117,14 @@ class Tiling:
                 f"has {q_heads} query heads and {kv_heads} KV heads"
             )
 
-    def launches_for(self, dtype: Any, num_masks: int) -> Launches:
-        """Of Triton's kernels, for a dtype of queries and so many of ALiBi, window and soft cap."""
+    def launches_for(
+        self, dtype: Any, *, has_alibi: bool, has_window: bool, has_cap: bool
+    ) -> Launches:
+        """Of Triton's kernels, for a dtype of queries."""
         if np.dtype(dtype) == np.float32:
             return self.float32_launches or self.launches
-        return (num_masks > 1 and self.masked_launches) or self.launches
+        is_masked = has_alibi or (has_window and has_cap)
+        return (self.masked_launches if is_masked else None) or self.launches
 
     @property
     def split_queries(self) -> int:

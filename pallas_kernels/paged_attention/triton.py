@@ -82,8 +82,12 @@ def paged_attention(
         v_scales=flat(v_scales),
         slopes=None if alibi_slopes is None else alibi_slopes.astype(jnp.float32),
     )
-    masks = (alibi_slopes, sliding_window, soft_cap)
-    launches = tiling.launches_for(q.dtype, sum(mask is not None for mask in masks))
+    launches = tiling.launches_for(
+        q.dtype,
+        has_alibi=alibi_slopes is not None,
+        has_window=sliding_window is not None,
+        has_cap=soft_cap is not None,
+    )
     kernels = Kernels(
         tiling=tiling,
         block_keys=launches.block_keys,

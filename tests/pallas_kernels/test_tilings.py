@@ -9,6 +9,7 @@ import pytest
 from pallas_kernels import paged_attention
 from pallas_kernels.cross import H100, H100_CORES
 from pallas_kernels.paged_attention import planned_tiling, tiling_for
+from pallas_kernels.paged_attention.planner import Launches
 from pallas_kernels.paged_attention.shapes import TEST_SHAPES, make_inputs
 
 HEADS = dict(kv_heads=2, group=4, head_dim=128)
@@ -26,16 +27,22 @@ def test_no_query_is_shared_by_warpgroups(group):
 
 
 def test_what_takes_registers_is_launched_otherwise():
-    """In float32 fewer keys at a time, with several masks more warps; all else is as it is."""
+    """In float32 fewer keys at a time, with ALiBi or two masks more warps; all else as it is."""
     tiling = tiling_for(device=H100, num_cores=H100_CORES, **HEADS)
-    plain, masked, wide = (
-        tiling.launches_for(dtype, num_masks)
-        for dtype, num_masks in (("bfloat16", 1), ("float16", 2), ("float32", 3))
-    )
-    assert plain == tiling.launches == tiling.launches_for("float16", 0)
+
+    def launches(dtype: str, *masks: str) -> Launches:
+        names = ("has_alibi", "has_window", "has_cap")
+        return tiling.launches_for(dtype, **{name: name in masks for name in names})
+
+    plain = launches("bfloat16")
+    for mask in ("has_window", "has_cap"):
+        assert launches("float16", mask) == plain == tiling.launches
+    masked = launches("float16", "has_alibi")
+    assert masked == launches("bfloat16", "has_window", "has_cap")
     assert masked.split.num_warps > plain.split.num_warps
     assert (masked.block_keys, masked.tile) == (plain.block_keys, plain.tile)
-    assert wide == tiling.launches_for("float32", 0) and wide.block_keys < plain.block_keys
+    wide = launches("float32", "has_alibi")
+    assert wide == launches("float32") and wide.block_keys < plain.block_keys
 
 
 @pytest.mark.parametrize(
