@@ -33,6 +33,8 @@ def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
     if result.kind == "pensieve":
         return {stem: pensieve.chart}
     if result.kind == "conversations":
+        if "," not in result.get("arguments")["rates"]:
+            return {}  # no lines to draw through one rate
         return {
             f"{stem}_{number + 1}": partial(_conversations, number)
             for number, _ in result.items("sets")

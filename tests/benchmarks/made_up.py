@@ -109,7 +109,10 @@ def results() -> dict[str, dict[str, Any]]:
             "sets": [
                 {"min_rounds": rounds, "reaction_s": 5.0, "policies": talks} for rounds in (1, 5)
             ],
-            "arguments": {**ARGUMENTS, "num_conversations": 3, "simulated": False, "bound": 0.1},
+            "arguments": {
+                **ARGUMENTS,
+                **{"num_conversations": 3, "simulated": False, "bound": 0.1, "rates": "0.5,1"},
+            },
         },
         "flover": {**flover, "arguments": ARGUMENTS},
         "simulate": {"runs": runs},
