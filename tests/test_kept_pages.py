@@ -11,7 +11,7 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.report import draw_residency
-from sharding import StagePlan
+from sharding import StagePlan, make_mesh
 from tests import tiny
 from tests.tiny import make_copies_free, random_prompts, tiny_llama
 
@@ -48,6 +48,22 @@ def test_pages_come_back_from_the_host_layer_by_layer(expected):
         assert rt.stats().num_pages_in > 0 and rt.config.num_coming_pages == 16
     with pytest.raises(InvalidConfigError, match=r"restore='later' .*'on_admission', 'prefetch'"):
         Runtime(tiny_llama(), **OPTIONS, restore="later")
+
+
+def test_shards_of_pages_in_eight_bits_come_back_layer_by_layer():
+    """Of scanned layers, over two devices; also after the pool was resized and steps were timed."""
+    options, model = OPTIONS | {"kv_dtype": "int8"}, tiny_llama(layer_layout="scanned")
+    with Runtime(model, **{**options, "policy": "vllm_like"}) as rt:
+        expected = _talk(rt)
+    options |= {"restore": "both", "kv_memory": "8kB", "strict": True}
+    with Runtime(model, mesh=make_mesh(tensor=2), **options) as rt:
+        make_copies_free(rt)
+        assert _talk(rt) == expected == _talk(rt)
+        assert rt.stats().num_pages_in > 0
+        rt.resize_kv("12kB")
+        assert _talk(rt) == expected
+        rt.measure_step_times(rounds=1)
+        assert _talk(rt) == expected
 
 
 @pytest.mark.parametrize("policy", ["pensieve", "pensieve_device_only", "auto"])
