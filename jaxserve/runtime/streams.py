@@ -35,7 +35,7 @@ def read(start: Start, num_samples: int, timeout_s: float | None = None) -> Gene
     finally:
         if num_open:
             pending.cancel()
-    _raise_error(pending.result())
+    _raise_error(pending.result(_left_s(end_s)))
 
 
 async def aread(
@@ -61,7 +61,9 @@ async def aread(
     finally:
         if num_open:
             pending.cancel()
-    _raise_error(await pending.aresult())
+    async with asyncio.timeout(_left_s(end_s)):
+        completion = await pending.aresult()
+    _raise_error(completion)
 
 
 def _end_s(timeout_s: float | None) -> float | None:
