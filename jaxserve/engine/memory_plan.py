@@ -18,6 +18,9 @@ _log = logging.getLogger(__name__)
 _SHARE = {"cpu": 0.125}
 _DEFAULT_SHARE = 0.92
 _HOST_SHARE = 0.25
+# Leading bits of a number of pages that follows from what is free: see `_repeatable`.
+_BITS = {"cpu": 4}
+_DEFAULT_BITS = 7
 
 
 @final
@@ -75,7 +78,9 @@ def plan_pool(
     left = free - step_bytes
     if kv_bytes is None:
         budget = int(left * _SHARE.get(device.platform, _DEFAULT_SHARE))
-        num_pages = min(wanted_pages, budget // page_bytes)
+        fitting = budget // page_bytes
+        num_pages = min(wanted_pages, max(_repeatable(fitting, device.platform), min_pages))
+        num_pages = min(num_pages, fitting)
     else:
         if kv_bytes > left:
             raise DeviceMemoryError(
@@ -95,6 +100,15 @@ def plan_pool(
     return PoolSize(
         num_pages=num_pages, page_bytes=page_bytes, free_bytes=free, step_bytes=step_bytes
     )
+
+
+def _repeatable(num_pages: int, platform: str) -> int:
+    """A little less, but the same from one start to the next, though what is free differs a bit.
+
+    Programs are compiled for a number of pages, and found again in the compilation cache by it.
+    """
+    step = 1 << max(0, num_pages.bit_length() - _BITS.get(platform, _DEFAULT_BITS))
+    return num_pages - num_pages % step
 
 
 def plan_host_pages(page_bytes: int, num_device_pages: int, wanted_bytes: int | None) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from jaxserve.engine.memory_plan import available_host_bytes
+from jaxserve.engine.memory_plan import available_host_bytes, plan_pool
 
 GIB = 2**30
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -67,3 +68,39 @@ def test_the_smallest_remainder_counts(root):
     assert available_host_bytes(root) == 64 * GIB
     _group(root, "memory", V1, 3 * GIB, used=4 * GIB)
     assert available_host_bytes(root) == 0
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    free_bytes: int
+    platform: str = "cuda"
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": 2 * self.free_bytes, "bytes_in_use": self.free_bytes}
+
+
+def _pages(free_bytes: int, *, wanted: int = 10**9, least: int = 2, kv_bytes: int | None = None):
+    size = plan_pool(
+        _Gpu(free_bytes),
+        page_bytes=1000,
+        step_bytes=0,
+        wanted_pages=wanted,
+        min_pages=least,
+        kv_bytes=kv_bytes,
+    )
+    return size.num_pages
+
+
+def test_the_pool_has_one_size_though_free_memory_differs_a_little():
+    """So that programs are found in the compilation cache; it gives up few pages for that."""
+    assert len({_pages(60 * GIB + extra * 2**20) for extra in range(32)}) == 1
+    for free_bytes in range(10_000, 3_000_000, 12_345):
+        fitting = int(free_bytes * 0.92) // 1000
+        assert 0.98 * fitting <= _pages(free_bytes) <= fitting
+
+
+def test_sizes_that_are_asked_for_are_exact():
+    """As are the most that is of use, and the least, where that fits."""
+    assert _pages(60 * GIB, kv_bytes=12_345_678) == 12_345
+    assert _pages(60 * GIB, wanted=1357) == 1357
+    assert _pages(1_100_000, least=1009) == 1009
