@@ -24,7 +24,7 @@ from benchmarks.decode import SHAPES, hf_config, measure_batch, sizes_from
 from benchmarks.output import command, record_parser, show
 from benchmarks.record import Record
 from jaxserve import Runtime
-from jaxserve.engine.assembly import platform_defaults
+from jaxserve.execution.build import platform_defaults
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.models.loading import LayerLayout, abstract_model, random_params
 

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     from benchmarks import environment, roofline
     from jaxserve import Runtime
-    from jaxserve.engine.assembly import platform_defaults
+    from jaxserve.execution.build import platform_defaults
     from pallas_kernels import dispatch
 
     sizes = sizes_from(options.batches)

@@ -28,7 +28,7 @@ from safetensors.numpy import save_file
 from benchmarks.output import command
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sizes import format_bytes
-from jaxserve.engine.memory_plan import available_host_bytes
+from jaxserve.execution.memory_plan import available_host_bytes
 
 # Of Llama's architecture: 2 7B, TinyLlama 1.1B, and one for tests, of many small layers.
 _SIZES = (

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """One measured run, and everything that is needed to repeat it."""
     from benchmarks import environment, startup
     from jaxserve import Runtime
-    from jaxserve.engine.assembly import platform_defaults
+    from jaxserve.execution.build import platform_defaults
 
     peers = peers_of(options)
     settings = _runtime_settings(options)

@@ -27,9 +27,9 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RESTORES, RuntimeOptions
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.assembly import build_executor, enable_compilation_cache, platform_defaults
-from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.engine import Engine
+from jaxserve.execution.build import build_executor, enable_compilation_cache, platform_defaults
+from jaxserve.execution.device import DeviceExecutor
 from jaxserve.memory.chunks import Branch, PageKeys
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families.llama import LlamaConfig

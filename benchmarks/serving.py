@@ -166,7 +166,7 @@ class Runtimes:
     """
 
     def __init__(self, options: argparse.Namespace):
-        from jaxserve.engine.assembly import enable_compilation_cache, platform_defaults
+        from jaxserve.execution.build import enable_compilation_cache, platform_defaults
         from jaxserve.models.store import load_model
 
         enable_compilation_cache()

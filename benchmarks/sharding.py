@@ -61,7 +61,7 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     from flax import nnx
 
     from jaxserve import Runtime, SamplingParams
-    from jaxserve.engine.staged_executor import Pass
+    from jaxserve.execution.staged import Pass
     from jaxserve.models.families.llama import Llama
     from sharding import StagePlan
 

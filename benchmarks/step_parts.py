@@ -14,10 +14,10 @@ from rich.table import Table
 from benchmarks.roofline import Bound, seconds
 from jaxserve.core.config import EngineConfig
 from jaxserve.engine.recorder import StepRecord
-from jaxserve.engine.sampler import SamplingNeeds, sample
-from jaxserve.engine.slots import empty_slots
 from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
 from jaxserve.models.families.llama import LlamaConfig
+from jaxserve.steps.sampling.sampler import SamplingNeeds, sample
+from jaxserve.steps.slots import empty_slots
 from pallas_kernels import Rows, matmul
 
 NAMES = {

@@ -41,11 +41,11 @@ from tqdm import tqdm  # noqa: E402
 
 from jaxserve.core.config import EngineConfig  # noqa: E402
 from jaxserve.core.options import KV_DTYPES  # noqa: E402
-from jaxserve.engine.placement import Placement  # noqa: E402
-from jaxserve.engine.programs import Programs  # noqa: E402
 from jaxserve.models.batch import empty_cache  # noqa: E402
 from jaxserve.models.decoder import LayerLayout  # noqa: E402
 from jaxserve.models.families.llama import Llama, LlamaConfig  # noqa: E402
+from jaxserve.steps.placement import Placement  # noqa: E402
+from jaxserve.steps.programs import Programs  # noqa: E402
 from pallas_kernels.configurations import CONFIGURATIONS, Configuration  # noqa: E402
 from pallas_kernels.paged_attention.configurations import (  # noqa: E402
     RARE_CONFIGURATIONS,

@@ -83,7 +83,7 @@ class Settings:
 
     def start(self, parts: list[list[Example]], progress: bool) -> LengthPredictor:
         """The predictor before training. What is compiled from here on is kept for other runs."""
-        from jaxserve.engine.assembly import enable_compilation_cache
+        from jaxserve.execution.build import enable_compilation_cache
         from jaxserve.models.encoders import untrained_predictor
         from predictor import LengthBuckets
 

@@ -78,7 +78,7 @@ def train_probe_on(settings: ProbeSettings, *, progress: bool) -> TrainedProbe:
     """
     from flax import nnx
 
-    from jaxserve.engine.assembly import enable_compilation_cache, platform_defaults
+    from jaxserve.execution.build import enable_compilation_cache, platform_defaults
     from jaxserve.models.activations import read_along
     from jaxserve.models.store import load_model
     from predictor import LengthBuckets, ProbeConfig, TrainingConfig, train_probe

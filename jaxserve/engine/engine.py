@@ -11,9 +11,9 @@ from typing import final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.request import Request
-from jaxserve.engine.executor import Executor, StepHandle
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
+from jaxserve.execution.protocol import Executor, StepHandle
 from jaxserve.memory.disk_tier import DiskTier, HostMemory
 from jaxserve.scheduling.outlook import Outlook, outlooks
 from jaxserve.scheduling.plan import StepPlan

@@ -19,9 +19,9 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import Completion, Request
 from jaxserve.engine.answers import Answer
-from jaxserve.engine.device_errors import is_out_of_memory
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_log import RequestLog
+from jaxserve.execution.device_errors import is_out_of_memory
 from jaxserve.scheduling.scheduler import Progress
 from jaxserve.scheduling.sequence import Phase
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from jaxserve.core.clock import Clock
-from jaxserve.engine.executor import StepHandle
+from jaxserve.execution.protocol import StepHandle
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 

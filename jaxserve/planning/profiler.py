@@ -22,15 +22,15 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.executor import Executor
-from jaxserve.engine.host_pages import PAGES_A_CALL
-from jaxserve.engine.simulated import SimulatedExecutor
-from jaxserve.engine.slots import ADMISSIONS_A_CALL
+from jaxserve.execution.host_pages import PAGES_A_CALL
+from jaxserve.execution.protocol import Executor
+from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.planning.origin import Origin
 from jaxserve.planning.step_times import Curve, StepTimes
 from jaxserve.scheduling.plan import Admission, Needs, Row, StepPlan
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.steps.slots import ADMISSIONS_A_CALL
 
 # Timed steps of one shape in one round; the step before them fills the pipeline.
 _TIMED_STEPS = 3

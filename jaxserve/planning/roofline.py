@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import final
 
-from jaxserve.engine.step_cost import StepWork
+from jaxserve.execution.step_cost import StepWork
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.supervisor import SwapCosts

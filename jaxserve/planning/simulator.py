@@ -18,9 +18,9 @@ from jaxserve.engine.answers import Answer
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.recorder import RequestRecord, StepRecord
 from jaxserve.engine.requests import RequestBuilder
-from jaxserve.engine.simulated import SimulatedExecutor
 from jaxserve.engine.stats import EngineStats
-from jaxserve.engine.step_cost import StepCost
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.execution.step_cost import StepCost
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.supervisor import SwapCosts

@@ -17,11 +17,11 @@ import numpy as np
 
 from jaxserve.core.config import bucket
 from jaxserve.core.errors import InvalidProfileError
-from jaxserve.engine.slots import ADMISSIONS_A_CALL, MOVES_A_CALL, PAGE_UPDATES_A_CALL
-from jaxserve.engine.step_cost import StepWork
+from jaxserve.execution.step_cost import StepWork
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.planning.origin import Origin
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.steps.slots import ADMISSIONS_A_CALL, MOVES_A_CALL, PAGE_UPDATES_A_CALL
 
 
 @final

@@ -13,9 +13,9 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion, Request
-from jaxserve.engine.probing import Probe
 from jaxserve.scheduling.admission.predicted import Predicted
 from jaxserve.scheduling.policy import Policy
+from jaxserve.steps.probing import Probe
 from predictor import Calibration, LengthDistributions
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from jax.sharding import Mesh
 
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.engine.assembly import enable_compilation_cache, platform_defaults
-from jaxserve.engine.device_errors import out_of_memory_as
+from jaxserve.execution.build import enable_compilation_cache, platform_defaults
+from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.runtime.parts import check_early
 from jaxserve.runtime.processes import processes_of
 from jaxserve.scheduling.presets import get_policy

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from jaxserve.conversations import Conversations, Journal, check_journal
 from jaxserve.core.clock import WallClock
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.engine.assembly import enable_compilation_cache, nbytes
-from jaxserve.engine.device_errors import out_of_memory_as
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.engine.requests import RequestBuilder
+from jaxserve.execution.build import enable_compilation_cache, nbytes
+from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.planning import Origin
 from jaxserve.runtime.disks import check_disk, disks_of
 from jaxserve.runtime.forecaster import Forecaster, load_probe

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from jax.sharding import Mesh
 
-from jaxserve.engine.weights import sharded
+from jaxserve.execution.weights import sharded
 from jaxserve.models.parts import planned_stages
 from sharding import StagePlan, replica_meshes, split_replicas
 

@@ -10,11 +10,11 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
-from jaxserve.engine.device_executor import DeviceExecutor
-from jaxserve.engine.executor import ModelExecutor
-from jaxserve.engine.following import FollowingExecutor
-from jaxserve.engine.leading import LeadingExecutor
-from jaxserve.engine.placement import Placement
+from jaxserve.execution.device import DeviceExecutor
+from jaxserve.execution.following import FollowingExecutor
+from jaxserve.execution.leading import LeadingExecutor
+from jaxserve.execution.protocol import ModelExecutor
+from jaxserve.steps.placement import Placement
 from sharding import JoinError, ProcessGroup, StagePlan, group_over
 
 

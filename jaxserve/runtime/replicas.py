@@ -16,16 +16,15 @@ from jaxserve.core.errors import InvalidRequestError, JaxserveError, ProcessGrou
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion
 from jaxserve.engine.answers import Answer
-from jaxserve.engine.assembly import build_executor, resized, warm_up
-from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.executor import ModelExecutor
-from jaxserve.engine.following import FollowingExecutor
-from jaxserve.engine.leading import LeadingExecutor
 from jaxserve.engine.loop import EngineLoop, Running
-from jaxserve.engine.memory_plan import PoolSize
-from jaxserve.engine.probing import Probe
 from jaxserve.engine.request_log import RequestLog
+from jaxserve.execution.build import build_executor, resized, warm_up
+from jaxserve.execution.device import DeviceExecutor
+from jaxserve.execution.following import FollowingExecutor
+from jaxserve.execution.leading import LeadingExecutor
+from jaxserve.execution.memory_plan import PoolSize
+from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.report import Report
@@ -34,6 +33,7 @@ from jaxserve.runtime.processes import in_group
 from jaxserve.scheduling.outlook import Outlook
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
+from jaxserve.steps.probing import Probe
 from pallas_kernels import dispatch
 from sharding import ProcessGroup, split_replicas
 

@@ -11,9 +11,9 @@ from jaxserve.core.clock import Clock
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
-from jaxserve.engine.device_errors import out_of_memory_as
 from jaxserve.engine.loop import Running
 from jaxserve.engine.requests import RequestBuilder
+from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.memory.page_cache import Tier
 from jaxserve.planning import Origin, StepTimes, measure
 from jaxserve.runtime.replicas import Replicas

@@ -7,7 +7,7 @@ import json
 import numpy as np
 
 from benchmarks.probe import main
-from tests.test_cli_probe import CONFIG
+from tests.cli.test_cli_probe import CONFIG
 
 
 def test_it_says_what_a_probe_knows_and_costs(tmp_path, capsys):

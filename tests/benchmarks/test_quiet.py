@@ -9,7 +9,7 @@ import pytest
 from benchmarks.quiet import Recording, quiet_run
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.step_cost import FlatCost
+from jaxserve.execution.step_cost import FlatCost
 from jaxserve.planning import Simulation, simulate
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload import WorkloadItem

@@ -16,11 +16,9 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CompilationAfterWarmupError, NumericalError, RuntimeClosedError
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.assembly import warm_up
-from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.placement import Placement
-from jaxserve.engine.programs import Programs, largest_step_bytes
+from jaxserve.execution.build import warm_up
+from jaxserve.execution.device import DeviceExecutor
 from jaxserve.models.batch import empty_cache
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.unified import Unified
@@ -30,6 +28,8 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.steps.placement import Placement
+from jaxserve.steps.programs import Programs, largest_step_bytes
 from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts, tiny_llama
 
 CONFIG = EngineConfig(

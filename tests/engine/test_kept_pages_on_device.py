@@ -15,11 +15,9 @@ from jaxserve.core.clock import WallClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.assembly import warm_up
-from jaxserve.engine.device_executor import DeviceExecutor
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.placement import Placement
-from jaxserve.engine.programs import Programs
+from jaxserve.execution.build import warm_up
+from jaxserve.execution.device import DeviceExecutor
 from jaxserve.memory.eviction import LRU
 from jaxserve.models.batch import empty_cache
 from jaxserve.scheduling.plan import StepPlan
@@ -27,6 +25,8 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.tiered import Tiered
 from jaxserve.scheduling.sequence import Phase, Sequence
+from jaxserve.steps.placement import Placement
+from jaxserve.steps.programs import Programs
 from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
 
 CONFIG = EngineConfig(

@@ -14,7 +14,7 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.simulated import SimulatedExecutor
+from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.workload.recorded import RecordedRequest, TraceWriter, read

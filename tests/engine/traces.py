@@ -16,7 +16,7 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.simulated import END_TOKEN, SimulatedExecutor
+from jaxserve.execution.simulated import END_TOKEN, SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS

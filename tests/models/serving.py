@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxserve.engine.placement import Placement
 from jaxserve.models.batch import AttentionBatch, empty_cache
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.loading import abstract_model, load_params
 from jaxserve.models.safetensors_source import SafetensorsSource
+from jaxserve.steps.placement import Placement
 from pallas_kernels import Rows
 from sharding import state_shardings
 

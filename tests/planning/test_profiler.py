@@ -11,7 +11,7 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidProfileError, RuntimeClosedError
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.simulated import SimulatedExecutor
+from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.planning import StepTimes, measure
 from jaxserve.planning.step_times import Curve
 from tests.planning.step_times import CONFIG, made_up

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.engine.step_cost import StepWork
+from jaxserve.execution.step_cost import StepWork
 from jaxserve.planning import DeviceRoofs, ModelShape, RooflineCost
 from jaxserve.scheduling.plan import Row
 from tests.planning.step_times import plan

@@ -10,7 +10,7 @@ from jaxserve import Runtime
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import PromptTooLongError
 from jaxserve.core.metrics import summarise
-from jaxserve.engine.step_cost import FlatCost
+from jaxserve.execution.step_cost import FlatCost
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.planning import Simulation, simulate
 from jaxserve.scheduling.policy import Policy

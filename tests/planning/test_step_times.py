@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.core.errors import InvalidProfileError
-from jaxserve.engine.step_cost import StepWork
+from jaxserve.execution.step_cost import StepWork
 from jaxserve.planning import StepTimes
 from jaxserve.planning.step_times import Curve
 from jaxserve.scheduling.plan import Row

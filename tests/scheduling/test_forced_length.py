@@ -10,7 +10,7 @@ import pytest
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.simulated import SimulatedExecutor
+from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from tests.engine.traces import random_config, random_requests

@@ -9,7 +9,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.simulated import SimulatedExecutor
+from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.tiered import Tiered

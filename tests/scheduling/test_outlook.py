@@ -11,8 +11,8 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.simulated import SimulatedExecutor
-from jaxserve.engine.step_cost import FlatCost
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.execution.step_cost import FlatCost
 from jaxserve.scheduling.presets import PRESETS
 from predictor import LengthBuckets
 

@@ -8,7 +8,7 @@ from flax import nnx
 from benchmarks.collectives import Collective, collectives_of
 from benchmarks.pipeline import play
 from jaxserve import Runtime
-from jaxserve.engine.staged_executor import Pass
+from jaxserve.execution.staged import Pass
 from jaxserve.models.families.llama import Llama, LlamaConfig
 from sharding import StagePlan, make_mesh
 

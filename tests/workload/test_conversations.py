@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.engine.step_cost import FlatCost
+from jaxserve.execution.step_cost import FlatCost
 from jaxserve.planning import simulate
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.workload import sharegpt

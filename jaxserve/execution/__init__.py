@@ -1,0 +1,1 @@
+"""Carries out plans: executors, and how they are built and sized."""

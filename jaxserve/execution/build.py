@@ -1,0 +1,362 @@
+"""From a Flax model to a warmed-up engine: sizes, memory, executables."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import jax
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from jaxserve.core.assets import cache_folder
+from jaxserve.core.config import EngineConfig, fine_slot_buckets
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.sizes import parse_bytes
+from jaxserve.execution.device import DeviceExecutor
+from jaxserve.execution.device_stage import DeviceStage
+from jaxserve.execution.leading import check_alike
+from jaxserve.execution.memory_plan import PoolSize, plan_host_pages, plan_pool, plan_resize
+from jaxserve.execution.protocol import ModelExecutor
+from jaxserve.execution.staged import StagedExecutor
+from jaxserve.memory.page_pool import MIN_PAGES
+from jaxserve.models.batch import empty_cache
+from jaxserve.models.config import check_fits
+from jaxserve.models.decoder import LayerLayout
+from jaxserve.models.parts import cut
+from jaxserve.steps.placement import Placement
+from jaxserve.steps.probing import Probe, check_probe
+from jaxserve.steps.programs import Programs, largest_step_bytes
+from pallas_kernels.paged_attention import IMPLEMENTATIONS
+from sharding import ProcessGroup, StagePlan
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PlatformDefaults:
+    """What to use where the user says nothing.
+
+    Attributes:
+      dtype: of parameters, activations and, without `kv_dtype`, KV. bfloat16 is slower than float32
+        on CPUs in XLA.
+      layer_layout: scanning over layers measured three times slower than unrolling on the CPU.
+      has_fine_windows: whether decode windows come in `fine_slot_buckets`. From 16 rows or so an
+        empty row costs a CPU what any other does; a GPU waits for the weights.
+      restore: see `RuntimeOptions`.
+    """
+
+    dtype: str
+    layer_layout: str
+    max_slots: int
+    max_step_tokens: int
+    max_decode_iterations: int
+    has_fine_windows: bool
+    restore: str
+
+
+_CPU = PlatformDefaults(
+    dtype="float32",
+    layer_layout="unrolled",
+    max_slots=32,
+    max_step_tokens=256,
+    max_decode_iterations=4,
+    has_fine_windows=True,
+    restore="prefetch",
+)
+_GPU = PlatformDefaults(
+    dtype="bfloat16",
+    layer_layout="scanned",
+    max_slots=256,
+    max_step_tokens=2048,
+    max_decode_iterations=16,
+    has_fine_windows=False,
+    restore="prefetch",
+)
+
+
+def platform_defaults() -> PlatformDefaults:
+    return _CPU if jax.default_backend() == "cpu" else _GPU
+
+
+def enable_compilation_cache(folder: Path | None = None) -> None:
+    """Keep every executable across processes, however fast it compiled.
+
+    A folder that the user gave to JAX is left as it is.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder or cache_folder() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def build_executor(
+    graphdef: nnx.GraphDef,
+    params: Any,
+    model_config: Any,
+    layer_layout: LayerLayout,
+    options: RuntimeOptions,
+    stages: StagePlan | None = None,
+    group: ProcessGroup | None = None,
+    probe: Probe | None = None,
+) -> tuple[DeviceExecutor | StagedExecutor, PoolSize]:
+    """Size the pool, create cache and slots beside the parameters, compile.
+
+    Args:
+      model_config: of the model: layers, KV heads, head_dim, max_position_embeddings.
+      stages: to cut the model into; None to leave it whole.
+      group: of all processes that the parameters lie on; each of them makes the same calls.
+      probe: of remaining lengths.
+
+    Raises:
+      DeviceMemoryError
+      InvalidConfigError: also where the processes were given different settings, or a probe does
+        not fit the model or cannot be served with it.
+    """
+    names = () if options.attention is None else options.attention.split(",")
+    if not set(names) <= set(IMPLEMENTATIONS):
+        raise InvalidConfigError(
+            f"attention={options.attention!r} is unknown; give one of {IMPLEMENTATIONS}, or "
+            "several with commas between them"
+        )
+    if probe is not None:
+        check_probe(probe, model_config)
+        if stages is not None or group is not None:
+            raise InvalidConfigError(
+                "probe= reads a model that lies whole in one process, and this one is cut into "
+                "stages or served by several processes; leave the probe out"
+            )
+    try:
+        if stages is None:
+            built = _build_whole(
+                graphdef, params, model_config, layer_layout, options, group, probe
+            )
+        else:
+            built = _build_stages(params, model_config, layer_layout, options, stages)
+    except NotImplementedError as error:
+        if options.attention is None:
+            raise
+        raise InvalidConfigError(
+            f"attention={options.attention!r} cannot serve: {error}"
+        ) from error
+    executor, size = built
+    if options.warmup:
+        warm_up(executor, progress=options.progress)
+    return executor, size
+
+
+def _build_whole(
+    graphdef: nnx.GraphDef,
+    params: Any,
+    model_config: Any,
+    layer_layout: LayerLayout,
+    options: RuntimeOptions,
+    group: ProcessGroup | None,
+    probe: Probe | None,
+) -> tuple[DeviceExecutor, PoolSize]:
+    # Committed to where they are, as parameters of an update will be: else those would compile.
+    params = jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
+    leaf = jax.tree.leaves(params)[0]
+    place = Placement.like(leaf.sharding)
+    if place.mesh is not None:
+        check_fits(place.mesh, model_config)
+    if group is not None:
+        check_alike(group, _shared_settings(model_config, leaf, options))
+        options = replace(options, restore="on_admission")  # there is no host memory
+    pages = _Pages(model_config, options, leaf.dtype, layer_layout, place)
+    # The largest steps are compiled for as many pages as fit without them: if those still fit,
+    # what was compiled to be measured is what runs.
+    optimistic = _agreed(pages.plan(step_bytes=0), group).num_pages
+    draft = _engine_config(model_config, options, num_pages=optimistic)
+    programs = Programs(graphdef, draft, model_config, leaf.dtype, place, probe)
+    steps = programs.compiled_steps(params, pages.abstract(optimistic))
+    size = _agreed(pages.plan(step_bytes=largest_step_bytes(steps)), group)
+    config = _engine_config(
+        model_config,
+        options,
+        num_pages=size.num_pages,
+        # Pages are not gathered from other processes' shards.
+        num_host_pages=pages.plan_host(size) if group is None else 0,
+    )
+    if size.num_pages != optimistic:
+        programs = Programs(graphdef, config, model_config, leaf.dtype, place, probe)
+    cache = pages.new(size.num_pages)
+    return DeviceExecutor(config, programs, params, cache, strict=options.strict), size
+
+
+def _build_stages(
+    params: Any,
+    model_config: Any,
+    layer_layout: LayerLayout,
+    options: RuntimeOptions,
+    stages: StagePlan,
+) -> tuple[StagedExecutor, PoolSize]:
+    dtype = jax.tree.leaves(params)[0].dtype
+    parts = cut(model_config, stages, dtype, layer_layout)
+    own = [part.params_of(params) for part in parts]
+    places = [Placement.like(jax.tree.leaves(part)[0].sharding) for part in own]
+    pools = [
+        _Pages(model_config.part(part.stage.layers), options, dtype, layer_layout, place)
+        for part, place in zip(parts, places, strict=True)
+    ]
+    # A page is one number on all stages, so the stage with the least memory has the say.
+    optimistic = min(pool.plan(step_bytes=0).num_pages for pool in pools)
+
+    def programs_for(num_pages: int) -> list[Programs]:
+        config = _engine_config(model_config, options, num_pages=num_pages)
+        return [
+            Programs(part.graphdef, config, model_config.part(part.stage.layers), dtype, place)
+            for part, place in zip(parts, places, strict=True)
+        ]
+
+    sizes = []
+    programs = programs_for(optimistic)
+    for i, (pool, program) in enumerate(zip(pools, programs, strict=True)):
+        embed = None if i == 0 else model_config.hidden_size
+        steps = program.compiled_stage_steps(own[i], pool.abstract(optimistic), embed)
+        sizes.append(pool.plan(step_bytes=largest_step_bytes(steps)))
+    size = min(sizes, key=lambda each: each.num_pages)
+    if size.num_pages < optimistic:
+        programs = programs_for(size.num_pages)
+    built = [
+        DeviceStage(program, params, pool.new(programs[0].config.num_pages))
+        for program, params, pool in zip(programs, own, pools, strict=True)
+    ]
+    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    executor = StagedExecutor(
+        built,
+        parts,
+        whole,
+        model_config.hidden_size,
+        stages.micro_batches,
+        strict=options.strict,
+    )
+    return executor, size
+
+
+@final
+@dataclass(frozen=True)
+class _Pages:
+    """The page cache of a model, or of a stage's part of it; `dtype` is the parameters'."""
+
+    model_config: Any
+    options: RuntimeOptions
+    dtype: Any
+    layer_layout: LayerLayout
+    place: Placement
+
+    def plan(self, *, step_bytes: int) -> PoolSize:
+        """How many pages there can be beside steps of this size."""
+        draft = _engine_config(self.model_config, self.options, num_pages=MIN_PAGES)
+        kv_memory = self.options.kv_memory
+        return plan_pool(
+            next(iter(self.place.whole.addressable_devices)),
+            page_bytes=nbytes(self.abstract(2)) // 2 // self.place.num_shards,
+            step_bytes=step_bytes,
+            wanted_pages=1 + draft.max_slots * draft.max_pages_per_sequence,
+            min_pages=MIN_PAGES,
+            kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),
+        )
+
+    def plan_host(self, size: PoolSize) -> int:
+        """How many pages of the host there can be."""
+        wanted = self.options.host_memory
+        return plan_host_pages(
+            size.page_bytes * self.place.num_shards,
+            size.num_pages - 1,
+            None if wanted is None else 0 if wanted == 0 else parse_bytes(wanted),
+        )
+
+    def abstract(self, num_pages: int) -> Any:
+        """Shapes and dtypes."""
+        return jax.eval_shape(lambda: self._empty(num_pages))
+
+    def new(self, num_pages: int) -> Any:
+        """The cache, all zeros, on its devices."""
+        return jax.jit(self._empty, static_argnums=0, out_shardings=self.place.pages)(num_pages)
+
+    def _empty(self, num_pages: int) -> Any:
+        return empty_cache(
+            self.model_config,
+            num_pages,
+            self.options.page_size,
+            self.options.kv_dtype or self.dtype,
+            self.layer_layout,
+            num_shards=self.place.num_shards,
+        )
+
+
+def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
+    """The size of the executor's pool, now `size`, if it had `kv_bytes`; see `plan_resize`.
+
+    Raises:
+      DeviceMemoryError
+    """
+    config = executor.config
+    return plan_resize(
+        executor.device,
+        size,
+        kv_bytes,
+        wanted_pages=1 + config.max_slots * config.max_pages_per_sequence,
+        num_buffers=executor.num_buffers,
+    )
+
+
+def warm_up(executor: ModelExecutor, *, progress: bool) -> None:
+    """Compile every executable behind a progress bar."""
+    steps = executor.warmup_steps()
+    with tqdm(steps, desc="compiling", leave=False, delay=2, disable=not progress) as bar:
+        for name, compile_step in bar:
+            bar.set_postfix_str(name)
+            compile_step()
+    executor.finish_warmup()
+
+
+def _shared_settings(model_config: Any, leaf: jax.Array, options: RuntimeOptions) -> dict[str, Any]:
+    """What every process must be given alike, by name; the policy is the leader's alone."""
+    own = ("policy", "predictor", "probe", "learns", "record", "progress")
+    return {
+        **{name: value for name, value in vars(options).items() if name not in own},
+        **{f"model.{name}": str(value) for name, value in asdict(model_config).items()},
+        "dtype": str(leaf.dtype),
+        "mesh": str(leaf.sharding),
+        "JAX's version": jax.__version__,
+    }
+
+
+def _agreed(size: PoolSize, group: ProcessGroup | None) -> PoolSize:
+    """As many pages as fit on every process."""
+    if group is None:
+        return size
+    return replace(size, num_pages=min(group.all_gather(size.num_pages)))
+
+
+def _engine_config(
+    model_config: Any, options: RuntimeOptions, *, num_pages: int, num_host_pages: int = 0
+) -> EngineConfig:
+    defaults = platform_defaults()
+    max_slots = options.max_slots or defaults.max_slots
+    max_step_tokens = options.max_step_tokens or max(defaults.max_step_tokens, max_slots)
+    return EngineConfig(
+        page_size=options.page_size,
+        num_pages=num_pages,
+        max_slots=max_slots,
+        max_context=min(
+            options.max_context or model_config.max_position_embeddings,
+            model_config.max_position_embeddings,
+        ),
+        max_step_tokens=max_step_tokens,
+        max_decode_iterations=options.max_decode_iterations or defaults.max_decode_iterations,
+        slot_buckets=fine_slot_buckets(max_slots) if defaults.has_fine_windows else (),
+        attention=options.attention,
+        num_host_pages=num_host_pages,
+        kv_dtype=options.kv_dtype,
+        restore=options.restore or defaults.restore,
+    )
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of every array in a pytree."""
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

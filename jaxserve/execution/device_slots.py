@@ -1,0 +1,99 @@
+"""The slots on the device, and the edits that a plan makes to them before its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar, final
+
+import jax
+import numpy as np
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.steps import slots as edits
+from jaxserve.steps.slots import ADMISSIONS_A_CALL, MOVES_A_CALL, PAGE_UPDATES_A_CALL, SlotState
+
+_Item = TypeVar("_Item")
+
+
+@final
+class DeviceSlots:
+    """One copy of the slot state; `state` is donated to every step and replaced by its result."""
+
+    def __init__(self, config: EngineConfig, place: jax.sharding.Sharding):
+        # Made in place: what the host puts on a mesh over several processes it must compare.
+        self._new = jax.jit(edits.empty_slots, static_argnums=0, out_shardings=place)
+        self.state: SlotState = self._new(config)
+        self._config = config
+        self._place = place
+        jit = partial(jax.jit, donate_argnums=0, out_shardings=place)
+        self._edit_slots = jit(edits.edit)
+        self._move_slots = jit(edits.move)
+        self._admit_slots = jit(edits.admit)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Releases, moves, admissions and page updates."""
+        releases = plan.releases
+        if plan.moves or plan.admissions:  # page updates belong to what comes after these
+            if releases:
+                self._edit(releases, ())
+                releases = ()
+            for some in _chunks(plan.moves, MOVES_A_CALL):
+                self._move(some)
+            for some in _chunks(plan.admissions, ADMISSIONS_A_CALL):
+                self.state = self._admit_slots(
+                    self.state, *edits.pack_admissions(self._config, some)
+                )
+        for updates in _chunks(plan.page_updates, PAGE_UPDATES_A_CALL):
+            self._edit(releases, updates)
+            releases = ()
+        if releases:
+            self._edit(releases, ())
+
+    def warm_up(self) -> None:
+        """Compile every edit, changing nothing."""
+        self._edit((), ())
+        self._move(())
+        self.state = self._admit_slots(self.state, *edits.pack_admissions(self._config, ()))
+
+    def relocate(self, targets: np.ndarray) -> None:
+        """Let page tables follow pages; `targets` int32 [old pages], where each of them is now."""
+        tables = jax.device_put(targets[np.asarray(self.state.page_table)], self._place)
+        self.state = replace(self.state, page_table=tables)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """For the length of the block, slots that are all inert in place of these."""
+        own, self.state = self.state, self._new(self._config)
+        try:
+            yield
+        finally:
+            self.delete()
+            self.state = own
+
+    def delete(self) -> None:
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()
+
+    def _edit(self, releases: Sequence[int], updates: Sequence[tuple[int, int, int]]) -> None:
+        released = np.zeros(self._config.max_slots, np.bool_)
+        released[list(releases)] = True
+        entries = np.full((PAGE_UPDATES_A_CALL, 3), self._config.max_slots, np.int32)
+        if updates:
+            entries[: len(updates)] = updates
+        self.state = self._edit_slots(self.state, released, entries)
+
+    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
+        places = np.full((2, MOVES_A_CALL), self._config.max_slots, np.int32)
+        places[0] = 0
+        if moves:
+            places[:, : len(moves)] = np.transpose(moves)
+        self.state = self._move_slots(self.state, *places)
+
+
+def _chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

@@ -1,0 +1,163 @@
+"""One stage of a stage plan on its devices: its layers' part of every step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from jaxserve.execution.device_pages import DevicePages
+from jaxserve.execution.device_slots import DeviceSlots
+from jaxserve.memory.relocation import Moves, page_targets
+from jaxserve.models.batch import KVCache
+from jaxserve.scheduling.plan import Row, StepPlan
+from jaxserve.steps.functions import MixedBatch, Outputs
+from jaxserve.steps.programs import Programs
+from jaxserve.steps.sampling.sampler import SamplingNeeds
+
+
+@final
+@dataclass
+class _Sampled:
+    """Tokens on their way to a stage. `index` int32 [R], slots; `max_slots` to skip."""
+
+    index: np.ndarray
+    token: jax.Array
+    finite: jax.Array
+
+
+@final
+class DeviceStage:
+    """Owns the stage's page cache and its copy of the slots; borrows the parameters.
+
+    Every stage keeps all slots, for a few integers a token: so it finds positions, pages and who
+    has ended on its own devices. What the last stage samples is sent to the others, and taken in
+    when the slot is next computed and not before: until then, whatever was submitted earlier need
+    not wait for it.
+    """
+
+    def __init__(self, programs: Programs, params: Any, cache: KVCache):
+        self.programs = programs
+        self.params = params
+        self.slots = DeviceSlots(programs.config, programs.place.whole)
+        self.pages = DevicePages(cache, programs.place.pages)
+        self._coming: deque[_Sampled] = deque()
+
+    def edit(self, plan: StepPlan) -> None:
+        """What the plan does to the slots before its rows."""
+        skip = self.programs.config.max_slots
+        target = np.arange(skip + 1, dtype=np.int32)
+        # What is still to come for a slot's former sequence is nobody's.
+        taken = [*(a.slot for a in plan.admissions), *(to for _, to in plan.moves)]
+        target[[*plan.releases, *taken]] = skip
+        for origin, to in plan.moves:
+            target[origin] = to
+        for sampled in self._coming:
+            sampled.index = target[sampled.index]
+        with self.programs.place.in_force():
+            self.slots.apply(plan)
+
+    def mixed(self, batch: MixedBatch, inputs: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Where every token ends in this stage [T, E], and every row [S, E]."""
+        slots: Any = batch.slot[: int((batch.query_length > 0).sum())]
+        self._take_in(slots)
+        with self.programs.place.in_force():
+            self.pages.cache, hidden, row_hidden, _ = self.programs.mixed_body(
+                *(self.params, self.pages.cache, self.slots.state, batch),
+                self.programs.plan_mixed(batch),
+                self._moved(inputs),
+            )
+        return hidden, row_hidden
+
+    def decode(
+        self, rows: Sequence[Row], start: int, size: int, inputs: jax.Array | None
+    ) -> jax.Array:
+        """Where the newest tokens of the slots from `start` on end in this stage [size, E].
+
+        Args:
+          rows: of these slots, where they stand now.
+        """
+        self._take_in(np.arange(start, start + size))
+        with self.programs.place.in_force():
+            self.pages.cache, hidden = self.programs.stage_decode(
+                self.params,
+                self.pages.cache,
+                self.slots.state,
+                np.int32(start),
+                self.programs.plan_decode(rows, start, size),
+                self._moved(inputs),
+                num_rows=size,
+            )
+        return hidden
+
+    def sample(
+        self,
+        hidden: jax.Array,
+        index: np.ndarray,
+        outputs: Outputs,
+        iteration: int,
+        needs: SamplingNeeds,
+    ) -> tuple[Outputs, jax.Array, jax.Array]:
+        """On the last stage: `steps.stage_head`. Returns outputs, tokens and which are finite."""
+        with self.programs.place.in_force():
+            self.slots.state, outputs, token, finite = self.programs.stage_head(
+                self.params, self.slots.state, hidden, index, outputs, np.int32(iteration), needs
+            )
+        return outputs, token, finite
+
+    def send(self, index: np.ndarray, token: jax.Array, finite: jax.Array) -> None:
+        """On the other stages: what was sampled for the slots at `index`."""
+        token, finite = jax.device_put((token, finite), self.programs.place.whole)
+        self._coming.append(_Sampled(index, token, finite))
+
+    def no_outputs(self, num_rows: int, num_iterations: int) -> Outputs:
+        with self.programs.place.in_force():
+            return self.programs.no_outputs(num_rows, num_iterations)
+
+    def catch_up(self) -> None:
+        """Take in everything that was sent."""
+        while self._coming:
+            self._append(self._coming.popleft())
+
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        """See `Executor.resize`."""
+        old_num_pages = self.pages.num_pages
+        with self.programs.place.in_force():
+            self.pages.resize(num_pages, moves)
+            self.slots.relocate(page_targets(old_num_pages, num_pages, moves))
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """For the length of the block, no slot advances."""
+        self.catch_up()
+        with self.programs.place.in_force(), self.slots.idle():
+            yield
+            self.catch_up()
+
+    def delete(self) -> None:
+        """Give back cache and slots."""
+        self._coming.clear()
+        self.pages.delete()
+        self.slots.delete()
+
+    def _take_in(self, slots: np.ndarray) -> None:
+        """What was sent for these slots, and everything before it."""
+        last = max(
+            (i for i, s in enumerate(self._coming) if np.isin(s.index, slots).any()), default=-1
+        )
+        for _ in range(last + 1):
+            self._append(self._coming.popleft())
+
+    def _append(self, sampled: _Sampled) -> None:
+        with self.programs.place.in_force():
+            self.slots.state = self.programs.stage_append(
+                self.slots.state, sampled.index, sampled.token, sampled.finite
+            )
+
+    def _moved(self, inputs: jax.Array | None) -> jax.Array | None:
+        return None if inputs is None else jax.device_put(inputs, self.programs.place.whole)

@@ -1,0 +1,99 @@
+"""A step on its way: its arrays on the device, and how to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import jax
+import numpy as np
+
+from jaxserve.scheduling.plan import PromptLogprobs, StepPlan, StepResult
+from jaxserve.steps.functions import Outputs
+
+
+@final
+@dataclass(frozen=True)
+class PromptPart:
+    """Prompt log-probabilities of a mixed step: arrays over its tokens, and each row's span."""
+
+    arrays: tuple[jax.Array, jax.Array, jax.Array]
+    spans: dict[int, slice]
+
+
+@final
+class DeviceHandle:
+    """A submitted step.
+
+    Args:
+      plan: what was submitted.
+      marker: an array that exists when the step is through.
+      outputs: of the rows that sample, in one or several parts (one a micro-batch); may be empty.
+      output_rows: int32 [plan rows], where each row lies in the parts, put one after the other; -1
+        for those that do not sample.
+      prompt_part: None when nobody asked.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        marker: jax.Array,
+        outputs: Sequence[Outputs],
+        output_rows: np.ndarray,
+        prompt_part: PromptPart | None = None,
+    ):
+        self._plan = plan
+        self._marker = marker
+        self._outputs = outputs
+        self._output_rows = output_rows
+        self._prompt_part = prompt_part
+        for array in self._wanted():
+            array.copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        return self._marker.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def collect(self) -> StepResult:
+        num_rows = len(self._plan.rows)
+        if not self._outputs:
+            self._marker.block_until_ready()
+            tokens = np.zeros((num_rows, 1), np.int32)
+            counts = np.zeros(num_rows, np.int32)
+            finite = np.ones(num_rows, np.bool_)
+            return StepResult(tokens, counts, finite, prompt_logprobs=self._prompt_logprobs())
+        samples = self._output_rows >= 0
+        needs = self._plan.needs
+        return StepResult(
+            tokens=self._by_row("tokens"),
+            num_tokens=np.where(samples, self._by_row("num_tokens"), 0),
+            finite=self._by_row("finite") | ~samples,
+            logprobs=self._by_row("logprobs") if needs.logprobs else None,
+            top_ids=self._by_row("top_ids") if needs.top_logprobs else None,
+            top_logprobs=self._by_row("top_logprobs") if needs.top_logprobs else None,
+            prompt_logprobs=self._prompt_logprobs(),
+            remaining=None if self._outputs[0].remaining is None else self._by_row("remaining"),
+        )
+
+    def _by_row(self, name: str) -> np.ndarray:
+        parts = [np.asarray(getattr(part, name)) for part in self._outputs]
+        return np.concatenate(parts)[self._output_rows]
+
+    def _prompt_logprobs(self) -> dict[int, PromptLogprobs] | None:
+        if self._prompt_part is None:
+            return None
+        logprobs, top_ids, top_logprobs = (np.asarray(a) for a in self._prompt_part.arrays)
+        return {
+            row: PromptLogprobs(logprobs[span], top_ids[span], top_logprobs[span])
+            for row, span in self._prompt_part.spans.items()
+        }
+
+    def _wanted(self) -> list[jax.Array]:
+        wanted = list(self._prompt_part.arrays) if self._prompt_part else []
+        needs = self._plan.needs
+        for out in self._outputs:
+            wanted += [out.tokens, out.num_tokens, out.finite]
+            wanted += [out.logprobs] if needs.logprobs else []
+            wanted += [out.top_ids, out.top_logprobs] if needs.top_logprobs else []
+            wanted += [] if out.remaining is None else [out.remaining]
+        return wanted

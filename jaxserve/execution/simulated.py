@@ -1,0 +1,298 @@
+"""An executor without a device: a virtual clock, and a model that reads its context.
+
+The simulated model's next token is a hash of the context *as read through the page table*. A page
+that was lost, overwritten or shared wrongly changes the tokens, so scheduling and memory can be
+tested for correctness by the thousand cases a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import final
+
+import numpy as np
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.request import Request
+from jaxserve.execution.step_cost import FlatCost, StepCost, StepWork
+from jaxserve.memory.page_pool import NULL_PAGE
+from jaxserve.memory.relocation import Moves, page_sources, page_targets
+from jaxserve.scheduling.plan import Row, StepPlan, StepResult
+from jaxserve.scheduling.supervisor import SwapCosts
+from predictor import Refinement
+
+END_TOKEN = 0
+_MASK = (1 << 61) - 1
+
+# (request, sample index) -> number of output tokens after which the model ends by itself
+AnswerLength = Callable[[Request, int], int]
+# (request, sample index, output tokens that have come) -> logits of what remains, float [buckets]
+Reading = Callable[[Request, int, int], np.ndarray]
+
+
+@final
+@dataclass
+class _Slot:
+    tokens: list[int]
+    request: Request
+    sample_index: int
+    max_length: int
+    is_inert: bool = False
+    page_table: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+
+@final
+class _SimulatedHandle:
+    def __init__(self, result: StepResult, ready_s: float, clock: VirtualClock):
+        self._result, self._ready_s, self._clock = result, ready_s, clock
+
+    def is_ready(self) -> bool:
+        return self._clock.now() >= self._ready_s
+
+    def collect(self) -> StepResult:
+        self._clock.advance_to(self._ready_s)
+        return self._result
+
+
+@final
+class SimulatedExecutor:
+    """Carries out plans at once, but delivers them when the virtual clock says so.
+
+    Args:
+      config: as for a device.
+      clock: advanced by the host's work when a step is submitted, and to the step's end when it is
+        collected.
+      answer_length: when the model itself ends an answer; never by default.
+      fault_length: after how many output tokens its logits are no longer finite; never by default.
+      cost: of a step, in virtual seconds.
+      refinement: what readings are worth; None for no probe.
+      reading: what the probe reads.
+      vocab_size: tokens are drawn from 1 to vocab_size - 1; 0 is the end token.
+      reads_context: False where only lengths and times matter: many times faster, but a token then
+        says nothing about its context, and a wrong page table goes unnoticed.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: VirtualClock,
+        *,
+        answer_length: AnswerLength | None = None,
+        fault_length: AnswerLength | None = None,
+        cost: StepCost | None = None,
+        refinement: Refinement | None = None,
+        reading: Reading | None = None,
+        vocab_size: int = 1000,
+        reads_context: bool = True,
+    ):
+        self.config = config
+        self.swap_costs: SwapCosts | None = None
+        self.refinement = refinement
+        self._reading = reading
+        self._clock = clock
+        self._answer_length = answer_length
+        self._fault_length = fault_length
+        self._cost = cost or FlatCost()
+        self._vocab_size = vocab_size
+        self._reads_context = reads_context
+        self._slots: dict[int, _Slot] = {}
+        # What is written at (page, offset): a hash of the whole context up to there.
+        self._cells = np.zeros((config.num_pages, config.page_size), np.int64)
+        self._host_cells = np.zeros((config.num_host_pages, config.page_size), np.int64)
+        self._free_at_s = 0.0
+
+    def submit(self, plan: StepPlan) -> _SimulatedHandle:
+        self._clock.advance_to(self._clock.now() + self._cost.host_s(plan))
+        self._swap(plan)
+        self._edit_slots(plan)
+        shape = (len(plan.rows), plan.num_iterations)
+        result = StepResult(
+            tokens=np.zeros(shape, np.int32),
+            num_tokens=np.zeros(len(plan.rows), np.int32),
+            finite=np.ones(len(plan.rows), np.bool_),
+        )
+        if plan.is_decode_loop and self._is_predictable:
+            prefilled, decoded = 0, self._decode_at_once(plan, result)
+        else:
+            prefilled, decoded = self._iterate(plan, result)
+        result = replace(result, remaining=self._read_remaining(plan))
+        work = StepWork(plan, prefilled, tuple(decoded))
+        begin_s = max(self._free_at_s, self._clock.now())
+        self._free_at_s = begin_s + self._cost.device_s(work)
+        return _SimulatedHandle(result, self._free_at_s, self._clock)
+
+    def read_host_page(self, host_page: int) -> bytes:
+        """See `HostMemory`."""
+        return self._host_cells[host_page].tobytes()
+
+    def write_host_page(self, host_page: int, contents: bytes) -> None:
+        """See `HostMemory`."""
+        self._host_cells[host_page] = np.frombuffer(contents, np.int64)
+
+    def fingerprint(self) -> bytes:
+        """See `HostMemory`."""
+        return f"simulated {self.config.page_size}".encode()
+
+    def _read_remaining(self, plan: StepPlan) -> np.ndarray | None:
+        """What a probe reads where each row's newest token was chosen."""
+        if self._reading is None or not plan.rows:
+            return None
+        slots = [self._slots[row.slot] for row in plan.rows]
+        return np.stack(
+            [self._reading(s.request, s.sample_index, max(0, s.num_outputs - 1)) for s in slots]
+        )
+
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        old_num_pages = self.config.num_pages
+        self._cells = self._cells[page_sources(old_num_pages, num_pages, moves)]
+        targets = page_targets(old_num_pages, num_pages, moves)
+        for slot in self._slots.values():
+            slot.page_table = {i: int(targets[page]) for i, page in slot.page_table.items()}
+        self.config = replace(self.config, num_pages=num_pages)
+
+    def close(self) -> None:
+        self._slots.clear()
+
+    def _swap(self, plan: StepPlan) -> None:
+        for page, host_page in plan.swaps_out:
+            self._host_cells[host_page] = self._cells[page]
+        for host_page, page in plan.swaps_in:
+            self._cells[page] = self._host_cells[host_page]
+
+    def _edit_slots(self, plan: StepPlan) -> None:
+        for slot in plan.releases:
+            if slot in self._slots:  # else who was admitted there was preempted in the same step
+                self._slots[slot].is_inert = True
+        for source, target in plan.moves:
+            if target in self._slots and not self._slots[target].is_inert:
+                raise AssertionError(f"slot {target} is moved onto while it is live")
+            self._slots[target] = self._slots.pop(source)
+        for new in plan.admissions:
+            if new.slot in self._slots and not self._slots[new.slot].is_inert:
+                raise AssertionError(f"slot {new.slot} is admitted into while it is live")
+            self._slots[new.slot] = _Slot(
+                new.tokens.tolist(),
+                new.request,
+                new.sample_index,
+                new.request.end_length(new.max_length, new.sample_index),
+            )
+        for slot, index, page in plan.page_updates:
+            self._slots[slot].page_table[index] = page
+        self._check_window(plan)
+
+    def _check_window(self, plan: StepPlan) -> None:
+        window = range(plan.window_start, plan.window_start + plan.window_size)
+        if plan.is_decode_loop and any(row.slot not in window for row in plan.rows):
+            raise AssertionError("a decoding slot lies outside the window")
+
+    def _iterate(self, plan: StepPlan, result: StepResult) -> tuple[int, list[int]]:
+        """Positions attended to by rows of several tokens, and by the others in each iteration."""
+        prefilled, decoded = 0, []
+        for _ in range(plan.num_iterations):
+            if plan.is_decode_loop and all(self._slots[row.slot].is_inert for row in plan.rows):
+                break
+            decoded.append(0)
+            for index, row in enumerate(plan.rows):
+                slot = self._slots[row.slot]
+                if slot.is_inert:
+                    continue
+                start = len(slot.tokens) - 1 if plan.is_decode_loop else row.start
+                attended = row.num_tokens * start + row.num_tokens * (row.num_tokens + 1) // 2
+                if row.num_tokens == 1:
+                    decoded[-1] += attended
+                else:
+                    prefilled += attended
+                self._advance(slot, index, row, start, result)
+        return prefilled, decoded
+
+    def _advance(self, slot: _Slot, index: int, row: Row, start: int, result: StepResult) -> None:
+        """Compute one row, and put its token into the result if it samples."""
+        if self._reads_context:
+            self._write(slot, start, row.num_tokens)
+        if not row.samples:
+            return
+        if start + row.num_tokens != len(slot.tokens):
+            raise AssertionError("a sampling row must end at the newest token")
+        if self._has_fault(slot):
+            result.finite[index], slot.is_inert = False, True
+            return
+        context = self._read_all(slot) if self._reads_context else 0
+        result.tokens[index, result.num_tokens[index]] = self._append(slot, context)
+        result.num_tokens[index] += 1
+
+    @property
+    def _is_predictable(self) -> bool:
+        """Whether every answer runs to its length limit, with tokens that do not matter."""
+        is_forced = self._answer_length is None and self._fault_length is None
+        return is_forced and not self._reads_context
+
+    def _decode_at_once(self, plan: StepPlan, result: StepResult) -> list[int]:
+        """As `_iterate`, of a decode loop that is predictable."""
+        lengths = np.zeros(len(plan.rows), np.int64)
+        for index, row in enumerate(plan.rows):
+            slot = self._slots[row.slot]
+            if slot.is_inert:
+                continue
+            lengths[index] = len(slot.tokens)
+            token = self._append(slot, 0)
+            count = 1
+            if not slot.is_inert:
+                count = min(plan.num_iterations, slot.max_length - len(slot.tokens) + 1)
+                slot.tokens += [token] * (count - 1)
+                slot.is_inert = len(slot.tokens) >= slot.max_length
+            result.tokens[index, :count] = token
+            result.num_tokens[index] = count
+        counts = result.num_tokens
+        return [int(np.sum((lengths + i)[counts > i])) for i in range(int(counts.max(initial=0)))]
+
+    def _write(self, slot: _Slot, start: int, count: int) -> None:
+        """Write `count` tokens from `start` on."""
+        context = self._read(slot, start - 1) if start else 1
+        for position in range(start, start + count):
+            context = _mix(context, slot.tokens[position])
+            page, offset = self._cell(slot, position)
+            self._cells[page, offset] = context
+
+    def _read_all(self, slot: _Slot) -> int:
+        """A hash of every cell of the context."""
+        num_tokens = len(slot.tokens)
+        num_pages = -(-num_tokens // self.config.page_size)
+        pages = [slot.page_table[index] for index in range(num_pages)]
+        return int(np.bitwise_xor.reduce(self._cells[pages].ravel()[:num_tokens]))
+
+    def _read(self, slot: _Slot, position: int) -> int:
+        return int(self._cells[self._cell(slot, position)])
+
+    def _cell(self, slot: _Slot, position: int) -> tuple[int, int]:
+        page = slot.page_table.get(position // self.config.page_size, NULL_PAGE)
+        if page == NULL_PAGE:
+            raise AssertionError(f"position {position} lies outside the page table")
+        return page, position % self.config.page_size
+
+    def _has_fault(self, slot: _Slot) -> bool:
+        if self._fault_length is None:
+            return False
+        return slot.num_outputs >= self._fault_length(slot.request, slot.sample_index)
+
+    def _append(self, slot: _Slot, context: int) -> int:
+        request = slot.request
+        num_outputs = slot.num_outputs + 1
+        stream = 0 if request.params.is_greedy else _mix(request.seed, slot.sample_index)
+        token = 1 + _mix(context, stream) % (self._vocab_size - 1)
+        if self._answer_length is not None:
+            if num_outputs >= self._answer_length(request, slot.sample_index):
+                token = END_TOKEN
+        slot.tokens.append(token)
+        slot.is_inert = token in request.stop_token_ids or len(slot.tokens) >= slot.max_length
+        return token
+
+
+def _mix(a: int, b: int) -> int:
+    value = (a * 6364136223846793005 + b * 1442695040888963407 + 1013904223) & _MASK
+    return (value ^ (value >> 29)) & _MASK

@@ -1,0 +1,1 @@
+"""Jitted functions of parameters, page cache and slots."""

@@ -1,0 +1,52 @@
+"""Where the engine's arrays live: one device, or the mesh that the parameters are on."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from sharding.rules import replicated
+from sharding.shards import TENSOR
+
+
+@final
+@dataclass(frozen=True)
+class Placement:
+    """Shardings of what the engine makes beside the parameters.
+
+    Attributes:
+      mesh: None on one device.
+      whole: of slots and outputs, a copy on every device.
+      pages: of the cache, its KV heads split over the mesh's `tensor` axis.
+    """
+
+    mesh: Mesh | None
+    whole: Sharding
+    pages: Sharding
+
+    @classmethod
+    def like(cls, sharding: Sharding) -> Placement:
+        """Beside a parameter with this sharding."""
+        if not isinstance(sharding, NamedSharding):
+            return cls(None, sharding, sharding)
+        mesh: Any = sharding.mesh
+        pages = PartitionSpec(None, None, TENSOR if TENSOR in mesh.shape else None)
+        return cls(mesh, replicated(mesh), NamedSharding(mesh, pages))
+
+    @property
+    def num_shards(self) -> int:
+        """That the KV heads are split into."""
+        return 1 if self.mesh is None else self.mesh.shape.get(TENSOR, 1)
+
+    def in_force(self) -> AbstractContextManager[Any]:
+        """A context in which the executables are traced and called."""
+        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+
+def staging_place(place: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """Where pages lie that a step brings itself: memory of the host that the device can read."""
+    return place.with_memory_kind("pinned_host")

@@ -1,0 +1,101 @@
+"""Keys and values in eight bits, from the option to the answers: more pages, the same tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.options import KV_DTYPES, RuntimeOptions
+from jaxserve.execution.build import nbytes
+from sharding import StagePlan, make_mesh
+from tests.tiny import OPTIONS, make_copies_free, random_prompts, slow_down, tiny_llama
+
+PROMPTS = random_prompts(10, seed=4, longest=50)
+PARAMS = [
+    SamplingParams(max_tokens=12, temperature=0.8 * (i % 2), seed=i) for i in range(len(PROMPTS))
+]
+# Of two layers, two KV heads and eight tokens: keys and values of eight numbers each.
+PAGE_BYTES = {None: 2 * 2 * 8 * 2 * 8 * 4, **dict.fromkeys(KV_DTYPES, 2 * 2 * 8 * 2 * (8 + 4))}
+NUM_PAGES = 20
+
+
+def _runtime(kv_dtype: str | None, num_pages: int = NUM_PAGES, shards: int = 1, **options):
+    memory = num_pages * PAGE_BYTES[kv_dtype] // shards
+    return Runtime(tiny_llama(), kv_dtype=kv_dtype, kv_memory=memory, **OPTIONS, **options)
+
+
+def _tokens(completions) -> list[tuple[int, ...]]:
+    return [c.token_ids for c in completions]
+
+
+@pytest.fixture(scope="module", params=KV_DTYPES)
+def alone(request):
+    """The dtype, and what each prompt is answered by itself, in a pool that holds them all."""
+    with _runtime(request.param, num_pages=60) as rt:
+        return request.param, [
+            rt.generate(*each).token_ids for each in zip(PROMPTS, PARAMS, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("wrong", ["int4", "bfloat16", "float8_e5m2", "", 8])
+def test_unknown_dtypes_are_refused_first(wrong):
+    """Whatever the model is; the error says what is allowed."""
+    with pytest.raises(InvalidConfigError, match=r"kv_dtype=.* one of \('int8', 'float8_e4m3"):
+        Runtime.from_pretrained("no such model", kv_dtype=wrong)
+    assert RuntimeOptions.parse({}).kv_dtype is None
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_the_same_memory_holds_more_pages(kv_dtype):
+    """As many as fit with their scales, and the device holds just that."""
+    options = {**OPTIONS, "kv_memory": 20_000, "warmup": False}
+    with Runtime(tiny_llama(), kv_dtype=kv_dtype, **options) as rt:
+        assert rt.config.num_pages == 20_000 // PAGE_BYTES[kv_dtype]
+        assert rt.config.kv_dtype == kv_dtype
+        held = nbytes(rt._replicas.first.executor._pages.cache)
+        assert held == rt.stats().pool_bytes == rt.config.num_pages * PAGE_BYTES[kv_dtype]
+
+
+def test_same_tokens_in_a_batch_with_preemptions(alone):
+    """Nothing compiles after the warm-up, and preempted sequences are computed anew."""
+    kv_dtype, wanted = alone
+    with _runtime(kv_dtype, policy="vllm_like", strict=True) as rt:
+        assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
+        assert rt.stats().num_preemptions > 0
+
+
+def test_same_tokens_over_several_devices(alone):
+    """Scales are split by KV head, or cut by layer, as their pages are."""
+    kv_dtype, wanted = alone
+    mesh = make_mesh(tensor=2) if kv_dtype == "int8" else StagePlan.of([1, 1], tensor=[1, 2])
+    # Memory is of a shard, or of the stage whose pages are larger.
+    with _runtime(kv_dtype, shards=2, mesh=mesh, policy="vllm_like") as rt:
+        assert rt.config.num_pages == NUM_PAGES
+        assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
+        assert rt.stats().num_preemptions > 0
+
+
+def test_a_disk_gives_back_pages_of_its_own_dtype_alone(tmp_path):
+    """A runtime finds what the one before it wrote, and another dtype nothing."""
+    disk = {"disk_memory": "4MB", "disk_folder": tmp_path, "host_memory": "100kB"}
+    answers = []
+    for kv_dtype in ("int8", None, "int8"):
+        with _runtime(kv_dtype, num_pages=60, policy="pensieve", **disk) as rt:
+            make_copies_free(rt)
+            answers.append(_tokens(rt.generate(PROMPTS, PARAMS)))
+            assert (rt.stats().num_found_on_disk > 0) == (len(answers) == 3)
+    assert answers[2] == answers[0]
+
+
+def test_same_tokens_in_a_pool_that_is_resized():
+    """To fewer pages than running answers have, which go on."""
+    with _runtime("int8", num_pages=60) as rt:
+        wanted = _tokens(rt.generate(PROMPTS, PARAMS))
+        slow_down(rt)
+        pending = [rt.submit(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
+        target = rt.stats().num_tokens + 30
+        while rt.stats().num_tokens < target:
+            pass
+        assert rt.resize_kv("10kB") == 10_000 // PAGE_BYTES["int8"] * PAGE_BYTES["int8"]
+        assert _tokens(each.result(60) for each in pending) == wanted

@@ -1,0 +1,171 @@
+"""The door to several engines, on simulated devices: nothing lost, nothing counted twice."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from jaxserve.core.clock import VirtualClock, WallClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import EngineFailedError, InvalidRequestError, RuntimeClosedError
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Answer, Piece
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.runtime.replicas import Replicas
+from jaxserve.scheduling.presets import get_policy
+
+CONFIG = EngineConfig(page_size=4, num_pages=20, max_slots=4, max_context=60, max_step_tokens=16)
+WAIT_S = 30
+
+
+@contextmanager
+def _replicas(num_replicas: int) -> Iterator[Replicas]:
+    executors = [(SimulatedExecutor(CONFIG, VirtualClock()), None) for _ in range(num_replicas)]
+    replicas = Replicas(executors, get_policy("auto"), WallClock())
+    try:
+        yield replicas
+    finally:
+        replicas.close()
+
+
+def _answer(name: str, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int | None = 8) -> Answer:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Answer(Request(id=name, prompt=prompt, params=params, arrival_s=0.0))
+
+
+def _check_is_clean(replicas: Replicas) -> None:
+    """No request is on the books any more, at the latest a moment after its answer."""
+    end_s = time.monotonic() + WAIT_S
+    while replicas._placed:
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+    assert not any(replicas._router.work)
+
+
+def test_the_next_turn_goes_where_the_answer_is():
+    """Prompts shorter than a page, whose answers fill several, each with a replica of its own."""
+    with _replicas(2) as replicas:
+
+        def turn(name: str, prompt: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+            answer = _answer(name, prompt, max_tokens=20)
+            replicas.submit(answer)
+            token_ids = answer.future.result(WAIT_S).token_ids
+            _check_is_clean(replicas)
+            (home,) = (
+                i
+                for i, replica in enumerate(replicas.all)
+                if name in {record.request_id for record in replica.engine.recorder.requests}
+            )
+            return home, (*prompt, *token_ids, 1)
+
+        first, asked = zip(turn("a", (5, 6, 7)), turn("b", (8, 9)), strict=True)
+        assert set(first) == {0, 1}
+        again = [turn(f"again {i}", asked[i])[0] for i in (1, 0)]
+        assert again == [first[1], first[0]]
+
+
+def test_many_threads_with_cancellations_and_pauses():
+    """Every request ends once, with the tokens it has alone, wherever it was; seed printed."""
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    prompts = [tuple(rng.choices(range(1, 50), k=rng.randint(1, 40))) for _ in range(60)]
+    with _replicas(1) as alone:
+        expected = [_answer(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+        alone.submit(*expected)
+        wanted = [answer.future.result(WAIT_S).token_ids for answer in expected]
+    with _replicas(3) as replicas:
+        answers = [_answer(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+
+        def ask(share: list[Answer]) -> None:
+            for answer in share:
+                replicas.submit(answer)
+
+        threads = [threading.Thread(target=ask, args=(answers[i::4],)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for i in range(0, 60, 5):
+            replicas.cancel(f"r{i}")
+            with replicas.paused("restart" if i % 2 else "finish"):
+                assert not any(r.engine.scheduler.running for r in replicas.all if i % 2 == 0)
+        for thread in threads:
+            thread.join(WAIT_S)
+        for i, answer in enumerate(answers):
+            done = answer.future.result(WAIT_S)
+            whole = done.finish_reason == "length"
+            assert whole or i % 5 == 0
+            assert done.token_ids == wanted[i][: len(done.token_ids)]
+        _check_is_clean(replicas)
+        for replica in replicas.all:
+            assert replica.engine.recorder.requests
+            replica.engine.scheduler.check_integrity()
+
+
+def test_ids_are_unique_over_all_replicas():
+    """A running id is refused wherever it runs, and is free as soon as its answer is there."""
+    with _replicas(2) as replicas:
+        for _ in range(200):
+            answer = _answer("same", max_tokens=1)
+            replicas.submit(answer)
+            answer.future.result(WAIT_S)
+        running = _answer("same")
+        with replicas.paused():  # in which nothing ends
+            replicas.submit(running)
+            with pytest.raises(InvalidRequestError, match="still running"):
+                replicas.submit(_answer("other"), _answer("same"))
+        running.future.result(WAIT_S)
+        _check_is_clean(replicas)
+
+
+def test_what_waits_for_engines_is_refused_on_their_threads():
+    """To a sink, which would wait for itself; the engine goes on, and answers others."""
+    threads: set[str] = set()
+    with _replicas(2) as replicas:
+
+        def look(piece: Piece) -> None:
+            with pytest.raises(InvalidRequestError, match="on another thread"):
+                replicas.outlook()
+            with pytest.raises(InvalidRequestError, match="on another thread"), replicas.paused():
+                pass
+            threads.add(threading.current_thread().name)
+
+        answer = Answer(_answer("r").request, sink=look)
+        replicas.submit(answer)
+        assert answer.future.result(WAIT_S).finish_reason == "length"
+        assert threads == {"jaxserve-engine"}
+        assert replicas.outlook() == {}
+
+
+def test_a_failed_engine_is_not_hidden(monkeypatch):
+    """Its requests end with the error and later ones are refused; the other's end as usual."""
+    with _replicas(2) as replicas:
+
+        def broken(plan):
+            raise OSError("the device fell off the bus")
+
+        monkeypatch.setattr(replicas.all[1].executor, "submit", broken)
+        answers = [_answer(f"r{i}") for i in range(8)]
+        replicas.submit(*answers)
+        errors = [answer.future.result(WAIT_S).error for answer in answers]
+        assert [type(error) for error in errors] == [type(None), EngineFailedError] * 4
+        with pytest.raises(EngineFailedError, match="fell off the bus"):
+            replicas.submit(_answer("later"))
+        _check_is_clean(replicas)
+
+
+def test_an_engine_that_fails_while_requests_are_handed_over(monkeypatch):
+    """Whoever submits gets the error, and what had been handed over does not run on."""
+    with _replicas(2) as replicas:
+        monkeypatch.setattr(replicas.all[1].loop, "check", lambda: None)
+        replicas.all[1].loop.close()
+        answers = [_answer(f"r{i}", max_tokens=None) for i in range(2)]
+        with pytest.raises(RuntimeClosedError):
+            replicas.submit(*answers)
+        assert answers[0].future.result(WAIT_S).finish_reason in ("cancelled", "length")
+        _check_is_clean(replicas)

@@ -1,0 +1,68 @@
+"""Steps that attend through plans: the same tokens, and work for the rows that there are."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.scheduling.plan import Row
+from jaxserve.steps.attention_planner import AttentionPlanner
+from jaxserve.steps.packing import pack_rows
+from jaxserve.steps.placement import Placement
+from tests.tiny import OPTIONS, random_prompts, tiny_llama
+
+
+def test_planned_steps_give_the_same_tokens():
+    """Mixed steps and decode loops with preemptions, by kernels that work through plans."""
+    # Few sizes: an interpreted kernel takes seconds to compile.
+    options = {"max_slots": 2, "max_step_tokens": 16, "page_size": 8, "progress": False}
+    prompts, params = random_prompts(5, longest=40), SamplingParams(max_tokens=12)
+    model = tiny_llama(layer_layout="scanned")
+    with Runtime(model, **options) as rt:
+        wanted = [c.token_ids for c in rt.generate(prompts, params)]
+    with Runtime(
+        model, attention="triton_interpreted", kv_memory=18_000, strict=True, **options
+    ) as rt:
+        got = [c.token_ids for c in rt.generate(prompts, params)]
+        assert rt.stats().num_preemptions > 0
+    assert got == wanted
+
+
+def test_plans_are_of_the_rows_of_the_step():
+    """A mixed step's rows as they are; a decode loop's as they will be in its last iteration."""
+    config = EngineConfig(
+        num_pages=999,
+        max_slots=4,
+        max_context=4096,
+        max_step_tokens=512,
+        attention="triton_interpreted",
+    )
+    place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    planner = AttentionPlanner.of(config, tiny_llama().config, "float32", place)
+    assert planner is not None
+    rows = [_row(slot=3, start=1530, num_tokens=1), _row(slot=1, start=0, num_tokens=300)]
+    batch, _ = pack_rows(config, rows)
+    mixed = planner.mixed(batch)
+    assert set(mixed.splits[: mixed.counts[1], 0]) == {0}
+    assert mixed.tiles[: mixed.counts[0], [0, 2]].tolist() == [[1, 12]] + [[1, 32]] * 9
+    decode = planner.decode(rows[:1], 2, 2, num_iterations=8)
+    chunks = decode.splits[: decode.counts[1]]
+    assert set(chunks[:, 0]) == {1} and chunks[:, 4].max() == -(-(1530 + 8) // 512)
+    none = planner.decode((), 0, 2)
+    assert not np.any(none.counts) and none.splits.shape == decode.splits.shape
+
+
+def test_an_implementation_that_cannot_serve_is_refused():
+    """What was asked for by name is not replaced by another; unknown names are listed."""
+    with pytest.raises(InvalidConfigError, match="'triton' cannot serve: .* GPUs, not for cpu"):
+        Runtime(tiny_llama(), attention="triton", **OPTIONS)
+    with pytest.raises(InvalidConfigError, match="unknown; give one of"):
+        Runtime(tiny_llama(), attention="flash", **OPTIONS)
+
+
+def _row(*, slot: int, start: int, num_tokens: int) -> Row:
+    return Row(slot=slot, sequence_key=0, start=start, num_tokens=num_tokens, samples=True)

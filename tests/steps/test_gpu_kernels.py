@@ -1,0 +1,94 @@
+"""What the engine does on a GPU is done by our kernels, seen by lowering it for one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.execution.host_pages import PAGES_A_CALL, gathered, scattered
+from jaxserve.models.batch import empty_cache
+from jaxserve.models.coming import ComingPages
+from jaxserve.scheduling.plan import Needs
+from jaxserve.steps import slots as edits
+from jaxserve.steps.packing import pack_needs, pack_rows
+from jaxserve.steps.placement import Placement
+from jaxserve.steps.programs import Programs
+from jaxserve.steps.slots import MOVES_A_CALL, empty_slots
+from pallas_kernels import dispatch
+from pallas_kernels.cross import targeting
+from tests.tiny import MAX_CONTEXT, tiny_llama
+
+CONFIG = EngineConfig(num_pages=50, max_slots=8, max_context=MAX_CONTEXT, max_step_tokens=64)
+ATTENTION = {f"paged_attention_{kind}" for kind in ("tile", "split", "merge")}
+
+
+def _kernels(function: Callable[..., Any], *arguments: Any, **static: Any) -> set[str]:
+    """Names of the kernels in what is compiled for a GPU."""
+    jitted: Any = function if hasattr(function, "trace") else jax.jit(function)
+    text = jitted.trace(*arguments, **static).lower(lowering_platforms=("cuda",)).as_text()
+    return set(re.findall(r'name = "(\w+)"', text))
+
+
+@pytest.mark.parametrize("layout", ["unrolled", "scanned"])
+def test_steps(layout):
+    """Mixed steps and decode loops rotate, write and attend in kernels, and the choices say so."""
+    model = tiny_llama(layer_layout=layout)
+    graphdef, params = nnx.split(model)
+    place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    cache = jax.eval_shape(lambda: empty_cache(model.config, 50, 32, jnp.float32, layout))
+    slots = jax.eval_shape(lambda: empty_slots(CONFIG))
+    with targeting():
+        programs = Programs(graphdef, CONFIG, model.config, "float32", place)
+        batch, _ = pack_rows(CONFIG, (), CONFIG.max_step_tokens)
+        mixed = _kernels(
+            *(programs.mixed_body, params, cache, slots, batch, programs.plan_mixed(batch))
+        )
+        plan = programs.plan_decode((), 0, CONFIG.max_slots)
+        decode = _kernels(
+            *(programs.decode_loop, params, cache, slots, np.int32(0), np.int32(1)),
+            *(pack_needs(Needs()), plan, None),
+            num_rows=CONFIG.max_slots,
+        )
+        values = jax.eval_shape(gathered, cache, np.zeros(8, np.int32))
+        coming = ComingPages(np.zeros(8, np.int32), values)
+        bringing = _kernels(
+            *(programs.mixed_body, params, cache, slots, batch, programs.plan_mixed(batch)),
+            *(None, coming),
+        )
+    assert mixed == {"rotate_and_write"} | ATTENTION
+    assert bringing == mixed | {"copy_pages"}
+    assert decode == mixed - {"paged_attention_tile"}
+    _check_served("rotate_and_write")
+
+
+def test_copies_of_pages_and_moves_of_slots():
+    """Swaps, resizes and slots that close ranks are copies by a kernel."""
+    model = tiny_llama()
+    cache = jax.eval_shape(lambda: empty_cache(model.config, 50, 32, jnp.float32, "unrolled"))
+    ids = np.zeros(PAGES_A_CALL, np.int32)
+    values = jax.eval_shape(gathered, cache, ids)
+    places = np.zeros((2, MOVES_A_CALL), np.int32)
+    with targeting():
+        assert _kernels(gathered, cache, ids) == {"copy_pages"}
+        assert _kernels(gathered, cache.k_pages[0], np.zeros(70, np.int32)) == {"copy_pages"}
+        assert _kernels(scattered, cache, ids, values) == {"copy_pages"}
+        slots = jax.eval_shape(lambda: empty_slots(CONFIG))
+        assert _kernels(edits.move, slots, *places) == {"copy_pages"}
+    for operation in ("gather_pages", "scatter_pages", "move_pages"):
+        _check_served(operation)
+
+
+def _check_served(operation: str) -> None:
+    """A report would name the kernel."""
+    assert any(
+        (choice.operation, choice.implementation, choice.platform) == (operation, "triton", "cuda")
+        for choice in dispatch.choices()
+    )
