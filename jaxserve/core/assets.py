@@ -123,7 +123,7 @@ def cache_errors(doing: str) -> Iterator[None]:
         if error.errno == errno.ENOSPC:
             remedy = f"free some space, or set {CACHE_VARIABLE} to a folder on a larger disk"
         else:
-            remedy = f"set {CACHE_VARIABLE} to a writable folder"
+            remedy = f"set {CACHE_VARIABLE} to a folder that can be written"
         raise ModelCacheError(
             f"{doing}: the cache {cache_folder()} cannot be used: {error}; {remedy}"
         ) from error

@@ -210,8 +210,8 @@ class TurnTimeoutError(TurnCancelledError, TimeoutError):
 
     def __init__(self, id: str, timeout_s: float | None, num_tokens: int):
         super().__init__(
-            f"conversation {id!r} had {num_tokens} tokens of an answer after {timeout_s} s. The "
-            "conversation is unchanged; pass a longer timeout_s or a lower max_tokens"
+            f"conversation {id!r} has no answer after {timeout_s} s, only {num_tokens} tokens of "
+            "it. The conversation is unchanged; pass a longer timeout_s or a lower max_tokens"
         )
 
 
