@@ -109,7 +109,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def is_partitioned() -> bool:
-    """Whether XLA will partition the current trace over a mesh; False inside `shard_map`."""
+    """Return whether XLA will partition the current trace over a mesh; False inside `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return False

@@ -262,7 +262,7 @@ def plan(
 
 
 def _is_tiled(tiling: Tiling, length: np.ndarray, context: np.ndarray) -> np.ndarray:
-    """Which rows the tile kernel takes, bool [rows].
+    """Return which rows the tile kernel takes, bool [rows].
 
     The bits of a row's output depend on it, so it depends on the row and the device alone.
     """

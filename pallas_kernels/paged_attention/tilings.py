@@ -115,7 +115,7 @@ def planned_tiling(
 
 
 def is_tuned(device: str) -> bool:
-    """Whether there are timed entries for the device."""
+    """Return whether there are timed entries for the device."""
     entries = (*_entries(TUNED, "triton"), *_entries(TUNED, "mosaic"))
     return any(entry["device"] in device for entry in entries)
 
