@@ -8,7 +8,7 @@ from typing import final
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RESTORES
 
-# A step that brings some pages itself takes memory, and time on the link, for this many.
+# Maximum number of pages that a mixed step copies from the host; it takes memory for all of them.
 _MAX_COMING_PAGES = 64
 
 

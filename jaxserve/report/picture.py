@@ -1,4 +1,4 @@
-"""The report's picture."""
+"""The picture of a report."""
 
 from __future__ import annotations
 
