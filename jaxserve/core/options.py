@@ -100,8 +100,7 @@ class RuntimeOptions:
         unknown = sorted(set(options) - set(known))
         if unknown:
             raise InvalidConfigError(
-                f"runtime option(s) {', '.join(unknown)} are unknown; pass some of "
-                f"{', '.join(known)}"
+                f"runtime option(s) {', '.join(unknown)} are unknown; known are {', '.join(known)}"
             )
         return cls(**options)
 
