@@ -30,12 +30,20 @@ class Executor(Protocol):
     `submit` returns at once; a plan may be submitted before the one before it was collected.
     """
 
-    config: EngineConfig
-    swap_costs: SwapCosts | None
-    """Of bringing pages to the host and back, beside computing them anew; None if not measured."""
+    @property
+    def config(self) -> EngineConfig:
+        """Sizes of the executables and of the page pool, as of now."""
+        ...
 
-    refinement: Refinement | None
-    """What the readings of its probe are worth (`StepResult.remaining`); None without a probe."""
+    @property
+    def swap_costs(self) -> SwapCosts | None:
+        """Seconds that page copies and recomputation take; None before they are measured."""
+        ...
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """How much the probe's readings (`StepResult.remaining`) say; None without a probe."""
+        ...
 
     def submit(self, plan: StepPlan) -> StepHandle: ...
 

@@ -23,7 +23,7 @@ from jaxserve.runtime.forecaster import Forecaster, load_probe
 from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.placing import place_replicas
 from jaxserve.runtime.processes import claim, processes_of
-from jaxserve.runtime.replicas import Replicas, build_executors
+from jaxserve.runtime.replicas import Replicas, WrapExecutor, build_executors
 from jaxserve.runtime.upkeep import Upkeep
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import get_policy
@@ -72,6 +72,7 @@ def build_parts(
     eos_token_ids: Sequence[int] | None,
     mesh: Mesh | StagePlan | None,
     options: RuntimeOptions,
+    wrap_executor: WrapExecutor | None,
 ) -> Parts:
     """See `Runtime` for the arguments and the errors."""
     policy = get_policy(options.policy)
@@ -93,7 +94,7 @@ def build_parts(
         ),
     ):
         places = place_replicas(used, mesh, decoder.config)
-        executors = build_executors(graphdef, places, decoder, options, group, probe)
+        executors = build_executors(graphdef, places, decoder, options, group, probe, wrap_executor)
     leads = group is None or group.is_leader
     with ExitStack() as if_one_fails:
         logs: list[RequestLog] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -37,6 +37,8 @@ from jaxserve.steps.probing import Probe
 from pallas_kernels import dispatch
 from sharding import ProcessGroup, split_replicas
 
+WrapExecutor = Callable[[ModelExecutor], ModelExecutor]
+
 
 @final
 @dataclass
@@ -64,8 +66,12 @@ def build_executors(
     options: RuntimeOptions,
     group: ProcessGroup | None,
     probe: Probe | None = None,
+    wrap: WrapExecutor | None = None,
 ) -> list[tuple[ModelExecutor, PoolSize]]:
     """An executor for each place; all are closed again when one cannot be built.
+
+    Args:
+      wrap: see `Runtime`.
 
     Raises:
       DeviceMemoryError, InvalidConfigError
@@ -84,7 +90,8 @@ def build_executors(
                 probe,
             )
             if_one_fails.callback(executor.close)
-            built.append((in_group(executor, group), size))
+            placed = in_group(executor, group)
+            built.append((placed if wrap is None else wrap(placed), size))
         if_one_fails.pop_all()
     return built
 

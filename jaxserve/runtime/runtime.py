@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, cast, final, overload
 
@@ -19,6 +19,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.engine.loop import Running
 from jaxserve.engine.requests import Prompt
+from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.memory.page_cache import Tier
 from jaxserve.planning import StepTimes
 from jaxserve.report import Report
@@ -48,6 +49,8 @@ class Runtime:
         cut it into stages; by default where the parameters are. Those that are there already as
         the rules of `sharding` want them are not copied. Each index of its `data` axis is a replica
         with an engine of its own.
+      wrap_executor: for tests and measurements: gets every replica's executor when it is built and
+        warm, and returns the one that the engine drives and closes in its place.
       options: see `RuntimeOptions`.
 
     Attributes:
@@ -69,10 +72,13 @@ class Runtime:
         tokenizer: Any = None,
         eos_token_ids: Sequence[int] | None = None,
         mesh: Mesh | StagePlan | None = None,
+        wrap_executor: Callable[[ModelExecutor], ModelExecutor] | None = None,
         **options: Any,
     ):
         self.options = RuntimeOptions.parse(options)
-        parts = build_parts(model, params, tokenizer, eos_token_ids, mesh, self.options)
+        parts = build_parts(
+            model, params, tokenizer, eos_token_ids, mesh, self.options, wrap_executor
+        )
         self.tokenizer = tokenizer
         self.model_config = cast(Any, model).config
         self.conversations = parts.conversations
@@ -95,6 +101,7 @@ class Runtime:
         load: Literal["auto", "random"] = "auto",
         dtype: str | None = None,
         mesh: Mesh | StagePlan | None = None,
+        wrap_executor: Callable[[ModelExecutor], ModelExecutor] | None = None,
         **options: Any,
     ) -> Runtime:
         """A runtime around a registered model, a Hugging Face folder or a GGUF file.
@@ -103,6 +110,7 @@ class Runtime:
           load: "random" makes random weights for the folder's config.json instead of reading any.
           dtype: "float32", "bfloat16" or "float16"; by default the platform's.
           mesh: as above; weights are read straight onto their shards.
+          wrap_executor: as above.
           options: see `RuntimeOptions`.
 
         Raises:
@@ -117,6 +125,7 @@ class Runtime:
             tokenizer=loaded.tokenizer,
             eos_token_ids=loaded.eos_token_ids,
             mesh=mesh,
+            wrap_executor=wrap_executor,
             **options,
         )
 

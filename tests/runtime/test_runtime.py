@@ -540,3 +540,35 @@ def _wait_until_idle(runtime: Runtime) -> None:
 def test_letter_tokenizer_is_a_real_one():
     """The tests' tokenizer is the class that users get."""
     assert isinstance(letter_tokenizer(), Tokenizer)
+
+
+class _Counting:
+    """Stands before an executor and counts what is submitted to it."""
+
+    def __init__(self, executor):
+        self.executor = executor
+        self.num_submitted = 0
+
+    def submit(self, plan):
+        self.num_submitted += 1
+        return self.executor.submit(plan)
+
+    def __getattr__(self, name):
+        return getattr(self.executor, name)
+
+
+def test_executors_can_be_wrapped():
+    """The engine drives what `wrap_executor` returned for the warm executor, and closes it."""
+    wrapped = []
+
+    def wrap(executor):
+        assert executor.is_warm
+        wrapped.append(_Counting(executor))
+        return wrapped[-1]
+
+    with Runtime(tiny_llama(), wrap_executor=wrap, strict=True, **OPTIONS) as rt:
+        assert rt.generate([1, 2, 3], GREEDY).finish_reason == "length"
+        (counting,) = wrapped
+        assert counting.num_submitted == rt.stats().num_steps > 0
+    with pytest.raises(RuntimeClosedError):
+        counting.fitted(None)
