@@ -29,7 +29,7 @@ from jaxserve.core.errors import (
     UnknownModelError,
 )
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.runtime import batches
+from jaxserve.runtime import pending as pendings
 from jaxserve.workload import recorded
 from tests.tiny import (
     MAX_CONTEXT,
@@ -344,7 +344,7 @@ def test_cancel_returns_what_was_generated(runtime):
 def test_ctrl_c_returns_what_is_finished(runtime, monkeypatch):
     """An interrupt during generate cancels the rest and returns every request."""
     calls = iter([KeyboardInterrupt])
-    original = batches.wait
+    original = pendings.wait
 
     def interrupted(pending, *, progress):
         pending[0].result(30)
@@ -353,7 +353,7 @@ def test_ctrl_c_returns_what_is_finished(runtime, monkeypatch):
             raise error
         original(pending, progress=progress)
 
-    monkeypatch.setattr(batches, "wait", interrupted)
+    monkeypatch.setattr(pendings, "wait", interrupted)
     params = [SamplingParams(max_tokens=2), *[SamplingParams(max_tokens=None)] * 20]
     completions = runtime.generate(random_prompts(21, longest=20), params)
     assert completions[0].finish_reason == "length"
