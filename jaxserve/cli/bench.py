@@ -30,6 +30,7 @@ def bench(
     max_slots: opt.MaxSlots = None,
     max_context: opt.MaxContext = None,
     tensor_parallel: opt.TensorParallel = 1,
+    replicas: opt.Replicas = 1,
     coordinator: opt.Coordinator = None,
     num_processes: opt.NumProcesses = None,
     process_id: opt.ProcessId = None,
@@ -47,7 +48,7 @@ def bench(
 
         started_s = time.perf_counter()
         opt.join(coordinator, num_processes, process_id)
-        with opt.open_runtime(
+        with opt.open_service(
             model,
             policy=policy,
             load=load,
@@ -62,19 +63,20 @@ def bench(
             max_slots=max_slots,
             max_context=max_context,
             tensor_parallel=tensor_parallel,
+            replicas=replicas,
             record=record,
             quiet=quiet,
-        ) as rt:
+        ) as service:
             ready_s = time.perf_counter()
             items = random_items(
                 num_requests,
                 num_prompt_tokens=prompt_tokens,
                 num_output_tokens=output_tokens,
-                vocab_size=rt.model_config.vocab_size,
+                vocab_size=service.vocab_size,
                 seed=seed,
             )
             begin_s = time.perf_counter()
-            done = rt.generate(
+            done = service.generate(
                 [list(item.prompt_token_ids) for item in items],
                 [item.params() for item in items],
                 progress=not quiet,

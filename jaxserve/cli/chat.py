@@ -15,7 +15,7 @@ from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.conversations import Conversation
-    from jaxserve.runtime import Runtime
+    from jaxserve.runtime import Service
 
 HELP = (
     "/reset begins a new conversation, /exit leaves; Ctrl-C stops an answer, the next one leaves."
@@ -84,7 +84,7 @@ def chat(
         if id is not None and journal is None:
             journal = opt.made_journal()
         opt.join(coordinator, num_processes, process_id)
-        with opt.open_runtime(
+        with opt.open_service(
             model,
             policy=policy,
             load=load,
@@ -103,15 +103,19 @@ def chat(
             record=record,
             conversations=journal,
             quiet=quiet,
-        ) as rt:
+        ) as service:
             typer.echo(f"{model}: {HELP}", err=True)
-            _converse(rt, params, system, id, journal)
+            _converse(service, params, system, id, journal)
 
 
 def _converse(
-    rt: Runtime, params: SamplingParams, system: str | None, id: str | None, journal: Path | None
+    service: Service,
+    params: SamplingParams,
+    system: str | None,
+    id: str | None,
+    journal: Path | None,
 ) -> None:
-    conversation = rt.conversation(id, system=system)
+    conversation = service.conversation(id, system=system)
     if conversation.turns:
         typer.echo(
             f"(conversation {conversation.id} goes on after {len(conversation.turns)} turns and "
@@ -121,7 +125,7 @@ def _converse(
     try:
         while (said := _ask()) is not None:
             if said == "/reset":
-                conversation = rt.conversation(system=system)
+                conversation = service.conversation(system=system)
                 typer.echo("(a new conversation)", err=True)
             elif said.startswith("/"):
                 typer.echo(f"unknown command {said}; {HELP}", err=True)

@@ -83,6 +83,7 @@ def generate(
     tensor_parallel: opt.TensorParallel = 1,
     stages: opt.Stages = None,
     data_parallel: opt.DataParallel = 1,
+    replicas: opt.Replicas = 1,
     coordinator: opt.Coordinator = None,
     num_processes: opt.NumProcesses = None,
     process_id: opt.ProcessId = None,
@@ -114,7 +115,7 @@ def generate(
         answers = opt.join(coordinator, num_processes, process_id)
         with (
             _sink(output if answers else None) as sink,
-            opt.open_runtime(
+            opt.open_service(
                 model,
                 policy=policy,
                 load=load,
@@ -131,14 +132,16 @@ def generate(
                 tensor_parallel=tensor_parallel,
                 stages=stages,
                 data_parallel=data_parallel,
+                replicas=replicas,
                 record=record,
                 quiet=quiet,
-            ) as rt,
+            ) as service,
         ):
-            has_template = rt.tokenizer is not None and rt.tokenizer.chat_template is not None
+            tokenizer = service.tokenizer
+            has_template = tokenizer is not None and tokenizer.chat_template is not None
             if has_template if chat is None else chat:
                 jobs = [prompts.as_chat(job, system) for job in jobs]
-            done = rt.generate(
+            done = service.generate(
                 [job.prompt for job in jobs], [job.params for job in jobs], progress=not quiet
             )
             _write(jobs, done, sink, text_only=text)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,7 +30,8 @@ from jaxserve.core.errors import (
 from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxserve.runtime import Runtime
+    from jaxserve.fleet import Fleet
+    from jaxserve.runtime import Runtime, Service
     from sharding import StagePlan
 
 EXIT_FAILED = 1
@@ -122,7 +123,12 @@ Stages = Annotated[
     ),
 ]
 DataParallel = Annotated[
-    int, _runtime("--data-parallel", text="Replicas of the model, each on devices of its own.")
+    int,
+    _runtime("--data-parallel", text="Replicas in this process, each on devices of its own."),
+]
+Replicas = Annotated[
+    int,
+    _runtime("--replicas", text="Replicas in processes of their own, on Ray; see `Fleet`."),
 ]
 Record = Annotated[
     Path | None,
@@ -193,27 +199,67 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
     return group is None or group.is_leader
 
 
-def open_runtime(
+def open_service(model: str, *, quiet: bool, replicas: int = 1, **settings: object) -> Service:
+    """Open the service that the options describe. Progress bars go to stderr.
+
+    Args:
+      replicas: processes; several are a `Fleet`, one is a `Runtime`.
+      settings: arguments of `_open_runtime`, `Runtime.from_pretrained` or `Fleet`; None leaves an
+        option at its default.
+
+    Raises:
+      InvalidConfigError: also for options that a fleet does not have.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    if given.get("host_memory") == "0":
+        given["host_memory"] = 0
+    if replicas == 1:
+        return _open_runtime(model, quiet=quiet, **given)  # type: ignore[arg-type]
+    return _open_fleet(model, replicas, quiet=quiet, **given)  # type: ignore[arg-type]
+
+
+def _open_fleet(
+    model: str,
+    replicas: int,
+    *,
+    quiet: bool,
+    stages: str | None = None,
+    data_parallel: int = 1,
+    **given: Any,
+) -> Fleet:
+    # This process must not start JAX's devices: the replicas need them.
+    import jax
+
+    from jaxserve.fleet import Fleet
+
+    if stages is not None or data_parallel != 1:
+        raise InvalidConfigError(
+            f"--replicas {replicas} cannot go together with --stages or --data-parallel; give "
+            "--tensor-parallel to split each replica, or leave --replicas out"
+        )
+    if jax.distributed.is_initialized():
+        raise InvalidConfigError(
+            f"--replicas {replicas} cannot go together with --num-processes: Ray starts the "
+            "replicas' processes; leave one of them out"
+        )
+    return Fleet(model, replicas=replicas, progress=not quiet, **given)
+
+
+def _open_runtime(
     model: str,
     *,
     quiet: bool,
     tensor_parallel: int = 1,
     stages: str | None = None,
     data_parallel: int = 1,
-    **settings: object,
+    **given: Any,
 ) -> Runtime:
-    """The runtime that the options describe; bars go to stderr.
-
-    In a process that only follows it serves the leader and leaves the command when that is done.
-    """
+    """In a process that follows: serve the leader, and leave the command when it is done."""
     import jax
 
     from jaxserve.runtime import Runtime
     from sharding import make_mesh
 
-    given = {name: value for name, value in settings.items() if value is not None}
-    if given.get("host_memory") == "0":
-        given["host_memory"] = 0
     num_processes = jax.process_count()
     try:
         if stages is not None and data_parallel != 1:
@@ -232,7 +278,7 @@ def open_runtime(
     except ValueError as error:
         raise InvalidConfigError(str(error)) from error
     is_quiet = quiet or jax.process_index() > 0
-    rt = Runtime.from_pretrained(model, progress=not is_quiet, **given)  # type: ignore[arg-type]
+    rt = Runtime.from_pretrained(model, progress=not is_quiet, **given)
     if not rt.is_leader:
         with rt:
             rt.follow()
