@@ -12,10 +12,16 @@ from jaxserve.cli import options as opt
 
 
 def bench(
-    num_requests: Annotated[int, typer.Option("--num-requests", help="Requests, at once.")] = 32,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Of each prompt.")] = 64,
-    output_tokens: Annotated[int, typer.Option("--output-tokens", help="Of each answer.")] = 64,
-    seed: Annotated[int, typer.Option("--seed", help="Of the random prompts.")] = 0,
+    num_requests: Annotated[
+        int, typer.Option("--num-requests", help="Requests, submitted at once.")
+    ] = 32,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", help="Tokens of each prompt.")
+    ] = 64,
+    output_tokens: Annotated[
+        int, typer.Option("--output-tokens", help="Tokens of each answer.")
+    ] = 64,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random prompts.")] = 0,
     model: opt.Model = opt.DEFAULT_MODEL,
     policy: opt.Policy = "auto",
     load: opt.Load = "auto",
@@ -39,7 +45,7 @@ def bench(
 ) -> None:
     """Measure throughput and latency on random prompts; prints one JSON object.
 
-    Every answer has exactly the asked length. For real prompts and the matching rooflines, use
+    Every answer has exactly the given length. For real prompts and the matching rooflines, use
     `python -m benchmarks.offline` from a checkout.
     """
     with opt.exit_codes():

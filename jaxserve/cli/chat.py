@@ -28,11 +28,11 @@ def chat(
     ] = None,
     id: Annotated[
         str | None,
-        typer.Option("--id", help="Go on with this conversation, or begin one of this id."),
+        typer.Option("--id", help="Continue the conversation with this id, or begin one."),
     ] = None,
     journal: Annotated[
         Path | None,
-        opt.journal("Keep the conversation in this file; with --id alone in {default}."),
+        opt.journal("Keep the conversation in this file; with --id alone, in {default}."),
     ] = None,
     max_tokens: opt.MaxTokens = 512,
     temperature: opt.Temperature = 0.0,
@@ -62,13 +62,13 @@ def chat(
     record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Talk with an instruct model; answers appear as they are made.
+    """Talk with an instruct model; answers appear while they are generated.
 
-    /reset begins a new conversation, /exit (or Ctrl-D) leaves. Ctrl-C stops an answer, which is not
-    kept then; where nothing is being answered it leaves.
+    /reset begins a new conversation, /exit (or Ctrl-D) leaves. Ctrl-C stops an answer, which is
+    then not kept; between answers it leaves.
 
-    With --id or --journal the conversation is kept, and --id goes on with it another time; see
-    `jaxserve conversations`. Without either nothing of it is written anywhere.
+    With --id or --journal the conversation is kept, and --id continues it another time; see
+    `jaxserve conversations`. Without either, nothing of it is written to a file.
     """
     with opt.exit_codes():
         params = opt.sampling_params(
@@ -138,7 +138,7 @@ def _converse(
 
 
 def _ask() -> str | None:
-    """The next line that the user gives; None to leave."""
+    """Return the next line of the user; None to leave."""
     try:
         said = input("> ").strip()
     except EOFError:
@@ -151,9 +151,9 @@ def _ask() -> str | None:
 
 
 def _answer(conversation: Conversation, params: SamplingParams, said: str) -> None:
-    """Print the answer as it comes. A turn that is refused or stopped is not kept."""
+    """Print the answer while it is generated. A turn that is refused or stopped is not kept."""
     try:
-        # Closing the generator is what cancels an answer that is still being made.
+        # Closing the generator cancels an answer that is still being generated.
         with closing(conversation.stream(said, params)) as pieces:
             for piece in pieces:
                 typer.echo(piece.text, nl=False)

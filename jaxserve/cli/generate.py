@@ -55,7 +55,8 @@ def generate(
     frequency_penalty: opt.FrequencyPenalty = 0.0,
     seed: opt.Seed = None,
     n: Annotated[
-        int, typer.Option("--n", help="Samples a prompt.", rich_help_panel="Sampling")
+        int,
+        typer.Option("--n", help="Number of samples for each prompt.", rich_help_panel="Sampling"),
     ] = 1,
     stop: opt.Stop = None,
     ignore_eos: opt.IgnoreEos = False,
@@ -183,7 +184,7 @@ def _sink(output: Path | None) -> AbstractContextManager[TextIO]:
 def _write(
     jobs: list[prompts.Job], done: list[Completion], sink: TextIO, *, text_only: bool
 ) -> None:
-    """Every answer that ended by itself or failed; cancelled ones are left out."""
+    """Write every completion except the cancelled ones; errors go to stderr too."""
     for job, completion in zip(jobs, done, strict=True):
         if completion.error is not None:
             typer.echo(f"prompt {job.id}: {opt.describe(completion.error)}", err=True)

@@ -212,8 +212,8 @@ class Journal:
                     db.execute("INSERT INTO unwiped VALUES (?)", (time.time(),))
             if dropped:
                 _log.warning(
-                    "the journal %s dropped %d conversation(s), the least recently used, to keep its "
-                    "limits (journal_limits)",
+                    "the journal %s dropped %d conversation(s), the least recently used, to keep "
+                    "its limits (journal_limits)",
                     self.where,
                     len(dropped),
                 )
