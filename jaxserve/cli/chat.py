@@ -161,4 +161,4 @@ def _answer(conversation: Conversation, params: SamplingParams, said: str) -> No
     except KeyboardInterrupt:
         typer.echo(" (stopped, and not kept)")
     except JaxserveError as error:
-        typer.echo(f"{opt.describe(error)} (/reset begins anew)", err=True)
+        typer.echo(f"{opt.describe(error)} (/reset begins a new conversation)", err=True)

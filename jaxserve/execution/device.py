@@ -29,7 +29,7 @@ from jaxserve.steps.functions import MixedBatch
 from jaxserve.steps.packing import pack_needs, pack_rows, pack_sampling, sampling_first
 from jaxserve.steps.programs import Programs
 
-# Of what the choice between swapping and computing anew rests on.
+# Repetitions of each timing in `DeviceExecutor._measure_swaps`.
 _TIMINGS = 3
 
 
@@ -140,12 +140,12 @@ class DeviceExecutor:
             return fingerprint(self._params, self._programs.model_config, page)
 
     def compiled_steps(self) -> list[Any]:
-        """The largest mixed step and decode loop as executables, to read what XLA made of them."""
+        """Return the executables of the largest mixed step and decode loop, for measurements."""
         self._raise_if_closed()
         return self._programs.compiled_steps(self._params, self._pages.cache)
 
     def resize(self, num_pages: int, moves: Moves) -> None:
-        """See `Executor`. A size that is new has to be compiled for, as at the start."""
+        """See `Executor`. A new size needs another warm-up."""
         self._raise_if_closed()
         old_num_pages = self.config.num_pages
         with self._programs.place.in_force():
@@ -299,9 +299,9 @@ class DeviceExecutor:
         )
 
     def _measure_swaps(self) -> None:
-        """Copy the null page to the host and back, and compute a prompt of nobody's.
+        """Time copies of the null page to the host and back, and the prefill of an empty prompt.
 
-        The least of a few timings, since whatever else the host does can only add to them.
+        The minimum of a few timings counts, since other work of the host can only add to them.
         """
 
         def seconds(step: Callable[[], None]) -> float:
@@ -328,7 +328,7 @@ class DeviceExecutor:
         )
 
     def _work_of_a_position(self) -> float:
-        """Arithmetic of attending to one, as a share of what a token takes beside attention."""
+        """Return the arithmetic of attending to one position, in that of a token's other work."""
         model = self._programs.model_config
         num_params = sum(leaf.size for leaf in jax.tree.leaves(self._params))
         attention = 2 * model.num_layers * model.num_heads * model.head_dim

@@ -36,8 +36,8 @@ class Pass:
     """A micro-batch that goes once through all stages, in the order of submission.
 
     Attributes:
-      slots: whose tokens it computes.
-      num_rows: that the stages compute, padding included.
+      slots: the slots whose tokens it computes.
+      num_rows: rows that the stages compute, padding included.
       samples: whether the last stage samples behind it.
     """
 
@@ -52,7 +52,7 @@ class StagedExecutor:
 
     Everything is submitted in the order in which the devices should do it, and nothing waits: the
     arrays that pass from stage to stage keep the order. A decode loop runs all of its iterations,
-    since only the devices know who has ended.
+    since only the devices know which sequences have ended.
 
     Args:
       parts: of the model, one a stage, as the stages were made from.
@@ -120,7 +120,7 @@ class StagedExecutor:
             stage.params = own
 
     def compiled_steps(self) -> list[list[Any]]:
-        """Each stage's largest mixed step and decode iteration, to read what XLA made of them."""
+        """Return the executables of each stage's largest mixed step and decode iteration."""
         self._raise_if_closed()
         return [
             stage.programs.compiled_stage_steps(
@@ -167,8 +167,8 @@ class StagedExecutor:
     # ---- steps ----
 
     def _mixed(self, plan: StepPlan) -> DeviceHandle:
-        # One batch where somebody asks for the log-probabilities of a prompt: then its spans are
-        # those of the step.
+        # One batch where a row returns prompt log-probabilities, so that their spans are those of
+        # the step.
         wants_prompts = any(row.wants_prompt_logprobs for row in plan.rows)
         batches = [list(enumerate(plan.rows))]
         if not wants_prompts:
@@ -338,17 +338,20 @@ class StagedExecutor:
 
 
 def _shard_bytes(cache: KVCache) -> int:
-    """On one device."""
+    """Return the bytes of a cache on one device."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(cache))
 
 
 def _cut(
     rows: Sequence[tuple[int, Row]], most: int, smallest: int
 ) -> Iterator[list[tuple[int, Row]]]:
-    """At most `most` micro-batches of as equal numbers of tokens as can be, none under `smallest`.
+    """Cut rows into at most `most` micro-batches of about equal numbers of tokens.
 
-    A row that would not fit is cut: what comes first attends, what comes later is sampled from.
-    The order stays, for rows may read what those before them write.
+    A row that does not fit is cut in two, of which the second samples. The order stays, because
+    rows may read what the rows before them write.
+
+    Args:
+      smallest: minimum number of tokens of a micro-batch, except the last.
     """
     total = sum(row.num_tokens for _, row in rows)
     size = max(smallest, -(-total // most))
