@@ -1,4 +1,4 @@
-"""Noticing compilations where none should happen."""
+"""Counts compilations, and raises where none should happen."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 
 @final
 class CompilationCounter:
-    """Counts what is compiled inside its `watch` blocks, in the same thread.
+    """Counts compilations inside its `watch` blocks, on the same thread.
 
-    Loading an executable from the persistent cache counts too: it stalls the loop as well.
+    Loading an executable from the persistent cache counts too, because it also stalls the loop.
 
     Args:
-      strict: a compilation after the warm-up is an error.
+      strict: raise CompilationAfterWarmupError on a compilation after the warm-up.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
@@ -34,7 +34,7 @@ class CompilationCounter:
 
     @contextmanager
     def watch(self, plan: StepPlan) -> Iterator[None]:
-        """Around the submission of `plan`."""
+        """Count compilations in the block, which submits `plan`."""
         before = self.count
         self._thread = threading.get_ident()
         try:

@@ -13,11 +13,12 @@ import numpy as np
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.compilations import CompilationCounter
-from jaxserve.execution.device_pages import DevicePages
 from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.handle import DeviceHandle, PromptPart
-from jaxserve.execution.host_pages import PAGES_A_CALL
+from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
+from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.weights import fingerprint, fitted
+from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
@@ -28,7 +29,7 @@ from jaxserve.steps.functions import MixedBatch
 from jaxserve.steps.packing import pack_needs, pack_rows, pack_sampling, sampling_first
 from jaxserve.steps.programs import Programs
 
-# Of what the choice between swapping and computing anew rests on.
+# Repetitions of each timing in `DeviceExecutor._measure_swaps`.
 _TIMINGS = 3
 
 
@@ -57,6 +58,8 @@ class DeviceExecutor:
         self._params = params
         self.swap_costs: SwapCosts | None = None
         self.refinement = programs.refinement
+        self.group: GroupRole | None = None
+        self.can_resize = True
         self._pages = DevicePages(cache, programs.place.pages, self.config.num_host_pages)
         self._slots = DeviceSlots(self.config, programs.place.whole)
         self._programs = programs
@@ -64,6 +67,11 @@ class DeviceExecutor:
         self._is_closed = False
         # Sizes of the cache that every executable is there for.
         self._warm_num_pages: set[int] = set()
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """See `Executor`; this executor reads and writes the pages itself."""
+        return self if self.config.num_host_pages else None
 
     @property
     def num_compilations(self) -> int:
@@ -132,12 +140,12 @@ class DeviceExecutor:
             return fingerprint(self._params, self._programs.model_config, page)
 
     def compiled_steps(self) -> list[Any]:
-        """The largest mixed step and decode loop as executables, to read what XLA made of them."""
+        """Return the executables of the largest mixed step and decode loop, for measurements."""
         self._raise_if_closed()
         return self._programs.compiled_steps(self._params, self._pages.cache)
 
     def resize(self, num_pages: int, moves: Moves) -> None:
-        """See `Executor`. A size that is new has to be compiled for, as at the start."""
+        """See `Executor`. A new size needs another warm-up."""
         self._raise_if_closed()
         old_num_pages = self.config.num_pages
         with self._programs.place.in_force():
@@ -291,9 +299,9 @@ class DeviceExecutor:
         )
 
     def _measure_swaps(self) -> None:
-        """Copy the null page to the host and back, and compute a prompt of nobody's.
+        """Time copies of the null page to the host and back, and the prefill of an empty prompt.
 
-        The least of a few timings, since whatever else the host does can only add to them.
+        The minimum of a few timings counts, since other work of the host can only add to them.
         """
 
         def seconds(step: Callable[[], None]) -> float:
@@ -320,7 +328,7 @@ class DeviceExecutor:
         )
 
     def _work_of_a_position(self) -> float:
-        """Arithmetic of attending to one, as a share of what a token takes beside attention."""
+        """Return the arithmetic of attending to one position, in that of a token's other work."""
         model = self._programs.model_config
         num_params = sum(leaf.size for leaf in jax.tree.leaves(self._params))
         attention = 2 * model.num_layers * model.num_heads * model.head_dim

@@ -16,7 +16,9 @@ from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.compilations import CompilationCounter
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.handle import DeviceHandle, PromptPart
+from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.weights import check_same, fitted
+from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
@@ -34,8 +36,8 @@ class Pass:
     """A micro-batch that goes once through all stages, in the order of submission.
 
     Attributes:
-      slots: whose tokens it computes.
-      num_rows: that the stages compute, padding included.
+      slots: the slots whose tokens it computes.
+      num_rows: rows that the stages compute, padding included.
       samples: whether the last stage samples behind it.
     """
 
@@ -50,7 +52,7 @@ class StagedExecutor:
 
     Everything is submitted in the order in which the devices should do it, and nothing waits: the
     arrays that pass from stage to stage keep the order. A decode loop runs all of its iterations,
-    since only the devices know who has ended.
+    since only the devices know which sequences have ended.
 
     Args:
       parts: of the model, one a stage, as the stages were made from.
@@ -58,9 +60,6 @@ class StagedExecutor:
       embed: width of what passes from stage to stage.
       micro_batches: most that a step is cut into; a power of two.
       strict: raise on any compilation after the warm-up.
-
-    Attributes:
-      on_pass: told of every pass; for whoever studies the pipeline.
     """
 
     def __init__(
@@ -76,6 +75,9 @@ class StagedExecutor:
         self.config = stages[0].programs.config
         self.swap_costs: SwapCosts | None = None
         self.refinement: Refinement | None = None
+        self.host_memory: HostMemory | None = None
+        self.group: GroupRole | None = None
+        self.can_resize = True
         self._stages = list(stages)
         self._parts = list(parts)
         self._whole = whole
@@ -84,12 +86,16 @@ class StagedExecutor:
         self._compilations = CompilationCounter(strict=strict)
         # Sizes of the caches that every executable is there for.
         self._warm_num_pages: set[int] = set()
-        self.on_pass: Callable[[Pass], None] | None = None
+        self._on_pass: Callable[[Pass], None] | None = None
 
     @property
     def num_compilations(self) -> int:
         """See `ModelExecutor`."""
         return self._compilations.count
+
+    def watch(self, on_pass: Callable[[Pass], None]) -> None:
+        """Call `on_pass` with every pass from here on, for measurements of the pipeline."""
+        self._on_pass = on_pass
 
     def submit(self, plan: StepPlan) -> DeviceHandle:
         """See `Executor`."""
@@ -114,7 +120,7 @@ class StagedExecutor:
             stage.params = own
 
     def compiled_steps(self) -> list[list[Any]]:
-        """Each stage's largest mixed step and decode iteration, to read what XLA made of them."""
+        """Return the executables of each stage's largest mixed step and decode iteration."""
         self._raise_if_closed()
         return [
             stage.programs.compiled_stage_steps(
@@ -161,8 +167,8 @@ class StagedExecutor:
     # ---- steps ----
 
     def _mixed(self, plan: StepPlan) -> DeviceHandle:
-        # One batch where somebody asks for the log-probabilities of a prompt: then its spans are
-        # those of the step.
+        # One batch where a row returns prompt log-probabilities, so that their spans are those of
+        # the step.
         wants_prompts = any(row.wants_prompt_logprobs for row in plan.rows)
         batches = [list(enumerate(plan.rows))]
         if not wants_prompts:
@@ -238,8 +244,8 @@ class StagedExecutor:
         return outputs
 
     def _tell(self, slots: Iterable[int], num_rows: int, samples: bool) -> None:
-        if self.on_pass is not None:
-            self.on_pass(Pass(frozenset(slots), num_rows, samples))
+        if self._on_pass is not None:
+            self._on_pass(Pass(frozenset(slots), num_rows, samples))
 
     def _prompt_part(
         self, batch: Sequence[tuple[int, Row]], starts: Sequence[int], packed: Any, hidden: Any
@@ -332,17 +338,20 @@ class StagedExecutor:
 
 
 def _shard_bytes(cache: KVCache) -> int:
-    """On one device."""
+    """Return the bytes of a cache on one device."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(cache))
 
 
 def _cut(
     rows: Sequence[tuple[int, Row]], most: int, smallest: int
 ) -> Iterator[list[tuple[int, Row]]]:
-    """At most `most` micro-batches of as equal numbers of tokens as can be, none under `smallest`.
+    """Cut rows into at most `most` micro-batches of about equal numbers of tokens.
 
-    A row that would not fit is cut: what comes first attends, what comes later is sampled from.
-    The order stays, for rows may read what those before them write.
+    A row that does not fit is cut in two, of which the second samples. The order stays, because
+    rows may read what the rows before them write.
+
+    Args:
+      smallest: minimum number of tokens of a micro-batch, except the last.
     """
     total = sum(row.num_tokens for _, row in rows)
     size = max(smallest, -(-total // most))

@@ -29,7 +29,7 @@ from jaxserve.core.errors import (
     UnknownModelError,
 )
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.runtime import batches
+from jaxserve.runtime import pending as pendings
 from jaxserve.workload import recorded
 from tests.tiny import (
     MAX_CONTEXT,
@@ -344,7 +344,7 @@ def test_cancel_returns_what_was_generated(runtime):
 def test_ctrl_c_returns_what_is_finished(runtime, monkeypatch):
     """An interrupt during generate cancels the rest and returns every request."""
     calls = iter([KeyboardInterrupt])
-    original = batches.wait
+    original = pendings.wait
 
     def interrupted(pending, *, progress):
         pending[0].result(30)
@@ -353,7 +353,7 @@ def test_ctrl_c_returns_what_is_finished(runtime, monkeypatch):
             raise error
         original(pending, progress=progress)
 
-    monkeypatch.setattr(batches, "wait", interrupted)
+    monkeypatch.setattr(pendings, "wait", interrupted)
     params = [SamplingParams(max_tokens=2), *[SamplingParams(max_tokens=None)] * 20]
     completions = runtime.generate(random_prompts(21, longest=20), params)
     assert completions[0].finish_reason == "length"
@@ -540,3 +540,51 @@ def _wait_until_idle(runtime: Runtime) -> None:
 def test_letter_tokenizer_is_a_real_one():
     """The tests' tokenizer is the class that users get."""
     assert isinstance(letter_tokenizer(), Tokenizer)
+
+
+class _Counting:
+    """Stands before an executor and counts what is submitted to it."""
+
+    def __init__(self, executor):
+        self.executor = executor
+        self.num_submitted = 0
+
+    def submit(self, plan):
+        self.num_submitted += 1
+        return self.executor.submit(plan)
+
+    def __getattr__(self, name):
+        return getattr(self.executor, name)
+
+
+def test_executors_can_be_wrapped():
+    """The engine drives what `wrap_executor` returned for the warm executor, and closes it."""
+    wrapped = []
+
+    def wrap(executor):
+        assert executor.is_warm
+        wrapped.append(_Counting(executor))
+        return wrapped[-1]
+
+    with Runtime(tiny_llama(), wrap_executor=wrap, strict=True, **OPTIONS) as rt:
+        assert rt.generate([1, 2, 3], GREEDY).finish_reason == "length"
+        (counting,) = wrapped
+        assert counting.num_submitted == rt.stats().num_steps > 0
+    with pytest.raises(RuntimeClosedError):
+        counting.fitted(None)
+
+
+class _Fixed(_Counting):
+    """An executor that declares that its pool cannot be resized, as those of a group do."""
+
+    can_resize = False
+
+
+def test_a_pool_that_cannot_be_resized_is_left_alone():
+    """The refusal comes before any request is touched; requests go on."""
+    with Runtime(tiny_llama(), wrap_executor=_Fixed, warmup=False, **OPTIONS) as rt:
+        pool = rt.config
+        running = rt.submit([1, 2, 3], GREEDY)
+        with pytest.raises(InvalidConfigError, match="several processes serve cannot be resized"):
+            rt.resize_kv("1MiB")
+        assert running.result(30).finish_reason == "length" and rt.config == pool
