@@ -21,7 +21,7 @@ from jaxserve.execution.weights import fingerprint, fitted
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
-from jaxserve.models.coming import ComingPages
+from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.plan import Needs, PageCopies, StepPlan
 from jaxserve.scheduling.supervisor import SwapCosts
 from jaxserve.steps.functions import MixedBatch
@@ -76,9 +76,9 @@ class DeviceExecutor:
         steps: list[tuple[str, Callable[[], None]]] = [("slot edits", self._slots.warm_up)]
         for num_tokens in reversed(config.token_buckets):
             steps.append((f"mixed step, {num_tokens} tokens", _bind(self._warm_body, num_tokens)))
-            if config.num_host_pages and config.num_coming_pages:
+            if config.num_host_pages and config.num_incoming_pages:
                 name = f"mixed step with pages, {num_tokens} tokens"
-                steps.append((name, _bind(self._warm_coming, num_tokens)))
+                steps.append((name, _bind(self._warm_incoming, num_tokens)))
         for num_rows in reversed(config.head_buckets):
             steps.append((f"sampling, {num_rows} rows", _bind(self._warm_head, num_rows)))
         for num_rows in reversed(config.slot_buckets):
@@ -101,7 +101,7 @@ class DeviceExecutor:
     def submit(self, plan: StepPlan) -> DeviceHandle:
         self._raise_if_closed()
         with self._compilations.watch(plan), self._programs.place.in_force():
-            count = self._num_coming(plan)
+            count = self._num_incoming(plan)
             late = plan.swaps_in[:count]
             self._pages.swap(plan.swaps_out, plan.swaps_in[count:])
             self._slots.apply(plan)
@@ -186,17 +186,17 @@ class DeviceExecutor:
         output_rows = np.array([row.slot - plan.window_start for row in plan.rows], np.int32)
         return DeviceHandle(plan, outputs.tokens, (outputs,), output_rows)
 
-    def _num_coming(self, plan: StepPlan) -> int:
+    def _num_incoming(self, plan: StepPlan) -> int:
         """How many pages the step brings itself: more than one call before it would, or none."""
         if plan.is_decode_loop or len(plan.swaps_in) <= PAGES_A_CALL:
             return 0
-        return min(self.config.num_coming_pages, len(plan.swaps_in))
+        return min(self.config.num_incoming_pages, len(plan.swaps_in))
 
     def _mixed(self, plan: StepPlan, late: PageCopies) -> DeviceHandle:
         order = sampling_first(plan.rows)
         rows = [plan.rows[i] for i in order]
         batch, starts = pack_rows(self.config, rows)
-        hidden, row_hidden, tapped = self._body(batch, self._coming(late) if late else None)
+        hidden, row_hidden, tapped = self._body(batch, self._incoming(late) if late else None)
         prompt_parts = self._prompt_parts(plan, order, starts, batch, hidden)
         num_sampling = sum(row.samples for row in rows)
         if num_sampling == 0:
@@ -214,16 +214,16 @@ class DeviceExecutor:
         output_rows[order[:num_sampling]] = np.arange(num_sampling)
         return DeviceHandle(plan, outputs.tokens, (outputs,), output_rows, prompt_parts)
 
-    def _coming(self, copies: PageCopies) -> ComingPages:
-        return self._pages.coming(copies, self.config.num_coming_pages)
+    def _incoming(self, copies: PageCopies) -> IncomingPages:
+        return self._pages.incoming(copies, self.config.num_incoming_pages)
 
     def _body(
-        self, batch: MixedBatch, coming: ComingPages | None
+        self, batch: MixedBatch, incoming: IncomingPages | None
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """See `steps.mixed_body`; the cache is in place."""
         self._pages.cache, *found = self._programs.mixed_body(
             *(self._params, self._pages.cache, self._slots.state, batch),
-            *(self._programs.plan_mixed(batch), None, coming),
+            *(self._programs.plan_mixed(batch), None, incoming),
         )
         hidden, row_hidden, tapped = found
         return hidden, row_hidden, tapped
@@ -260,9 +260,9 @@ class DeviceExecutor:
         hidden, _, _ = self._body(batch, None)
         self._programs.prompt_logprobs(self._params, self._slots.state, hidden, batch)
 
-    def _warm_coming(self, num_tokens: int) -> None:
+    def _warm_incoming(self, num_tokens: int) -> None:
         batch, _ = pack_rows(self.config, (), num_tokens)
-        self._body(batch, self._coming(()))
+        self._body(batch, self._incoming(()))
 
     def _warm_head(self, num_rows: int) -> None:
         batch, _ = pack_rows(self.config, ())

@@ -46,7 +46,7 @@ class DeviceStage:
         self.params = params
         self.slots = DeviceSlots(programs.config, programs.place.whole)
         self.pages = DevicePages(cache, programs.place.pages)
-        self._coming: deque[_Sampled] = deque()
+        self._incoming: deque[_Sampled] = deque()
 
     def edit(self, plan: StepPlan) -> None:
         """What the plan does to the slots before its rows."""
@@ -57,7 +57,7 @@ class DeviceStage:
         target[[*plan.releases, *taken]] = skip
         for origin, to in plan.moves:
             target[origin] = to
-        for sampled in self._coming:
+        for sampled in self._incoming:
             sampled.index = target[sampled.index]
         with self.programs.place.in_force():
             self.slots.apply(plan)
@@ -113,7 +113,7 @@ class DeviceStage:
     def send(self, index: np.ndarray, token: jax.Array, finite: jax.Array) -> None:
         """On the other stages: what was sampled for the slots at `index`."""
         token, finite = jax.device_put((token, finite), self.programs.place.whole)
-        self._coming.append(_Sampled(index, token, finite))
+        self._incoming.append(_Sampled(index, token, finite))
 
     def no_outputs(self, num_rows: int, num_iterations: int) -> Outputs:
         with self.programs.place.in_force():
@@ -121,8 +121,8 @@ class DeviceStage:
 
     def catch_up(self) -> None:
         """Take in everything that was sent."""
-        while self._coming:
-            self._append(self._coming.popleft())
+        while self._incoming:
+            self._append(self._incoming.popleft())
 
     def resize(self, num_pages: int, moves: Moves) -> None:
         """See `Executor.resize`."""
@@ -141,17 +141,17 @@ class DeviceStage:
 
     def delete(self) -> None:
         """Give back cache and slots."""
-        self._coming.clear()
+        self._incoming.clear()
         self.pages.delete()
         self.slots.delete()
 
     def _take_in(self, slots: np.ndarray) -> None:
         """What was sent for these slots, and everything before it."""
         last = max(
-            (i for i, s in enumerate(self._coming) if np.isin(s.index, slots).any()), default=-1
+            (i for i, s in enumerate(self._incoming) if np.isin(s.index, slots).any()), default=-1
         )
         for _ in range(last + 1):
-            self._append(self._coming.popleft())
+            self._append(self._incoming.popleft())
 
     def _append(self, sampled: _Sampled) -> None:
         with self.programs.place.in_force():

@@ -17,8 +17,8 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling_params import MAX_LOGPROBS
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.models.batch import AttentionBatch, KVCache
-from jaxserve.models.coming import ComingPages
 from jaxserve.models.decoder import Tap
+from jaxserve.models.incoming import IncomingPages
 from jaxserve.steps import slots as slot_edits
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.prompt_logprobs import prompt_logprobs
@@ -75,7 +75,7 @@ def mixed_body(
     batch: MixedBatch,
     attention_plan: Plan | None,
     inputs: jax.Array | None = None,  # [T, E], where a stage before this one ended
-    coming: ComingPages | None = None,
+    incoming: IncomingPages | None = None,
     *,
     graphdef: nnx.GraphDef,
     config: EngineConfig,
@@ -83,7 +83,7 @@ def mixed_body(
 ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array | None]:
     """Compute every row. Returns the cache, hidden states [T, E], and those of row ends [S, E].
 
-    And of row ends what the probe reads [S, E]. Pages that are `coming` are in the cache then.
+    And of row ends what the probe reads [S, E]. Pages that are `incoming` are in the cache then.
     """
     model = nnx.merge(graphdef, params)
     positions, slot = _positions(batch)
@@ -106,7 +106,7 @@ def mixed_body(
     inputs = slots.tokens[slot, positions] if inputs is None else inputs
     ends = batch.query_start + jnp.maximum(batch.query_length, 1) - 1
     tap = _tap(probe, ends)
-    hidden, cache, tapped = _tapped(model, inputs, attention, cache, tap, coming)
+    hidden, cache, tapped = _tapped(model, inputs, attention, cache, tap, incoming)
     return cache, hidden, hidden[ends], tapped
 
 
@@ -306,10 +306,10 @@ def _tapped(
     attention: AttentionBatch,
     cache: KVCache,
     tap: Tap | None,
-    coming: ComingPages | None = None,
+    incoming: IncomingPages | None = None,
 ) -> tuple[jax.Array, KVCache, jax.Array | None]:
     """As `Decoder.tapped`, what is tapped in float32."""
-    hidden, cache, tapped = model.tapped(inputs, attention, cache, tap, coming)
+    hidden, cache, tapped = model.tapped(inputs, attention, cache, tap, incoming)
     return hidden, cache, None if tapped is None else tapped.astype(jnp.float32)
 
 

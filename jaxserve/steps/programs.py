@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.batch import KVCache
-from jaxserve.models.coming import ComingPages
+from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.plan import Row
 from jaxserve.steps import functions as steps
 from jaxserve.steps.attention_planner import AttentionPlanner
@@ -36,7 +36,7 @@ class Programs:
     """The jitted functions of one model, or of a stage's part of it, and one configuration.
 
     Args:
-      graphdef: static part of a decoder: `model.tapped(tokens, batch, cache, tap, coming)`, which
+      graphdef: static part of a decoder: `model.tapped(tokens, batch, cache, tap, incoming)`, which
         gives `hidden, cache, tapped`, and `model.logits(hidden)`.
       model_config: of the decoder, or of its part.
       dtype: of its parameters and activations.
@@ -125,7 +125,7 @@ class Programs:
             lowered = [
                 self.mixed_body.lower(
                     *(params, cache, slots, batch, self.plan_mixed(batch), None),
-                    self._coming(cache),
+                    self._incoming(cache),
                 ),
                 loop(
                     *(params, cache, slots, scalar, scalar, needs, decode_plan), self.probe_params
@@ -173,9 +173,9 @@ class Programs:
 
         return at(self.place.pages, cache), at(self.place.whole, slots)
 
-    def _coming(self, cache: KVCache) -> ComingPages | None:
+    def _incoming(self, cache: KVCache) -> IncomingPages | None:
         """Abstract pages that the largest mixed step brings, where steps do."""
-        count = self.config.num_coming_pages
+        count = self.config.num_incoming_pages
         if not count:
             return None
         place = staging_place(self.place.pages)
@@ -186,7 +186,7 @@ class Programs:
             cache,
         )
         target: Any = np.zeros(count, np.int32)
-        return ComingPages(target, values)
+        return IncomingPages(target, values)
 
     def _arguments(self) -> tuple[MixedBatch, Any, SamplingNeeds]:
         """The largest batch, without rows; abstract: a number, and needs."""

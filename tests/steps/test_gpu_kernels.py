@@ -15,7 +15,7 @@ from flax import nnx
 from jaxserve.core.config import EngineConfig
 from jaxserve.execution.host_pages import PAGES_A_CALL, gathered, scattered
 from jaxserve.models.batch import empty_cache
-from jaxserve.models.coming import ComingPages
+from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.plan import Needs
 from jaxserve.steps import slots as edits
 from jaxserve.steps.packing import pack_needs, pack_rows
@@ -58,10 +58,10 @@ def test_steps(layout):
             num_rows=CONFIG.max_slots,
         )
         values = jax.eval_shape(gathered, cache, np.zeros(8, np.int32))
-        coming = ComingPages(np.zeros(8, np.int32), values)
+        incoming = IncomingPages(np.zeros(8, np.int32), values)
         bringing = _kernels(
             *(programs.mixed_body, params, cache, slots, batch, programs.plan_mixed(batch)),
-            *(None, coming),
+            *(None, incoming),
         )
     assert mixed == {"rotate_and_write"} | ATTENTION
     assert bringing == mixed | {"copy_pages"}
