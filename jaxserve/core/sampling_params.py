@@ -1,4 +1,4 @@
-"""Sampling parameters of a request: how its tokens are chosen, and when it ends."""
+"""How one request wants its tokens chosen, and when it ends."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ class SamplingParams:
 
     Order of application, as in vLLM: penalties, logit bias, `min_tokens`, temperature, top-k,
     top-p over what top-k left, min-p. Tokens tied at a top-k or top-p threshold are all kept.
-    Temperature and what follows it change nothing where the temperature is 0.
 
     Attributes:
-      max_tokens: the largest number of output tokens; None for as many as the context holds.
+      max_tokens: most output tokens; None means until the context is full.
       min_tokens: stop tokens are forbidden before this many output tokens.
       temperature: 0 is greedy.
       top_k: keep the k likeliest tokens; 0 keeps all.
@@ -36,20 +35,18 @@ class SamplingParams:
         or output; 1 is off.
       presence_penalty, frequency_penalty: subtracted once, or per occurrence, for output tokens.
       logit_bias: token id -> added to its logit; at most 128 ids.
-      seed: random numbers depend on it and on the position only, never on the batch; None for a
-        seed that the runtime draws.
+      seed: the random stream depends on it and on the position only, never on the batch.
       n: independent samples of one prompt; they share the prompt's pages.
       stop: strings that end the output; not part of it.
-      stop_token_ids: tokens that end the output, in addition to the model's own end tokens; at
-        most 16 with those.
-      ignore_eos: continue past the model's end token, which may then appear in the output, as in
-        vLLM.
+      stop_token_ids: tokens that end the output beside the model's own end token; at most 16
+        in all, the model's own included.
+      ignore_eos: go on past the model's end token (it may appear in the output, as in vLLM).
       logprobs: None for none, 0 for the sampled token's, k for the k likeliest beside it.
         Log-probabilities are the model's own: before penalties, bias and temperature.
       prompt_logprobs: the same for every prompt token but the first.
-      forced_length: for measurements: exactly this many output tokens, unless a stop token or
-        string ends the output earlier; one number for all samples, or one for each. Policies do
-        not see it: to them the output ends like any other.
+      forced_length: for measurements: exactly this many output tokens, unless a stop ends them
+        before; one number for all samples, or one a sample. No policy can see it: to the scheduler
+        the answer ends as if by itself.
       skip_special_tokens: leave special tokens out of `text`.
 
     Raises:
@@ -93,7 +90,7 @@ class SamplingParams:
 
     @property
     def forced_lengths(self) -> tuple[int, ...] | None:
-        """`forced_length` of each of the n samples; None without one."""
+        """`forced_length` of each of the n samples."""
         if self.forced_length is None or isinstance(self.forced_length, tuple):
             return self.forced_length
         return (self.forced_length,) * self.n

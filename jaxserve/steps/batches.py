@@ -39,7 +39,7 @@ class MixedBatch:
 
 
 def positions_and_slots(batch: MixedBatch) -> tuple[jax.Array, jax.Array]:
-    """Position and slot of every token, int32 [T]; padding has those of row 0's start."""
+    """Return position and slot of every token, int32 [T]; padding has those of row 0's start."""
     is_padding = batch.token_row >= batch.slot.shape[0]
     row = jnp.where(is_padding, 0, batch.token_row)
     offset = jnp.arange(batch.token_row.shape[0]) - batch.query_start[row]
@@ -56,15 +56,15 @@ def attention_batch(
     plan: Plan | None,
     max_query_length: int | None = None,
 ) -> AttentionBatch:
-    """What attention needs to know of T tokens; invalid ones write to the null page.
+    """Return the attention batch of T tokens; invalid ones write to the null page.
 
     Args:
       positions: int32 [T].
       token_pages: int32 [T], the page that each token's keys and values go to.
       valid: bool [T].
-      rows: that the tokens belong to.
-      plan: of a kernel that works through one; None otherwise.
-      max_query_length: of all rows; None where it is not known before the step.
+      rows: the rows that the tokens belong to.
+      plan: the plan of a kernel that needs one; None otherwise.
+      max_query_length: the largest of all rows; None where it is not known before the step.
     """
     return AttentionBatch(
         positions=positions,
@@ -78,7 +78,7 @@ def attention_batch(
 
 
 def tap(probe: Probe | None, rows: jax.Array) -> Tap | None:
-    """Where the probe reads activations: of the tokens at `rows`, int32 [R]."""
+    """Return where the probe reads activations, at the tokens `rows`, int32 [R]."""
     return None if probe is None else Tap(probe.layer, rows)
 
 
@@ -90,6 +90,6 @@ def tapped(
     where: Tap | None,
     incoming: IncomingPages | None = None,
 ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-    """As `Decoder.tapped`, what is tapped in float32."""
+    """Call `Decoder.tapped`; what is tapped comes in float32."""
     hidden, cache, read = model.tapped(inputs, attention, cache, where, incoming)
     return hidden, cache, None if read is None else read.astype(jnp.float32)

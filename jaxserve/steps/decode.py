@@ -117,7 +117,7 @@ def stage_append(
 
 
 def _window(slots: SlotState, start: jax.Array, decodes: jax.Array) -> SlotState:
-    """The slots from `start` on; those that do not take part are inert in it."""
+    """Return the slots from `start` on, inert where they do not take part."""
     size = decodes.shape[0]
     window = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), slots)
     return replace(window, done=window.done | ~decodes)
@@ -132,7 +132,7 @@ def _decode_once(
     config: EngineConfig,
     where: Tap | None,
 ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-    """Hidden states [R, E] of each slot's newest token, the cache with its KV, what is tapped."""
+    """Compute each slot's newest token: hidden states [R, E], the cache, and what is tapped."""
     index = jnp.arange(window.done.shape[0])
     live = ~window.done
     positions = window.length - 1

@@ -41,7 +41,7 @@ class Outputs:
 
 
 def no_outputs(num_rows: int, num_iterations: int, variant: Variant) -> Outputs:
-    """The outputs of no iteration yet, with the arrays that the variant fills."""
+    """Return outputs before the first iteration, with the arrays that the variant fills."""
     shape = (num_rows, num_iterations)
     outputs = Outputs(
         tokens=jnp.zeros(shape, jnp.int32),
@@ -59,7 +59,7 @@ def no_outputs(num_rows: int, num_iterations: int, variant: Variant) -> Outputs:
 
 
 def record(out: Outputs, iteration: jax.Array, live: jax.Array, sampled: Sampled) -> Outputs:
-    """The outputs with this iteration's tokens; a row's tokens are contiguous from the first on."""
+    """Return the outputs with an iteration's tokens; those of a row begin at iteration 0."""
 
     def put(all_iterations: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
         if all_iterations is None or new is None:
@@ -80,7 +80,7 @@ def record(out: Outputs, iteration: jax.Array, live: jax.Array, sampled: Sampled
 def with_reading(
     outputs: Outputs, tapped: jax.Array | None, probe: Probe | None, probe_params: Params
 ) -> Outputs:
-    """The outputs, and what the probe reads of the activations [R, E] of their rows."""
+    """Return the outputs with the probe's reading of the activations [R, E] of their rows."""
     if probe is None or tapped is None:
         return outputs
     return replace(outputs, remaining=probe.apply(probe_params, tapped).astype(jnp.float32))

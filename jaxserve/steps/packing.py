@@ -14,17 +14,17 @@ from jaxserve.steps.sampling.variants import Variant
 
 
 def sampling_first(rows: Sequence[Row]) -> list[int]:
-    """Indices of the rows, those that sample before the others."""
+    """Return the indices of the rows, those that sample before the others."""
     return sorted(range(len(rows)), key=lambda i: not rows[i].samples)
 
 
 def pack_rows(
     config: EngineConfig, rows: Sequence[Row], num_tokens: int | None = None
 ) -> tuple[MixedBatch, list[int]]:
-    """The batch of these rows (NumPy arrays), and where in it each row's tokens begin.
+    """Return the batch of these rows (NumPy arrays), and where in it each row's tokens begin.
 
     Args:
-      num_tokens: of the batch; by default the smallest compiled size that holds the rows.
+      num_tokens: size of the batch; by default the smallest compiled one that holds the rows.
     """
     num_slots = config.max_slots
     size = num_tokens or bucket(max(1, sum(row.num_tokens for row in rows)), config.token_buckets)
@@ -43,7 +43,10 @@ def pack_rows(
 
 
 def sampling_slots(config: EngineConfig, rows: Sequence[Row], variant: Variant) -> np.ndarray:
-    """Slots of the rows that sample, which come first; padded to a compiled size (int32)."""
+    """Return the slots of the rows that sample, int32, padded to a compiled size of the head.
+
+    Rows that sample come first, in this order; `max_slots` is the padding.
+    """
     slots = [row.slot for row in rows if row.samples]
     size = bucket(len(slots), variant.sizes(config.head_buckets))
     index = np.full(size, config.max_slots, np.int32)
@@ -52,14 +55,14 @@ def sampling_slots(config: EngineConfig, rows: Sequence[Row], variant: Variant) 
 
 
 def decode_window(config: EngineConfig, plan: StepPlan, variant: Variant) -> range:
-    """The slots that a decode loop runs over: the plan's, and more up to a compiled size."""
+    """Return the slots that a decode loop runs over: the plan's, and more up to a compiled size."""
     size = bucket(plan.window_size, variant.sizes(config.slot_buckets))
     start = min(plan.window_start, config.max_slots - size)
     return range(start, start + size)
 
 
 def pack_window(window: range, rows: Iterable[Row]) -> np.ndarray:
-    """Which slots of a window the rows are of (bool)."""
+    """Return a flag for each slot of a window: whether one of the rows is of this slot."""
     decodes = np.zeros(len(window), np.bool_)
     decodes[[row.slot - window.start for row in rows]] = True
     return decodes

@@ -33,14 +33,14 @@ from pallas_kernels.paged_attention import Plan
 
 @final
 class Programs:
-    """The jitted functions of one model, or of a stage's part of it, and one configuration.
+    """The jitted steps of one model, or of a stage's part of it, for one configuration.
 
     Args:
       graphdef: static part of a decoder: `model.tapped(tokens, batch, cache, tap, incoming)`, which
         gives `hidden, cache, tapped`, and `model.logits(hidden)`.
-      model_config: of the decoder, or of its part.
+      model_config: configuration of the decoder, or of its part.
       dtype: of its parameters and activations.
-      place: where parameters, cache and slots live.
+      place: where parameters, cache and slots are.
       probe: of remaining lengths, which whole steps read; None for none.
 
     Attributes:
@@ -182,7 +182,7 @@ class Programs:
         return [step.compile() for step in lowered]
 
     def _placed(self, cache: KVCache) -> tuple[Any, Any]:
-        """Abstract cache and slots, where they are."""
+        """Return abstract cache and slots with their shardings."""
         slots = jax.eval_shape(lambda: empty_slots(self.config))
 
         def at(place: jax.sharding.Sharding, tree: Any) -> Any:
@@ -215,7 +215,7 @@ class Programs:
 
 
 def largest_step_bytes(steps: Sequence[Any]) -> int:
-    """Memory that the largest of these compiled steps needs beside its arguments."""
+    """Return the memory that the largest of these compiled steps needs beside its arguments."""
     return max(_extra_bytes(step.memory_analysis()) for step in steps)
 
 

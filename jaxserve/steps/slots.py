@@ -52,7 +52,7 @@ class SlotState:
 
 
 def empty_slots(config: EngineConfig) -> SlotState:
-    """All slots inert."""
+    """Return slots that are all inert."""
     num = config.max_slots
 
     def full(value: float, dtype: jnp.dtype, *shape: int) -> jax.Array:
@@ -117,7 +117,7 @@ def append(
     token: jax.Array,  # int32 [R]
     finite: jax.Array,  # bool [R], whether there is a token
 ) -> SlotState:
-    """Append each live row's token to its slot and end the slots that it ends."""
+    """Append each live row's token to its slot, and make inert the slots that it ends."""
     num = slots.done.shape[0]
     accepted = live & finite
     safe = jnp.minimum(index, num - 1)

@@ -30,6 +30,7 @@ from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs, largest_step_bytes
+from jaxserve.steps.sampling.variants import Variant
 from tests.planning.step_times import plan
 from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts, tiny_llama
 
@@ -361,3 +362,20 @@ def test_no_copy_of_the_cache_in_any_step(layout):
     small_bytes, small_needs = needed(1000)
     large_bytes, large_needs = needed(20000)
     assert large_needs - small_needs < 0.01 * (large_bytes - small_bytes)
+
+
+def test_the_costliest_variant_takes_the_most_memory():
+    """So the page pool, which is sized by it, leaves room for the others."""
+    model = tiny_llama()
+    graphdef, params = nnx.split(model)
+    place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    programs = Programs(graphdef, CONFIG, model.config, "float32", place)
+    cache = jax.eval_shape(
+        lambda: empty_cache(model.config, 100, CONFIG.page_size, jnp.float32, "unrolled")
+    )
+    needed = [
+        largest_step_bytes(programs.compiled_steps(params, cache, variant)[1:])
+        for variant in Variant
+    ]
+    assert needed == sorted(needed)
+    assert largest_step_bytes(programs.compiled_steps(params, cache)[1:]) == needed[-1]

@@ -48,7 +48,10 @@ class RandomChoice:
         return replace(self, least=least)
 
     def likelihood_of(self, gap: jax.Array) -> jax.Array:
-        """Float32 [R, n]: in proportion to probability, 1 for the likeliest, 0 for what is out."""
+        """Return likelihoods, float32 [R, n]: 1 for the likeliest token, 0 for what is out.
+
+        They are in proportion to probabilities.
+        """
         likelihood = jnp.where(gap <= self.limit[:, None], jnp.exp(-gap), 0.0)
         if self.least is None:
             return likelihood
@@ -56,12 +59,12 @@ class RandomChoice:
 
     @property
     def likelihood(self) -> jax.Array:
-        """Float32 [R, V]: `likelihood_of` every token."""
+        """`likelihood_of` every token, float32 [R, V]."""
         return self.likelihood_of(self.gap)
 
     @cached_property
     def nearest(self) -> jax.Array:
-        """Float32 [R, n]: the n least gaps, in increasing order, whether kept or not."""
+        """The n least gaps in increasing order, whether kept or not, float32 [R, n]."""
         return -top_k(-self.gap, min(_NEAREST, self.gap.shape[1]))[0]
 
 
@@ -91,9 +94,9 @@ def draw(choice: RandomChoice, bits: jax.Array) -> jax.Array:
 
 
 def quantum(likelihood: jax.Array) -> jax.Array:
-    """Float32 [R]: a factor that brings a row's likelihoods [R, V] to a sum near 2**30.
+    """Return factors, float32 [R], that bring each row's likelihoods [R, V] to a sum near 2**30.
 
-    The sum is at most about 2**30.
+    The sum exceeds 2**30 by rounding at most.
     """
     vocab = likelihood.shape[1]
     coarse = float(2 ** (_SUM_BITS - vocab.bit_length()))
@@ -102,12 +105,12 @@ def quantum(likelihood: jax.Array) -> jax.Array:
 
 
 def quantize(likelihood: jax.Array, factor: jax.Array) -> jax.Array:
-    """Int32 [R, n]: the likelihoods times the row's factor, rounded down."""
+    """Return the likelihoods times the row's factor, rounded down, int32 [R, n]."""
     return (likelihood * factor[:, None]).astype(jnp.int32)
 
 
 def least_gap(gap: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
-    """Float32 [R]: the least g at which the weights of the tokens of gap <= g sum to the target.
+    """Return the least g, float32 [R], at which the weights of tokens of gap <= g reach the target.
 
     Bisects the bit patterns of non-negative floats, which are ordered as the floats are, so the
     answer is exact. A target that is never reached gives infinity.
@@ -131,7 +134,7 @@ def least_gap(gap: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Arra
 
 
 def _multiply_high(a: jax.Array, b: jax.Array) -> jax.Array:
-    """U32: the upper half of the 64-bit product."""
+    """Return the upper half of the 64-bit product, uint32."""
     a_low, a_high = a & 0xFFFF, a >> 16
     b_low, b_high = b & 0xFFFF, b >> 16
     middle = a_high * b_low + ((a_low * b_low) >> 16)

@@ -110,7 +110,7 @@ def sample(
 def _active(
     processors: Sequence[Processor], sampling: SlotSampling, step_arrays: StepArrays
 ) -> list[tuple[Processor, Arrays]]:
-    """The processors with their arrays, without those whose `step_arrays` are missing."""
+    """Return the processors with their arrays, without those whose `step_arrays` are missing."""
     return [
         (each, {**sampling.processors.get(each.name, {}), **step_arrays.get(each.name, {})})
         for each in processors
@@ -119,13 +119,13 @@ def _active(
 
 
 def _padded(logits: jax.Array) -> jax.Array:
-    """Padded once here, not again in each pass over the vocabulary."""
+    """Pad the vocabulary once, so that the passes over it need not."""
     extra = -logits.shape[1] % _VOCAB_MULTIPLE
     return jnp.pad(logits, ((0, 0), (0, extra)), constant_values=-jnp.inf)
 
 
 def _random_bits(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """Uint32 [R]: depends on a row's seed and position only."""
+    """Return uint32 [R], which depends on a row's seed and position only."""
 
     def bits(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.key(seed, impl="threefry2x32")

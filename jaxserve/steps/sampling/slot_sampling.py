@@ -1,4 +1,4 @@
-"""What the sampler knows of every slot, and how the host packs it from a request."""
+"""The sampling parameters of every slot, and how the host packs them from a request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SlotSampling:
 
 
 def empty_sampling(num_slots: int, processors: Sequence[Processor] = PROCESSORS) -> SlotSampling:
-    """Greedy slots in which every processor is neutral."""
+    """Return greedy slots in which every processor is neutral."""
     return jax.tree.map(
         lambda array: jnp.full((num_slots, *array.shape), array.neutral, array.dtype),
         _types(processors),
@@ -50,7 +50,7 @@ def pack_sampling(
     num_rows: int,
     processors: Sequence[Processor] = PROCESSORS,
 ) -> SlotSampling:
-    """The entries of requests and sample indices, as NumPy arrays; neutral rows behind them."""
+    """Return the entries of requests and sample indices in NumPy arrays, then neutral entries."""
     packed = jax.tree.map(lambda array: array.full(num_rows), _types(processors))
     for row, (request, sample_index) in enumerate(requests):
         packed.is_random[row] = not request.params.is_greedy
@@ -66,7 +66,7 @@ def pack_sampling(
 
 
 def sample_seed(seed: int, sample_index: int) -> int:
-    """Seed of one of a request's samples; the first one's is the request's own."""
+    """Return the seed of one of a request's samples; the first one has the request's own."""
     return (seed + 0x9E3779B9 * sample_index) % 2**32
 
 
@@ -76,7 +76,7 @@ def _put(array: np.ndarray, row: int, entry: Any) -> None:
 
 
 def _types(processors: Sequence[Processor]) -> Any:
-    """A `SlotSampling` of `RowArray`s."""
+    """Return a `SlotSampling` whose leaves are `RowArray`s."""
     fields: dict[str, Any] = {
         "is_random": RowArray(np.bool_, False),
         "seed": RowArray(np.uint32, 0),

@@ -1,4 +1,4 @@
-"""The few variants of a step that are compiled, and which of them a request needs.
+"""The variants of a step that are compiled, and which of them a request needs.
 
 A step computes what its variant promises for all of its rows, so the executor picks the cheapest
 variant that serves every row. A row's token is the same in every variant that serves it.
@@ -15,8 +15,9 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.steps.sampling.processors import PROCESSORS
 from jaxserve.steps.sampling.processors.processor import LogitsProcessor, Processor
 
-# Sizes of the costlier variants: at most so many, each at most a quarter of the one above, none
-# smaller than this. Fewer rows than that are hardly faster, since a step reads all weights anyway.
+# Sizes of RANDOM and FULL: at most _MAX_SIZES of them, each at most 1 / _RATIO of the one above and
+# at least _MIN_SIZE. Few rows are hardly slower than one, since every step reads all weights: with
+# SmolLM2-135M on a CPU an iteration took 44 ms for 1 row, 49 ms for 8 and 131 ms for 32.
 _MAX_SIZES = 3
 _MIN_SIZE = 4
 _RATIO = 4
@@ -35,9 +36,10 @@ class Variant(enum.IntEnum):
     FULL = 2
 
     def sizes(self, buckets: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of `buckets` (increasing) that this variant is compiled for, the largest included.
+        """Return those of `buckets` (increasing) that this variant is compiled for.
 
-        All of them for GREEDY, few for the others, which are rarer and compile for longer.
+        All of them for GREEDY, few for the others, which are rarer and take longer to compile. The
+        largest is always among them.
         """
         if self is Variant.GREEDY:
             return buckets
@@ -67,7 +69,7 @@ class SamplingNeeds:
     def of(
         cls, params: SamplingParams, processors: Sequence[Processor] = PROCESSORS
     ) -> SamplingNeeds:
-        """The needs of one request."""
+        """Return the needs of one request."""
         edits_logits = any(
             isinstance(each, LogitsProcessor) and each.is_needed(params) for each in processors
         )
@@ -79,7 +81,7 @@ class SamplingNeeds:
 
     @classmethod
     def union(cls, needs: Iterable[SamplingNeeds]) -> SamplingNeeds:
-        """The needs of several rows together; of no rows, those of a greedy one."""
+        """Return the needs of several rows together; without rows, those of a greedy one."""
         needs = set(needs) | {cls()}
         return cls(
             max(each.variant for each in needs),

@@ -1,4 +1,4 @@
-"""The minimum length: no stop token before so many output tokens."""
+"""The minimum length: a number of output tokens before which no stop token is chosen."""
 
 from __future__ import annotations
 
