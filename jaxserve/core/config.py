@@ -108,11 +108,11 @@ class EngineConfig:
         return self.restore in ("prefetch", "both")
 
     @property
-    def num_coming_pages(self) -> int:
+    def num_incoming_pages(self) -> int:
         """Maximum number of pages that a mixed step copies from the host layer by layer, or 0."""
         if self.restore not in ("per_layer", "both"):
             return 0
-        return min(_MAX_COMING_PAGES, self.max_pages_per_sequence)
+        return min(_MAX_INCOMING_PAGES, self.max_pages_per_sequence)
 
     @property
     def max_length(self) -> int:

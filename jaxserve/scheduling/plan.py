@@ -43,19 +43,6 @@ class Row:
     wants_prompt_logprobs: bool = False
 
 
-@final
-@dataclass(frozen=True)
-class Needs:
-    """What some row of a step asks of the sampler; what nobody asks for is not computed."""
-
-    random: bool = False
-    truncation: bool = False
-    penalties: bool = False
-    constraints: bool = False
-    logprobs: bool = False
-    top_logprobs: bool = False
-
-
 # (from, to), in the order in which they are made.
 PageCopies = tuple[tuple[int, int], ...]
 
@@ -94,7 +81,6 @@ class StepPlan:
     num_iterations: int
     window_start: int
     window_size: int
-    needs: Needs
 
     @property
     def is_decode_loop(self) -> bool:

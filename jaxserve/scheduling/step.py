@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from jaxserve.scheduling.forecast import Forecast
-from jaxserve.scheduling.plan import Admission, Needs, Row, StepPlan
+from jaxserve.scheduling.plan import Admission, Row, StepPlan
 from jaxserve.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -178,7 +178,6 @@ class Step:
             num_iterations=self._num_iterations,
             window_start=window_start,
             window_size=window_size,
-            needs=_needs(self.sequences),
         )
 
     def _row(self, sequence: Sequence, span: tuple[int, int], samples: bool) -> Row:
@@ -276,18 +275,4 @@ def _admission(sequence: Sequence) -> Admission:
         sample_index=sequence.sample_index,
         tokens=np.asarray(sequence.known_tokens, np.int32),
         max_length=sequence.max_length,
-    )
-
-
-def _needs(sequences: Seq[Sequence]) -> Needs:
-    params = [sequence.request.params for sequence in sequences]
-    return Needs(
-        random=any(not p.is_greedy for p in params),
-        truncation=any(not p.is_greedy and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
-        penalties=any(
-            p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params
-        ),
-        constraints=any(p.logit_bias or p.min_tokens for p in params),
-        logprobs=any(p.logprobs is not None for p in params),
-        top_logprobs=any(p.logprobs for p in params),
     )
