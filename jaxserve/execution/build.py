@@ -22,6 +22,7 @@ from jaxserve.execution.leading import check_alike
 from jaxserve.execution.memory_plan import PoolSize, plan_host_pages, plan_pool, plan_resize
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.execution.staged import StagedExecutor
+from jaxserve.execution.weights import check_dtype
 from jaxserve.memory.page_pool import MIN_PAGES
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.config import check_fits
@@ -105,15 +106,16 @@ def build_executor(
     """Size the pool, create cache and slots beside the parameters, compile.
 
     Args:
-      model_config: of the model: layers, KV heads, head_dim, max_position_embeddings.
+      model_config: of the model: layers, KV heads, head_dim, dtype, max_position_embeddings.
       stages: to cut the model into; None to leave it whole.
       group: of all processes that the parameters lie on; each of them makes the same calls.
       probe: of remaining lengths.
 
     Raises:
       DeviceMemoryError
-      InvalidConfigError: also where the processes were given different settings, or a probe does
-        not fit the model or cannot be served with it.
+      InvalidConfigError: also where parameters have another dtype than the configuration says, the
+        processes were given different settings, or a probe does not fit the model or cannot be
+        served with it.
     """
     names = () if options.attention is None else options.attention.split(",")
     if not set(names) <= set(IMPLEMENTATIONS):
@@ -121,6 +123,7 @@ def build_executor(
             f"attention={options.attention!r} is unknown; give one of {IMPLEMENTATIONS}, or "
             "several with commas between them"
         )
+    check_dtype(params, model_config.dtype)
     if probe is not None:
         check_probe(probe, model_config)
         if stages is not None or group is not None:
@@ -158,19 +161,18 @@ def _build_whole(
 ) -> tuple[DeviceExecutor, PoolSize]:
     # Committed to where they are, as parameters of an update will be: else those would compile.
     params = jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
-    leaf = jax.tree.leaves(params)[0]
-    place = Placement.like(leaf.sharding)
+    place = Placement.like(jax.tree.leaves(params)[0].sharding)
     if place.mesh is not None:
         check_fits(place.mesh, model_config)
     if group is not None:
-        check_alike(group, _shared_settings(model_config, leaf, options))
+        check_alike(group, _shared_settings(model_config, place, options))
         options = replace(options, restore="on_admission")  # there is no host memory
-    pages = _Pages(model_config, options, leaf.dtype, layer_layout, place)
+    pages = _Pages(model_config, options, layer_layout, place)
     # The largest steps are compiled for as many pages as fit without them: if those still fit,
     # what was compiled to be measured is what runs.
     optimistic = _agreed(pages.plan(step_bytes=0), group).num_pages
     draft = _engine_config(model_config, options, num_pages=optimistic)
-    programs = Programs(graphdef, draft, model_config, leaf.dtype, place, probe)
+    programs = Programs(graphdef, draft, model_config, place, probe)
     steps = programs.compiled_steps(params, pages.abstract(optimistic))
     size = _agreed(pages.plan(step_bytes=largest_step_bytes(steps)), group)
     config = _engine_config(
@@ -181,7 +183,7 @@ def _build_whole(
         num_host_pages=pages.plan_host(size) if group is None else 0,
     )
     if size.num_pages != optimistic:
-        programs = Programs(graphdef, config, model_config, leaf.dtype, place, probe)
+        programs = Programs(graphdef, config, model_config, place, probe)
     cache = pages.new(size.num_pages)
     return DeviceExecutor(config, programs, params, cache, strict=options.strict), size
 
@@ -193,12 +195,11 @@ def _build_stages(
     options: RuntimeOptions,
     stages: StagePlan,
 ) -> tuple[StagedExecutor, PoolSize]:
-    dtype = jax.tree.leaves(params)[0].dtype
-    parts = cut(model_config, stages, dtype, layer_layout)
+    parts = cut(model_config, stages, layer_layout)
     own = [part.params_of(params) for part in parts]
     places = [Placement.like(jax.tree.leaves(part)[0].sharding) for part in own]
     pools = [
-        _Pages(model_config.part(part.stage.layers), options, dtype, layer_layout, place)
+        _Pages(model_config.part(part.stage.layers), options, layer_layout, place)
         for part, place in zip(parts, places, strict=True)
     ]
     # A page is one number on all stages, so the stage with the least memory has the say.
@@ -207,7 +208,7 @@ def _build_stages(
     def programs_for(num_pages: int) -> list[Programs]:
         config = _engine_config(model_config, options, num_pages=num_pages)
         return [
-            Programs(part.graphdef, config, model_config.part(part.stage.layers), dtype, place)
+            Programs(part.graphdef, config, model_config.part(part.stage.layers), place)
             for part, place in zip(parts, places, strict=True)
         ]
 
@@ -239,11 +240,10 @@ def _build_stages(
 @final
 @dataclass(frozen=True)
 class _Pages:
-    """The page cache of a model, or of a stage's part of it; `dtype` is the parameters'."""
+    """The page cache of a model, or of a stage's part of it."""
 
     model_config: Any
     options: RuntimeOptions
-    dtype: Any
     layer_layout: LayerLayout
     place: Placement
 
@@ -282,7 +282,7 @@ class _Pages:
             self.model_config,
             num_pages,
             self.options.page_size,
-            self.options.kv_dtype or self.dtype,
+            self.options.kv_dtype or self.model_config.dtype,
             self.layer_layout,
             num_shards=self.place.num_shards,
         )
@@ -314,14 +314,15 @@ def warm_up(executor: ModelExecutor, *, progress: bool) -> None:
     executor.finish_warmup()
 
 
-def _shared_settings(model_config: Any, leaf: jax.Array, options: RuntimeOptions) -> dict[str, Any]:
+def _shared_settings(
+    model_config: Any, place: Placement, options: RuntimeOptions
+) -> dict[str, Any]:
     """What every process must be given alike, by name; the policy is the leader's alone."""
     own = ("policy", "predictor", "probe", "learns", "record", "progress")
     return {
         **{name: value for name, value in vars(options).items() if name not in own},
         **{f"model.{name}": str(value) for name, value in asdict(model_config).items()},
-        "dtype": str(leaf.dtype),
-        "mesh": str(leaf.sharding),
+        "mesh": str(place.whole),
         "JAX's version": jax.__version__,
     }
 

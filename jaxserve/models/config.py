@@ -1,4 +1,4 @@
-"""What every decoder is made of: frozen, hashable, read from a Hugging Face config.json."""
+"""The configuration that all decoders share: frozen, hashable, read from a config.json."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
 from jaxserve.models.rope import Rope
 from sharding import check_tensor_axis
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What the engine, the cache and the shared layers read; families add what is their own.
+    """The fields that the engine, the cache and the shared layers read; families add their own.
 
     Attributes:
+      dtype: of parameters, activations and, where no other is chosen, of the KV cache; one of
+        `DTYPES`. A checkpoint's own dtype does not matter: `load_model` sets this one.
       max_position_embeddings: the longest context the model was made for, tokens.
       activation: of the MLP, one of `layers.ACTIVATIONS`.
       norm_eps: added to the variance (RMS and layer norms).
@@ -38,6 +42,7 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    dtype: str = "float32"
     max_position_embeddings: int = 2048
     activation: str = "silu"
     norm_eps: float = 1e-6
@@ -62,6 +67,8 @@ class DecoderConfig:
             value = getattr(self, name)
             if value < 1:
                 raise UnsupportedModelError(f"{name}={value} must be at least 1")
+        if self.dtype not in DTYPES:
+            raise UnsupportedModelError(f"dtype={self.dtype!r} is not supported; give {DTYPES}")
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"

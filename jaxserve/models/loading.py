@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -28,7 +27,6 @@ def load_params(
     config: DecoderConfig,
     source: WeightSource,
     shardings: nnx.State | None = None,
-    dtype: jax.typing.DTypeLike | None = None,
     progress: Progress | None = None,
 ) -> nnx.State:
     """The parameters of a decoder, read from a checkpoint straight onto their shards.
@@ -39,7 +37,6 @@ def load_params(
       abstract_state: as `abstract_model` gives.
       source: Hugging Face names.
       shardings: as `sharding.state_shardings` gives; None for the default device.
-      dtype: of the result; the abstract state's own by default.
       progress: called with (parameters done, parameters in all).
 
     Raises:
@@ -57,7 +54,7 @@ def load_params(
     loaded = []
     for done, (path, variable) in enumerate(flat):
         place = here if places is None else places[path].get_value()
-        kind = np.dtype(dtype or variable.get_value().dtype)
+        kind = np.dtype(variable.get_value().dtype)
         loaded.append((path, variable.replace(plan[path].load(source, kind, place))))
         if progress is not None:
             progress(done + 1, len(flat))
@@ -68,23 +65,21 @@ def random_params(
     config: DecoderConfig,
     seed: int,
     *,
-    dtype: jax.typing.DTypeLike = jnp.float32,
     layer_layout: LayerLayout = "unrolled",
 ) -> nnx.State:
-    """Random parameters for `load="random"`: normal with 1 / sqrt(fan-in), made on the device.
+    """Return random parameters, normal with 1 / sqrt(fan-in), made on the device.
 
-    Every matrix is drawn in `dtype`, so bfloat16 never has a float32 copy.
+    Every matrix is drawn in the configuration's dtype, so bfloat16 never has a float32 copy.
     """
     # Not under one jit: drawing array by array compiles once a shape, not once a parameter.
     decoder = family_of(config).decoder
-    model = decoder(config, rngs=nnx.Rngs(params=seed), dtype=dtype, layer_layout=layer_layout)
+    model = decoder(config, rngs=nnx.Rngs(params=seed), layer_layout=layer_layout)
     return nnx.state(model, nnx.Param)
 
 
 def abstract_model(
     config: DecoderConfig,
     *,
-    dtype: jax.typing.DTypeLike = jnp.float32,
     layer_layout: LayerLayout = "unrolled",
     part: Part | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
@@ -94,9 +89,7 @@ def abstract_model(
       part: None for the whole model.
     """
     decoder = family_of(config).decoder
-    model = nnx.eval_shape(
-        lambda: decoder(config, rngs=None, dtype=dtype, layer_layout=layer_layout, part=part)
-    )
+    model = nnx.eval_shape(lambda: decoder(config, rngs=None, layer_layout=layer_layout, part=part))
     return nnx.split(model)
 
 

@@ -61,9 +61,7 @@ class ModelPart:
         return {self._origin(path): place for path, place in nnx.to_flat_state(self.shardings)}
 
 
-def cut(
-    config: DecoderConfig, plan: StagePlan, dtype: jax.typing.DTypeLike, layer_layout: LayerLayout
-) -> list[ModelPart]:
+def cut(config: DecoderConfig, plan: StagePlan, layer_layout: LayerLayout) -> list[ModelPart]:
     """The parts of a model, one a stage.
 
     Raises:
@@ -82,7 +80,7 @@ def cut(
             has_start=stage is plan.stages[0],
             has_end=stage is plan.stages[-1],
         )
-        graphdef, state = abstract_model(config, dtype=dtype, layer_layout=layer_layout, part=part)
+        graphdef, state = abstract_model(config, layer_layout=layer_layout, part=part)
         parts.append(ModelPart(stage, graphdef, state_shardings(state, stage.mesh)))
     return parts
 

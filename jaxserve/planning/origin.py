@@ -26,7 +26,7 @@ class Origin:
     """What step times were measured on; they hold for nothing else.
 
     Attributes:
-      model: the model's sizes by name, and the dtype of parameters and cache.
+      model: the fields of the model's configuration by name.
       device: platform, kind and count of devices, processor and cores of the host.
       config: what the executables were compiled for.
       versions: of the software; for people, not compared.
@@ -40,12 +40,10 @@ class Origin:
     @classmethod
     def of(cls, model_config: Any, params: Any, config: EngineConfig) -> Origin:
         """Of a model's configuration (a dataclass), its parameters in place, and an engine's."""
-        leaves = jax.tree.leaves(params)
-        leaf = leaves[0]
-        devices = set().union(*(leaf.sharding.device_set for leaf in leaves))
+        devices = set().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(params)))
         device = next(iter(devices))
         return cls(
-            model={**asdict(model_config), "dtype": str(leaf.dtype)},
+            model=asdict(model_config),
             device={
                 "platform": device.platform,
                 "kind": device.device_kind,

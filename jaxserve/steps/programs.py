@@ -39,7 +39,6 @@ class Programs:
       graphdef: static part of a decoder: `model.tapped(tokens, batch, cache, tap, coming)`, which
         gives `hidden, cache, tapped`, and `model.logits(hidden)`.
       model_config: of the decoder, or of its part.
-      dtype: of its parameters and activations.
       place: where parameters, cache and slots live.
       probe: of remaining lengths, which whole steps read; None for none.
 
@@ -53,7 +52,6 @@ class Programs:
         graphdef: nnx.GraphDef,
         config: EngineConfig,
         model_config: Any,
-        dtype: Any,
         place: Placement,
         probe: Probe | None = None,
     ):
@@ -62,7 +60,7 @@ class Programs:
         self.place = place
         self.refinement = None if probe is None else probe.refinement
         self.probe_params = None if probe is None else jax.device_put(probe.params, place.whole)
-        self._planner = AttentionPlanner.of(config, model_config, dtype, place)
+        self._planner = AttentionPlanner.of(config, model_config, place)
         bind = partial(partial, graphdef=graphdef, config=config)
         read = partial(bind, probe=probe)
         whole, pages = place.whole, place.pages
@@ -143,7 +141,7 @@ class Programs:
         """
         batch, scalar, _ = self._arguments()
         cache, slots = self._placed(cache)
-        dtype = jax.tree.leaves(params)[0].dtype
+        dtype = jnp.dtype(self.model_config.dtype)
 
         def inputs(num: int) -> jax.ShapeDtypeStruct | None:
             if embed is None:

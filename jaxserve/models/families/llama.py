@@ -9,7 +9,8 @@ from typing import Any, Self, final
 from jaxserve.models.config import DecoderConfig, check_is, check_readable, windows_by_kind
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP, RMSNorm
+from jaxserve.models.layers import Block, GatedMLP
+from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight, gate_and_up, split_qkv
 

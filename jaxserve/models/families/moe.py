@@ -11,7 +11,8 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.experts import MixtureOfExperts
 from jaxserve.models.families.llama import LAYER, attention_weights, rotary_decoder_fields
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, RMSNorm
+from jaxserve.models.layers import Block
+from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Tensor, Weight
 
