@@ -89,7 +89,7 @@ class Weight(Protocol):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DenseWeight:
     """A weight in the dtype of the activations."""
 
@@ -132,7 +132,7 @@ def weight_of(owned: nnx.Variable | Weight) -> Weight:
 
 @final
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Linear:
     """A product with a weight of one layer, plus a bias.
 

@@ -16,6 +16,7 @@ from jax import lax
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling_params import MAX_LOGPROBS
 from jaxserve.memory.page_pool import NULL_PAGE
+from jaxserve.models.attention import causal_rows
 from jaxserve.models.batch import AttentionBatch, KVCache
 from jaxserve.models.coming import ComingPages
 from jaxserve.models.decoder import Tap
@@ -94,11 +95,10 @@ def mixed_body(
         positions=positions,
         token_pages=slots.page_table[slot, positions // config.page_size],
         valid=valid,
-        rows=Rows(
+        rows=causal_rows(
             query_start=batch.query_start,
             query_length=jnp.where(live, batch.query_length, 0),
             first_position=batch.start,
-            context_length=batch.start + batch.query_length,
             page_table=slots.page_table[batch.slot],
         ),
         plan=attention_plan,
@@ -286,11 +286,10 @@ def _decode_once(
         positions=positions,
         token_pages=window.page_table[index, positions // config.page_size],
         valid=live,
-        rows=Rows(
+        rows=causal_rows(
             query_start=index,
             query_length=live.astype(jnp.int32),
             first_position=positions,
-            context_length=jnp.where(live, window.length, 0),
             page_table=window.page_table,
         ),
         plan=attention_plan,
