@@ -42,9 +42,9 @@ class LoadedModel:
 
     Attributes:
       graphdef, params: `nnx.merge(graphdef, params)` is the `Decoder`.
-      tokenizer: None for a folder or configuration without one; prompts are token ids then.
-      eos_token_ids: tokens that end an answer, the model's own first; may be empty.
-      source_path: the folder or file it came from; None for a bare configuration.
+      tokenizer: None for a folder or configuration without one; then prompts are token ids.
+      eos_token_ids: the tokens that end an answer, the model's own first; may be empty.
+      source_path: the folder or file that the model came from; None for a bare configuration.
     """
 
     name: str
@@ -67,7 +67,7 @@ def load_model(
     cache: bool = True,
     progress: bool = True,
 ) -> LoadedModel:
-    """Load a model, pulling a registered one first if need be.
+    """Load a model; download a registered one first where it is not in the cache.
 
     Args:
       name_or_path: registered name, Hugging Face folder, GGUF file, or (with `load="random"`) a
@@ -76,16 +76,17 @@ def load_model(
       load: `random` draws the weights from `seed`; only a config.json is needed then.
       mesh: where the parameters go, by the rules of `sharding`, or stage by stage; None for the
         default device.
-      cache: keep the converted form of a GGUF file, so that the next start need not convert; not
-        done where the mesh reaches over several processes.
-      layer_layout: of layers that are alike; others, and those of stages, are unrolled.
+      cache: keep the converted form of a GGUF file for the next start; has no effect where the mesh
+        spans several processes.
+      layer_layout: the layout of layers that are alike; layers that differ, and layers of stages,
+        are unrolled.
       progress: show bars on stderr.
 
     Raises:
       ModelError: unknown, unsupported or damaged model.
       InvalidConfigError: `load` unknown, or the mesh does not divide the model.
-      DownloadError, ModelCacheError: a registered model cannot be pulled. A converted form that
-        cannot be saved is only warned about.
+      DownloadError, ModelCacheError: a registered model cannot be downloaded. A converted form that
+        cannot be saved causes a warning only.
     """
     if load not in ("auto", "random"):
         raise InvalidConfigError(f"load={load!r} is unknown; give 'auto' or 'random'")
@@ -115,7 +116,7 @@ def load_model(
 
 
 def load_tokenizer(name_or_path: str, *, progress: bool = True) -> Tokenizer | None:
-    """The tokenizer that `load_model` finds, without the model; None where there is none.
+    """Return the tokenizer that `load_model` would find; None where there is none.
 
     Raises:
       UnknownModelError, CheckpointError, UnsupportedModelError, DownloadError, ModelCacheError
@@ -154,14 +155,14 @@ class _How:
         return self.configured(config_from_hf(given))
 
     def layout_of(self, config: DecoderConfig) -> LayerLayout:
-        """Layers that differ cannot be scanned, whatever was asked for."""
+        """Return the layout that was asked for, or `unrolled` for layers that differ."""
         if self.layer_layout == "scanned" and not config.is_uniform:
             _log.info("layers differ, so they are unrolled instead of scanned")
             return "unrolled"
         return self.layer_layout
 
     def abstract(self, config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.State, nnx.State | None]:
-        """Graph definition, abstract parameters, and where they go."""
+        """Return the graph definition, the abstract parameters, and their shardings."""
         layout = self.layout_of(config)
         graphdef, state = abstract_model(config, layer_layout=layout)
         stages = planned_stages(self.mesh, config)
@@ -174,7 +175,7 @@ class _How:
 
 
 def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
-    # Processes on hosts that do not share a disk would not all find it.
+    # Processes on hosts without a shared disk would not all find the entry.
     cache = cache and not (isinstance(how.mesh, Mesh) and how.mesh.is_multi_process)
     variant = f"{how.dtype or 'float32'}-{how.layer_layout}"
     kept = ConvertedModel(name, path, variant) if cache else None

@@ -36,7 +36,7 @@ _PATTERN = {"gemma2": 2, "gemma3_text": 6}
 @final
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(DecoderConfig):
-    """Gemma 2 (arXiv:2408.00118) with soft caps; Gemma 3 (arXiv:2503.19786) with norms of heads."""
+    """Gemma 2 (arXiv:2408.00118) with soft caps; Gemma 3 (arXiv:2503.19786) with head norms."""
 
     activation: str = "gelu_pytorch_tanh"
     norm_offset: float = 1.0
@@ -82,7 +82,7 @@ class GemmaConfig(DecoderConfig):
 
 
 def _ropes(given: Mapping[str, Any], max_position: int) -> tuple[Rope, Rope | None]:
-    """Of layers that see the whole context, and of those with a window."""
+    """Return the rotary embeddings of layers that see the whole context, and with a window."""
     fields = rope_fields(given)
     if given["model_type"] == "gemma2":
         return Rope.from_hf(fields, max_position), None

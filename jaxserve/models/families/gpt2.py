@@ -33,7 +33,7 @@ class GPT2Config(DecoderConfig):
     def of_shape(
         cls, *, num_layers: int, hidden_size: int, num_heads: int, **others: Any
     ) -> GPT2Config:
-        """A model of these sizes, the others as GPT-3 has them."""
+        """Return a configuration of these sizes, with GPT-3's values for the others."""
         sizes: dict[str, Any] = dict(
             vocab_size=50257,
             hidden_size=hidden_size,
@@ -61,7 +61,7 @@ class GPT2Config(DecoderConfig):
 
 
 def gpt_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`plain_sizes` by the names of GPT-2's config.json, which GPT-J has too."""
+    """Return `plain_sizes` by the names in config.json that GPT-2 and GPT-J share."""
     return plain_sizes(
         given,
         embed="n_embd",

@@ -25,7 +25,8 @@ class GPTNeoXConfig(DecoderConfig):
     """Black et al., arXiv:2204.06745.
 
     Attributes:
-      parallel_residual: x + attention(norm(x)) + mlp(norm(x)), each with its norm; else in turn.
+      parallel_residual: a layer is x + attention(norm(x)) + mlp(norm(x)), with a norm each; else
+        the MLP follows the attention.
     """
 
     activation: str = "gelu"

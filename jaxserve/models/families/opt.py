@@ -1,4 +1,4 @@
-"""OPT: learned positions from the third row on, ReLU, biases; the 350M one norms afterwards."""
+"""OPT: learned positions, ReLU, biases; in the 350M model norms follow the sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxserve.models.norms import LayerNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.weights import Weight, layer_norm, split_qkv
 
-_FIRST_POSITION = 2  # the rows before were meant for padding
+_FIRST_POSITION = 2  # checkpoints have two rows before it, for padding
 
 
 @final
@@ -27,8 +27,10 @@ class OPTConfig(DecoderConfig):
     """Zhang et al., arXiv:2205.01068.
 
     Attributes:
-      norm_first: norms come before attention and MLP, and one comes last; all but the 350M model.
-      embedding_size: of token embeddings; projected where it is not hidden_size (350M).
+      norm_first: whether norms come before attention and MLP, and one after the last layer; true
+        except in the 350M model.
+      embedding_size: the width of token embeddings, which are projected where it is not
+        hidden_size (350M).
     """
 
     activation: str = "relu"
@@ -42,7 +44,7 @@ class OPTConfig(DecoderConfig):
 
     @property
     def projects(self) -> bool:
-        """Whether token embeddings are of another size than the layers."""
+        """Whether token embeddings have another width than the layers."""
         return self.embedding_size != self.hidden_size
 
     @classmethod
@@ -63,7 +65,7 @@ class OPTConfig(DecoderConfig):
 
 @final
 class OPTBlock(Block):
-    """See `Block`; norms behind the sums where `norm_first` is false."""
+    """See `Block`; norms follow the sums where `norm_first` is false."""
 
     norm_class = LayerNorm
     mlp_class = TwoLayerMLP
@@ -86,7 +88,7 @@ class OPT(Decoder):
     embedding    [vocab, embedding_size], as lm_head [embedding_size, vocab]
     positions    [max_position_embeddings + 2, embed]
     project_in   [embedding_size, embed], project_out [embed, embedding_size]   if they differ
-    norm         where norms come first
+    norm         where `norm_first` is true
     """
 
     block_class = OPTBlock
