@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -78,8 +79,9 @@ def _runtime(
     options: argparse.Namespace,
     max_slots: int,
 ) -> Runtime:
-    params = random_params(config, 0, dtype=dtype, layer_layout=layout)
-    graphdef, _ = abstract_model(config, dtype=dtype, layer_layout=layout)
+    config = replace(config, dtype=dtype.name)
+    params = random_params(config, 0, layer_layout=layout)
+    graphdef, _ = abstract_model(config, layer_layout=layout)
     return Runtime(
         nnx.merge(graphdef, params),
         max_slots=max_slots,

@@ -220,6 +220,7 @@ def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> 
         num_kv_heads=2,
         head_dim=128,
         max_position_embeddings=4096,
+        dtype=steps.dtype,
     )
     engine = EngineConfig(
         num_pages=4000,
@@ -230,9 +231,7 @@ def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> 
         attention=steps.attention,
     )
     place = Placement.like(NamedSharding(mesh, PartitionSpec()))
-    model = nnx.eval_shape(
-        lambda: Llama(config, rngs=None, dtype=steps.dtype, layer_layout=steps.layout)
-    )
+    model = nnx.eval_shape(lambda: Llama(config, rngs=None, layer_layout=steps.layout))
     graphdef, params = nnx.split(model)
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place.whole), params
@@ -240,7 +239,7 @@ def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> 
     page_dtype = steps.kv_dtype or steps.dtype
     cache = jax.eval_shape(lambda: empty_cache(config, 4000, 32, page_dtype, steps.layout))
     with place.in_force():
-        programs = Programs(graphdef, engine, config, steps.dtype, place)
+        programs = Programs(graphdef, engine, config, place)
     modules = {}
     for kind, compiled in zip(
         ("mixed step", "decode loop"), programs.compiled_steps(params, cache), strict=True

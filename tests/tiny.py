@@ -43,8 +43,9 @@ def tiny_llama(
         num_kv_heads=2,
         head_dim=8,
         max_position_embeddings=MAX_CONTEXT,
+        dtype=jnp.dtype(dtype).name,
     )
-    model = Llama(config, rngs=nnx.Rngs(seed), dtype=dtype, layer_layout=layer_layout)
+    model = Llama(config, rngs=nnx.Rngs(seed), layer_layout=layer_layout)
     for block in model.blocks if isinstance(model.blocks, nnx.List) else [model.blocks]:
         for weight in (
             block.attention.wqkv,

@@ -9,7 +9,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RESTORES
 
 # Maximum number of pages that a mixed step copies from the host; it takes memory for all of them.
-_MAX_COMING_PAGES = 64
+_MAX_INCOMING_PAGES = 64
 
 
 def _ladder(largest: int, *, smallest: int, ratio: int = 4) -> tuple[int, ...]:

@@ -51,6 +51,21 @@ def check_same(params: Any, expected: Any) -> None:
         )
 
 
+def check_dtype(params: Any, dtype: str) -> None:
+    """Raise InvalidConfigError unless parameters have the dtype of the model's configuration.
+
+    Parameters with the metadata `has_own_dtype` (quantised values, scales) may have another.
+    """
+    for path, variable in nnx.to_flat_state(params):
+        found = variable.get_value().dtype.name
+        if found != dtype and not variable.get_metadata().get("has_own_dtype", False):
+            raise InvalidConfigError(
+                f"the parameter {'.'.join(map(str, path))} is {found}, and the model's "
+                f"configuration says {dtype}; cast the parameters, or build the model from "
+                f"dataclasses.replace(config, dtype={found!r})"
+            )
+
+
 def fingerprint(params: Any, *settings: Any) -> bytes:
     """Return a hash of weights and settings that is the same in every run.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
@@ -30,16 +29,16 @@ class AttentionPlanner:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, model_config: Any, dtype: Any, place: Placement
+        cls, config: EngineConfig, model_config: Any, place: Placement
     ) -> AttentionPlanner | None:
-        """The planner for a model of a dtype; None where no kernel works through plans."""
+        """Return the planner of a model where it is placed; None where no kernel needs plans."""
         shards = place.num_shards
         kv_heads = max(1, model_config.num_kv_heads // shards)
         tiling = planned_tiling(
             next(iter(place.whole.device_set)),
             config.attention,
-            dtype=str(jnp.dtype(dtype)),
-            page_dtype=config.kv_dtype or str(jnp.dtype(dtype)),
+            dtype=model_config.dtype,
+            page_dtype=config.kv_dtype or model_config.dtype,
             kv_heads=kv_heads,
             group=model_config.num_heads // shards // kv_heads,
             head_dim=model_config.head_dim,

@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.models.attention import causal_rows
 from jaxserve.models.batch import KVCache
 from jaxserve.models.decoder import Tap
 from jaxserve.steps import slots as slot_edits
@@ -20,7 +21,6 @@ from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.sampler import sample
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import SlotState
-from pallas_kernels import Rows
 from pallas_kernels.paged_attention import Plan
 
 
@@ -141,11 +141,10 @@ def _decode_once(
         positions=positions,
         token_pages=window.page_table[index, positions // config.page_size],
         valid=live,
-        rows=Rows(
+        rows=causal_rows(
             query_start=index,
             query_length=live.astype(jnp.int32),
-            first_position=positions,
-            context_length=jnp.where(live, window.length, 0),
+            first_position=jnp.where(live, positions, 0),
             page_table=window.page_table,
         ),
         plan=attention_plan,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.models.attention import causal_rows
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
 from jaxserve.steps.batches import (
@@ -20,7 +21,6 @@ from jaxserve.steps.batches import (
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.prompt_logprobs import prompt_logprobs
 from jaxserve.steps.slots import SlotState
-from pallas_kernels import Rows
 from pallas_kernels.paged_attention import Plan
 
 
@@ -52,11 +52,10 @@ def mixed_body(
         positions=positions,
         token_pages=slots.page_table[slot, positions // config.page_size],
         valid=valid,
-        rows=Rows(
+        rows=causal_rows(
             query_start=batch.query_start,
             query_length=jnp.where(live, batch.query_length, 0),
             first_position=batch.start,
-            context_length=batch.start + batch.query_length,
             page_table=slots.page_table[batch.slot],
         ),
         plan=attention_plan,

@@ -39,7 +39,6 @@ class Programs:
       graphdef: static part of a decoder: `model.tapped(tokens, batch, cache, tap, incoming)`, which
         gives `hidden, cache, tapped`, and `model.logits(hidden)`.
       model_config: configuration of the decoder, or of its part.
-      dtype: of its parameters and activations.
       place: where parameters, cache and slots are.
       probe: of remaining lengths, which whole steps read; None for none.
 
@@ -53,7 +52,6 @@ class Programs:
         graphdef: nnx.GraphDef,
         config: EngineConfig,
         model_config: Any,
-        dtype: Any,
         place: Placement,
         probe: Probe | None = None,
     ):
@@ -62,7 +60,7 @@ class Programs:
         self.place = place
         self.refinement = None if probe is None else probe.refinement
         self.probe_params = None if probe is None else jax.device_put(probe.params, place.whole)
-        self._planner = AttentionPlanner.of(config, model_config, dtype, place)
+        self._planner = AttentionPlanner.of(config, model_config, place)
         bind = partial(partial, graphdef=graphdef, config=config)
         read = partial(bind, probe=probe)
         whole, pages = place.whole, place.pages
@@ -147,7 +145,7 @@ class Programs:
         """
         batch, scalar, decodes = self._arguments()
         cache, slots = self._placed(cache)
-        dtype = jax.tree.leaves(params)[0].dtype
+        dtype = jnp.dtype(self.model_config.dtype)
 
         def whole(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.place.whole)

@@ -52,7 +52,7 @@ def _new_executor(model, config: EngineConfig = CONFIG) -> DeviceExecutor:
     cache = empty_cache(model.config, config.num_pages, config.page_size, jnp.float32, "unrolled")
     device = jax.devices()[0]
     place = Placement.like(jax.sharding.SingleDeviceSharding(device))
-    programs = Programs(graphdef, config, model.config, "float32", place)
+    programs = Programs(graphdef, config, model.config, place)
     return DeviceExecutor(config, programs, params, jax.device_put(cache, device), strict=True)
 
 
@@ -347,7 +347,7 @@ def test_no_copy_of_the_cache_in_any_step(layout):
     model = tiny_llama(layer_layout=layout)
     graphdef, params = nnx.split(model)
     place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    programs = Programs(graphdef, CONFIG, model.config, "float32", place)
+    programs = Programs(graphdef, CONFIG, model.config, place)
 
     def needed(num_pages: int) -> tuple[int, int]:
         cache = jax.eval_shape(

@@ -71,7 +71,7 @@ def executor(request):
     cache = empty_cache(model.config, config.num_pages, config.page_size, dtype, layer_layout)
     device = jax.devices()[0]
     place = Placement.like(jax.sharding.SingleDeviceSharding(device))
-    programs = Programs(graphdef, config, model.config, "float32", place)
+    programs = Programs(graphdef, config, model.config, place)
     executor = DeviceExecutor(config, programs, params, jax.device_put(cache, device), strict=True)
     warm_up(executor, progress=False)
     yield executor

@@ -42,7 +42,7 @@ def test_plans_are_of_the_rows_of_the_step():
         attention="triton_interpreted",
     )
     place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    planner = AttentionPlanner.of(config, tiny_llama().config, "float32", place)
+    planner = AttentionPlanner.of(config, tiny_llama().config, place)
     assert planner is not None
     rows = [_row(slot=3, start=1530, num_tokens=1), _row(slot=1, start=0, num_tokens=300)]
     batch, _ = pack_rows(config, rows)

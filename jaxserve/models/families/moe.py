@@ -11,7 +11,8 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.experts import MixtureOfExperts
 from jaxserve.models.families.llama import LAYER, attention_weights, rotary_decoder_fields
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, RMSNorm
+from jaxserve.models.layers import Block
+from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Tensor, Weight
 
@@ -22,10 +23,11 @@ class MoEConfig(DecoderConfig):
     """Mixtral (arXiv:2401.04088), Qwen3-MoE (arXiv:2505.09388).
 
     Attributes:
-      intermediate_size: of one expert.
-      num_experts, experts_per_token: there are, and each token goes to.
-      normalises_gates: the gates of a token's experts are made to add up to one.
-      expert_names: how checkpoints call them, a key of `_EXPERT_NAMES`.
+      intermediate_size: the inner size of one expert.
+      num_experts: the number of experts in a layer.
+      experts_per_token: the number of experts that each token goes to.
+      normalises_gates: whether the gates of a token's experts are scaled to a sum of one.
+      expert_names: the names of experts in checkpoints, a key of `_EXPERT_NAMES`.
     """
 
     rope: Rope | None = Rope()
@@ -65,7 +67,7 @@ class MoEConfig(DecoderConfig):
         )
 
 
-# What stands for the MLP, the router in it, an expert's gate, up and down projection.
+# The names of the MLP, and of an expert's gate, up and down projection.
 _EXPERT_NAMES = {
     "mixtral": ("block_sparse_moe.", "w1", "w3", "w2"),
     "qwen3_moe": ("mlp.", "gate_proj", "up_proj", "down_proj"),
