@@ -116,11 +116,7 @@ class Answer:
 
     def _cut(self, sequence: Running, num_tokens: int, scheduler: Scheduler) -> None:
         self._was_cut[sequence.sample_index] = True
-        del sequence.output[num_tokens:]
-        del sequence.logprobs[num_tokens:]
-        if sequence.phase is Phase.FINISHED:  # its end token came in the same step
-            sequence.finish_reason = "stop"
-        scheduler.end(sequence, "stop")
+        scheduler.stop_at(sequence, num_tokens)
 
     def _emit(self, sequence: Running, new: Sequence[int]) -> None:
         i = sequence.sample_index
@@ -157,7 +153,7 @@ class Answer:
             prompt_token_ids=self.request.prompt,
             samples=tuple(self._sample(sequence) for sequence in self.sequences),
             timing=_timing(self.request, self.sequences),
-            prompt_logprobs=tuple(first.prompt_logprobs.get(p) for p in positions)
+            prompt_logprobs=tuple(first.scores.prompt.get(p) for p in positions)
             if wants_prompt
             else None,
             conversation_id=self.request.conversation_id,
@@ -171,7 +167,9 @@ class Answer:
             text=self._assemblers[i].text if self._assemblers else "",
             token_ids=tuple(sequence.output),
             finish_reason=sequence.finish_reason,
-            logprobs=tuple(sequence.logprobs) if self.request.params.logprobs is not None else None,
+            logprobs=tuple(sequence.scores.output)
+            if self.request.params.logprobs is not None
+            else None,
         )
 
 
@@ -199,11 +197,11 @@ def _timing(request: Request, sequences: Sequence[Running]) -> Timing:
     def earliest(times: list[float | None]) -> float | None:
         return min((t for t in times if t is not None), default=None)
 
-    ends = [s.finished_s for s in sequences if s.finished_s is not None]
+    ends = [s.times.finished_s for s in sequences if s.times.finished_s is not None]
     return Timing(
         arrival_s=request.arrival_s,
-        admitted_s=earliest([s.admitted_s for s in sequences]),
-        first_token_s=earliest([s.first_token_s for s in sequences]),
+        admitted_s=earliest([s.times.admitted_s for s in sequences]),
+        first_token_s=earliest([s.times.first_token_s for s in sequences]),
         finished_s=max(ends, default=None),
         num_preemptions=sum(s.num_preemptions for s in sequences),
     )

@@ -53,7 +53,7 @@ class EngineLoop:
         self._engine = engine
         self._clock = clock
         self._logs = logs
-        self._changed = threading.Condition()
+        self._changed = engine.changed
         self._arrived: list[Answer] = []
         self._held: list[Answer] = []  # arrived during a pause
         self._cancelled: list[str] = []
@@ -64,7 +64,6 @@ class EngineLoop:
         self._failure: JaxserveError | None = None
         self._answers: dict[str, Answer] = {}
         self._by_sequence: dict[int, Answer] = {}
-        engine.call_on_arrival(self._look_again)
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
@@ -163,10 +162,6 @@ class EngineLoop:
             raise self._failure
         if self._is_closing:
             raise RuntimeClosedError("this runtime was closed; create a new one")
-
-    def _look_again(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     # ---- on the loop's thread ----
 

@@ -112,6 +112,7 @@ class Recorder:
     def step_submitted(
         self, plan: StepPlan, scheduler: Scheduler, now_s: float, host_gap_s: float
     ) -> None:
+        usage = scheduler.page_usage()
         if plan.is_decode_loop:
             padding = plan.num_iterations * (plan.window_size - len(plan.rows))
         else:
@@ -125,10 +126,10 @@ class Recorder:
                 num_iterations=plan.num_iterations,
                 num_padding_tokens=padding,
                 num_running=len(scheduler.running),
-                num_waiting=len(scheduler.waiting),
-                pages_owned=scheduler.pool.num_owned,
-                pages_promised=scheduler.pool.num_promised,
-                pages_cached=scheduler.pool.num_cached,
+                num_waiting=scheduler.num_waiting,
+                pages_owned=usage.num_owned,
+                pages_promised=usage.num_reserved,
+                pages_cached=usage.num_cached,
                 pages_out=len(plan.swaps_out),
                 pages_in=len(plan.swaps_in),
                 submitted_s=now_s,

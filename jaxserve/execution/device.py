@@ -18,12 +18,13 @@ from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.handle import DeviceHandle, PromptPart
 from jaxserve.execution.host_pages import PAGES_A_CALL
 from jaxserve.execution.weights import fingerprint, fitted
+from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
 from jaxserve.models.coming import ComingPages
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import Needs, PageCopies, StepPlan
-from jaxserve.scheduling.supervisor import SwapCosts
 from jaxserve.steps.functions import MixedBatch
 from jaxserve.steps.packing import pack_needs, pack_rows, pack_sampling, sampling_first
 from jaxserve.steps.programs import Programs
@@ -115,6 +116,11 @@ class DeviceExecutor:
     def update_params(self, params: Any) -> None:
         """See `ModelExecutor`."""
         self._params = params
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """See `Executor`."""
+        return self if self.config.num_host_pages else None
 
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""

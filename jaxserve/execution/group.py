@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.device import DeviceExecutor
+from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
 from sharding import ProcessGroup
 
@@ -21,6 +22,7 @@ class GroupExecutor:
     def __init__(self, executor: DeviceExecutor, group: ProcessGroup):
         self.config = executor.config
         self.swap_costs = executor.swap_costs
+        self.host_memory: HostMemory | None = None  # each process has a part of a page alone
         self.refinement = executor.refinement
         self._executor = executor
         self._group = group

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import StepPlan, StepResult
-from jaxserve.scheduling.supervisor import SwapCosts
 from predictor import Refinement
 
 
@@ -36,6 +37,11 @@ class Executor(Protocol):
 
     refinement: Refinement | None
     """What the readings of its probe are worth (`StepResult.remaining`); None without a probe."""
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """The contents of the host's pages, for a disk; None where they cannot be read."""
+        ...
 
     def submit(self, plan: StepPlan) -> StepHandle: ...
 

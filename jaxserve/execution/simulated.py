@@ -17,10 +17,11 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.execution.step_cost import FlatCost, StepCost, StepWork
+from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_sources, page_targets
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import Row, StepPlan, StepResult
-from jaxserve.scheduling.supervisor import SwapCosts
 from predictor import Refinement
 
 END_TOKEN = 0
@@ -71,6 +72,7 @@ class SimulatedExecutor:
       answer_length: when the model itself ends an answer; never by default.
       fault_length: after how many output tokens its logits are no longer finite; never by default.
       cost: of a step, in virtual seconds.
+      swap_costs: what a device would measure when it starts; None for no measurement.
       refinement: what readings are worth; None for no probe.
       reading: what the probe reads.
       vocab_size: tokens are drawn from 1 to vocab_size - 1; 0 is the end token.
@@ -86,13 +88,14 @@ class SimulatedExecutor:
         answer_length: AnswerLength | None = None,
         fault_length: AnswerLength | None = None,
         cost: StepCost | None = None,
+        swap_costs: SwapCosts | None = None,
         refinement: Refinement | None = None,
         reading: Reading | None = None,
         vocab_size: int = 1000,
         reads_context: bool = True,
     ):
         self.config = config
-        self.swap_costs: SwapCosts | None = None
+        self.swap_costs = swap_costs
         self.refinement = refinement
         self._reading = reading
         self._clock = clock
@@ -126,6 +129,11 @@ class SimulatedExecutor:
         begin_s = max(self._free_at_s, self._clock.now())
         self._free_at_s = begin_s + self._cost.device_s(work)
         return _SimulatedHandle(result, self._free_at_s, self._clock)
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """See `Executor`."""
+        return self if self.config.num_host_pages else None
 
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""

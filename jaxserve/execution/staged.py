@@ -17,11 +17,12 @@ from jaxserve.execution.compilations import CompilationCounter
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.handle import DeviceHandle, PromptPart
 from jaxserve.execution.weights import check_same, fitted
+from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import Needs, Row, StepPlan
-from jaxserve.scheduling.supervisor import SwapCosts
 from jaxserve.steps.functions import Outputs
 from jaxserve.steps.packing import pack_needs, pack_rows, pack_sampling, sampling_first
 from jaxserve.steps.sampling.sampler import SamplingNeeds
@@ -75,6 +76,7 @@ class StagedExecutor:
     ):
         self.config = stages[0].programs.config
         self.swap_costs: SwapCosts | None = None
+        self.host_memory: HostMemory | None = None
         self.refinement: Refinement | None = None
         self._stages = list(stages)
         self._parts = list(parts)

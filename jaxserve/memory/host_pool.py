@@ -22,6 +22,9 @@ class HostPool:
     def num_free(self) -> int:
         return len(self._free)
 
+    def is_taken(self, page: int) -> bool:
+        return self._is_taken[page]
+
     def take(self, count: int) -> tuple[int, ...]:
         """`count` free pages.
 

@@ -29,15 +29,17 @@ class PageCache:
     reads or writes stays what it is until that plan is made.
 
     Args:
-      num_host_pages: 0 to keep nothing there.
+      host: pages of the host, which others may allocate too; None to keep nothing there.
       cost: of computing a chunk anew.
       copy_s: seconds to bring a page to the host, and again to bring it back; what costs less to
         compute is not copied.
       now: the clock.
+      disk: below the host, for what leaves it; None without one.
+      host_memory: the contents of the host's pages; only read and written for the disk.
+      identity: of the model and its weights, which keys begin with.
 
     Attributes:
-      disk: below the host, for what leaves it; set with `host_memory`, or None.
-      identity: of the model and its weights, which keys begin with.
+      identity: as given, or as `clear` was told since.
       num_pages_out, num_pages_in: pages copied to the host and back.
       num_dropped: chunks that were given up altogether.
     """
@@ -45,20 +47,24 @@ class PageCache:
     def __init__(
         self,
         num_pages: int,
-        num_host_pages: int,
+        host: HostPool | None,
         page_size: int,
         eviction: Eviction,
         cost: RecomputeCost,
         now: Callable[[], float],
         copy_s: float = 0.0,
+        *,
+        disk: DiskTier | None = None,
+        host_memory: HostMemory | None = None,
+        identity: bytes = b"",
     ):
         self.pool = PagePool(num_pages, self._reclaim)
-        self.host = HostPool(num_host_pages)
+        self.disk = disk
+        self.identity = identity
+        self._host = host
+        self._host_memory = host_memory
         self._cost = cost
         self._costs_s: dict[int, float] = {}
-        self.disk: DiskTier | None = None
-        self.host_memory: HostMemory | None = None
-        self.identity = b""
         self.num_pages_out = 0
         self.num_pages_in = 0
         self.num_dropped = 0
@@ -83,6 +89,20 @@ class PageCache:
         self._cost = cost
         self._costs_s.clear()
 
+    def copy_by(self, copy_s: float) -> None:
+        """Have chunks cost so much to copy, from here on."""
+        self._copy_s = copy_s
+
+    @property
+    def max_host_pages(self) -> int:
+        """The most chunks that the host can hold."""
+        return 0 if self._host is None else self._host.num_pages
+
+    @property
+    def num_host_pages(self) -> int:
+        """Host pages that hold a chunk."""
+        return len(self._by_host_page)
+
     # ---- what is here ----
 
     def find(self, keys: Sequence[bytes]) -> list[Chunk]:
@@ -106,10 +126,10 @@ class PageCache:
         if chunk is None:
             if not self._make_host_room(None):
                 return False
-            assert self.host_memory is not None
+            assert self._host_memory is not None
             chunk = self._by_key[key] = Chunk(index, key)
             self._lost.pop(key, None)
-            self.host_memory.write_host_page(self._set_host_page(chunk), contents)
+            self._host_memory.write_host_page(self._set_host_page(chunk), contents)
         chunk.join(branch)
         branch.tip = chunk
         return True
@@ -284,7 +304,7 @@ class PageCache:
             self.leave_device(chunk)
 
     def _copy_ahead(self, free_share: float) -> None:
-        if not self.host.num_pages:
+        if not self.max_host_pages:
             return
         pool = self.pool
         lossless = pool.num_free + pool.num_copied - pool.num_promised
@@ -313,7 +333,9 @@ class PageCache:
 
         Where nothing is below the host, only what is of less value gives way.
         """
-        if self.host.num_free:
+        if self._host is None:
+            return False
+        if self._host.num_free:
             return True
         victim = self._host_victims.lowest()
         if victim is None:
@@ -329,14 +351,14 @@ class PageCache:
     def _write_to_disk(self, chunk: Chunk, *, waits: bool = False) -> None:
         if chunk.key is None or self.disk is None or chunk.key in self.disk:
             return
-        assert self.host_memory is not None and chunk.host_page is not None
-        self.disk.put(chunk.key, self.host_memory.read_host_page(chunk.host_page), waits=waits)
+        assert self._host_memory is not None and chunk.host_page is not None
+        self.disk.put(chunk.key, self._host_memory.read_host_page(chunk.host_page), waits=waits)
 
     def _leave_host(self, chunk: Chunk) -> None:
-        if chunk.host_page is None:
+        if chunk.host_page is None or self._host is None:
             return
         self._copies_out.pop(chunk.host_page, None)
-        self.host.release([chunk.host_page])
+        self._host.release([chunk.host_page])
         del self._by_host_page[chunk.host_page]
         chunk.host_page = None
         if chunk.page is not None:
@@ -350,7 +372,7 @@ class PageCache:
         if chunk.key is not None:
             del self._by_key[chunk.key]
             self._lost[chunk.key] = None
-            if len(self._lost) > 4 * (self.pool.num_usable + self.host.num_pages):
+            if len(self._lost) > 4 * (self.pool.num_usable + self.max_host_pages):
                 self._lost.popitem(last=False)
 
     # ---- helpers ----
@@ -361,7 +383,8 @@ class PageCache:
         self._by_page[page] = chunk
 
     def _set_host_page(self, chunk: Chunk) -> int:
-        (host_page,) = self.host.take(1)
+        assert self._host is not None
+        (host_page,) = self._host.take(1)
         chunk.host_page = host_page
         self._by_host_page[host_page] = chunk
         return host_page
@@ -391,7 +414,7 @@ class PageCache:
         assert set(self._by_page) == self.pool.kept, "pages are kept for nobody"
         for host_page, chunk in self._by_host_page.items():
             assert chunk.host_page == host_page, "a chunk is not on its host page"
-        assert len(self._by_host_page) + self.host.num_free == self.host.num_pages, "host pages"
+            assert self._host is not None and self._host.is_taken(host_page), "a free host page"
         for key, chunk in self._by_key.items():
             assert chunk.key == key and chunk.is_resident, "a chunk under a wrong key"
         for page, host_page in self._copies_in.items():

@@ -39,12 +39,14 @@ class Retrieval:
     host, count as come: they are computed. So are all while the disk hangs.
 
     Args:
-      cache: with its disk, or without one yet.
+      cache: with its disk, if it has one.
+      on_arrival: called on the disk's thread when there is something for `take_in`.
     """
 
-    def __init__(self, cache: PageCache, now: Callable[[], float]):
+    def __init__(self, cache: PageCache, now: Callable[[], float], on_arrival: Callable[[], None]):
         self._cache = cache
         self._now = now
+        self._on_arrival = on_arrival
         self._orders: dict[int, _Order] = {}
         # Asked of the disk, and not come.
         self._underway: set[bytes] = set()
@@ -74,7 +76,7 @@ class Retrieval:
           sequence: its key.
           keys: of its pages, from the first on.
         """
-        most = self._cache.host.num_pages
+        most = self._cache.max_host_pages
         if self._cache.disk is None or not most or self._hangs:
             return False
         order = self._orders.get(sequence)
@@ -135,7 +137,7 @@ class Retrieval:
                 if key not in self._underway:
                     if self._cache.where(key) != "disk":
                         self._settle(key, None)
-                    elif not disk.read(key):
+                    elif not disk.read(key, self._on_arrival):
                         return
                     else:
                         self._underway.add(key)

@@ -20,7 +20,6 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.loop import EngineLoop, Running
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.execution.build import build_executor, resized, warm_up
-from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.following import FollowingExecutor
 from jaxserve.execution.leading import LeadingExecutor
 from jaxserve.execution.memory_plan import PoolSize
@@ -108,12 +107,11 @@ class Replicas:
         disks: Sequence[DiskTier] = (),
     ):
         engines = [
-            Engine(executor, policy, clock, replica=index)
-            for index, (executor, _) in enumerate(executors)
+            Engine(executor, policy, clock, replica=index, disk=disk)
+            for index, ((executor, _), disk) in enumerate(
+                zip(executors, disks or [None] * len(executors), strict=True)
+            )
         ]
-        for engine, (executor, _), disk in zip(engines, executors, disks, strict=False):
-            assert isinstance(executor, DeviceExecutor)
-            engine.use_disk(disk, executor)
         self.all = tuple(
             Replica(executor, size, engine, EngineLoop(engine, clock, logs))
             for (executor, size), engine in zip(executors, engines, strict=True)
@@ -233,7 +231,7 @@ class Replicas:
     def value_by(self, cost: RecomputeCost) -> None:
         """What chunks cost to compute anew, from here on; the loops must be paused."""
         for replica in self.all:
-            replica.engine.scheduler.keeper.cache.value_by(cost)
+            replica.engine.value_by(cost)
 
     def resize(self, kv_bytes: int, *, warmup: bool, progress: bool) -> None:
         """See `Runtime.resize_kv`; the loops must be paused.
@@ -267,8 +265,8 @@ class Replicas:
             policy=self.first.engine.scheduler.policy.name,
             num_pages=sum(replica.executor.config.num_pages - 1 for replica in self.all),
             kernels=dispatch.choices(),
-            num_sought=sum(replica.engine.stats.num_sought for replica in self.all),
-            num_found=sum(replica.engine.stats.num_found for replica in self.all),
+            num_prefix_queried=sum(r.engine.stats.num_prefix_queried for r in self.all),
+            num_prefix_hit=sum(r.engine.stats.num_prefix_hit for r in self.all),
         )
 
     def close(self) -> None:

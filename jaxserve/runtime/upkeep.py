@@ -59,7 +59,7 @@ class Upkeep:
 
     def residency(self, token_ids: Sequence[int]) -> list[Tier]:
         """See `Runtime.residency`."""
-        found = [r.engine.scheduler.keeper.residency(token_ids) for r in self._replicas.all]
+        found = [r.engine.residency(token_ids) for r in self._replicas.all]
         return min(found, key=lambda tiers: tiers.count("nowhere"))
 
     def forget_kept_pages(self) -> None:

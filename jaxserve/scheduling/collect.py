@@ -23,7 +23,7 @@ def append_outputs(sequence: Sequence, result: StepResult, row: int, count: int)
             assert result.top_ids is not None and result.top_logprobs is not None
             top = _pairs(result.top_ids[row, i, :wanted], result.top_logprobs[row, i, :wanted])
         logprob = float(result.logprobs[row, i])
-        sequence.logprobs.append(TokenLogprob(token_id=token_id, logprob=logprob, top=top))
+        sequence.scores.output.append(TokenLogprob(token_id=token_id, logprob=logprob, top=top))
 
 
 def append_prompt_logprobs(sequence: Sequence, start: int, part: PromptLogprobs) -> None:
@@ -34,7 +34,7 @@ def append_prompt_logprobs(sequence: Sequence, start: int, part: PromptLogprobs)
         position = start + i + 1
         if position < len(prompt):
             top = _pairs(part.top_ids[i, :wanted], part.top_logprobs[i, :wanted])
-            sequence.prompt_logprobs[position] = TokenLogprob(
+            sequence.scores.prompt[position] = TokenLogprob(
                 token_id=prompt[position], logprob=float(part.logprobs[i]), top=top
             )
 

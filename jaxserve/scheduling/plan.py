@@ -84,17 +84,17 @@ class StepPlan:
     """
 
     index: int
-    swaps_out: PageCopies
-    swaps_in: PageCopies
-    releases: tuple[int, ...]
-    moves: tuple[tuple[int, int], ...]
-    admissions: tuple[Admission, ...]
-    page_updates: tuple[tuple[int, int, int], ...]
-    rows: tuple[Row, ...]
-    num_iterations: int
-    window_start: int
-    window_size: int
-    needs: Needs
+    swaps_out: PageCopies = ()
+    swaps_in: PageCopies = ()
+    releases: tuple[int, ...] = ()
+    moves: tuple[tuple[int, int], ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    page_updates: tuple[tuple[int, int, int], ...] = ()
+    rows: tuple[Row, ...] = ()
+    num_iterations: int = 1
+    window_start: int = 0
+    window_size: int = 0
+    needs: Needs = Needs()
 
     @property
     def is_decode_loop(self) -> bool:

@@ -130,7 +130,7 @@ def test_samples_share_the_full_pages_of_their_prompt():
         shared = (len(request.prompt) - 1) // trace.config.page_size
         while engine.has_work:
             engine.step()
-            tables = [s.table.pages[:shared] for s in sequences if s.table.num_pages > shared]
+            tables = [s.kv.table.pages[:shared] for s in sequences if s.kv.table.num_pages > shared]
             if len(tables) == 3 and shared and not any(s.num_preemptions for s in sequences):
                 assert tables[0] == tables[1] == tables[2]
                 return

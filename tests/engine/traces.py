@@ -142,6 +142,8 @@ class Trace:
         self._with_faults = with_faults
         self._with_conversations = with_conversations
         self._probe = probe
+        # Those of scheduling in the last run.
+        self.counters: dict[str, float] = {}
         # Predictions that readings changed in the last run.
         self.num_refined = 0
 
@@ -172,6 +174,7 @@ class Trace:
         policy: Policy,
         config: EngineConfig | None = None,
         clock: VirtualClock | None = None,
+        disk: DiskTier | None = None,
     ) -> Engine:
         """A fresh engine on a simulated executor."""
         clock = clock or VirtualClock()
@@ -185,7 +188,7 @@ class Trace:
             refinement=None if self._probe is None else REFINEMENT,
             reading=None if self._probe is None else self.reading,
         )
-        return Engine(executor, policy, clock)
+        return Engine(executor, policy, clock, disk=disk)
 
     def run(
         self,
@@ -202,14 +205,9 @@ class Trace:
         self.pool_sizes, self.num_moved = {self.config.num_pages}, 0
         rng = random.Random(f"{self.seed} run")
         clock = VirtualClock()
-        engine = self.engine(policy, clock=clock)
+        engine = self.engine(policy, clock=clock, disk=disk)
         arriving, sequences = list(self.requests), []
         self.asked, self.num_gaps = [], 0
-        self.keeper = engine.scheduler.keeper
-        if disk is not None:
-            executor = engine._executor
-            assert isinstance(executor, SimulatedExecutor)
-            engine.use_disk(disk, executor)
         answered: set[int] = set()
         idle = 0
         while arriving or engine.has_work:
@@ -225,8 +223,8 @@ class Trace:
             before = _advancement(sequences)
             engine.step()
             engine.scheduler.check_integrity()
-            self.num_gaps += sum(len(sequence.ahead) for sequence in engine.scheduler.running)
-            if disk is not None and engine.scheduler.keeper.retrieval.gives_up_s is not None:
+            self.num_gaps += sum(len(sequence.kv.ahead) for sequence in engine.scheduler.running)
+            if engine.awaits_disk and disk is not None:
                 idle = -1
                 if engine.idle_until_s is not None:
                     disk.flush()  # which takes no time on the virtual clock
@@ -236,6 +234,7 @@ class Trace:
             idle = 0 if _advancement(sequences) != before or not engine.has_work else idle + 1
             assert idle <= MAX_IDLE_STEPS, f"seed {self.seed}: nothing advances"
         engine.close(is_whole=True)
+        self.counters = engine.scheduler.counters()
         self.num_refined = engine.scheduler.beliefs.num_refined
         return self._outcomes(engine, sequences)
 
@@ -244,11 +243,11 @@ class Trace:
         if rng.random() < 0.9:
             num_pages = rng.randint(rng.choice([2, 2 + num_pages // 2]), num_pages)
         engine.drain()
-        before = {s.key: s.table.pages for s in engine.scheduler.running}
+        before = {s.key: s.kv.table.pages for s in engine.scheduler.running}
         engine.resize(num_pages)
         engine.scheduler.check_integrity()
         for sequence in engine.scheduler.running:
-            pages, old = sequence.table.pages, before[sequence.key]
+            pages, old = sequence.kv.table.pages, before[sequence.key]
             stayed = [new == page for new, page in zip(pages, old, strict=True)]
             assert stayed == [page < num_pages for page in old], f"seed {self.seed}: needless move"
             self.num_moved += not all(stayed)
@@ -293,10 +292,9 @@ class Trace:
     def _outcomes(
         self, engine: Engine, sequences: list[Sequence]
     ) -> dict[tuple[str, int], Outcome]:
-        assert engine.scheduler.pool.num_owned == 0, f"seed {self.seed}: pages leaked"
-        assert engine.scheduler.slots.num_live == 0, f"seed {self.seed}: slots leaked"
-        host = engine.scheduler.supervisor.host
-        assert host.num_free == host.num_pages, f"seed {self.seed}: host pages leaked"
+        usage = engine.scheduler.page_usage()
+        assert usage.num_owned == usage.num_reserved == 0, f"seed {self.seed}: pages leaked"
+        engine.scheduler.check_integrity()
         assert all(s.phase is Phase.FINISHED for s in sequences), f"seed {self.seed}"
         counted = engine.scheduler.num_preemptions
         assert counted == sum(s.num_preemptions for s in sequences), f"seed {self.seed}"
@@ -319,4 +317,4 @@ def alone(
 
 
 def _advancement(sequences: list[Sequence]) -> list[tuple[int, int, Phase]]:
-    return [(s.num_computed, len(s.output), s.phase) for s in sequences]
+    return [(s.kv.num_computed, len(s.output), s.phase) for s in sequences]

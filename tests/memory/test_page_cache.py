@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.memory.chunks import Branch, PageKeys
 from jaxserve.memory.eviction import LRU, CostOverTime, RecomputeCost
+from jaxserve.memory.host_pool import HostPool
 from jaxserve.memory.page_cache import PageCache
 
 COST = RecomputeCost.analytic(attention=1.0, other=100.0, longest=1024)
@@ -22,10 +23,13 @@ class Clock:
         return self.now_s
 
 
-def _cache(num_pages=11, num_host_pages=0, eviction=None, **options) -> tuple[PageCache, Clock]:
+def _cache(
+    num_pages=11, num_host_pages=0, eviction=None, host=None, **options
+) -> tuple[PageCache, Clock]:
     clock = Clock()
     eviction = eviction or CostOverTime()
-    return PageCache(num_pages, num_host_pages, 4, eviction, COST, clock, **options), clock
+    host = host or HostPool(num_host_pages)
+    return PageCache(num_pages, host, 4, eviction, COST, clock, **options), clock
 
 
 def _remember(cache: PageCache, name: str, num: int, branch: Branch | None = None) -> list:
@@ -170,7 +174,8 @@ def test_random_use_keeps_the_books():
     """Remembering, finding, sharing, restoring, drawing, shrinking and clearing at random."""
     for seed in range(150):
         rng = random.Random(seed)
-        cache, clock = _cache(rng.randint(3, 20), rng.choice([0, 2, 30]))
+        num_pages, host = rng.randint(3, 20), HostPool(rng.choice([0, 2, 30]))
+        cache, clock = _cache(num_pages, host=host)
         owned: list[list[int]] = []
         for number in range(60):
             clock.now_s += rng.random()
@@ -193,7 +198,7 @@ def test_random_use_keeps_the_books():
                             cache.restore(chunk, owned[-1][0])
             elif action == 4:
                 taken = {host_page for _, host_page in cache.copies_out(free_share=rng.random())}
-                assert len(taken) <= cache.host.num_pages
+                assert len(taken) <= cache.max_host_pages
                 cache.copies_in()
             elif rng.random() < 0.1:
                 cache.forget_uncopied()
@@ -203,4 +208,4 @@ def test_random_use_keeps_the_books():
             cache.pool.release(pages)
         cache.clear(b"")
         assert cache.pool.num_free == cache.pool.num_usable, seed
-        assert cache.host.num_free == cache.host.num_pages, seed
+        assert host.num_free == host.num_pages, seed

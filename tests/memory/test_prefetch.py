@@ -6,6 +6,7 @@ import random
 
 from jaxserve.memory.chunks import Branch, Chunk
 from jaxserve.memory.eviction import CostOverTime, RecomputeCost
+from jaxserve.memory.host_pool import HostPool
 from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.prefetch import Prefetch
@@ -24,7 +25,8 @@ class Clock:
 
 def _cache(num_pages: int = 11, num_host_pages: int = 100) -> tuple[PageCache, Prefetch, Clock]:
     clock = Clock()
-    cache = PageCache(num_pages, num_host_pages, 4, CostOverTime(), COST, clock)
+    host = HostPool(num_host_pages)
+    cache = PageCache(num_pages, host, 4, CostOverTime(), COST, clock)
     return cache, Prefetch(cache), clock
 
 

@@ -10,6 +10,7 @@ import pytest
 from jaxserve.memory.chunks import Branch
 from jaxserve.memory.disk_tier import PATIENCE_S, DiskTier
 from jaxserve.memory.eviction import CostOverTime, RecomputeCost
+from jaxserve.memory.host_pool import HostPool
 from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.retrieval import Retrieval
 from tests.memory.gate import Gate
@@ -40,10 +41,14 @@ class Bench:
     def __init__(self, folder: Path):
         self.now_s = 0.0
         self.host = Host()
-        self.cache = PageCache(9, NUM_HOST_PAGES, 4, CostOverTime(), COST, lambda: self.now_s)
-        self.disk = self.cache.disk = DiskTier(folder, 100_000)
-        self.cache.host_memory = self.host
-        self.retrieval = Retrieval(self.cache, lambda: self.now_s)
+        self.disk = DiskTier(folder, 100_000)
+        self.host_pool = HostPool(NUM_HOST_PAGES)
+        self.cache = PageCache(
+            *(9, self.host_pool, 4, CostOverTime(), COST, lambda: self.now_s),
+            disk=self.disk,
+            host_memory=self.host,
+        )
+        self.retrieval = Retrieval(self.cache, lambda: self.now_s, lambda: None)
         for name in "abc":
             for key in self.keys(name, 6):
                 self.disk.put(key, b"of " + key)
@@ -143,7 +148,7 @@ def test_who_has_gone_is_forgotten(bench):
         forget()
         assert bench.retrieval.gives_up_s is None
         bench.take_in()
-        assert bench.wheres("a", 3) == {"disk"} and bench.cache.host.num_free == NUM_HOST_PAGES
+        assert bench.wheres("a", 3) == {"disk"} and bench.host_pool.num_free == NUM_HOST_PAGES
 
 
 def test_a_disk_that_hangs_is_not_waited_for(bench):

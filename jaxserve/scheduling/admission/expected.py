@@ -48,8 +48,8 @@ class Expected:
         held = np.asarray([each.planned_length + 1 for each in together], np.float64)
         # Pages are on average half empty at their end.
         peak = forecast.peak_tokens(held + config.page_size / 2, self.margin)
-        now = sum(each.table.num_reserved for each in running)
-        now += sequence.table.pages_for(self.reserve_tokens(sequence))
+        now = sum(each.kv.table.num_reserved for each in running)
+        now += sequence.kv.table.pages_for(self.reserve_tokens(sequence))
         return max(0, math.ceil(peak / config.page_size) - now)
 
     @property

@@ -32,6 +32,7 @@ class Watched:
         self.config, self.swap_costs, self.refinement = config, None, None
         self.plans: list[StepPlan] = []
         self._simulated = SimulatedExecutor(config, clock)
+        self.host_memory = self._simulated.host_memory
 
     def submit(self, plan: StepPlan):
         """Keep it, and pass it on."""
@@ -47,7 +48,7 @@ class Server:
         self.clock = VirtualClock()
         self.executor = Watched(config, self.clock)
         self.engine = Engine(self.executor, policy, self.clock)
-        self.cache = self.engine.scheduler.keeper.cache
+        self.cache = self.engine._kv._cache
 
     def answer(self, *prompts: tuple[int, ...], max_tokens: int = 5) -> list[tuple[int, ...]]:
         """Prompts and answers; `plans` are those of this call."""
@@ -86,8 +87,9 @@ def test_the_next_turn_computes_what_is_new():
     assert server.first_rows == [(0, 18)] and len(history) == 23
     server.answer((*history, 7, 8, 9))
     assert server.first_rows == [(20, 6)]
-    keeper = server.engine.scheduler.keeper
-    assert (keeper.num_sought, keeper.num_found, keeper.num_lost) == (16 + 24, 20, 0)
+    stats = server.engine.stats
+    assert (stats.num_prefix_queried, stats.num_prefix_hit) == (16 + 24, 20)
+    assert stats.num_evicted_tokens == 0
 
 
 def test_at_least_one_token_is_computed():
@@ -118,7 +120,7 @@ def test_what_was_dropped_is_computed_in_the_step_of_the_new_prompt():
     assert server.first_rows == [(0, 8), (16, 4), (32, 2)]
     assert len({row.slot for row in server.executor.plans[0].rows}) == 1
     assert [row.samples for row in server.executor.plans[0].rows] == [False, False, True]
-    assert server.engine.scheduler.keeper.num_lost == 12
+    assert server.engine.stats.num_evicted_tokens == 12
     assert Server().answer((*history, 7)) == [known]
 
 
@@ -162,7 +164,7 @@ def test_reclaimed_pages_come_back_from_the_host():
     assert server.first_rows == [(32, 4)]
     first = server.executor.plans[0]
     assert len(first.swaps_in) >= 4
-    assert server.engine.stats.num_found_on_host == 4 * len(first.swaps_in)
+    assert server.engine.stats.num_prefix_hit_on_host == 4 * len(first.swaps_in)
     assert Server().answer((*history, 5)) == [known]
 
 
@@ -174,13 +176,13 @@ def test_pages_come_back_while_their_conversation_waits_for_a_slot():
     server = Server(config, free_share=1.0)
     (history,) = server.answer(tuple(range(1, 31)))
     server.answer(tuple(range(101, 131)))
-    found = server.engine.stats.num_found_on_host
+    found = server.engine.stats.num_prefix_hit_on_host
     _, known = server.answer((99, 98, 97), (*history, 5), max_tokens=12)
     (begins,) = [i for i, plan in enumerate(server.executor.plans) if plan.admissions][1:]
     num_in = [len(plan.swaps_in) for plan in server.executor.plans]
     assert sum(num_in[:begins]) == sum(num_in) == server.engine.stats.num_pages_prefetched >= 4
     assert [(r.start, r.num_tokens) for r in server.executor.plans[begins].rows] == [(32, 4)]
-    assert server.engine.stats.num_found_on_host - found == 4 * sum(num_in)
+    assert server.engine.stats.num_prefix_hit_on_host - found == 4 * sum(num_in)
     assert Server().answer((*history, 5), max_tokens=12) == [known]
 
 
@@ -198,7 +200,7 @@ def test_other_weights_find_nothing():
     server = Server()
     (history,) = server.answer(PROMPT)
     server.engine.forget_kept_pages(keeps_disk=True)
-    assert server.engine.scheduler.pool.num_cached == 0
+    assert server.engine.scheduler.page_usage().num_cached == 0
     server.answer(history)
     assert server.first_rows == [(0, 23)]
 
