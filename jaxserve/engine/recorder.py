@@ -27,10 +27,10 @@ class StepRecord:
     Attributes:
       num_rows: sequences it advanced; with `num_padding_tokens`, what the device computed.
       num_tokens: over all iterations; those past an early end are included.
-      num_padding_tokens: computed for nobody, up to the compiled size.
+      num_padding_tokens: computed without use, up to the compiled size.
       num_running, num_waiting: sequences with and without a slot.
-      pages_owned, pages_promised: in use, and reserved on top.
-      pages_cached: in use by nobody, with contents that may be wanted again.
+      pages_owned, pages_reserved: in use, and reserved on top.
+      pages_cached: not in use, with contents that may be wanted again.
       pages_out, pages_in: copied to the host before it, and back.
       host_gap_s: how long the device may have idled before it.
       collected_s: when the host had read it; None if it never did.
@@ -46,7 +46,7 @@ class StepRecord:
     num_running: int
     num_waiting: int
     pages_owned: int
-    pages_promised: int
+    pages_reserved: int
     pages_cached: int
     pages_out: int
     pages_in: int
@@ -128,7 +128,7 @@ class Recorder:
                 num_running=len(scheduler.running),
                 num_waiting=scheduler.num_waiting,
                 pages_owned=usage.num_owned,
-                pages_promised=usage.num_reserved,
+                pages_reserved=usage.num_reserved,
                 pages_cached=usage.num_cached,
                 pages_out=len(plan.swaps_out),
                 pages_in=len(plan.swaps_in),

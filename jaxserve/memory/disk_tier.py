@@ -1,4 +1,4 @@
-"""The disk below the host, behind a thread: nobody else waits for a file."""
+"""The disk below the host, behind a thread, so that no other thread waits for a file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jaxserve.memory.page_files import PageFiles
 
 _log = logging.getLogger(__name__)
 
-# Chunks on their way to the disk; what comes while so many are is not written.
+# Pages on their way to the disk, at most; what comes beside them is not written.
 _MAX_WRITING = 64
-# Chunks that were asked for and not taken yet.
+# Pages that were asked for and not taken yet, at most.
 _MAX_READING = 64
 # A disk that finishes nothing in this time is not waited for.
 PATIENCE_S = 10.0
@@ -39,7 +39,7 @@ class HostMemory(Protocol):
 
 @final
 class DiskTier:
-    """Writes chunks to files, and reads them back, on a thread of its own; reading goes first.
+    """Writes pages to files, and reads them back, on a thread of its own; reading goes first.
 
     Contents of what was read come with `arrived`.
 

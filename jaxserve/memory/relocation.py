@@ -32,7 +32,7 @@ def fewest_moves(owned: Collection[int], num_pages: int) -> list[tuple[int, int]
 def page_sources(old_num_pages: int, num_pages: int, moves: Moves) -> np.ndarray:
     """int32 [num_pages]: of each page, which of the old ones it is a copy of.
 
-    Pages that the old pool did not have, and holds of nobody, are copies of the null page.
+    Pages that the old pool did not have are copies of the null page.
     """
     source = np.arange(num_pages, dtype=np.int32)
     source[old_num_pages:] = NULL_PAGE

@@ -26,7 +26,7 @@ class Outlook:
     Attributes:
       num_tokens: of the output, still to come.
       begins_in_s: 0 for one that runs; None, as below, before any step was timed.
-      ends_in_s: if nobody else came.
+      ends_in_s: if no other request came.
     """
 
     num_tokens: float
@@ -87,7 +87,7 @@ def _pages(scheduler: Scheduler, sequence: Sequence, num_tokens: float) -> int:
     """Reserved, or to be; where memory is taken as tokens come, the mean until the end."""
     if scheduler.policy.admission.extends:
         return sequence.kv.table.pages_for(int(sequence.planned_length + num_tokens / 2))
-    return sequence.kv.table.num_reserved or sequence.kv.table.pages_for(
+    return sequence.kv.table.reservation or sequence.kv.table.pages_for(
         scheduler.tokens_to_reserve(sequence)
     )
 

@@ -72,7 +72,7 @@ class StepPlan:
     Attributes:
       swaps_out: (device page, host page), contents to be kept on the host.
       swaps_in: (host page, device page), contents that come back.
-      releases: slots that serve nobody from now on.
+      releases: slots that serve no sequence from now on.
       moves: (from, to) slots, compaction; every `to` is free and every `from` becomes free.
       admissions: slots that begin to serve a sequence.
       page_updates: (slot, index in the slot's page table, page).
@@ -128,7 +128,7 @@ class StepResult:
       tokens: int32 [rows, iterations].
       num_tokens: int32 [rows], how many of them are valid: fewer where the slot ended early.
       finite: bool [rows], False where the model's logits were not.
-      logprobs: float32 [rows, iterations], or None when nobody asked.
+      logprobs: float32 [rows, iterations], or None when no row asked.
       top_ids, top_logprobs: [rows, iterations, MAX_LOGPROBS], or None.
       prompt_logprobs: row index -> its prompt log-probabilities.
       remaining: float32 [rows, buckets], what a probe read where each sampling row's last token was

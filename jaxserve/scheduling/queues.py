@@ -1,4 +1,4 @@
-"""Who waits, who runs, and the transitions between."""
+"""Waiting and running sequences, and the transitions between."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class Step:
         if self._window is None:
             return self.add_row(sequence, 1)
         count = min(max_iterations, sequence.num_outputs_left)
-        missing = sequence.kv.table.missing(sequence.kv.num_computed + count)
+        missing = sequence.kv.table.num_missing(sequence.kv.num_computed + count)
         if missing > (self._kv.num_available if self._extends else 0):
             count = 1
         self._num_iterations = count
@@ -221,7 +221,7 @@ class Step:
     # ---- memory ----
 
     def _fits(self, decoding: Seq[Sequence], count: int) -> bool:
-        missing = sum(s.kv.table.missing(s.kv.num_computed + count) for s in decoding)
+        missing = sum(s.kv.table.num_missing(s.kv.num_computed + count) for s in decoding)
         return missing <= self._kv.num_available
 
     def _with_room_to_decode(self) -> list[Sequence]:
@@ -239,7 +239,7 @@ class Step:
 
     def _secure(self, sequence: Sequence, length: int) -> bool:
         """Own the pages for `length` tokens, preempting others for them."""
-        if not self._extends and sequence.kv.table.missing(length):
+        if not self._extends and sequence.kv.table.num_missing(length):
             self._preempt(sequence, has_outgrown=True)
             return False
         while not self._kv.reserve(sequence, length):
@@ -269,7 +269,7 @@ class Step:
     def _num_reserved_left(self, sequence: Sequence) -> int:
         """Tokens for which its reservation still has room."""
         kv = sequence.kv
-        return kv.table.num_reserved * self.config.page_size - kv.num_computed
+        return kv.table.reservation * self.config.page_size - kv.num_computed
 
     def _has_outgrown(self, sequence: Sequence) -> bool:
         return not self._extends and self._num_reserved_left(sequence) <= 0

@@ -161,7 +161,7 @@ def _forget_some(engine: Engine, rng: random.Random) -> None:
     cache = engine._kv._cache
     cached = [page for page in range(1, 70) if cache.pool.is_cached(page)]
     for page in rng.sample(cached, len(cached) // 4):
-        cache.forget(cache.at(page))
+        cache.evict(cache.on_page(page))
 
 
 @pytest.mark.parametrize("name", POLICIES)

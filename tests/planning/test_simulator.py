@@ -143,7 +143,7 @@ def _shapes(steps, completions) -> list[tuple]:
     end_s = max(completion.timing.finished_s for completion in completions)
     return [
         (step.kind, step.num_rows, step.num_tokens, step.num_iterations, step.num_padding_tokens)
-        + (step.num_running, step.num_waiting, step.pages_owned, step.pages_promised)
+        + (step.num_running, step.num_waiting, step.pages_owned, step.pages_reserved)
         for step in steps
         if step.collected_s <= end_s
     ]

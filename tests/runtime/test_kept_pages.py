@@ -178,5 +178,5 @@ def test_stages_keep_pages_on_their_devices(expected):
         cache = rt._replicas.first.engine._kv._cache
         for page in range(1, rt.config.num_pages, 2):
             if cache.pool.is_cached(page):
-                cache.forget(cache.at(page))
+                cache.evict(cache.on_page(page))
         assert _talk(rt) == expected[0]

@@ -95,7 +95,7 @@ def test_without_a_prediction_the_longest_answer_is_reserved():
         )
     )
     engine.step()
-    assert engine.scheduler.running[0].kv.table.num_reserved == 200
+    assert engine.scheduler.running[0].kv.table.reservation == 200
 
 
 def test_who_outgrows_a_reservation_goes_to_the_host_and_comes_back_with_twice_as_much():
@@ -107,8 +107,8 @@ def test_who_outgrows_a_reservation_goes_to_the_host_and_comes_back_with_twice_a
     while engine.has_work:
         engine.step()
         engine.scheduler.check_integrity()
-        if sequence.phase is Phase.RUNNING and sequence.kv.table.num_reserved not in reserved:
-            reserved.append(sequence.kv.table.num_reserved)
+        if sequence.phase is Phase.RUNNING and sequence.kv.table.reservation not in reserved:
+            reserved.append(sequence.kv.table.reservation)
     assert reserved == [15, 30, 60]
     stats = engine.stats
     assert (stats.num_preemptions, stats.num_outgrown, stats.num_recomputed) == (2, 2, 0)

@@ -10,6 +10,7 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.memory.cached_page import PageKeys
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.tiered import Tiered
@@ -69,10 +70,8 @@ class Server:
         """(start, number of tokens) of the first step's rows."""
         return [(row.start, row.num_tokens) for row in self.executor.plans[0].rows]
 
-    def chunks(self, tokens: tuple[int, ...]):
+    def cached(self, tokens: tuple[int, ...]):
         """Of full pages, in order; None where there is none."""
-        from jaxserve.memory.chunks import PageKeys
-
         keys = PageKeys().of(tokens, CONFIG.page_size, self.cache.identity)
         return [(self.cache.find([key]) or [None])[0] for key in keys]
 
@@ -113,9 +112,9 @@ def test_what_was_dropped_is_computed_in_the_step_of_the_new_prompt():
     """Two ranges before the new prompt: three rows of one sequence, in order."""
     server = Server()
     (history,) = server.answer(PROMPT, max_tokens=15)
-    chunks = server.chunks(history)
+    cached = server.cached(history)
     for index in (0, 1, 4):
-        server.cache.forget(chunks[index])
+        server.cache.evict(cached[index])
     (known,) = server.answer((*history, 7))
     assert server.first_rows == [(0, 8), (16, 4), (32, 2)]
     assert len({row.slot for row in server.executor.plans[0].rows}) == 1
@@ -128,8 +127,8 @@ def test_more_ranges_than_rows_take_several_steps():
     """A step has as many rows as slots; ranges are computed in the order of their positions."""
     server = Server()
     (history,) = server.answer(tuple(range(1, 60)))
-    for chunk in server.chunks(history)[:14:2]:
-        server.cache.forget(chunk)
+    for page in server.cached(history)[:14:2]:
+        server.cache.evict(page)
     (known,) = server.answer((*history, 7))
     assert [len(plan.rows) for plan in server.executor.plans[:2]] == [4, 4]
     starts = [row.start for plan in server.executor.plans[:2] for row in plan.rows]
@@ -146,7 +145,7 @@ def test_pages_go_to_the_host_ahead_of_time_and_cost_nothing_until_they_are_recl
     server.answer((99,))
     copied = [copy for plan in server.executor.plans for copy in plan.swaps_out]
     assert len(copied) == 7  # of the 4 free ones it took 2; with 7 these are three quarters of 12
-    leading = [chunk.host_page is not None for chunk in server.chunks(history)]
+    leading = [page.host_page is not None for page in server.cached(history)]
     assert leading == [True] * 7 + [False]
     server.answer((*history, 5))
     assert server.first_rows == [(32, 4)]
@@ -191,7 +190,7 @@ def test_without_host_memory_leading_pages_are_dropped_first():
     server = Server(replace(CONFIG, num_pages=13, num_host_pages=0))
     (history,) = server.answer(tuple(range(1, 31)))
     server.answer(tuple(range(101, 120)))
-    lies = [chunk is not None for chunk in server.chunks(history)]
+    lies = [page is not None for page in server.cached(history)]
     assert lies == sorted(lies) and 0 < sum(lies) < len(lies)
 
 

@@ -8,15 +8,17 @@ from dataclasses import replace
 from typing import final
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.memory.chunks import Branch, PageKeys
+from jaxserve.memory.cached_page import Branch, PageKeys
 from jaxserve.memory.disk_tier import DiskTier, HostMemory
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.host_pool import HostPool
 from jaxserve.memory.page_cache import PageCache, Tier
 from jaxserve.memory.page_table import PageTable
+from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.relocation import Moves, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
 from jaxserve.scheduling.kv.costs import SwapCosts, page_cost
+from jaxserve.scheduling.kv.integrity import check_integrity
 from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager
 from jaxserve.scheduling.kv.sequence_kv import SequenceKV
 from jaxserve.scheduling.kv.swap_space import SwapSpace
@@ -69,14 +71,13 @@ class KVManager:
         self._host = HostPool(config.num_host_pages)
         swaps = policy.preemption.keeps_state and not retention.uses_host
         self._swap_space = SwapSpace(self._host if swaps else None, costs)
+        self._values = PageValues(
+            config.page_size, retention.eviction, page_cost(config, costs), now, _copy_s(costs)
+        )
         self._cache = PageCache(
             config.num_pages,
             self._host if retention.uses_host else None,
-            config.page_size,
-            retention.eviction,
-            page_cost(config, costs),
-            now,
-            0.0 if costs is None else costs.page_s,
+            self._values,
             disk=disk,
             host_memory=host_memory,
             identity=self._fingerprint(),
@@ -84,6 +85,7 @@ class KVManager:
         self._retrieval = Retrieval(self._cache, now, on_arrival)
         self._prefixes = PrefixCacheManager(
             self._cache,
+            self._values,
             self._retrieval,
             page_size=config.page_size,
             keeps_pages=retention.keeps_pages,
@@ -103,7 +105,7 @@ class KVManager:
         return PageUsage(
             num_usable=pool.num_usable,
             num_owned=pool.num_owned,
-            num_reserved=pool.num_promised,
+            num_reserved=pool.num_reserved,
             num_cached=pool.num_cached,
             num_available=pool.num_available,
             num_host=self._host.num_pages,
@@ -129,7 +131,7 @@ class KVManager:
 
     def residency(self, tokens: Seq[int]) -> list[Tier]:
         """Return the fastest tier on which each full page of a context lies."""
-        return [self._cache.where(key) for key in self._keys_of(tokens)]
+        return [self._cache.tier_of(key) for key in self._keys_of(tokens)]
 
     # ---- sequences that begin ----
 
@@ -159,7 +161,7 @@ class KVManager:
         if not kv.host_pages:
             entries = self._prefixes.begin(sequence, num_tokens)
         else:
-            entries = kv.table.grow(kv.num_computed) if kv.table.reserve(num_tokens) else None
+            entries = kv.table.allocate(kv.num_computed) if kv.table.reserve(num_tokens) else None
         if entries is None:
             raise AssertionError("begin() was called although the sequence does not fit")
         self._swap_space.admitted(sequence)
@@ -173,7 +175,7 @@ class KVManager:
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
         """Own pages for `num_tokens` tokens, all reserved before; returns new (index, page)."""
-        return sequence.kv.table.grow(num_tokens)
+        return sequence.kv.table.allocate(num_tokens)
 
     def computed(self, sequence: Sequence, start: int, end: int) -> None:
         """A plan computes a sequence's tokens up to `end`, the first of them at `start`."""
@@ -275,7 +277,7 @@ class KVManager:
     def fits(self, num_pages: int) -> bool:
         """Whether all reservations fit into a pool of `num_pages` pages."""
         pool = self._cache.pool
-        return pool.num_owned + pool.num_promised <= num_pages - 1
+        return pool.num_owned + pool.num_reserved <= num_pages - 1
 
     def shrink(self, num_pages: int) -> list[tuple[int, int]]:
         """Evict what a pool of `num_pages` pages has no room for; no step may be in flight.
@@ -284,7 +286,7 @@ class KVManager:
           The fewest (from, to) moves of pages; `resize` takes them, once they are carried out.
         """
         self._swap_space.drop_unsaved()
-        self._cache.forget_uncopied()
+        self._cache.drop_uncopied()
         self._cache.shrink(num_pages)
         return fewest_moves(self._cache.pool.held, num_pages)
 
@@ -303,12 +305,12 @@ class KVManager:
 
     def value_by(self, cost: RecomputeCost) -> None:
         """Value cached pages by what computing them costs, from here on."""
-        self._cache.value_by(cost)
+        self._values.value_by(cost)
 
     def swap_by(self, costs: SwapCosts | None) -> None:
         """Decide between copying and recomputing by these costs, from here on."""
         self._swap_space.costs = costs
-        self._cache.copy_by(0.0 if costs is None else costs.page_s)
+        self._values.copy_by(_copy_s(costs))
 
     def clear(self, suffix: bytes = b"") -> None:
         """Evict all cached pages: other weights compute other contents.
@@ -328,7 +330,7 @@ class KVManager:
         """
         branch = Branch(self._now())
         keys = self._keys_of(tokens)
-        return all(self._cache.bring(i, key, contents, branch) for i, key in enumerate(keys))
+        return all(self._cache.load(i, key, contents, branch) for i, key in enumerate(keys))
 
     def save(self) -> None:
         """Move everything on the host to the disk; nothing may run any more."""
@@ -363,26 +365,8 @@ class KVManager:
         Args:
           sequences: all that have not ended.
         """
-        self._cache.check_integrity()
-        pool = self._cache.pool
-        owned: dict[int, int] = {}
-        num_reserved = num_swapped = 0
-        for sequence in sequences:
-            kv = sequence.kv
-            holds = kv.table.num_reserved > 0
-            assert holds == (sequence.phase is Phase.RUNNING), f"{sequence.phase} holds={holds}"
-            num_reserved += kv.table.num_reserved - kv.table.num_pages
-            assert not holds or kv.num_computed <= kv.table.num_pages * self.config.page_size, (
-                "computed tokens lie outside the page table"
-            )
-            assert kv.num_cached <= kv.table.num_pages, "pages are cached that are not there"
-            for page in kv.table.pages:
-                owned[page] = owned.get(page, 0) + 1
-            num_swapped += len(kv.host_pages)
-            assert not kv.host_pages or sequence.phase is Phase.WAITING, "KV in two places"
-        assert num_reserved == pool.num_promised, "reservations do not add up"
-        assert len(owned) == pool.num_owned, "owned pages do not add up"
-        for page, count in owned.items():
-            assert pool.refcount(page) == count, f"page {page}: wrong reference count"
-        num_taken = self._host.num_pages - self._host.num_free
-        assert num_swapped + self._cache.num_host_pages == num_taken, "host pages do not add up"
+        check_integrity(self._cache, self._host, self.config.page_size, sequences)
+
+
+def _copy_s(costs: SwapCosts | None) -> float:
+    return 0.0 if costs is None else costs.page_s

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import final
 
-from jaxserve.memory.chunks import Branch, Chunk
+from jaxserve.memory.cached_page import Branch, CachedPage
 from jaxserve.memory.page_cache import PageCache
+from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.prefetch import Prefetch
 from jaxserve.memory.retrieval import Retrieval
 from jaxserve.scheduling.sequence import Phase, Sequence
@@ -19,6 +20,7 @@ class PrefixCacheManager:
 
     Args:
       cache: holds the pages.
+      values: what they are worth.
       retrieval: brings pages that waiting sequences have on the disk alone.
       keeps_pages: False to cache nothing; then the samples of one request still share its prompt.
       now: the clock.
@@ -33,6 +35,7 @@ class PrefixCacheManager:
     def __init__(
         self,
         cache: PageCache,
+        values: PageValues,
         retrieval: Retrieval,
         *,
         page_size: int,
@@ -46,7 +49,7 @@ class PrefixCacheManager:
         self.num_evicted = 0
         self._cache = cache
         self._retrieval = retrieval
-        self._prefetch = Prefetch(cache)
+        self._prefetch = Prefetch(cache, values)
         self._page_size = page_size
         self._keeps = keeps_pages
         self._now = now
@@ -63,7 +66,8 @@ class PrefixCacheManager:
         if not self._keeps:
             return len(self._pages_of_primary(sequence))
         refcount = self._cache.pool.refcount
-        return sum(c.page is not None and refcount(c.page) > 0 for c in self._find(sequence))
+        device_pages = [cached.device_page for cached in self._find(sequence)]
+        return sum(page is not None and refcount(page) > 0 for page in device_pages)
 
     def awaits_disk(self, sequence: Sequence) -> bool:
         """Whether pages of a waiting sequence are still to come from the disk; asks for them."""
@@ -82,15 +86,15 @@ class PrefixCacheManager:
         """
         if not self._cache.num_host_pages:
             return
-        awaited: dict[Chunk, Sequence] = {}
+        awaited: dict[CachedPage, Sequence] = {}
         for sequence in waiting:
-            chunks = self._find(sequence)
-            if any(chunk.page is None for chunk in chunks):
-                self._continue(chunks)
-            for chunk in chunks:
-                awaited.setdefault(chunk, sequence)
-        for chunk in self._prefetch.bring(list(awaited)):
-            awaited[chunk].kv.prefetched.add(chunk.index)
+            cached = self._find(sequence)
+            if any(page.device_page is None for page in cached):
+                self._continue(cached)
+            for page in cached:
+                awaited.setdefault(page, sequence)
+        for page in self._prefetch.bring(list(awaited)):
+            awaited[page].kv.prefetched.add(page.index)
 
     def begin(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
         """Reserve `num_tokens` tokens for a sequence, and begin with its cached pages.
@@ -100,32 +104,32 @@ class PrefixCacheManager:
         """
         loaded = self._retrieval.release(sequence.key)
         kv = sequence.kv
-        chunks = self._find(sequence)
-        shared = {c.index: c.page for c in chunks if c.page is not None}
+        cached = self._find(sequence)
+        shared = {c.index: c.device_page for c in cached if c.device_page is not None}
         if not self._keeps:
             shared = self._pages_of_primary(sequence)
-        num_pages = 1 + max([*shared, *(chunk.index for chunk in chunks)], default=-1)
+        num_pages = 1 + max([*shared, *(page.index for page in cached)], default=-1)
         if not kv.table.begin(num_tokens, shared, num_pages):
             return None
         pages = kv.table.pages
         found = set(shared)
         came = found & kv.prefetched
-        for chunk in chunks:
+        for page in cached:
             # Not those that were evicted just now, for the pages to begin with.
-            if chunk.page is None and chunk.host_page is not None:
-                self._cache.restore(chunk, pages[chunk.index])
-                found.add(chunk.index)
-                came.add(chunk.index)
+            if page.device_page is None and page.host_page is not None:
+                self._cache.restore(page, pages[page.index])
+                found.add(page.index)
+                came.add(page.index)
         kv.prefetched.clear()
         kv.begin_with(found, self._page_size)
         if self._keeps:
             self.num_hit_on_disk += len(came & loaded) * self._page_size
             self._count(sequence, len(found), len(came - loaded))
-            kv.branch = self._continue(chunks)
+            kv.branch = self._continue(cached)
             kv.branch.is_running = True
         return list(enumerate(pages))
 
-    def _find(self, sequence: Sequence) -> list[Chunk]:
+    def _find(self, sequence: Sequence) -> list[CachedPage]:
         if not self._keeps or sequence.wants_prompt_logprobs:
             return []
         return self._cache.find(self._keys_to_find(sequence))
@@ -145,18 +149,18 @@ class PrefixCacheManager:
         self.num_queried += len(keys) * self._page_size
         self.num_hit += num_hit * self._page_size
         self.num_hit_on_host += num_on_host * self._page_size
-        self.num_evicted += self._cache.num_lost(keys) * self._page_size
+        self.num_evicted += self._cache.num_evicted_of(keys) * self._page_size
 
-    def _continue(self, chunks: Seq[Chunk]) -> Branch:
-        """The conversation whose tip is the last of the chunks, or a new one, active now."""
-        last = chunks[-1] if chunks else None
+    def _continue(self, cached: Seq[CachedPage]) -> Branch:
+        """Return the conversation whose tip is the last of the pages, or a new one; active now."""
+        last = cached[-1] if cached else None
         branches = [] if last is None else last.branches
         ended_there = [each for each in branches if each.tip is last and not each.is_running]
         branch = ended_there[-1] if ended_there else Branch(self._now())
         branch.last_active_s = self._now()
-        for chunk in chunks:
-            chunk.join(branch)
-            branch.tip = chunk
+        for page in cached:
+            page.join(branch)
+            branch.tip = page
         return branch
 
     # ---- while they run ----
@@ -176,14 +180,16 @@ class PrefixCacheManager:
             self._add_page(sequence, index, keys[index])
         kv.num_cached = count
 
-    def _add_page(self, sequence: Sequence, index: int, key: bytes | None) -> Chunk:
+    def _add_page(self, sequence: Sequence, index: int, key: bytes | None) -> CachedPage:
         branch = sequence.kv.branch
         assert branch is not None
-        page = sequence.kv.table.pages[index]
-        chunk = self._cache.at(page) or self._cache.add(page, index, key, branch)
+        device_page = sequence.kv.table.pages[index]
+        page = self._cache.on_page(device_page)
+        if page is None:
+            page = self._cache.add(device_page, index, key, branch)
         if key is not None:
-            branch.tip = chunk
-        return chunk
+            branch.tip = page
+        return page
 
     # ---- sequences that go ----
 
@@ -205,10 +211,10 @@ class PrefixCacheManager:
         assert kv.branch is not None
         kv.branch.is_running = False
         kv.branch.last_active_s = self._now()
-        for page in kv.table.pages:
-            chunk = self._cache.at(page)
-            if chunk is not None:
-                chunk.join(kv.branch)
+        for device_page in kv.table.pages:
+            page = self._cache.on_page(device_page)
+            if page is not None:
+                page.join(kv.branch)
         kv.num_cached = 0
 
     def read(self, sequence: Sequence) -> None:
@@ -217,23 +223,23 @@ class PrefixCacheManager:
         To be called when none of its tokens is in flight.
         """
         kv = sequence.kv
-        for chunk in kv.unnamed:
-            if (chunk.index + 1) * self._page_size < sequence.num_known:
-                self._cache.name(chunk, self._keys(sequence)[chunk.index])
+        for page in kv.unnamed:
+            if (page.index + 1) * self._page_size < sequence.num_known:
+                self._cache.set_key(page, self._keys(sequence)[page.index])
             else:
-                self._cache.forget(chunk)
+                self._cache.evict(page)
         kv.unnamed.clear()
 
     def evict(self, sequence: Sequence) -> None:
         """Evict the pages that a sequence has or left and no other owns: its KV is not right."""
         kv = sequence.kv
-        for chunk in kv.unnamed:
-            self._cache.forget(chunk)
+        for page in kv.unnamed:
+            self._cache.evict(page)
         kv.unnamed.clear()
-        for page in kv.table.pages:
-            chunk = self._cache.at(page)
-            if chunk is not None and self._cache.pool.refcount(page) == 1:
-                self._cache.forget(chunk)
+        for device_page in kv.table.pages:
+            page = self._cache.on_page(device_page)
+            if page is not None and self._cache.pool.refcount(device_page) == 1:
+                self._cache.evict(page)
         if kv.branch is not None:
             kv.branch.is_running = False
         kv.num_cached = 0

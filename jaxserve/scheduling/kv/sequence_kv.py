@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import final
 
-from jaxserve.memory.chunks import Branch, Chunk, PageKeys
+from jaxserve.memory.cached_page import Branch, CachedPage, PageKeys
 from jaxserve.memory.page_table import PageTable
 
 
@@ -39,7 +39,7 @@ class SequenceKV:
     keys: PageKeys = field(default_factory=PageKeys)
     branch: Branch | None = None
     num_cached: int = 0
-    unnamed: list[Chunk] = field(default_factory=list)
+    unnamed: list[CachedPage] = field(default_factory=list)
     prefetched: set[int] = field(default_factory=set)
 
     def begin_with(self, cached: Collection[int], page_size: int) -> None:

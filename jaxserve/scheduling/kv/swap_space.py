@@ -56,7 +56,7 @@ class SwapSpace:
             kv.num_dropped = kv.num_computed
             kv.num_computed = 0
             return
-        kv.host_pages = host.take(count)
+        kv.host_pages = host.allocate(count)
         copies = tuple(zip(kv.table.pages, kv.host_pages, strict=False))
         self._saved.append((sequence, copies))
 
@@ -71,7 +71,7 @@ class SwapSpace:
         """Free a sequence's host pages; without a slot it is computed anew then."""
         kv = sequence.kv
         if kv.host_pages and self._host is not None:
-            self._host.release(kv.host_pages)
+            self._host.free(kv.host_pages)
             kv.host_pages = ()
             kv.num_computed = 0
 
@@ -100,7 +100,7 @@ class SwapSpace:
             kv = sequence.kv
             if kv.host_pages and self._host is not None:
                 copies += zip(kv.host_pages, kv.table.pages, strict=False)
-                self._host.release(kv.host_pages)
+                self._host.free(kv.host_pages)
                 kv.host_pages = ()
         self.num_pages_in += len(copies)
         return tuple(copies)

@@ -1,4 +1,4 @@
-"""Who is expected to need memory for longest goes first."""
+"""The sequence that is expected to need memory for longest goes first."""
 
 from __future__ import annotations
 
