@@ -35,6 +35,8 @@ class EngineStats:
       num_prefix_hit_on_host, num_prefix_hit_on_disk: of these, the ones that came from there.
       num_evicted_tokens: of the queried, those that it had evicted not long before.
       num_refined: times that a probe's reading changed what was expected of a sequence's length.
+      num_taken_back: output tokens that steps might have delivered and did not, although their
+        answers had not ended.
       max_pages_owned: most pages in use at once.
       busy_s: seconds with work on hand.
       host_gap_s: of these, seconds the device may have idled.
@@ -60,6 +62,7 @@ class EngineStats:
     num_prefix_hit_on_disk: int = 0
     num_evicted_tokens: int = 0
     num_refined: int = 0
+    num_taken_back: int = 0
     max_pages_owned: int = 0
     busy_s: float = 0.0
     host_gap_s: float = 0.0

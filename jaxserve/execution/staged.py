@@ -354,10 +354,10 @@ def _cut(
         start, tokens = row.start, row.num_tokens
         while tokens > left:
             if left:
-                batch.append((i, Row(row.slot, row.sequence_key, start, left, samples=False)))
+                batch.append((i, Row(row.slot, row.sequence_key, start, left, max_new_tokens=0)))
             yield batch
             start, tokens = start + left, tokens - left
             batch, left = [], size
-        batch.append((i, Row(row.slot, row.sequence_key, start, tokens, row.samples)))
+        batch.append((i, Row(row.slot, row.sequence_key, start, tokens, row.max_new_tokens)))
         left -= tokens
     yield batch

@@ -13,7 +13,7 @@ class PageTable:
     """Maps a sequence's positions to pages: position p lies in `pages[p // page_size]`.
 
     The reservation is the number of pages that the sequence owns or may still allocate. `reserve`
-    raises it, `allocate` uses it, `close` ends it.
+    raises it, `allocate` uses it, `trim` gives pages back to it, `close` ends it.
     """
 
     def __init__(self, pool: PagePool, page_size: int):
@@ -67,6 +67,15 @@ class PageTable:
         first = len(self._pages)
         self._pages += self._pool.allocate(count)
         return list(enumerate(self._pages[first:], first))
+
+    def trim(self, num_tokens: int) -> None:
+        """Free the pages beyond those for `num_tokens` tokens; the reservation stays."""
+        count = len(self._pages) - self.pages_for(num_tokens)
+        if count > 0:
+            self._pool.free(self._pages[-count:])
+            del self._pages[-count:]
+            self._pool.reserve(count)
+            self._num_unallocated += count
 
     def begin(self, num_tokens: int, shared: Mapping[int, int], num_pages: int) -> bool:
         """Reserve `num_tokens` tokens for this empty table; own the first `num_pages` pages.

@@ -32,15 +32,27 @@ class Admission:
 class Row:
     """`num_tokens` tokens of one slot from position `start` on, taken from the slot's own history.
 
-    `samples`: the row ends at the slot's newest token, and the step appends the next one.
+    A row that samples ends at the slot's newest token, and the step appends new ones: at most
+    `max_new_tokens`, and fewer where the answer ends or the device accepts fewer. So `start` is an
+    upper bound, too, until the steps before have been read. The device computes a sampling row's
+    last token where the slot's history ends, and a row that fell short goes on from there; a row
+    that reaches beyond the history and does not sample is inert.
+
+    Attributes:
+      max_new_tokens: 0 for a row that does not sample.
     """
 
     slot: int
     sequence_key: int
     start: int
     num_tokens: int
-    samples: bool
+    max_new_tokens: int
     wants_prompt_logprobs: bool = False
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step may append tokens to the slot."""
+        return self.max_new_tokens > 0
 
 
 @final
@@ -66,10 +78,12 @@ class StepPlan:
     """One step, carried out in the order of the fields.
 
     A plan depends on lengths only, never on token values, so it can be submitted before the
-    step before it has been read. Slots that ended on the device in the meantime are inert: their
-    rows write to the null page and deliver nothing.
+    step before it has been read. It is an upper bound: rows may deliver fewer tokens than they may
+    sample, and the scheduler takes back what did not come. Slots that ended on the device in the
+    meantime are inert: their rows write to the null page and deliver nothing.
 
     Attributes:
+      index: of the plan among its scheduler's.
       swaps_out: (device page, host page), contents to be kept on the host.
       swaps_in: (host page, device page), contents that come back.
       releases: slots that serve no sequence from now on.
@@ -81,6 +95,8 @@ class StepPlan:
         what rows before it write.
       num_iterations: 1 for a mixed step; N for a decode loop (each row one token, sampling).
       window_start, window_size: the slots that a decode loop runs over; size 0 for a mixed step.
+      group: of devices that carries the plan out, in order with its other plans; 0 for the only
+        one.
     """
 
     index: int
@@ -95,6 +111,7 @@ class StepPlan:
     window_start: int = 0
     window_size: int = 0
     needs: Needs = Needs()
+    group: int = 0
 
     @property
     def is_decode_loop(self) -> bool:
@@ -126,7 +143,7 @@ class StepResult:
 
     Attributes:
       tokens: int32 [rows, iterations].
-      num_tokens: int32 [rows], how many of them are valid: fewer where the slot ended early.
+      num_tokens: int32 [rows], how many of them are valid: at most the row's `max_new_tokens`.
       finite: bool [rows], False where the model's logits were not.
       logprobs: float32 [rows, iterations], or None when no row asked.
       top_ids, top_logprobs: [rows, iterations, MAX_LOGPROBS], or None.

@@ -42,8 +42,9 @@ class Scheduler:
     """Owns every sequence from submission to its end, and the slots that sequences hold.
 
     `plan` decides the next step from lengths alone and advances the sequences as if it had
-    already run; `apply` takes in what a step delivered. Plans are applied in the order in which
-    they were made; any number of them may lie in between.
+    already run, and had delivered all that it may; `apply` takes in what a step delivered, and back
+    what it did not. Plans are applied in the order in which they were made; any number of them may
+    lie in between.
 
     Args:
       policy: every decision; its state is the scheduler's alone.
@@ -67,6 +68,7 @@ class Scheduler:
         self._policy_state = policy.new_state()
         self._sequences: dict[int, Sequence] = {}
         self._num_plans = 0
+        self._num_taken_back = 0
         self._next_key = 0
 
     # ---- what there is ----
@@ -109,6 +111,7 @@ class Scheduler:
         return {
             "num_preemptions": self._queues.num_preemptions,
             "num_refined": self.beliefs.num_refined,
+            "num_taken_back": self._num_taken_back,
             **self._kv.counters(),
         }
 
@@ -212,7 +215,7 @@ class Scheduler:
         plan = step.finish(self._num_plans)
         self._num_plans += 1
         for sequence in dict.fromkeys(step.sequences):
-            if sequence.num_outputs_left == 0:
+            if sequence.num_outputs_left == 0 and not sequence.falls_short:
                 self._queues.close(sequence)
         return plan
 
@@ -243,6 +246,9 @@ class Scheduler:
             news.append(Progress(sequence, self._take(sequence, index, plan, result)))
             if sequence.num_in_flight == 0:
                 self._kv.all_read(sequence)
+                if sequence.phase is Phase.CLOSING:  # fewer tokens came than it was closed for
+                    self._kv.reopen(sequence)
+                    self._queues.wait(sequence)
             live.append((index, sequence))
         self.beliefs.take_in(plan, result, live)
         return news
@@ -264,7 +270,16 @@ class Scheduler:
             sequence.max_length, sequence.sample_index
         ):
             self.end(sequence, "length")
+        elif count < row.max_new_tokens:
+            self._take_back(sequence, row.max_new_tokens - count)
         return count
+
+    def _take_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """Plan a sequence's next tokens again: fewer came, although it has not ended."""
+        sequence.falls_short = True
+        self._num_taken_back += num_tokens
+        sequence.num_planned_outputs -= num_tokens
+        self._kv.take_back(sequence, num_tokens)
 
     # ---- another pool ----
 
@@ -305,3 +320,9 @@ class Scheduler:
         """Raise AssertionError when an invariant of DESIGN.md section 4 is broken."""
         self._queues.check_integrity()
         self._kv.check_integrity(self._sequences.values())
+        for sequence in self._sequences.values():
+            if sequence.phase is not Phase.FINISHED:
+                num_unread = sequence.num_planned_outputs - len(sequence.output)
+                assert num_unread >= 0, "more tokens came than were planned"
+                assert sequence.num_in_flight or not num_unread, "tokens are planned for ever"
+                assert sequence.num_outputs_left >= 0, "more tokens are planned than it may have"

@@ -17,7 +17,7 @@ class Phase(enum.Enum):
 
     WAITING = "waiting"  # in the pool, holds neither slot nor pages
     RUNNING = "running"  # holds a slot and pages
-    CLOSING = "closing"  # its last token is planned; slot and pages are gone
+    CLOSING = "closing"  # as many tokens are planned as it may have; slot and pages are gone
     FINISHED = "finished"
 
 
@@ -51,8 +51,8 @@ class Sequence:
     """Identity, tokens and phase of a sequence. Only the scheduler writes them.
 
     The device is ahead of what the host has read, so there are two counts of output tokens:
-    those known (`output`) and those planned (`num_planned_outputs`, known plus in flight). A live
-    sequence advances exactly as planned; one that ended early on the device advances no more.
+    those known (`output`) and those planned (`num_planned_outputs`, known plus in flight). What is
+    planned is a bound: where a step delivers fewer tokens, the difference is taken back.
 
     Attributes:
       key: unique within a scheduler; names the sequence in plans.
@@ -62,7 +62,9 @@ class Sequence:
       primary: the first sample of the request, whose prompt pages this one shares; None for itself.
       slot: row of the device batch while it runs.
       output: tokens that were read.
-      num_planned_outputs: output tokens, those in flight included.
+      num_planned_outputs: output tokens, and the most that may come of those in flight.
+      falls_short: whether a step has delivered fewer tokens than planned before the answer's end.
+        Such a sequence keeps its slot and pages until its last token has been read.
       num_in_flight: rows of submitted steps that have not been read.
       num_preemptions: how often it went back to the waiting pool.
       prediction: of the tokens that were still to come when `predicted_at` of the output had: at
@@ -80,6 +82,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     num_planned_outputs: int = 0
     num_in_flight: int = 0
+    falls_short: bool = False
     num_preemptions: int = 0
     scores: TokenScores = field(default_factory=TokenScores)
     times: SequenceTimes = field(default_factory=SequenceTimes)
@@ -110,6 +113,11 @@ class Sequence:
     @property
     def num_outputs_left(self) -> int:
         return self.max_length - self.planned_length
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether a token may be planned: the bound on its length is below its limit."""
+        return not self.falls_short or self.planned_length < self.max_length
 
     @property
     def num_known(self) -> int:

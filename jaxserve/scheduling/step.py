@@ -38,7 +38,7 @@ class Step:
         self._now = now
         # Of each row, beside its sequence.
         self._spans: list[tuple[int, int]] = []
-        self._samples: list[bool] = []
+        self._max_new: list[int] = []
         self._admitted: list[Sequence] = []
         self._new_pages: list[tuple[Sequence, int, int]] = []
         self._num_iterations = 1
@@ -70,7 +70,7 @@ class Step:
 
     @property
     def decoding(self) -> list[Sequence]:
-        return [s for s in self._queues.running if s.num_uncomputed == 1]
+        return [s for s in self._queues.running if s.num_uncomputed == 1 and s.may_grow]
 
     @property
     def prefilling(self) -> list[Sequence]:
@@ -108,7 +108,9 @@ class Step:
     def add_row(self, sequence: Sequence, num_tokens: int) -> bool:
         num_rows_left = self.config.max_slots - len(self.sequences)
         spans = sequence.kv.next_spans(num_tokens, num_rows_left)
-        if sequence.slot is None or not spans or not self._secure(sequence, spans[-1][1]):
+        if sequence.slot is None or not spans or not sequence.may_grow:
+            return False
+        if not self._secure(sequence, spans[-1][1]):
             return False
         self._advance(sequence, spans)
         return True
@@ -138,7 +140,7 @@ class Step:
 
     def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> bool:
         assert not self.sequences, "a decode loop is a step of its own"
-        if sequence.slot is None:
+        if sequence.slot is None or not sequence.may_grow:
             return False
         if self._has_outgrown(sequence):
             self._preempt(sequence, has_outgrown=True)
@@ -186,14 +188,14 @@ class Step:
                 for sequence, index, page in self._new_pages
                 if sequence.slot is not None
             ),
-            rows=tuple(map(self._row, self.sequences, self._spans, self._samples)),
+            rows=tuple(map(self._row, self.sequences, self._spans, self._max_new)),
             num_iterations=self._num_iterations,
             window_start=window_start,
             window_size=window_size,
             needs=_needs(self.sequences),
         )
 
-    def _row(self, sequence: Sequence, span: tuple[int, int], samples: bool) -> Row:
+    def _row(self, sequence: Sequence, span: tuple[int, int], max_new_tokens: int) -> Row:
         assert sequence.slot is not None
         start, end = span
         return Row(
@@ -201,7 +203,7 @@ class Step:
             sequence_key=sequence.key,
             start=start,
             num_tokens=1 if self._is_decode_loop else end - start,
-            samples=samples,
+            max_new_tokens=max_new_tokens,
             wants_prompt_logprobs=(
                 sequence.wants_prompt_logprobs and start < sequence.prompt_length - 1
             ),
@@ -210,10 +212,12 @@ class Step:
     def _advance(self, sequence: Sequence, spans: Seq[tuple[int, int]]) -> None:
         """After these tokens: a row that reaches the newest token plans the next one."""
         start, end = spans[-1]
-        samples = self._is_decode_loop or end == sequence.planned_length
-        if samples:
-            sequence.num_planned_outputs += end - start if self._is_decode_loop else 1
-        self._samples += [False] * (len(spans) - 1) + [samples]
+        if self._is_decode_loop:
+            max_new_tokens = end - start
+        else:
+            max_new_tokens = int(end == sequence.planned_length)
+        sequence.num_planned_outputs += max_new_tokens
+        self._max_new += [0] * (len(spans) - 1) + [max_new_tokens]
         self.sequences += [sequence] * len(spans)
         self._spans += spans
         self._kv.computed(sequence, spans[0][0], end)

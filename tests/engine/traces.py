@@ -16,7 +16,7 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import END_TOKEN, SimulatedExecutor
+from jaxserve.execution.simulated import END_TOKEN, Accepted, SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
@@ -116,6 +116,7 @@ class Trace:
     Args:
       with_conversations: requests share prefixes, and answers are answered, some of them late.
       probe: what its readings are like, see `PROBES`; None for no probe.
+      falls_short: steps deliver fewer tokens than they were planned for, now and then none.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Trace:
         with_faults: bool = False,
         with_conversations: bool = False,
         probe: str | None = None,
+        falls_short: bool = False,
     ):
         rng = random.Random(seed)
         self.seed = seed
@@ -142,6 +144,9 @@ class Trace:
         self._with_faults = with_faults
         self._with_conversations = with_conversations
         self._probe = probe
+        self._falls_short = falls_short
+        # How often a sequence that was closed in the last run turned out not to have ended.
+        self.num_reopened = 0
         # Those of scheduling in the last run.
         self.counters: dict[str, float] = {}
         # Predictions that readings changed in the last run.
@@ -166,6 +171,20 @@ class Trace:
             logits = np.zeros(PROBED.num + 1)
         return logits
 
+    def _accepted(self) -> Accepted:
+        """How many tokens come of those planned: none at times, but not twice in a row."""
+        rng, stalled = random.Random(f"{self.seed} accepted"), set()
+
+        def accepted(request: Request, sample: int, length: int) -> int:
+            at = (request.id, sample)
+            num = rng.choice([0, 1, 1, 2, 3, 100]) if at not in stalled else rng.randint(1, 3)
+            stalled.discard(at)
+            if num == 0:
+                stalled.add(at)
+            return num
+
+        return accepted
+
     def _draw(self, what: str, request: Request, sample: int, low: int, high: int) -> int:
         return random.Random(f"{self.seed} {what} {request.id} {sample}").randint(low, high)
 
@@ -175,6 +194,7 @@ class Trace:
         config: EngineConfig | None = None,
         clock: VirtualClock | None = None,
         disk: DiskTier | None = None,
+        is_alone: bool = False,
     ) -> Engine:
         """A fresh engine on a simulated executor."""
         clock = clock or VirtualClock()
@@ -185,6 +205,7 @@ class Trace:
             fault_length=(lambda request, i: self._draw("fault", request, i, 0, 90))
             if self._with_faults
             else None,
+            accepted=self._accepted() if self._falls_short and not is_alone else None,
             refinement=None if self._probe is None else REFINEMENT,
             reading=None if self._probe is None else self.reading,
         )
@@ -207,7 +228,7 @@ class Trace:
         clock = VirtualClock()
         engine = self.engine(policy, clock=clock, disk=disk)
         arriving, sequences = list(self.requests), []
-        self.asked, self.num_gaps = [], 0
+        self.asked, self.num_gaps, self.num_reopened = [], 0, 0
         answered: set[int] = set()
         idle = 0
         while arriving or engine.has_work:
@@ -221,8 +242,10 @@ class Trace:
             if resize_rate and rng.random() < resize_rate:
                 self._resize(engine, rng)
             before = _advancement(sequences)
+            closed = [s for s in sequences if s.phase is Phase.CLOSING]
             engine.step()
             engine.scheduler.check_integrity()
+            self.num_reopened += sum(s.phase is Phase.WAITING for s in closed)
             self.num_gaps += sum(len(sequence.kv.ahead) for sequence in engine.scheduler.running)
             if engine.awaits_disk and disk is not None:
                 idle = -1
@@ -283,7 +306,7 @@ class Trace:
             max_step_tokens=1000,
             max_decode_iterations=1,
         )
-        engine = self.engine(policy, config)
+        engine = self.engine(policy, config, is_alone=True)
         sequences = engine.add(request)
         while engine.has_work:
             engine.step()

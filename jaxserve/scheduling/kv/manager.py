@@ -183,6 +183,22 @@ class KVManager:
         if start < sequence.prompt_length:
             self._prefixes.computed(sequence)
 
+    def take_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """Fewer tokens came of a sequence than were planned: free the pages that were for them.
+
+        They go back to its reservation. Steps in flight do not write to them: the device goes on
+        where the sequence really is. Where not even one token came, the KV of the newest token is
+        computed again, to the same values.
+        """
+        kv = sequence.kv
+        if sequence.phase is Phase.WAITING and not kv.host_pages:
+            kv.num_dropped = max(0, kv.num_dropped - num_tokens)
+            return
+        kv.num_computed -= num_tokens
+        if sequence.phase is Phase.RUNNING:
+            kv.table.trim(kv.num_computed)
+            kv.num_cached = min(kv.num_cached, kv.table.num_pages)
+
     # ---- sequences that go ----
 
     def preempt(self, sequence: Sequence, *, has_outgrown: bool) -> None:
@@ -202,6 +218,10 @@ class KVManager:
         """Free the pages of a sequence whose last token is planned; full ones may be cached."""
         self._prefixes.leave(sequence)
         sequence.kv.close()
+
+    def reopen(self, sequence: Sequence) -> None:
+        """Begin anew with a sequence that was released and has not ended; it waits again."""
+        sequence.kv.num_dropped, sequence.kv.num_computed = sequence.kv.num_computed, 0
 
     def end(self, sequence: Sequence, *, is_right: bool) -> None:
         """Free what a sequence holds anywhere, after its phase and tokens are final.
