@@ -1,4 +1,4 @@
-"""From sequences on the move to pieces and completions that a user sees."""
+"""Turns sequences into the pieces and completions that a user sees."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Answer:
         return self._sink is not None and any(self._num_delivered)
 
     def restart(self) -> None:
-        """Forget what was delivered; only where nothing was shown."""
+        """Drop what was delivered; only where nothing was shown."""
         assert not self.has_shown
         self._num_delivered = [0] * len(self._num_delivered)
         if self._decoder is not None:
@@ -79,7 +79,7 @@ class Answer:
             self._assemblers = [TextAssembler(self._decoder(), stops) for _ in self._assemblers]
 
     def deliver(self, sequence: Running, scheduler: Scheduler) -> None:
-        """Take in what is new of `sequence`; ends it when a stop string is complete."""
+        """Take in the new tokens of `sequence`, and end it when a stop string is complete."""
         i = sequence.sample_index
         new = sequence.output[self._num_delivered[i] :]
         if self._assemblers and not self._was_cut[i]:
@@ -93,7 +93,7 @@ class Answer:
     def settle(self, keep: Callable[[Completion], None]) -> bool:
         """Resolve the future if every sample has ended; returns whether it did.
 
-        `keep` sees the completion before anybody who waits for it.
+        `keep` is called with the completion before the future is resolved.
         """
         if any(sequence.phase is not Phase.FINISHED for sequence in self.sequences):
             return False

@@ -33,7 +33,7 @@ class StepRecord:
       pages_cached: not in use, with contents that may be wanted again.
       pages_out, pages_in: copied to the host before it, and back.
       host_gap_s: how long the device may have idled before it.
-      collected_s: when the host had read it; None if it never did.
+      collected_s: when the host had read it; None if it did not.
       replica: whose step it was; `index` counts each replica's own.
     """
 
@@ -61,7 +61,7 @@ class StepRecord:
 class RequestRecord:
     """One request that has ended; `num_output_tokens` over all its samples.
 
-    `conversation_id` says whose turn it was, if anybody's.
+    `conversation_id` is that of its conversation, if it was the turn of one.
     """
 
     request_id: str
@@ -74,7 +74,7 @@ class RequestRecord:
 
 @final
 class Recorder:
-    """Written by the engine's thread, read by any."""
+    """Keeps the newest records. Written by the engine's thread, read by any."""
 
     def __init__(self, config: EngineConfig, replica: int = 0):
         self._config = config

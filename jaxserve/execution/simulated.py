@@ -84,8 +84,8 @@ class SimulatedExecutor:
       refinement: what readings are worth; None for no probe.
       reading: what the probe reads.
       vocab_size: tokens are drawn from 1 to vocab_size - 1; 0 is the end token.
-      reads_context: False where only lengths and times matter: many times faster, but a token then
-        says nothing about its context, and a wrong page table goes unnoticed.
+      reads_context: False where only lengths and times matter: many times faster, but tokens do not
+        depend on their context then, and a wrong page table goes unnoticed.
     """
 
     def __init__(

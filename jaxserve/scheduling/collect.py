@@ -1,4 +1,4 @@
-"""Taking a step's arrays apart, sequence by sequence."""
+"""Takes a step's arrays apart, sequence by sequence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def append_outputs(sequence: Sequence, result: StepResult, row: int, count: int)
 
 
 def append_prompt_logprobs(sequence: Sequence, start: int, part: PromptLogprobs) -> None:
-    """Keep what a prefill row says about the prompt tokens that follow its own."""
+    """Keep the log-probabilities of the prompt tokens that follow those of a prefill row."""
     wanted = sequence.request.params.prompt_logprobs or 0
     prompt = sequence.request.prompt
     for i in range(len(part.logprobs)):

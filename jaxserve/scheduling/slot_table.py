@@ -1,4 +1,4 @@
-"""Rows of the device batch: which are taken, and how to bring the live ones together."""
+"""Slots of the device batch: which are live, and how to bring those together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxserve.core.config import bucket
 
 
 def fewest_moves_window(live: Sequence[bool], size: int) -> int:
-    """Start of the window of `size` slots that already holds the most live ones.
+    """Return the start of the window of `size` slots that already holds the most live ones.
 
     Moving the live slots outside of it into its holes then moves the fewest. O(n) by a sliding
     window, as Algorithm 3 of Flover (section V-D); unlike the listing there, the first window
@@ -26,7 +26,7 @@ def fewest_moves_window(live: Sequence[bool], size: int) -> int:
 
 @final
 class SlotTable:
-    """Which slots are live. A decode loop runs over a contiguous window of them."""
+    """Counts which slots are live. A decode loop runs over a contiguous window of slots."""
 
     def __init__(self, num_slots: int, buckets: tuple[int, ...]):
         self._live = [False] * num_slots

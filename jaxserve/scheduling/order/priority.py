@@ -11,7 +11,7 @@ from jaxserve.scheduling.sequence import Sequence
 @final
 @dataclass(frozen=True)
 class Priority:
-    """By priority (higher first), then deadline (earlier first), then arrival; with ageing.
+    """Orders by priority (higher first), then deadline (earlier first), then arrival; with ageing.
 
     A level of priority is a head start of `ageing_s`, and so at most is a deadline. A
     request is overtaken only by requests that arrive less than `(1 + levels) * ageing_s` after it,
