@@ -35,7 +35,14 @@ DEFAULT = "vllm_like,pensieve_device_only,pensieve_lru,pensieve,auto"
 # Of the engine, as simulated runs have them too.
 COUNTERS = (
     *("num_steps", "num_iterations", "num_tokens", "num_preemptions", "num_recomputed"),
-    *("num_sought", "num_found", "num_found_on_host", "num_lost", "num_pages_out", "num_pages_in"),
+    *(
+        "num_prefix_queried",
+        "num_prefix_hit",
+        "num_prefix_hit_on_host",
+        "num_evicted_tokens",
+        "num_pages_out",
+        "num_pages_in",
+    ),
     "host_gap_s",
 )
 Play = Callable[[Policy, list[Talk], str], dict[str, Any]]
@@ -177,7 +184,7 @@ def _print_table(result: dict[str, Any]) -> None:
         for name, curve in each["policies"].items():
             for point in curve["points"]:
                 engine = point["engine"]
-                sought = max(1, engine["num_sought"])
+                sought = max(1, engine["num_prefix_queried"])
                 table.add_row(
                     name,
                     f"{point['rate']:.3g}",
@@ -186,9 +193,9 @@ def _print_table(result: dict[str, Any]) -> None:
                     f"{point['normalised_latency_s']['p50']:.3f}",
                     f"{point['normalised_latency_s']['p90']:.3f}",
                     f"{point['time_to_first_token_s']['p50']:.2f}",
-                    f"{engine['num_found'] / sought:.0%}",
-                    f"{engine['num_found_on_host'] / sought:.0%}",
-                    str(engine["num_lost"]),
+                    f"{engine['num_prefix_hit'] / sought:.0%}",
+                    f"{engine['num_prefix_hit_on_host'] / sought:.0%}",
+                    str(engine["num_evicted_tokens"]),
                 )
             table.add_section()
         show(table)

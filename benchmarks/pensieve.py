@@ -39,7 +39,13 @@ from jaxserve.workload.conversations import Talk, Talks, sample
 FACTOR = 1.4
 COUNTERS = (
     *("num_steps", "num_iterations", "num_tokens", "num_preemptions", "num_pages_out"),
-    *("num_pages_in", "num_sought", "num_found", "num_found_on_host", "num_lost"),
+    *(
+        "num_pages_in",
+        "num_prefix_queried",
+        "num_prefix_hit",
+        "num_prefix_hit_on_host",
+        "num_evicted_tokens",
+    ),
 )
 
 
@@ -278,10 +284,15 @@ def _print_tables(result: dict[str, Any]) -> None:
             table.add_row(
                 each["model"],
                 f"{pair[0]['rate']:.2f}",
-                *(f"{e['num_found'] / max(1, e['num_sought']):.1%}" for e in (lru, other)),
-                str(lru["num_lost"]),
-                str(other["num_lost"]),
-                f"{1 - other['num_lost'] / lru['num_lost']:.1%}" if lru["num_lost"] else "",
+                *(
+                    f"{e['num_prefix_hit'] / max(1, e['num_prefix_queried']):.1%}"
+                    for e in (lru, other)
+                ),
+                str(lru["num_evicted_tokens"]),
+                str(other["num_evicted_tokens"]),
+                f"{1 - other['num_evicted_tokens'] / lru['num_evicted_tokens']:.1%}"
+                if lru["num_evicted_tokens"]
+                else "",
             )
     show(table)
 

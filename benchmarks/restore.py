@@ -30,7 +30,6 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.build import build_executor, enable_compilation_cache, platform_defaults
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.memory.chunks import Branch, PageKeys
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.models.store import LoadedModel, load_model
@@ -117,8 +116,6 @@ class _Server:
         self._executor = built
         self._clock = WallClock()
         self._engine = Engine(built, PRESETS["pensieve"], self._clock)
-        self._cache = self._engine.scheduler.keeper.cache
-        self._cache.host_memory = built
         # The null page's: what they are changes no time.
         self._contents = built.read_host_page(built.config.num_host_pages)
         self._num_runs = 0
@@ -141,10 +138,10 @@ class _Server:
         if way == "on_device":
             first = self._add_prompt(prompt, 1)
             self._step_until(lambda: first.phase is Phase.FINISHED)
-        num_in = self._cache.num_pages_in
+        num_in = self._engine.stats.num_pages_in
         figures = self._turn(prompt, others, blocker, token_s)
         expected = 0 if way == "on_device" else length // self.page_size
-        came = self._cache.num_pages_in - num_in
+        came = self._engine.stats.num_pages_in - num_in
         if came != expected:
             raise AssertionError(f"{came} pages came back, not {expected}")
         for sequence in others:
@@ -162,18 +159,18 @@ class _Server:
         before = len(others[0].output)
         begin_s = latest_s = self._clock.now()
         turn, longest_s = self._add_prompt(prompt, 4), 0.0
-        while turn.first_token_s is None:
+        while turn.times.first_token_s is None:
             num_tokens = len(others[0].output)
             self._engine.step()
             if len(others[0].output) > num_tokens:
                 now_s = self._clock.now()
                 longest_s, latest_s = max(longest_s, now_s - latest_s), now_s
-        spent_s, num_tokens = turn.first_token_s - begin_s, len(others[0].output) - before
-        own_s = begin_s if blocker is None else blocker.finished_s
+        spent_s, num_tokens = turn.times.first_token_s - begin_s, len(others[0].output) - before
+        own_s = begin_s if blocker is None else blocker.times.finished_s
         assert own_s is not None, "the turn did not wait"
         self._step_until(lambda: turn.phase is Phase.FINISHED)
         return {
-            "first_token_s": turn.first_token_s - own_s,
+            "first_token_s": turn.times.first_token_s - own_s,
             "others_lost_s": spent_s - token_s * num_tokens,
             "others_longest_gap_s": longest_s,
         }
@@ -182,20 +179,16 @@ class _Server:
         """Nothing is kept of the run before."""
         self._engine.drain()
         self._num_runs += 1
-        self._cache.clear(str(self._num_runs).encode())
         restore = "on_admission" if way == "on_device" else way
-        config = replace(self._executor.config, restore=restore)
-        self._executor.config = self._engine.scheduler.config = config
+        self._executor.config = replace(self._executor.config, restore=restore)
+        self._engine = Engine(self._executor, PRESETS["pensieve"], self._clock)
 
     def _put_on_host(self, tokens: tuple[int, ...]) -> None:
-        branch = Branch(self._clock.now())
-        keys = PageKeys().of(tokens, self.page_size, self._cache.identity)
-        for index, key in enumerate(keys):
-            if not self._cache.bring(index, key, self._contents, branch):
-                raise InvalidConfigError(
-                    f"the host has no room for {len(tokens)} tokens; give a larger --kv-memory, "
-                    "after which the host's goes, or shorter --lengths"
-                )
+        if not self._engine.preload(tokens, self._contents):
+            raise InvalidConfigError(
+                f"the host has no room for {len(tokens)} tokens; give a larger --kv-memory, after "
+                "which the host's goes, or shorter --lengths"
+            )
 
     def _undisturbed(self, other: Sequence) -> float:
         begin_s, before = self._clock.now(), len(other.output)

@@ -80,9 +80,7 @@ def make_copies_free(rt: Runtime) -> None:
 
     So small a model may compute a page faster than it is copied, which this machine decides.
     """
-    scheduler = rt._replicas.first.engine.scheduler
-    scheduler.supervisor._costs = None
-    scheduler.keeper.cache._copy_s = 0.0
+    rt._replicas.first.engine.swap_by(None)
 
 
 def letter_tokenizer() -> Tokenizer:

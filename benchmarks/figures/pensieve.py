@@ -69,7 +69,7 @@ def _evictions(result: Result, link: str) -> Iterator[list[str]]:
         lru, ours = (_by_rate(result, s, policy) for policy in ("pensieve_lru", "pensieve"))
         for rate in sorted(lru.keys() & ours.keys()):
             engines = [(*found[rate], "engine") for found in (lru, ours)]
-            lost = [result.number(*engine, "num_lost") for engine in engines]
+            lost = [result.number(*engine, "num_evicted_tokens") for engine in engines]
             if not lost[0]:
                 continue
             yield [
@@ -124,5 +124,5 @@ def _title(result: Result, s: int) -> str:
 
 def _share_found(result: Result, engine: tuple[str | int, ...]) -> float:
     """Of what the cache was asked for."""
-    sought = max(1.0, result.number(*engine, "num_sought"))
-    return result.number(*engine, "num_found") / sought
+    sought = max(1.0, result.number(*engine, "num_prefix_queried"))
+    return result.number(*engine, "num_prefix_hit") / sought

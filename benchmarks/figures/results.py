@@ -10,6 +10,15 @@ from typing import Any, final
 
 from jaxserve.core.errors import InvalidConfigError
 
+# Counters by the names that they had when some of the committed results were written.
+_FORMER_NAMES = {
+    "num_prefix_queried": "num_sought",
+    "num_prefix_hit": "num_found",
+    "num_prefix_hit_on_host": "num_found_on_host",
+    "num_prefix_hit_on_disk": "num_found_on_disk",
+    "num_evicted_tokens": "num_lost",
+}
+
 # What may lie in the folder, in the order of the pages.
 KINDS = (
     *("offline", "policies", "online", "conversations", "flover", "simulate", "predictor"),
@@ -42,6 +51,8 @@ class Result:
         """
         found: Any = self.data
         for depth, key in enumerate(keys):
+            if isinstance(found, dict) and key not in found:
+                key = _FORMER_NAMES.get(str(key), key)
             try:
                 found = found[key]
             except (KeyError, IndexError, TypeError):

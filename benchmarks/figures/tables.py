@@ -183,7 +183,7 @@ def _conversations(result: Result, link: str) -> str:
         )
         for policy, curve in result.items("sets", s, "policies"):
             at = ("sets", s, "policies", policy, "points", len(curve["points"]) - 1)
-            sought = max(1.0, result.number(*at, "engine", "num_sought"))
+            sought = max(1.0, result.number(*at, "engine", "num_prefix_queried"))
             most = f"[over {result.number(*at, 'requests_per_s'):.2f}]({link})"
             served, ratio = curve["requests_per_s_at_bound"], curve["of_stateless"]
             rows.append(
@@ -193,9 +193,9 @@ def _conversations(result: Result, link: str) -> str:
                     most if served is None else linked(served, ".2f", link),
                     "" if ratio is None else f"{ratio:.2f}",
                     f"{result.number(*at, 'requests_per_s'):.2f}",
-                    f"{result.number(*at, 'engine', 'num_found') / sought:.0%}",
-                    f"{result.number(*at, 'engine', 'num_found_on_host') / sought:.0%}",
-                    f"{result.number(*at, 'engine', 'num_lost'):.0f}",
+                    f"{result.number(*at, 'engine', 'num_prefix_hit') / sought:.0%}",
+                    f"{result.number(*at, 'engine', 'num_prefix_hit_on_host') / sought:.0%}",
+                    f"{result.number(*at, 'engine', 'num_evicted_tokens'):.0f}",
                 ]
             )
     arguments = result.get("arguments")

@@ -24,8 +24,8 @@ from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import PageCopies, StepPlan
-from jaxserve.scheduling.supervisor import SwapCosts
 from jaxserve.steps.batches import MixedBatch
 from jaxserve.steps.packing import (
     decode_window,
@@ -138,6 +138,11 @@ class DeviceExecutor:
     def update_params(self, params: Any) -> None:
         """See `ModelExecutor`."""
         self._params = params
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """See `Executor`."""
+        return self if self.config.num_host_pages else None
 
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""

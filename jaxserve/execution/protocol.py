@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from jaxserve.core.config import EngineConfig
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import StepPlan, StepResult
-from jaxserve.scheduling.supervisor import SwapCosts
 from predictor import Refinement
 
 
@@ -50,6 +50,11 @@ class Executor(Protocol):
     @property
     def host_memory(self) -> HostMemory | None:
         """Access to the pages on the host, for a disk tier; None without such pages."""
+        ...
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """The contents of the host's pages, for a disk; None where they cannot be read."""
         ...
 
     def submit(self, plan: StepPlan) -> StepHandle: ...

@@ -22,8 +22,8 @@ from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import Row, StepPlan
-from jaxserve.scheduling.supervisor import SwapCosts
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.packing import (
     decode_window,
@@ -80,6 +80,7 @@ class StagedExecutor:
     ):
         self.config = stages[0].programs.config
         self.swap_costs: SwapCosts | None = None
+        self.host_memory: HostMemory | None = None
         self.refinement: Refinement | None = None
         self.host_memory: HostMemory | None = None
         self.group: GroupRole | None = None
@@ -377,10 +378,10 @@ def _cut(
         start, tokens = row.start, row.num_tokens
         while tokens > left:
             if left:
-                batch.append((i, Row(row.slot, row.sequence_key, start, left, samples=False)))
+                batch.append((i, Row(row.slot, row.sequence_key, start, left, max_new_tokens=0)))
             yield batch
             start, tokens = start + left, tokens - left
             batch, left = [], size
-        batch.append((i, Row(row.slot, row.sequence_key, start, tokens, row.samples)))
+        batch.append((i, Row(row.slot, row.sequence_key, start, tokens, row.max_new_tokens)))
         left -= tokens
     yield batch

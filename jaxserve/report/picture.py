@@ -51,7 +51,7 @@ def _draw_batch(axes: Any, times: Sequence[float], report: Report) -> None:
 
 def _draw_pages(axes: Any, times: Sequence[float], report: Report) -> None:
     owned = over_replicas(report.steps, lambda step: step.pages_owned)
-    reserved = over_replicas(report.steps, lambda step: step.pages_owned + step.pages_promised)
+    reserved = over_replicas(report.steps, lambda step: step.pages_owned + step.pages_reserved)
     axes.fill_between(times, owned, step="post", alpha=0.7, label="in use")
     axes.fill_between(times, owned, reserved, step="post", alpha=0.3, label="reserved")
     axes.axhline(report.num_pages, color="0.4", linestyle="--", linewidth=1, label="pool")

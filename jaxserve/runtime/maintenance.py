@@ -63,7 +63,7 @@ class Maintenance:
 
     def residency(self, token_ids: Sequence[int]) -> list[Tier]:
         """See `Runtime.residency`."""
-        found = [r.engine.scheduler.keeper.residency(token_ids) for r in self._replicas.all]
+        found = [r.engine.residency(token_ids) for r in self._replicas.all]
         return min(found, key=lambda tiers: tiers.count("nowhere"))
 
     def forget_kept_pages(self) -> None:
@@ -129,4 +129,4 @@ class Maintenance:
 
     def _value_pages_by(self, cost: RecomputeCost) -> None:
         for replica in self._replicas.all:
-            replica.engine.scheduler.keeper.cache.value_by(cost)
+            replica.engine.value_by(cost)

@@ -71,12 +71,11 @@ class Replicas:
         disks: Sequence[DiskTier] = (),
     ):
         engines = [
-            Engine(executor, policy, clock, replica=index)
-            for index, (executor, _) in enumerate(executors)
+            Engine(executor, policy, clock, replica=index, disk=disk)
+            for index, ((executor, _), disk) in enumerate(
+                zip(executors, disks or [None] * len(executors), strict=True)
+            )
         ]
-        for engine, (executor, _), disk in zip(engines, executors, disks, strict=False):
-            assert executor.host_memory is not None
-            engine.use_disk(disk, executor.host_memory)
         self.all = tuple(
             Replica(executor, size, engine, EngineLoop(engine, clock, logs))
             for (executor, size), engine in zip(executors, engines, strict=True)
@@ -182,8 +181,8 @@ class Replicas:
             policy=self.first.engine.scheduler.policy.name,
             num_pages=sum(replica.executor.config.num_pages - 1 for replica in self.all),
             kernels=dispatch.choices(),
-            num_sought=sum(replica.engine.stats.num_sought for replica in self.all),
-            num_found=sum(replica.engine.stats.num_found for replica in self.all),
+            num_prefix_queried=sum(r.engine.stats.num_prefix_queried for r in self.all),
+            num_prefix_hit=sum(r.engine.stats.num_prefix_hit for r in self.all),
         )
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ class Outlook:
     Attributes:
       num_tokens: of the output, still to come.
       begins_in_s: 0 for one that runs; None, as below, before any step was timed.
-      ends_in_s: if nobody else came.
+      ends_in_s: if no other request came.
     """
 
     num_tokens: float
@@ -56,7 +56,7 @@ def outlooks(scheduler: Scheduler, iteration_s: float | None) -> dict[str, Outlo
     # Of those that run: (when it ends, its pages).
     busy = list(zip(ends, pages, strict=False))
     heapq.heapify(busy)
-    num_free = scheduler.pool.num_usable - sum(pages[:num_running])
+    num_free = scheduler.page_usage().num_usable - sum(pages[:num_running])
     now = 0.0
     for i in range(num_running, len(sequences)):
         while busy and (len(busy) >= config.max_slots or pages[i] > num_free):
@@ -86,8 +86,8 @@ def outlooks(scheduler: Scheduler, iteration_s: float | None) -> dict[str, Outlo
 def _pages(scheduler: Scheduler, sequence: Sequence, num_tokens: float) -> int:
     """Reserved, or to be; where memory is taken as tokens come, the mean until the end."""
     if scheduler.policy.admission.extends:
-        return sequence.table.pages_for(int(sequence.planned_length + num_tokens / 2))
-    return sequence.table.num_reserved or sequence.table.pages_for(
+        return sequence.kv.table.pages_for(int(sequence.planned_length + num_tokens / 2))
+    return sequence.kv.table.reservation or sequence.kv.table.pages_for(
         scheduler.tokens_to_reserve(sequence)
     )
 

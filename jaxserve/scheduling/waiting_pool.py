@@ -6,19 +6,25 @@ import bisect
 from collections.abc import Callable, Iterator
 from typing import final
 
+from jaxserve.scheduling.kv.prefix_cache import num_shareable
 from jaxserve.scheduling.policy import Order
 from jaxserve.scheduling.sequence import Phase, Sequence
 
 
 @final
 class WaitingPool:
-    """In the policy's order. Who does not fit is passed by others as often as the order allows."""
+    """Waiting sequences in the policy's order.
+
+    A sequence that does not fit is passed by others as often as the order allows.
+    """
 
     def __init__(self, order: Order, page_size: int):
         self._order = order
         self._page_size = page_size
         self._sequences: list[Sequence] = []
-        # So many available pages are known to be too few for any of those that wait.
+        # Admissions that went before a sequence although it came first; 0 where it has no entry.
+        self._num_passed: dict[Sequence, int] = {}
+        # This many available pages are known to be too few for any waiting sequence.
         self._too_few_pages = 0
 
     def __len__(self) -> int:
@@ -28,28 +34,30 @@ class WaitingPool:
         return iter(tuple(self._sequences))
 
     def add(self, sequence: Sequence) -> None:
+        """Put a sequence where the order has it."""
         self._too_few_pages = 0
         bisect.insort(self._sequences, sequence, key=self._order.key)
 
     def remove(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """Take out a sequence that has ended."""
         self._sequences.remove(sequence)
+        self._num_passed.pop(sequence, None)
 
     def sort(self) -> None:
-        """After limits have changed that the order may go by."""
+        """Sort again after limits have changed that the order may go by."""
         self._too_few_pages = 0
         self._sequences.sort(key=self._order.key)
 
     def ready(self) -> Iterator[Sequence]:
-        """Those that could run at once if they fitted.
+        """Yield the sequences that could run at once if they fitted.
 
-        Unless others may pass it, one whose tokens are still in flight is the end of them.
+        One whose tokens are still in flight is the end of them, unless others may pass it.
         """
         for sequence in self._sequences:
             if sequence.num_in_flight:
                 if not self._may_be_passed(sequence):
                     return
-            elif not _waits_for_leader(sequence, self._page_size):
+            elif not _waits_for_primary(sequence, self._page_size):
                 yield sequence
 
     def first_that(
@@ -58,12 +66,12 @@ class WaitingPool:
         awaits: Callable[[Sequence], bool],
         num_available: int,
     ) -> Sequence | None:
-        """The first that fits, if it may pass those before it.
+        """Return the first that fits, if it may pass those before it.
 
         Args:
           fits: whether it does into `num_available` pages; more pages are no worse, and nothing
-            else makes it fit later but its coming back into the pool.
-          awaits: whether it fits but waits for something else; then anybody may pass it.
+            else makes it fit later except its coming back into the pool.
+          awaits: whether it fits but waits for something else; then any other may pass it.
         """
         if num_available <= self._too_few_pages:
             return None
@@ -81,25 +89,20 @@ class WaitingPool:
         return None
 
     def admit(self, sequence: Sequence) -> None:
-        """It runs from now on; those before it were passed."""
+        """Take out a sequence that runs from now on; those before it were passed."""
         at = self._sequences.index(sequence)
         for passed in self._sequences[:at]:
-            passed.num_passed += 1
+            self._num_passed[passed] = self._num_passed.get(passed, 0) + 1
         del self._sequences[at]
-        sequence.num_passed = 0
+        self._num_passed.pop(sequence, None)
 
     def _may_be_passed(self, sequence: Sequence) -> bool:
-        return sequence.num_passed < self._order.max_passes
+        return self._num_passed.get(sequence, 0) < self._order.max_passes
 
 
-def num_shareable(sequence: Sequence, page_size: int) -> int:
-    """Full prompt pages, which samples of one request share; at least one token stays."""
-    return (sequence.prompt_length - 1) // page_size
-
-
-def _waits_for_leader(sequence: Sequence, page_size: int) -> bool:
-    leader = sequence.leader
-    if leader is None or leader.phase in (Phase.CLOSING, Phase.FINISHED):
+def _waits_for_primary(sequence: Sequence, page_size: int) -> bool:
+    primary = sequence.primary
+    if primary is None or primary.phase in (Phase.CLOSING, Phase.FINISHED):
         return False
     shareable = num_shareable(sequence, page_size) * page_size
-    return leader.phase is Phase.WAITING or leader.num_computed < shareable
+    return primary.phase is Phase.WAITING or primary.kv.num_computed < shareable

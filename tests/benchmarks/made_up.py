@@ -69,7 +69,12 @@ def results() -> dict[str, dict[str, Any]]:
         }
         for policy, speed in speeds.items()
     }
-    found = {"num_sought": 100, "num_found": 50, "num_found_on_host": 10, "num_lost": 7}
+    found = {
+        "num_prefix_queried": 100,
+        "num_prefix_hit": 50,
+        "num_prefix_hit_on_host": 10,
+        "num_evicted_tokens": 7,
+    }
     talks = {
         policy: {
             "points": [{**point, "engine": found} for point in curve["points"]],

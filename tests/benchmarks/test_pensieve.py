@@ -60,7 +60,7 @@ def test_kept_histories_make_answers_faster():
     }
     p90 = {name: each["normalised_latency_s"]["p90"] for name, each in figures.items()}
     assert p90["pensieve"] < p90[pensieve.STATELESS]
-    found = {name: each["engine"]["num_found"] for name, each in figures.items()}
+    found = {name: each["engine"]["num_prefix_hit"] for name, each in figures.items()}
     assert found[pensieve.STATELESS] == 0
     assert found["pensieve_device_only"] < found["pensieve"]
     assert all(each["num_failed"] == 0 for each in figures.values())

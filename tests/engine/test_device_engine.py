@@ -72,6 +72,7 @@ class _SmallerPool:
     executor: DeviceExecutor
     config: EngineConfig
     swap_costs: None = None
+    host_memory: None = None
     refinement: None = None
 
     def submit(self, plan: StepPlan):
@@ -266,13 +267,13 @@ def test_logprobs_do_not_depend_on_chunks_or_batch(executor):
     policy = Policy("chunks", OnDemand(), FCFS(), Unified(7), Stateless())
     for request, together in zip(requests, _serve(executor, policy, requests), strict=True):
         single = _serve(executor, PRESETS["orca"], [request])[0]
-        assert len(single.logprobs) == 6
-        assert sorted(single.prompt_logprobs) == list(range(1, len(request.prompt)))
-        for a, b in zip(single.logprobs, together.logprobs, strict=True):
+        assert len(single.scores.output) == 6
+        assert sorted(single.scores.prompt) == list(range(1, len(request.prompt)))
+        for a, b in zip(single.scores.output, together.scores.output, strict=True):
             assert a.token_id == b.token_id and a.logprob == pytest.approx(b.logprob, rel=1e-4)
             assert a.top[0][0] == a.token_id  # greedy
-        for position, a in single.prompt_logprobs.items():
-            b = together.prompt_logprobs[position]
+        for position, a in single.scores.prompt.items():
+            b = together.scores.prompt[position]
             assert a.token_id == request.prompt[position] == b.token_id
             assert a.logprob == pytest.approx(b.logprob, rel=1e-4)
             assert [t for t, _ in a.top] == [t for t, _ in b.top]

@@ -78,10 +78,10 @@ def test_conversations_have_the_tokens_of_fresh_runs(policy: Policy):
                     same = (got.output, got.finish_reason) == (alone.output, alone.finish_reason)
                     assert same, f"seed {seed}, {key}"
                 counts["preempted"] += got.num_preemptions
-        counts["found"] += trace.keeper.num_found
-        counts["found on the host"] += trace.keeper.num_found_on_host
-        counts["lost"] += trace.keeper.num_lost
-        counts["prefetched"] += trace.keeper.prefetch.num_pages
+        counts["found"] += trace.counters["num_prefix_hit"]
+        counts["found on the host"] += trace.counters["num_prefix_hit_on_host"]
+        counts["lost"] += trace.counters["num_evicted_tokens"]
+        counts["prefetched"] += trace.counters["num_pages_prefetched"]
         counts["gaps"] += trace.num_gaps
     assert counts["found"] > 1000 and counts["lost"] > 100 and counts["gaps"] > 0, counts
     is_tiered = isinstance(policy.retention, Tiered)
@@ -99,7 +99,7 @@ def test_a_resized_pool_keeps_what_fits(policy: Policy):
             for key, alone in _alone(seed, request.id, request.prompt).items():
                 got = together[key].output
                 assert got == alone.output[: len(got)], f"seed {seed}, {key}"
-        num_found += trace.keeper.num_found
+        num_found += trace.counters["num_prefix_hit"]
     assert num_found > 1000
 
 
@@ -142,7 +142,7 @@ def test_a_restarted_engine_finds_on_the_disk_what_is_right(policy: Policy, tmp_
             for request in trace.asked:
                 for key, alone in _alone(seed, request.id, request.prompt).items():
                     assert together[key].output == alone.output, f"seed {seed}, run {run}, {key}"
-            num_found[run] += trace.keeper.num_found_on_disk
+            num_found[run] += trace.counters["num_prefix_hit_on_disk"]
             num_corrupt += disk.files.num_corrupt
             _spoil(folder, random.Random(seed))
     assert num_found[1] > 100 and num_corrupt > 10, (num_found, num_corrupt)

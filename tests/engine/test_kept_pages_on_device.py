@@ -83,6 +83,7 @@ class Watched:
 
     def __init__(self, executor: DeviceExecutor, config: EngineConfig):
         self.config, self.swap_costs, self.refinement = config, None, None
+        self.host_memory = executor.host_memory
         self.counts = Counter()
         self._executor = executor
         self._on_host: dict[int, list[np.ndarray]] = {}
@@ -147,19 +148,20 @@ def _converse(executor: DeviceExecutor, policy: Policy, num_host: int) -> tuple[
             histories[who] = talking.pop(who).known_tokens
     while engine.has_work:
         engine.step()
-    assert engine.scheduler.pool.num_owned == 0
+    assert engine.scheduler.page_usage().num_owned == 0
     stats = engine.stats
-    counts = Counter(found=stats.num_found, on_host=stats.num_found_on_host, lost=stats.num_lost)
+    counts = Counter(found=stats.num_prefix_hit, on_host=stats.num_prefix_hit_on_host)
+    counts.update(lost=stats.num_evicted_tokens)
     counts.update(preempted=stats.num_preemptions, prefetched=stats.num_pages_prefetched)
     return [(s.request, s.output, s.finish_reason) for s in turns], counts + watched.counts
 
 
 def _forget_some(engine: Engine, rng: random.Random) -> None:
     """Chunks are dropped anywhere in contexts, as if they had been of low value."""
-    cache = engine.scheduler.keeper.cache
+    cache = engine._kv._cache
     cached = [page for page in range(1, 70) if cache.pool.is_cached(page)]
     for page in rng.sample(cached, len(cached) // 4):
-        cache.forget(cache.at(page))
+        cache.evict(cache.on_page(page))
 
 
 @pytest.mark.parametrize("name", POLICIES)

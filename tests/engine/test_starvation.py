@@ -161,6 +161,6 @@ def test_a_big_prompt_is_not_overtaken(name: str):
         load = Overload(seed, "mixed", PRESETS[name])
         for _ in range(300):
             load.step()
-        begun = [s.admitted_s for s in load.all if s.admitted_s is not None]
+        begun = [s.times.admitted_s for s in load.all if s.times.admitted_s is not None]
         assert len(begun) > 1 and begun == sorted(begun), f"seed {seed}"
-        assert all(s.admitted_s is not None for s in load.all[: len(begun)]), f"seed {seed}"
+        assert all(s.times.admitted_s is not None for s in load.all[: len(begun)]), f"seed {seed}"

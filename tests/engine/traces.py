@@ -16,7 +16,7 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import END_TOKEN, SimulatedExecutor
+from jaxserve.execution.simulated import END_TOKEN, Accepted, SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
@@ -116,6 +116,7 @@ class Trace:
     Args:
       with_conversations: requests share prefixes, and answers are answered, some of them late.
       probe: what its readings are like, see `PROBES`; None for no probe.
+      falls_short: steps deliver fewer tokens than they were planned for, now and then none.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Trace:
         with_faults: bool = False,
         with_conversations: bool = False,
         probe: str | None = None,
+        falls_short: bool = False,
     ):
         rng = random.Random(seed)
         self.seed = seed
@@ -142,6 +144,11 @@ class Trace:
         self._with_faults = with_faults
         self._with_conversations = with_conversations
         self._probe = probe
+        self._falls_short = falls_short
+        # How often a sequence that was closed in the last run turned out not to have ended.
+        self.num_reopened = 0
+        # Those of scheduling in the last run.
+        self.counters: dict[str, float] = {}
         # Predictions that readings changed in the last run.
         self.num_refined = 0
 
@@ -164,6 +171,20 @@ class Trace:
             logits = np.zeros(PROBED.num + 1)
         return logits
 
+    def _accepted(self) -> Accepted:
+        """How many tokens come of those planned: none at times, but not twice in a row."""
+        rng, stalled = random.Random(f"{self.seed} accepted"), set()
+
+        def accepted(request: Request, sample: int, length: int) -> int:
+            at = (request.id, sample)
+            num = rng.choice([0, 1, 1, 2, 3, 100]) if at not in stalled else rng.randint(1, 3)
+            stalled.discard(at)
+            if num == 0:
+                stalled.add(at)
+            return num
+
+        return accepted
+
     def _draw(self, what: str, request: Request, sample: int, low: int, high: int) -> int:
         return random.Random(f"{self.seed} {what} {request.id} {sample}").randint(low, high)
 
@@ -172,6 +193,8 @@ class Trace:
         policy: Policy,
         config: EngineConfig | None = None,
         clock: VirtualClock | None = None,
+        disk: DiskTier | None = None,
+        is_alone: bool = False,
     ) -> Engine:
         """A fresh engine on a simulated executor."""
         clock = clock or VirtualClock()
@@ -182,10 +205,11 @@ class Trace:
             fault_length=(lambda request, i: self._draw("fault", request, i, 0, 90))
             if self._with_faults
             else None,
+            accepted=self._accepted() if self._falls_short and not is_alone else None,
             refinement=None if self._probe is None else REFINEMENT,
             reading=None if self._probe is None else self.reading,
         )
-        return Engine(executor, policy, clock)
+        return Engine(executor, policy, clock, disk=disk)
 
     def run(
         self,
@@ -202,14 +226,9 @@ class Trace:
         self.pool_sizes, self.num_moved = {self.config.num_pages}, 0
         rng = random.Random(f"{self.seed} run")
         clock = VirtualClock()
-        engine = self.engine(policy, clock=clock)
+        engine = self.engine(policy, clock=clock, disk=disk)
         arriving, sequences = list(self.requests), []
-        self.asked, self.num_gaps = [], 0
-        self.keeper = engine.scheduler.keeper
-        if disk is not None:
-            executor = engine._executor
-            assert isinstance(executor, SimulatedExecutor)
-            engine.use_disk(disk, executor)
+        self.asked, self.num_gaps, self.num_reopened = [], 0, 0
         answered: set[int] = set()
         idle = 0
         while arriving or engine.has_work:
@@ -223,10 +242,12 @@ class Trace:
             if resize_rate and rng.random() < resize_rate:
                 self._resize(engine, rng)
             before = _advancement(sequences)
+            closed = [s for s in sequences if s.phase is Phase.CLOSING]
             engine.step()
             engine.scheduler.check_integrity()
-            self.num_gaps += sum(len(sequence.ahead) for sequence in engine.scheduler.running)
-            if disk is not None and engine.scheduler.keeper.retrieval.gives_up_s is not None:
+            self.num_reopened += sum(s.phase is Phase.WAITING for s in closed)
+            self.num_gaps += sum(len(sequence.kv.ahead) for sequence in engine.scheduler.running)
+            if engine.awaits_disk and disk is not None:
                 idle = -1
                 if engine.idle_until_s is not None:
                     disk.flush()  # which takes no time on the virtual clock
@@ -236,6 +257,7 @@ class Trace:
             idle = 0 if _advancement(sequences) != before or not engine.has_work else idle + 1
             assert idle <= MAX_IDLE_STEPS, f"seed {self.seed}: nothing advances"
         engine.close(is_whole=True)
+        self.counters = engine.scheduler.counters()
         self.num_refined = engine.scheduler.beliefs.num_refined
         return self._outcomes(engine, sequences)
 
@@ -244,11 +266,11 @@ class Trace:
         if rng.random() < 0.9:
             num_pages = rng.randint(rng.choice([2, 2 + num_pages // 2]), num_pages)
         engine.drain()
-        before = {s.key: s.table.pages for s in engine.scheduler.running}
+        before = {s.key: s.kv.table.pages for s in engine.scheduler.running}
         engine.resize(num_pages)
         engine.scheduler.check_integrity()
         for sequence in engine.scheduler.running:
-            pages, old = sequence.table.pages, before[sequence.key]
+            pages, old = sequence.kv.table.pages, before[sequence.key]
             stayed = [new == page for new, page in zip(pages, old, strict=True)]
             assert stayed == [page < num_pages for page in old], f"seed {self.seed}: needless move"
             self.num_moved += not all(stayed)
@@ -284,7 +306,7 @@ class Trace:
             max_step_tokens=1000,
             max_decode_iterations=1,
         )
-        engine = self.engine(policy, config)
+        engine = self.engine(policy, config, is_alone=True)
         sequences = engine.add(request)
         while engine.has_work:
             engine.step()
@@ -293,10 +315,9 @@ class Trace:
     def _outcomes(
         self, engine: Engine, sequences: list[Sequence]
     ) -> dict[tuple[str, int], Outcome]:
-        assert engine.scheduler.pool.num_owned == 0, f"seed {self.seed}: pages leaked"
-        assert engine.scheduler.slots.num_live == 0, f"seed {self.seed}: slots leaked"
-        host = engine.scheduler.supervisor.host
-        assert host.num_free == host.num_pages, f"seed {self.seed}: host pages leaked"
+        usage = engine.scheduler.page_usage()
+        assert usage.num_owned == usage.num_reserved == 0, f"seed {self.seed}: pages leaked"
+        engine.scheduler.check_integrity()
         assert all(s.phase is Phase.FINISHED for s in sequences), f"seed {self.seed}"
         counted = engine.scheduler.num_preemptions
         assert counted == sum(s.num_preemptions for s in sequences), f"seed {self.seed}"
@@ -319,4 +340,4 @@ def alone(
 
 
 def _advancement(sequences: list[Sequence]) -> list[tuple[int, int, Phase]]:
-    return [(s.num_computed, len(s.output), s.phase) for s in sequences]
+    return [(s.kv.num_computed, len(s.output), s.phase) for s in sequences]

@@ -84,7 +84,7 @@ def test_a_disk_gives_back_pages_of_its_own_dtype_alone(tmp_path):
         with _runtime(kv_dtype, num_pages=60, policy="pensieve", **disk) as rt:
             make_copies_free(rt)
             answers.append(_tokens(rt.generate(PROMPTS, PARAMS)))
-            assert (rt.stats().num_found_on_disk > 0) == (len(answers) == 3)
+            assert (rt.stats().num_prefix_hit_on_disk > 0) == (len(answers) == 3)
     assert answers[2] == answers[0]
 
 

@@ -1,4 +1,4 @@
-"""S3's packing and its supervisor, on cases worked out by hand."""
+"""S3's packing, preemption and swapping, on cases worked out by hand."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def _run(engine: Engine, requests: list[Request]) -> list[Sequence]:
     while engine.has_work:
         engine.step()
         engine.scheduler.check_integrity()
-        pool = engine.scheduler.pool
-        assert pool.num_owned + pool.num_promised <= pool.num_usable
+        usage = engine.scheduler.page_usage()
+        assert usage.num_owned + usage.num_reserved <= usage.num_usable
     return sequences
 
 
@@ -82,7 +82,7 @@ def test_decreasing_first_fit_by_hand():
     for name, predicted in {"u": 10, "v": 40, "w": 80, "x": 20, "y": 10}.items():
         engine.add(_request(name, predicted))
     assert _admitted(engine) == {"w", "u"}
-    assert engine.scheduler.pool.num_available == 0
+    assert engine.scheduler.page_usage().num_available == 0
 
 
 def test_without_a_prediction_the_longest_answer_is_reserved():
@@ -95,7 +95,7 @@ def test_without_a_prediction_the_longest_answer_is_reserved():
         )
     )
     engine.step()
-    assert engine.scheduler.running[0].table.num_reserved == 200
+    assert engine.scheduler.running[0].kv.table.reservation == 200
 
 
 def test_who_outgrows_a_reservation_goes_to_the_host_and_comes_back_with_twice_as_much():
@@ -107,8 +107,8 @@ def test_who_outgrows_a_reservation_goes_to_the_host_and_comes_back_with_twice_a
     while engine.has_work:
         engine.step()
         engine.scheduler.check_integrity()
-        if sequence.phase is Phase.RUNNING and sequence.table.num_reserved not in reserved:
-            reserved.append(sequence.table.num_reserved)
+        if sequence.phase is Phase.RUNNING and sequence.kv.table.reservation not in reserved:
+            reserved.append(sequence.kv.table.reservation)
     assert reserved == [15, 30, 60]
     stats = engine.stats
     assert (stats.num_preemptions, stats.num_outgrown, stats.num_recomputed) == (2, 2, 0)

@@ -65,4 +65,4 @@ def test_an_implementation_that_cannot_serve_is_refused():
 
 
 def _row(*, slot: int, start: int, num_tokens: int) -> Row:
-    return Row(slot=slot, sequence_key=0, start=start, num_tokens=num_tokens, samples=True)
+    return Row(slot=slot, sequence_key=0, start=start, num_tokens=num_tokens, max_new_tokens=1)

@@ -18,7 +18,7 @@ from jaxserve.scheduling.sequence import Sequence
 @final
 @dataclass(frozen=True)
 class Expected:
-    """Pages are taken as tokens come; whom to admit is decided by what they will come to.
+    """Pages are allocated as tokens come; what all will come to decides which may be admitted.
 
     Answers end at different times, so the memory that all of them need together peaks far under
     the sum of what each needs at its end. The peak is read off their predicted lengths, each
@@ -48,8 +48,8 @@ class Expected:
         held = np.asarray([each.planned_length + 1 for each in together], np.float64)
         # Pages are on average half empty at their end.
         peak = forecast.peak_tokens(held + config.page_size / 2, self.margin)
-        now = sum(each.table.num_reserved for each in running)
-        now += sequence.table.pages_for(self.reserve_tokens(sequence))
+        now = sum(each.kv.table.reservation for each in running)
+        now += sequence.kv.table.pages_for(self.reserve_tokens(sequence))
         return max(0, math.ceil(peak / config.page_size) - now)
 
     @property

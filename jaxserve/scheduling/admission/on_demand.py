@@ -13,10 +13,11 @@ from jaxserve.scheduling.sequence import Sequence
 @final
 @dataclass(frozen=True)
 class OnDemand:
-    """Pages are taken as tokens come; when they run out, the last in order is preempted.
+    """Pages are allocated as tokens come; when they run out, a sequence is preempted.
 
-    `watermark` of the pool stays available at an admission, so that those running can grow for a
-    while before somebody has to go.
+    Attributes:
+      watermark: share of the pool that stays available at an admission, so that running sequences
+        can grow for a while before one is preempted.
     """
 
     watermark: float = 0.01

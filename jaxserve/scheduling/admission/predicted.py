@@ -37,7 +37,7 @@ class Predicted:
             answer = prediction.likeliest_length
         else:
             answer = prediction.quantile(self.miss_rate, sequence.num_planned_outputs)
-        return (sequence.prompt_length + answer) << sequence.num_outgrown
+        return (sequence.prompt_length + answer) << sequence.kv.num_outgrown
 
     def headroom_pages(
         self, sequence: Sequence, running: Seq[Sequence], config: EngineConfig

@@ -11,7 +11,7 @@ from jaxserve.scheduling.sequence import Sequence
 @final
 @dataclass(frozen=True)
 class FCFS:
-    """By arrival; a preempted sequence keeps its place."""
+    """Orders by arrival; a preempted sequence keeps its place."""
 
     def key(self, sequence: Sequence) -> tuple[float, int]:
         return (sequence.request.arrival_s, sequence.key)

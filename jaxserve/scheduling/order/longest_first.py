@@ -1,4 +1,4 @@
-"""Decreasing first fit: the largest reservation first, and whoever fits beside it."""
+"""Decreasing first fit: the largest reservation first, and others that fit beside it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxserve.scheduling.sequence import Sequence
 class LongestFirst:
     """S3's packing of one bin (section 3.2; Johnson 1973): by reservation, the largest first.
 
-    Who does not fit is passed by those who do. As the paper says nothing of starvation: a reserved
-    token is a head start of `ageing_s`, so that arrivals long after a sequence come behind it
-    whatever their length; and one that was passed `max_passes` times is passed no more.
+    A sequence that does not fit is passed by others that do. The paper says nothing of starvation.
+    Here a reserved token is a head start of `ageing_s`, so that arrivals long after a sequence come
+    behind it whatever their length; and one that was passed `max_passes` times is passed no more.
 
     Attributes:
       by: what is reserved. It may not depend on tokens that come while the sequence runs.

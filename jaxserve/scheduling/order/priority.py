@@ -1,4 +1,4 @@
-"""Highest priority first, as long as nobody waits too long for it."""
+"""Highest priority first, within a bound on how long others wait for it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxserve.scheduling.sequence import Sequence
 @final
 @dataclass(frozen=True)
 class Priority:
-    """By priority (higher first), then deadline (earlier first), then arrival; with ageing.
+    """Orders by priority (higher first), then deadline (earlier first), then arrival; with ageing.
 
-    A level of priority is a head start of `ageing_s`, and so at most is a deadline: who waits
-    outgrows those who arrive later. A request is overtaken only by requests that arrive less than
-    `(1 + levels) * ageing_s` after it, `levels` being how far their priority is above its own; so
-    no stream of urgent requests starves it. Deadlines further off than `ageing_s` count as none.
+    A level of priority is a head start of `ageing_s`, and so at most is a deadline. A
+    request is overtaken only by requests that arrive less than `(1 + levels) * ageing_s` after it,
+    `levels` being how far their priority is above its own; so no stream of urgent requests starves
+    it. Deadlines further off than `ageing_s` count as none.
     Requests that arrive together are in strict order of priority, then deadline.
     """
 

@@ -15,7 +15,7 @@ _LONGEST = 4096
 @final
 @dataclass(frozen=True)
 class ShortestPredictedFirst:
-    """By expected output length: the mean latency is least when short answers do not wait.
+    """Orders by expected output length: mean latency is least when short answers do not wait.
 
     An expected token is a delay of `ageing_s`, so a request is overtaken only by those that arrive
     less than its expected length times that later. Without a prediction a request counts as the

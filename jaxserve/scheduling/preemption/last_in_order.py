@@ -12,7 +12,7 @@ from jaxserve.scheduling.sequence import Sequence
 @final
 @dataclass(frozen=True)
 class LastInOrder:
-    """As vLLM. With `keeps_state` its KV waits on the host; else it is computed anew."""
+    """As vLLM. With `keeps_state` the KV waits on the host; otherwise it is computed anew."""
 
     keeps_state: bool = False
 

@@ -1,4 +1,4 @@
-"""Who is expected to need memory for longest goes first."""
+"""The sequence that is expected to need memory for longest goes first."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jaxserve.scheduling.sequence import Sequence
 @final
 @dataclass(frozen=True)
 class LongestRemaining:
-    """By expected remaining tokens, given those that have come; the last in order without.
+    """Goes by expected remaining tokens, given those that have come; the last in order without.
 
-    Answers that are nearly there are left alone: they give their memory back soon by themselves.
+    Answers that are nearly at their end are left alone: they give their memory back soon.
     """
 
     keeps_state: bool = True

@@ -10,6 +10,7 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.memory.cached_page import PageKeys
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.tiered import Tiered
@@ -32,6 +33,7 @@ class Watched:
         self.config, self.swap_costs, self.refinement = config, None, None
         self.plans: list[StepPlan] = []
         self._simulated = SimulatedExecutor(config, clock)
+        self.host_memory = self._simulated.host_memory
 
     def submit(self, plan: StepPlan):
         """Keep it, and pass it on."""
@@ -47,7 +49,7 @@ class Server:
         self.clock = VirtualClock()
         self.executor = Watched(config, self.clock)
         self.engine = Engine(self.executor, policy, self.clock)
-        self.cache = self.engine.scheduler.keeper.cache
+        self.cache = self.engine._kv._cache
 
     def answer(self, *prompts: tuple[int, ...], max_tokens: int = 5) -> list[tuple[int, ...]]:
         """Prompts and answers; `plans` are those of this call."""
@@ -68,10 +70,8 @@ class Server:
         """(start, number of tokens) of the first step's rows."""
         return [(row.start, row.num_tokens) for row in self.executor.plans[0].rows]
 
-    def chunks(self, tokens: tuple[int, ...]):
+    def cached(self, tokens: tuple[int, ...]):
         """Of full pages, in order; None where there is none."""
-        from jaxserve.memory.chunks import PageKeys
-
         keys = PageKeys().of(tokens, CONFIG.page_size, self.cache.identity)
         return [(self.cache.find([key]) or [None])[0] for key in keys]
 
@@ -86,8 +86,9 @@ def test_the_next_turn_computes_what_is_new():
     assert server.first_rows == [(0, 18)] and len(history) == 23
     server.answer((*history, 7, 8, 9))
     assert server.first_rows == [(20, 6)]
-    keeper = server.engine.scheduler.keeper
-    assert (keeper.num_sought, keeper.num_found, keeper.num_lost) == (16 + 24, 20, 0)
+    stats = server.engine.stats
+    assert (stats.num_prefix_queried, stats.num_prefix_hit) == (16 + 24, 20)
+    assert stats.num_evicted_tokens == 0
 
 
 def test_at_least_one_token_is_computed():
@@ -111,14 +112,14 @@ def test_what_was_dropped_is_computed_in_the_step_of_the_new_prompt():
     """Two ranges before the new prompt: three rows of one sequence, in order."""
     server = Server()
     (history,) = server.answer(PROMPT, max_tokens=15)
-    chunks = server.chunks(history)
+    cached = server.cached(history)
     for index in (0, 1, 4):
-        server.cache.forget(chunks[index])
+        server.cache.evict(cached[index])
     (known,) = server.answer((*history, 7))
     assert server.first_rows == [(0, 8), (16, 4), (32, 2)]
     assert len({row.slot for row in server.executor.plans[0].rows}) == 1
     assert [row.samples for row in server.executor.plans[0].rows] == [False, False, True]
-    assert server.engine.scheduler.keeper.num_lost == 12
+    assert server.engine.stats.num_evicted_tokens == 12
     assert Server().answer((*history, 7)) == [known]
 
 
@@ -126,8 +127,8 @@ def test_more_ranges_than_rows_take_several_steps():
     """A step has as many rows as slots; ranges are computed in the order of their positions."""
     server = Server()
     (history,) = server.answer(tuple(range(1, 60)))
-    for chunk in server.chunks(history)[:14:2]:
-        server.cache.forget(chunk)
+    for page in server.cached(history)[:14:2]:
+        server.cache.evict(page)
     (known,) = server.answer((*history, 7))
     assert [len(plan.rows) for plan in server.executor.plans[:2]] == [4, 4]
     starts = [row.start for plan in server.executor.plans[:2] for row in plan.rows]
@@ -144,7 +145,7 @@ def test_pages_go_to_the_host_ahead_of_time_and_cost_nothing_until_they_are_recl
     server.answer((99,))
     copied = [copy for plan in server.executor.plans for copy in plan.swaps_out]
     assert len(copied) == 7  # of the 4 free ones it took 2; with 7 these are three quarters of 12
-    leading = [chunk.host_page is not None for chunk in server.chunks(history)]
+    leading = [page.host_page is not None for page in server.cached(history)]
     assert leading == [True] * 7 + [False]
     server.answer((*history, 5))
     assert server.first_rows == [(32, 4)]
@@ -162,7 +163,7 @@ def test_reclaimed_pages_come_back_from_the_host():
     assert server.first_rows == [(32, 4)]
     first = server.executor.plans[0]
     assert len(first.swaps_in) >= 4
-    assert server.engine.stats.num_found_on_host == 4 * len(first.swaps_in)
+    assert server.engine.stats.num_prefix_hit_on_host == 4 * len(first.swaps_in)
     assert Server().answer((*history, 5)) == [known]
 
 
@@ -174,13 +175,13 @@ def test_pages_come_back_while_their_conversation_waits_for_a_slot():
     server = Server(config, free_share=1.0)
     (history,) = server.answer(tuple(range(1, 31)))
     server.answer(tuple(range(101, 131)))
-    found = server.engine.stats.num_found_on_host
+    found = server.engine.stats.num_prefix_hit_on_host
     _, known = server.answer((99, 98, 97), (*history, 5), max_tokens=12)
     (begins,) = [i for i, plan in enumerate(server.executor.plans) if plan.admissions][1:]
     num_in = [len(plan.swaps_in) for plan in server.executor.plans]
     assert sum(num_in[:begins]) == sum(num_in) == server.engine.stats.num_pages_prefetched >= 4
     assert [(r.start, r.num_tokens) for r in server.executor.plans[begins].rows] == [(32, 4)]
-    assert server.engine.stats.num_found_on_host - found == 4 * sum(num_in)
+    assert server.engine.stats.num_prefix_hit_on_host - found == 4 * sum(num_in)
     assert Server().answer((*history, 5), max_tokens=12) == [known]
 
 
@@ -189,7 +190,7 @@ def test_without_host_memory_leading_pages_are_dropped_first():
     server = Server(replace(CONFIG, num_pages=13, num_host_pages=0))
     (history,) = server.answer(tuple(range(1, 31)))
     server.answer(tuple(range(101, 120)))
-    lies = [chunk is not None for chunk in server.chunks(history)]
+    lies = [page is not None for page in server.cached(history)]
     assert lies == sorted(lies) and 0 < sum(lies) < len(lies)
 
 
@@ -198,7 +199,7 @@ def test_other_weights_find_nothing():
     server = Server()
     (history,) = server.answer(PROMPT)
     server.engine.forget_kept_pages(keeps_disk=True)
-    assert server.engine.scheduler.pool.num_cached == 0
+    assert server.engine.scheduler.page_usage().num_cached == 0
     server.answer(history)
     assert server.first_rows == [(0, 23)]
 

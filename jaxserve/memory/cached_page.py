@@ -1,4 +1,4 @@
-"""Contents of pages, named by the tokens that they stand for."""
+"""Cached pages, named by the tokens that they stand for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEY_BYTES = 16
 
 @final
 class PageKeys:
-    """A key for each full page of a token sequence: a hash of everything up to that page's end.
+    """Keys of the full pages of a token sequence: each hashes everything up to its page's end.
 
     Equal keys mean equal tokens from the first on, in this process and in any other.
     """
@@ -23,7 +23,7 @@ class PageKeys:
         self._keys: list[bytes] = []
 
     def of(self, tokens: Sequence[int], page_size: int, identity: bytes) -> Sequence[bytes]:
-        """Keys of the full pages of `tokens`, which may only have grown since the last call.
+        """Return the keys of `tokens`, which may only have grown since the last call.
 
         Args:
           identity: of the model and its weights.
@@ -43,13 +43,13 @@ class PageKeys:
 @final
 @dataclass(eq=False, slots=True)
 class Branch:
-    """A conversation as the cache sees it: a chain of chunks up to its last one, the tip.
+    """A conversation as the cache sees it: a chain of cached pages up to its last one, the tip.
 
-    It counts for the value of its chunks as long as its tip lies anywhere.
+    It counts for the value of its pages as long as its tip lies anywhere.
     """
 
     last_active_s: float
-    tip: Chunk | None = None
+    tip: CachedPage | None = None
     is_running: bool = False
 
     @property
@@ -59,20 +59,20 @@ class Branch:
 
 @final
 @dataclass(eq=False, slots=True)
-class Chunk:
+class CachedPage:
     """KV of one full page after a certain prefix, and where it lies: the unit of eviction.
 
     Attributes:
       index: of the page in its sequence.
       key: None while some of its tokens have not been read yet.
-      page, host_page: on the device, and on the host.
+      device_page, host_page: pages of the pools that hold it; None where it does not lie there.
       branches: conversations that it belongs to.
-      num_uses: how often that changed what it is worth.
+      num_uses: how often its value has changed by use.
     """
 
     index: int
     key: bytes | None = None
-    page: int | None = None
+    device_page: int | None = None
     host_page: int | None = None
     branches: list[Branch] = field(default_factory=list)
     num_uses: int = 0
@@ -80,7 +80,7 @@ class Chunk:
 
     @property
     def is_resident(self) -> bool:
-        return self.page is not None or self.host_page is not None
+        return self.device_page is not None or self.host_page is not None
 
     def join(self, branch: Branch) -> None:
         """Belong to that conversation too, from here on."""
