@@ -33,7 +33,7 @@ class EngineStats:
       num_found: those that it had.
       num_found_on_host, num_found_on_disk: of these the ones that came from there.
       num_lost: those that it had given up not long before.
-      num_refined: times that a probe's reading changed what was believed of a sequence's length.
+      num_refined: times that a probe's reading changed the expected length of a sequence.
       max_pages_owned: most pages in use at once.
       busy_s: seconds with work on hand.
       host_gap_s: of these, seconds the device may have idled.
@@ -103,7 +103,7 @@ class EngineStats:
         self.num_found_on_host = keeper.num_found_on_host
         self.num_found_on_disk = keeper.num_found_on_disk
         self.num_lost = keeper.num_lost
-        self.num_refined = scheduler.beliefs.num_refined
+        self.num_refined = scheduler.lengths.num_refined
         self.penalty_s = supervisor.penalty_s
         self.max_pages_owned = max(self.max_pages_owned, scheduler.pool.num_owned)
 

@@ -30,7 +30,7 @@ from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.report import Report
 from jaxserve.runtime.placing import Place
 from jaxserve.runtime.processes import in_group
-from jaxserve.scheduling.outlook import Outlook
+from jaxserve.scheduling.lengths.outlook import Outlook
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
 from jaxserve.steps.probing import Probe

@@ -27,7 +27,7 @@ from jaxserve.runtime.loading import load_for
 from jaxserve.runtime.parts import build_parts
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.stats import RuntimeStats
-from jaxserve.scheduling.outlook import Outlook
+from jaxserve.scheduling.lengths.outlook import Outlook
 from jaxserve.workload import WorkloadItem
 from sharding import StagePlan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.config import EngineConfig
@@ -13,10 +13,11 @@ from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import FinishReason, Request
 from jaxserve.memory.page_table import PageTable
 from jaxserve.memory.relocation import Moves, fewest_moves
-from jaxserve.scheduling.beliefs import Beliefs
 from jaxserve.scheduling.collect import append_outputs, append_prompt_logprobs
 from jaxserve.scheduling.keeper import Keeper
+from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.limits import max_length, not_finite, too_long
+from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.plan import StepPlan, StepResult
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.sequence import Phase, Sequence
@@ -66,16 +67,16 @@ class Scheduler:
             swap_costs,
         )
         self.pool = self.keeper.cache.pool
-        self.beliefs = Beliefs(refinement)
+        self.lengths = LengthTracker(refinement)
         self.slots = SlotTable(config.max_slots, config.slot_buckets)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_admitted_since_loop = 0
-        # When to plan again if nothing else happens: the policy, or the disk that sequences wait
-        # for, lets the device idle until then.
+        # When to plan again at the latest; until then the policy or the disk lets the device idle.
         self.wake_s: float | None = None
         self._clock = clock
-        self.waiting = WaitingPool(policy.order, config.page_size)
+        self.order_keys = OrderKeys(policy.order, self.lengths)
+        self.waiting = WaitingPool(self.order_keys, policy.order.max_passes, config.page_size)
         self._sequences: dict[int, Sequence] = {}
         self._pending_releases: list[int] = []
         self._num_plans = 0
@@ -93,21 +94,19 @@ class Scheduler:
 
         One that was checked against a larger pool, and does not fit this one, has failed then.
         """
-        limit = max_length(request, self.config)
-        prediction = self.beliefs.first(request)
         samples: list[Sequence] = []
         for index in range(request.params.n):
             sequence = Sequence(
                 key=self._next_key,
                 request=request,
                 sample_index=index,
-                max_length=limit,
+                max_length=max_length(request, self.config),
                 table=PageTable(self.pool, self.config.page_size),
                 leader=samples[0] if samples else None,
-                prediction=prediction,
             )
             self._next_key += 1
             self._sequences[sequence.key] = sequence
+            self.lengths.add(sequence)
             self._wait(sequence)
             samples.append(sequence)
         for sequence in samples:
@@ -135,6 +134,8 @@ class Scheduler:
         else:
             self.keeper.forget(sequence)
         self._close_table(sequence)
+        self.lengths.remove(sequence)
+        self.order_keys.drop(sequence)
         self.keeper.read(sequence)
         if sequence.num_in_flight == 0:
             del self._sequences[sequence.key]
@@ -191,7 +192,7 @@ class Scheduler:
             if sequence.num_in_flight == 0:
                 self.keeper.read(sequence)
             live.append((index, sequence))
-        self.beliefs.take_in(plan, result, live)
+        self.lengths.refine(plan, result, live)
         return news
 
     def _take(self, sequence: Sequence, index: int, plan: StepPlan, result: StepResult) -> int:
@@ -218,9 +219,6 @@ class Scheduler:
     def now(self) -> float:
         return self._clock.now()
 
-    def order_key(self, sequence: Sequence) -> Any:
-        return self.policy.order.key(sequence)
-
     def first_admissible(self) -> Sequence | None:
         """The first waiting sequence that fits, if it may pass those before it."""
         if self.slots.num_free == 0:
@@ -233,7 +231,8 @@ class Scheduler:
             missing -= self.keeper.num_shared(sequence)
         if missing > self.pool.num_available:
             return False
-        headroom = self.policy.admission.headroom_pages(sequence, self.running, self.config)
+        admission = self.policy.admission
+        headroom = admission.headroom_pages(sequence, self.running, self.config, self.lengths)
         return missing + headroom <= self.pool.num_available
 
     def admit(self, sequence: Sequence) -> list[tuple[int, int]]:
@@ -259,7 +258,7 @@ class Scheduler:
         self.num_admitted_since_loop += 1
         if sequence.admitted_s is None:
             sequence.admitted_s = self._clock.now()
-        bisect.insort(self.running, sequence, key=self.order_key)
+        bisect.insort(self.running, sequence, key=self.order_keys.of)
         return entries
 
     def preempt(self, sequence: Sequence, *, has_outgrown: bool = False) -> None:
@@ -292,7 +291,9 @@ class Scheduler:
             self._wait(sequence)
         self.supervisor.forget(sequence)
         if sequence.phase is Phase.WAITING and not keeps_output:
-            sequence.forget_output(self.beliefs.first(sequence.request))
+            sequence.forget_output()
+            self.lengths.restart(sequence)
+            self.waiting.replace(sequence)
 
     # ---- another pool ----
 
@@ -367,7 +368,7 @@ class Scheduler:
 
     def tokens_to_reserve(self, sequence: Sequence) -> int:
         """When it is admitted."""
-        wanted = self.policy.admission.reserve_tokens(sequence)
+        wanted = self.policy.admission.reserve_tokens(sequence, self.lengths)
         return min(max(wanted, sequence.planned_length + 1), sequence.max_length)
 
     # ---- invariants ----

@@ -6,15 +6,12 @@ import enum
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import FinishReason, Request, TokenLogprob
 from jaxserve.memory.chunks import Branch, Chunk, PageKeys
 from jaxserve.memory.page_table import PageTable
-
-if TYPE_CHECKING:
-    from jaxserve.core.prediction import LengthPrediction
 
 
 class Phase(enum.Enum):
@@ -54,8 +51,6 @@ class Sequence:
       prefetched: indices of pages that were brought to the device for it while it waited.
       num_outgrown: how often it used up what was reserved for it.
       num_passed: admissions that went before it although it came first.
-      prediction: of the tokens that were still to come when `predicted_at` of the output had: at
-        first the request's own, of all of them; `is_refined` when a probe has read since.
     """
 
     key: int
@@ -81,9 +76,6 @@ class Sequence:
     prefetched: set[int] = field(default_factory=set)
     num_outgrown: int = 0
     num_passed: int = 0
-    prediction: LengthPrediction | None = None
-    predicted_at: int = 0
-    is_refined: bool = False
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
@@ -163,9 +155,8 @@ class Sequence:
         while self.ahead and self.ahead[0][0] == self.num_computed:
             self.num_computed = self.ahead.pop(0)[1]
 
-    def forget_output(self, prediction: LengthPrediction | None) -> None:
-        """Back to the prompt alone, and to what was believed of it."""
-        self.prediction, self.predicted_at, self.is_refined = prediction, 0, False
+    def forget_output(self) -> None:
+        """Return to the prompt alone."""
         self.num_planned_outputs = 0
         self.keys = PageKeys()
         self.output.clear()

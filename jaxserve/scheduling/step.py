@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from jaxserve.scheduling.forecast import Forecast
 from jaxserve.scheduling.plan import Admission, Needs, Row, StepPlan
 from jaxserve.scheduling.sequence import Sequence
 
@@ -119,7 +118,7 @@ class Step:
             self.add_row(sequence, 1)
 
     def expected_ends(self, num_iterations: int) -> Seq[float] | None:
-        forecast = Forecast.of(self.decoding)
+        forecast = self._scheduler.lengths.forecast(self.decoding)
         if forecast is None:
             return None
         return forecast.expected_ends(np.arange(1.0, num_iterations + 1)).tolist()
@@ -239,7 +238,7 @@ class Step:
         """
         running = self._scheduler.running
         candidates = [s for s in running[1:] if s not in self.sequences] or running[:1]
-        victim = self._scheduler.policy.preemption.victim(candidates)
+        victim = self._scheduler.policy.preemption.victim(candidates, self._scheduler.lengths)
         self._is_short = True
         self._preempt(victim)
         return victim

@@ -6,19 +6,27 @@ import bisect
 from collections.abc import Callable, Iterator
 from typing import final
 
-from jaxserve.scheduling.policy import Order
+from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.sequence import Phase, Sequence
 
 
 @final
 class WaitingPool:
-    """In the policy's order. Who does not fit is passed by others as often as the order allows."""
+    """Waiting sequences in the policy's order.
 
-    def __init__(self, order: Order, page_size: int):
-        self._order = order
+    A sequence that does not fit is passed by others as often as the order allows.
+
+    Args:
+      keys: of the sequences' places; a key is taken here whenever a sequence begins to wait.
+      max_passes: see `Order`.
+    """
+
+    def __init__(self, keys: OrderKeys, max_passes: int, page_size: int):
+        self._keys = keys
+        self._max_passes = max_passes
         self._page_size = page_size
         self._sequences: list[Sequence] = []
-        # So many available pages are known to be too few for any of those that wait.
+        # The largest number of available pages that is known to be too few for each of them.
         self._too_few_pages = 0
 
     def __len__(self) -> int:
@@ -28,22 +36,31 @@ class WaitingPool:
         return iter(tuple(self._sequences))
 
     def add(self, sequence: Sequence) -> None:
+        """Take the sequence's key, and insert it there."""
         self._too_few_pages = 0
-        bisect.insort(self._sequences, sequence, key=self._order.key)
+        self._keys.take(sequence)
+        bisect.insort(self._sequences, sequence, key=self._keys.of)
 
     def remove(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """Remove a sequence that has ended."""
         self._sequences.remove(sequence)
 
+    def replace(self, sequence: Sequence) -> None:
+        """Take the key of a waiting sequence anew, because what the order may go by was reset."""
+        self.remove(sequence)
+        self.add(sequence)
+
     def sort(self) -> None:
-        """After limits have changed that the order may go by."""
+        """Take every key anew, because limits have changed that the order may go by."""
         self._too_few_pages = 0
-        self._sequences.sort(key=self._order.key)
+        for sequence in self._sequences:
+            self._keys.take(sequence)
+        self._sequences.sort(key=self._keys.of)
 
     def ready(self) -> Iterator[Sequence]:
-        """Those that could run at once if they fitted.
+        """Yield the sequences that could run at once if they fitted.
 
-        Unless others may pass it, one whose tokens are still in flight is the end of them.
+        A sequence whose tokens are still in flight ends the iteration, unless it may be passed.
         """
         for sequence in self._sequences:
             if sequence.num_in_flight:
@@ -58,12 +75,13 @@ class WaitingPool:
         awaits: Callable[[Sequence], bool],
         num_available: int,
     ) -> Sequence | None:
-        """The first that fits, if it may pass those before it.
+        """Return the first sequence that fits, if it may pass those before it.
 
         Args:
-          fits: whether it does into `num_available` pages; more pages are no worse, and nothing
-            else makes it fit later but its coming back into the pool.
-          awaits: whether it fits but waits for something else; then anybody may pass it.
+          fits: whether a sequence fits into `num_available` pages. Between its insertions into the
+            pool only more available pages can make it fit; a reading that changes its reservation
+            comes while its tokens are in flight, when it is not ready.
+          awaits: whether a sequence fits but waits for something else; then any other may pass it.
         """
         if num_available <= self._too_few_pages:
             return None
@@ -81,7 +99,7 @@ class WaitingPool:
         return None
 
     def admit(self, sequence: Sequence) -> None:
-        """It runs from now on; those before it were passed."""
+        """Remove a sequence that runs from now on; those before it were passed."""
         at = self._sequences.index(sequence)
         for passed in self._sequences[:at]:
             passed.num_passed += 1
@@ -89,11 +107,11 @@ class WaitingPool:
         sequence.num_passed = 0
 
     def _may_be_passed(self, sequence: Sequence) -> bool:
-        return sequence.num_passed < self._order.max_passes
+        return sequence.num_passed < self._max_passes
 
 
 def num_shareable(sequence: Sequence, page_size: int) -> int:
-    """Full prompt pages, which samples of one request share; at least one token stays."""
+    """Return the number of full prompt pages, without the last token, that samples share."""
     return (sequence.prompt_length - 1) // page_size
 
 

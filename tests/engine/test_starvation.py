@@ -129,7 +129,8 @@ def _overload(policy: Policy, seed: int, kind: str) -> int:
         ahead = [s for s in load.all if s.phase is not Phase.FINISHED and s not in victims]
     else:
         ahead = []
-    victims.sort(key=policy.order.key)
+    lengths = load.engine.scheduler.lengths
+    victims.sort(key=lambda victim: policy.order.key(victim, lengths))
     num_steps = 0
     for victim in victims:
         ahead.append(victim)

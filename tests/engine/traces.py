@@ -236,7 +236,7 @@ class Trace:
             idle = 0 if _advancement(sequences) != before or not engine.has_work else idle + 1
             assert idle <= MAX_IDLE_STEPS, f"seed {self.seed}: nothing advances"
         engine.close(is_whole=True)
-        self.num_refined = engine.scheduler.beliefs.num_refined
+        self.num_refined = engine.scheduler.lengths.num_refined
         return self._outcomes(engine, sequences)
 
     def _resize(self, engine: Engine, rng: random.Random) -> None:

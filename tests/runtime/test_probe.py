@@ -82,17 +82,17 @@ def test_it_reads_what_a_forward_pass_does(layout, layer):
     model, probe = tiny_llama(layer_layout=layout), made_up_probe(layer=layer)
     read = {}
     with Runtime(model, probe=probe, **MEMORY) as rt:
-        beliefs = rt._replicas.first.engine.scheduler.beliefs
-        take_in = beliefs.take_in
+        lengths = rt._replicas.first.engine.scheduler.lengths
+        refine = lengths.refine
 
         def listen(plan, result, rows):
             for index, sequence in rows:
                 if plan.rows[index].samples and sequence.finish_reason is None:
                     at = (sequence.request.id, len(sequence.output) - 1)
                     read[at] = result.remaining[index]
-            take_in(plan, result, rows)
+            refine(plan, result, rows)
 
-        beliefs.take_in = listen
+        lengths.refine = listen
         prompts = random_prompts(9, seed=1)
         done = rt.generate(prompts, [replace(p, temperature=0.8, seed=1) for p in PARAMS[:9]])
     answers = [FinishedAnswer(prompt=c.prompt_token_ids, output=c.token_ids) for c in done]
@@ -118,8 +118,8 @@ def test_readings_that_cannot_be_used_are_reported_once(expected, caplog):
     """And answers go on."""
     probe = made_up_probe()
     with Runtime(tiny_llama(), probe=probe, **MEMORY) as rt:
-        beliefs = rt._replicas.first.engine.scheduler.beliefs
-        beliefs._refinement = replace(
+        lengths = rt._replicas.first.engine.scheduler.lengths
+        lengths._refinement = replace(
             REFINEMENT, buckets=LengthBuckets((0, 5)), marginal=np.ones(1)
         )
         with caplog.at_level(logging.ERROR):
