@@ -80,10 +80,10 @@ class Forecaster:
                 raise InvalidConfigError(
                     "learns=True needs a predictor to go on training; give predictor="
                 )
-            if isinstance(policy.admission, Predicted):
+            if isinstance(policy.admission, Predicted) and options.probe is None:
                 _log.warning(
                     "policy %s has no predictor and reserves for the longest answer, as ORCA does; "
-                    "give predictor= (jaxserve predictor train)",
+                    "give predictor= (jaxserve predictor train) or probe=",
                     policy.name,
                 )
             return None
