@@ -50,8 +50,8 @@ class Order(Protocol):
         """Return the sort key of a sequence: a total order.
 
         The key is taken when the sequence begins to wait, at its submission and after each
-        preemption, and when its length limit or its output is reset. It is stored until then, so
-        it may depend on anything: what changes while the sequence waits or runs does not move it.
+        preemption, and again when its length limit or its output is reset. It is stored while the
+        sequence waits and runs, so it may depend on what changes meanwhile.
         """
         ...
 
