@@ -20,7 +20,7 @@ from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
 from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.kv.manager import KVManager
-from jaxserve.scheduling.outlook import Outlook, outlooks
+from jaxserve.scheduling.lengths.outlook import Outlook, outlooks
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.scheduler import Progress, Scheduler

@@ -139,11 +139,6 @@ class DeviceExecutor:
         """See `ModelExecutor`."""
         self._params = params
 
-    @property
-    def host_memory(self) -> HostMemory | None:
-        """See `Executor`."""
-        return self if self.config.num_host_pages else None
-
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""
         return self._pages.read_host_page(host_page)

@@ -52,11 +52,6 @@ class Executor(Protocol):
         """Access to the pages on the host, for a disk tier; None without such pages."""
         ...
 
-    @property
-    def host_memory(self) -> HostMemory | None:
-        """The contents of the host's pages, for a disk; None where they cannot be read."""
-        ...
-
     def submit(self, plan: StepPlan) -> StepHandle: ...
 
     def resize(self, num_pages: int, moves: Moves) -> None:

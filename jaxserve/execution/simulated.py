@@ -149,11 +149,6 @@ class SimulatedExecutor:
         ready_s = self._free_at_s[plan.group] = begin_s + self._cost.device_s(work)
         return _SimulatedHandle(result, ready_s, self._clock)
 
-    @property
-    def host_memory(self) -> HostMemory | None:
-        """See `Executor`."""
-        return self if self.config.num_host_pages else None
-
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""
         return self._host_cells[host_page].tobytes()

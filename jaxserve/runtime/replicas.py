@@ -22,7 +22,7 @@ from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import GroupRole, ModelExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.report import Report
-from jaxserve.scheduling.outlook import Outlook
+from jaxserve.scheduling.lengths.outlook import Outlook
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
 from pallas_kernels import dispatch

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, final
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.memory.eviction import Eviction
+from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.preemption.last_in_order import LastInOrder
 from jaxserve.scheduling.sequence import Sequence
 
@@ -21,21 +22,29 @@ _State = TypeVar("_State")
 class Admission(Protocol):
     """How much memory to reserve for a sequence."""
 
-    def reserve_tokens(self, sequence: Sequence) -> int:
-        """Tokens to reserve before the sequence may run; at least one more than it has."""
+    def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
+        """Return the tokens to reserve before the sequence runs; at least one more than it has.
+
+        For a waiting sequence the number changes only with `lengths.estimate` and with the fields
+        of the sequence that change when it is preempted.
+        """
         ...
 
     def headroom_pages(
-        self, sequence: Sequence, running: Seq[Sequence], config: EngineConfig
+        self,
+        sequence: Sequence,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
     ) -> int:
-        """Pages that must stay available after admitting the sequence, for all to grow into."""
+        """Return the pages that must stay available after the sequence's admission, for growth."""
         ...
 
     @property
     def extends(self) -> bool:
         """Whether a sequence that outgrows its reservation may take more pages.
 
-        Where not, it is preempted, and comes back with another reservation.
+        If not, it is preempted, and its next reservation is computed anew.
         """
         ...
 
@@ -43,8 +52,13 @@ class Admission(Protocol):
 class Order(Protocol):
     """Which sequence goes first."""
 
-    def key(self, sequence: Sequence) -> Any:
-        """Sort key; a total order that does not change while a sequence waits or runs."""
+    def key(self, sequence: Sequence, lengths: LengthTracker) -> Any:
+        """Return the sort key of a sequence: a total order.
+
+        The key is taken when the sequence begins to wait, at its submission and after each
+        preemption, and again when its length limit or its output is reset. It is stored while the
+        sequence waits and runs, so it may depend on what changes meanwhile.
+        """
         ...
 
     @property
@@ -54,10 +68,10 @@ class Order(Protocol):
 
 
 class Preemption(Protocol):
-    """Which sequence goes when memory runs out, and what becomes of its KV."""
+    """Which sequence is preempted when memory runs out, and what becomes of its KV."""
 
-    def victim(self, candidates: Seq[Sequence]) -> Sequence:
-        """Return one of these, in order; the first of all that run is not among them."""
+    def victim(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Sequence:
+        """Return one of the candidates, which are in order and never include the very first."""
         ...
 
     @property

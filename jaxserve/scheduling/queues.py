@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import final
 
 from jaxserve.scheduling.kv.manager import KVManager
+from jaxserve.scheduling.lengths.tracker import LengthTracker
+from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -19,29 +21,35 @@ class Queues:
 
     Args:
       kv: moves their pages along.
+      lengths: what the policy reads of expected lengths.
       now: the clock.
 
     Attributes:
+      keys: the place of every sequence in the policy's order.
       waiting: sequences without a slot, in the policy's order.
       running: sequences with a slot, in the policy's order.
       slots: of the device batch.
       num_preemptions: sequences that went back to the waiting pool.
     """
 
-    def __init__(self, policy: Policy, kv: KVManager, now: Callable[[], float]):
+    def __init__(
+        self, policy: Policy, kv: KVManager, lengths: LengthTracker, now: Callable[[], float]
+    ):
         config = kv.config
-        self.waiting = WaitingPool(policy.order, config.page_size)
+        self.keys = OrderKeys(policy.order, lengths)
+        self.waiting = WaitingPool(self.keys, policy.order.max_passes, config.page_size)
         self.running: list[Sequence] = []
         self.slots = SlotTable(config.max_slots, config.slot_buckets)
         self.num_preemptions = 0
         self._policy = policy
         self._kv = kv
+        self._lengths = lengths
         self._now = now
         self._released: list[int] = []
 
     def tokens_to_reserve(self, sequence: Sequence) -> int:
         """Return how many tokens are reserved for a sequence when it is admitted."""
-        wanted = self._policy.admission.reserve_tokens(sequence)
+        wanted = self._policy.admission.reserve_tokens(sequence, self._lengths)
         return min(max(wanted, sequence.planned_length + 1), sequence.max_length)
 
     def first_admissible(self) -> Sequence | None:
@@ -55,7 +63,7 @@ class Queues:
         if missing > self._kv.num_available:
             return False
         admission = self._policy.admission
-        headroom = admission.headroom_pages(sequence, self.running, self._kv.config)
+        headroom = admission.headroom_pages(sequence, self.running, self._kv.config, self._lengths)
         return missing + headroom <= self._kv.num_available
 
     def wait(self, sequence: Sequence) -> None:
@@ -74,7 +82,7 @@ class Queues:
         sequence.phase = Phase.RUNNING
         if sequence.times.admitted_s is None:
             sequence.times.admitted_s = self._now()
-        bisect.insort(self.running, sequence, key=self._policy.order.key)
+        bisect.insort(self.running, sequence, key=self.keys.of)
         return entries
 
     def preempt(self, sequence: Sequence, *, has_outgrown: bool = False) -> None:
@@ -102,6 +110,10 @@ class Queues:
         self.slots.release(sequence.slot)
         self._released.append(sequence.slot)
         sequence.slot = None
+
+    def drop_key(self, sequence: Sequence) -> None:
+        """Drop the sort key of a sequence that has ended."""
+        self.keys.drop(sequence)
 
     def compact(self) -> tuple[tuple[int, int], ...]:
         """Bring the live slots together; returns (from, to) moves."""

@@ -12,11 +12,12 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import FinishReason, Request
 from jaxserve.memory.relocation import Moves
-from jaxserve.scheduling.beliefs import Beliefs
 from jaxserve.scheduling.collect import append_outputs, append_prompt_logprobs
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.usage import PageUsage
+from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.limits import max_length, not_finite, too_long
+from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.plan import StepPlan, StepResult
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.queues import Queues
@@ -52,6 +53,7 @@ class Scheduler:
       refinement: what the readings of a probe are worth; None without a probe.
 
     Attributes:
+      lengths: what is expected of the sequences' lengths; policies read it.
       wake_s: when to plan again if nothing else happens: the policy, or the disk that sequences
         wait for, lets the device idle until then. None where it does not.
     """
@@ -60,11 +62,11 @@ class Scheduler:
         self, policy: Policy, clock: Clock, kv: KVManager, refinement: Refinement | None = None
     ):
         self.policy = policy
-        self.beliefs = Beliefs(refinement)
+        self.lengths = LengthTracker(refinement)
         self.wake_s: float | None = None
         self._clock = clock
         self._kv = kv
-        self._queues = Queues(policy, kv, clock.now)
+        self._queues = Queues(policy, kv, self.lengths, clock.now)
         self._policy_state = policy.new_state()
         self._sequences: dict[int, Sequence] = {}
         self._num_plans = 0
@@ -94,6 +96,11 @@ class Scheduler:
         return tuple(self._queues.waiting)
 
     @property
+    def order_keys(self) -> OrderKeys:
+        """The place of every sequence in the policy's order."""
+        return self._queues.keys
+
+    @property
     def num_waiting(self) -> int:
         return len(self._queues.waiting)
 
@@ -110,7 +117,7 @@ class Scheduler:
         """Return the counters of `EngineStats` that scheduling keeps, by name."""
         return {
             "num_preemptions": self._queues.num_preemptions,
-            "num_refined": self.beliefs.num_refined,
+            "num_refined": self.lengths.num_refined,
             "num_taken_back": self._num_taken_back,
             **self._kv.counters(),
         }
@@ -128,7 +135,6 @@ class Scheduler:
         then.
         """
         limit = max_length(request, self.config)
-        prediction = self.beliefs.first(request)
         samples: list[Sequence] = []
         for index in range(request.params.n):
             sequence = Sequence(
@@ -138,10 +144,10 @@ class Scheduler:
                 max_length=limit,
                 kv=self._kv.new(),
                 primary=samples[0] if samples else None,
-                prediction=prediction,
             )
             self._next_key += 1
             self._sequences[sequence.key] = sequence
+            self.lengths.add(sequence)
             self._queues.wait(sequence)
             samples.append(sequence)
         for sequence in samples:
@@ -163,6 +169,8 @@ class Scheduler:
         sequence.error = error
         sequence.times.finished_s = self._clock.now()
         self._kv.end(sequence, is_right=error is None)
+        self.lengths.remove(sequence)
+        self._queues.drop_key(sequence)
         if sequence.num_in_flight == 0:
             del self._sequences[sequence.key]
 
@@ -187,7 +195,8 @@ class Scheduler:
             return
         self._kv.restart(sequence, keeps_output=keeps_output)
         if not keeps_output:
-            sequence.drop_output(self.beliefs.first(sequence.request))
+            sequence.drop_output()
+            self.lengths.restart(sequence)
         if sequence.phase is Phase.RUNNING:
             self._queues.leave_slot(sequence)
             self._queues.wait(sequence)
@@ -220,7 +229,7 @@ class Scheduler:
         return plan
 
     def _selected(self) -> Step:
-        step = Step(self._queues, self._kv, self.policy, self._clock.now)
+        step = Step(self._queues, self._kv, self.policy, self.lengths, self._clock.now)
         self.policy.iteration.select(step, self._policy_state)
         return step
 
@@ -250,7 +259,7 @@ class Scheduler:
                     self._kv.reopen(sequence)
                     self._queues.wait(sequence)
             live.append((index, sequence))
-        self.beliefs.take_in(plan, result, live)
+        self.lengths.refine(plan, result, live)
         return news
 
     def _take(self, sequence: Sequence, index: int, plan: StepPlan, result: StepResult) -> int:

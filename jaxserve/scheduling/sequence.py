@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import final
 
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import FinishReason, Request, TokenLogprob
 from jaxserve.scheduling.kv.sequence_kv import SequenceKV
 
@@ -67,8 +66,6 @@ class Sequence:
         Such a sequence keeps its slot and pages until its last token has been read.
       num_in_flight: rows of submitted steps that have not been read.
       num_preemptions: how often it went back to the waiting pool.
-      prediction: of the tokens that were still to come when `predicted_at` of the output had: at
-        first the request's own, of all of them; `is_refined` when a probe has read since.
     """
 
     key: int
@@ -88,9 +85,6 @@ class Sequence:
     times: SequenceTimes = field(default_factory=SequenceTimes)
     finish_reason: FinishReason | None = None
     error: JaxserveError | None = None
-    prediction: LengthPrediction | None = None
-    predicted_at: int = 0
-    is_refined: bool = False
 
     @property
     def prompt_length(self) -> int:
@@ -132,9 +126,8 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         return self.request.params.prompt_logprobs is not None and self.sample_index == 0
 
-    def drop_output(self, prediction: LengthPrediction | None) -> None:
-        """Go back to the prompt alone, with what was expected of its answer then."""
-        self.prediction, self.predicted_at, self.is_refined = prediction, 0, False
+    def drop_output(self) -> None:
+        """Go back to the prompt alone."""
         self.num_planned_outputs = 0
         self.output.clear()
         self.scores = TokenScores()

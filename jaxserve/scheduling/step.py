@@ -9,8 +9,8 @@ from typing import final
 
 import numpy as np
 
-from jaxserve.scheduling.forecast import Forecast
 from jaxserve.scheduling.kv.manager import KVManager
+from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.plan import Admission, Row, StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.queues import Queues
@@ -27,13 +27,21 @@ class Step:
       wake_s: until when the policy lets the device idle; None unless it does.
     """
 
-    def __init__(self, queues: Queues, kv: KVManager, policy: Policy, now: Callable[[], float]):
+    def __init__(
+        self,
+        queues: Queues,
+        kv: KVManager,
+        policy: Policy,
+        lengths: LengthTracker,
+        now: Callable[[], float],
+    ):
         self.config = kv.config
         self.sequences: list[Sequence] = []
         self.wake_s: float | None = None
         self._queues = queues
         self._kv = kv
         self._policy = policy
+        self._lengths = lengths
         self._extends = policy.admission.extends
         self._now = now
         # Of each row, beside its sequence.
@@ -87,7 +95,7 @@ class Step:
         return self.config.max_step_tokens - sum(end - start for start, end in self._spans)
 
     def expected_ends(self, num_iterations: int) -> Seq[float] | None:
-        forecast = Forecast.of(self.decoding)
+        forecast = self._lengths.forecast(self.decoding)
         if forecast is None:
             return None
         return forecast.expected_ends(np.arange(1.0, num_iterations + 1)).tolist()
@@ -260,7 +268,7 @@ class Step:
         running = self._queues.running
         have_rows = set(self.sequences)
         candidates = [s for s in running[1:] if s not in have_rows] or running[:1]
-        victim = self._policy.preemption.victim(candidates)
+        victim = self._policy.preemption.victim(candidates, self._lengths)
         self._is_short = True
         self._preempt(victim)
         return victim

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import final
 
 from jaxserve.scheduling.kv.prefix_cache import num_shareable
-from jaxserve.scheduling.policy import Order
+from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.sequence import Phase, Sequence
 
 
@@ -16,10 +16,15 @@ class WaitingPool:
     """Waiting sequences in the policy's order.
 
     A sequence that does not fit is passed by others as often as the order allows.
+
+    Args:
+      keys: of the sequences' places; a key is taken here whenever a sequence begins to wait.
+      max_passes: see `Order`.
     """
 
-    def __init__(self, order: Order, page_size: int):
-        self._order = order
+    def __init__(self, keys: OrderKeys, max_passes: int, page_size: int):
+        self._keys = keys
+        self._max_passes = max_passes
         self._page_size = page_size
         self._sequences: list[Sequence] = []
         # Admissions that went before a sequence although it came first; 0 where it has no entry.
@@ -34,24 +39,27 @@ class WaitingPool:
         return iter(tuple(self._sequences))
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence where the order has it."""
+        """Take the sequence's key, and insert it there."""
         self._too_few_pages = 0
-        bisect.insort(self._sequences, sequence, key=self._order.key)
+        self._keys.take(sequence)
+        bisect.insort(self._sequences, sequence, key=self._keys.of)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that has ended."""
+        """Remove a sequence that has ended."""
         self._sequences.remove(sequence)
         self._num_passed.pop(sequence, None)
 
     def sort(self) -> None:
-        """Sort again after limits have changed that the order may go by."""
+        """Take every key anew, because limits or estimates have changed that the order goes by."""
         self._too_few_pages = 0
-        self._sequences.sort(key=self._order.key)
+        for sequence in self._sequences:
+            self._keys.take(sequence)
+        self._sequences.sort(key=self._keys.of)
 
     def ready(self) -> Iterator[Sequence]:
         """Yield the sequences that could run at once if they fitted.
 
-        One whose tokens are still in flight is the end of them, unless others may pass it.
+        A sequence whose tokens are still in flight ends the iteration, unless it may be passed.
         """
         for sequence in self._sequences:
             if sequence.num_in_flight:
@@ -66,12 +74,13 @@ class WaitingPool:
         awaits: Callable[[Sequence], bool],
         num_available: int,
     ) -> Sequence | None:
-        """Return the first that fits, if it may pass those before it.
+        """Return the first sequence that fits, if it may pass those before it.
 
         Args:
-          fits: whether it does into `num_available` pages; more pages are no worse, and nothing
-            else makes it fit later except its coming back into the pool.
-          awaits: whether it fits but waits for something else; then any other may pass it.
+          fits: whether a sequence fits into `num_available` pages. Between its insertions into the
+            pool only more available pages can make it fit; a reading that changes its reservation
+            comes while its tokens are in flight, when it is not ready.
+          awaits: whether a sequence fits but waits for something else; then any other may pass it.
         """
         if num_available <= self._too_few_pages:
             return None
@@ -89,7 +98,7 @@ class WaitingPool:
         return None
 
     def admit(self, sequence: Sequence) -> None:
-        """Take out a sequence that runs from now on; those before it were passed."""
+        """Remove a sequence that runs from now on; those before it were passed."""
         at = self._sequences.index(sequence)
         for passed in self._sequences[:at]:
             self._num_passed[passed] = self._num_passed.get(passed, 0) + 1
@@ -97,7 +106,7 @@ class WaitingPool:
         self._num_passed.pop(sequence, None)
 
     def _may_be_passed(self, sequence: Sequence) -> bool:
-        return self._num_passed.get(sequence, 0) < self._order.max_passes
+        return self._num_passed.get(sequence, 0) < self._max_passes
 
 
 def _waits_for_primary(sequence: Sequence, page_size: int) -> bool:

@@ -55,8 +55,8 @@ KINDS = ("one token", "long", "big", "mixed")
 class Overload:
     """Requests that keep on coming, so that more always wait than can run."""
 
-    def __init__(self, seed: int, kind: str, policy: Policy):
-        self.trace = Trace(seed)
+    def __init__(self, seed: int, kind: str, policy: Policy, probe: str | None = None):
+        self.trace = Trace(seed, probe=probe)
         self.config = self.trace.config
         self.clock = VirtualClock()
         self.engine: Engine = self.trace.engine(policy, clock=self.clock)
@@ -118,9 +118,9 @@ class Overload:
         )
 
 
-def _overload(policy: Policy, seed: int, kind: str) -> int:
-    """Plays one until its victims have ended; returns how many preemptions there were."""
-    load = Overload(seed, kind, policy)
+def _overload(policy: Policy, seed: int, kind: str, probe: str | None = None) -> int:
+    """Play one until its victims have ended; return how many preemptions there were."""
+    load = Overload(seed, kind, policy, probe)
     victims = [s for request in load.trace.requests for s in load.add(request)]
     if isinstance(policy.order, (Priority, LongestFirst)):
         # From here on whoever arrives comes after all victims.
@@ -129,7 +129,8 @@ def _overload(policy: Policy, seed: int, kind: str) -> int:
         ahead = [s for s in load.all if s.phase is not Phase.FINISHED and s not in victims]
     else:
         ahead = []
-    victims.sort(key=policy.order.key)
+    lengths = load.engine.scheduler.lengths
+    victims.sort(key=lambda victim: policy.order.key(victim, lengths))
     num_steps = 0
     for victim in victims:
         ahead.append(victim)
@@ -152,6 +153,16 @@ def test_no_request_starves(policy: Policy):
         assert num_preemptions == 0
     elif isinstance(policy.admission, (OnDemand, Predicted)):
         assert num_preemptions > 0
+
+
+@pytest.mark.parametrize("probe", ["any", "shortest"])
+@pytest.mark.parametrize("policy", [PACKED["s3"], PRESETS["auto"]], ids=lambda policy: policy.name)
+def test_no_request_starves_whatever_a_probe_reads(policy: Policy, probe: str):
+    """Also where readings change reservations and places in the order at each preemption."""
+    num_preemptions = sum(
+        _overload(policy, seed, kind, probe) for seed in range(2) for kind in KINDS
+    )
+    assert num_preemptions > 0
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS.keys() - PACKED.keys()))

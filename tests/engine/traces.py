@@ -258,7 +258,7 @@ class Trace:
             assert idle <= MAX_IDLE_STEPS, f"seed {self.seed}: nothing advances"
         engine.close(is_whole=True)
         self.counters = engine.scheduler.counters()
-        self.num_refined = engine.scheduler.beliefs.num_refined
+        self.num_refined = engine.scheduler.lengths.num_refined
         return self._outcomes(engine, sequences)
 
     def _resize(self, engine: Engine, rng: random.Random) -> None:

@@ -76,23 +76,32 @@ def test_wrong_readings_cost_time_and_never_tokens(expected, name):
     assert (stats.num_refined > len(PROMPTS)) == (name not in ("not numbers", "infinite"))
 
 
+def test_with_a_probe_alone_s3_does_not_reserve_for_the_longest_answer(expected, caplog):
+    """More answers run at once than fit at full length, with the same tokens and no warning."""
+    with Runtime(tiny_llama(), probe=WRONG["short"], **{**MEMORY, "policy": "s3"}) as rt:
+        done = rt.generate(PROMPTS, PARAMS)
+        most = max(step.num_running for step in rt.report().steps)
+    assert [each.token_ids for each in done] == expected
+    assert most > 3 and "reserves for the longest answer" not in caplog.text
+
+
 @pytest.mark.parametrize("layout, layer", [("unrolled", 1), ("scanned", 2)])
 def test_it_reads_what_a_forward_pass_does(layout, layer):
     """In prefill chunks, mixed steps and decode loops; in the middle, and behind the last layer."""
     model, probe = tiny_llama(layer_layout=layout), made_up_probe(layer=layer)
     read = {}
     with Runtime(model, probe=probe, **MEMORY) as rt:
-        beliefs = rt._replicas.first.engine.scheduler.beliefs
-        take_in = beliefs.take_in
+        lengths = rt._replicas.first.engine.scheduler.lengths
+        refine = lengths.refine
 
         def listen(plan, result, rows):
             for index, sequence in rows:
                 if plan.rows[index].samples and sequence.finish_reason is None:
                     at = (sequence.request.id, len(sequence.output) - 1)
                     read[at] = result.remaining[index]
-            take_in(plan, result, rows)
+            refine(plan, result, rows)
 
-        beliefs.take_in = listen
+        lengths.refine = listen
         prompts = random_prompts(9, seed=1)
         done = rt.generate(prompts, [replace(p, temperature=0.8, seed=1) for p in PARAMS[:9]])
     answers = [FinishedAnswer(prompt=c.prompt_token_ids, output=c.token_ids) for c in done]
@@ -118,8 +127,8 @@ def test_readings_that_cannot_be_used_are_reported_once(expected, caplog):
     """And answers go on."""
     probe = made_up_probe()
     with Runtime(tiny_llama(), probe=probe, **MEMORY) as rt:
-        beliefs = rt._replicas.first.engine.scheduler.beliefs
-        beliefs._refinement = replace(
+        lengths = rt._replicas.first.engine.scheduler.lengths
+        lengths._refinement = replace(
             REFINEMENT, buckets=LengthBuckets((0, 5)), marginal=np.ones(1)
         )
         with caplog.at_level(logging.ERROR):

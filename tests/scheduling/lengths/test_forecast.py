@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxserve.scheduling.forecast import Forecast
+from jaxserve.scheduling.lengths.forecast import Forecast
 from predictor import LengthBuckets, LengthDistributions
 
 BUCKETS = LengthBuckets.equal_width(100, 5)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from jaxserve.scheduling.forecast import Forecast
+from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """What is expected of a request that has not ended, given the tokens that have come.
+    """The expected rest of a request that has not ended, given the tokens that it has so far.
 
-    By its predicted length where there is a prediction, else as if it went to its limit. Of its
-    samples the first to begin counts, the last to end, and the tokens of all.
+    A request without a prediction is taken to go to its limit. Of several samples, the first to
+    begin and the last to end count, and the tokens of all.
 
     Attributes:
-      num_tokens: of the output, still to come.
-      begins_in_s: 0 for one that runs; None, as below, before any step was timed.
-      ends_in_s: if no other request came.
+      num_tokens: output tokens still to come.
+      begins_in_s: 0 for a request that runs; None before any step was timed.
+      ends_in_s: if no other request arrives; None before any step was timed.
     """
 
     num_tokens: float
@@ -35,25 +35,25 @@ class Outlook:
 
 
 def outlooks(scheduler: Scheduler, iteration_s: float | None) -> dict[str, Outlook]:
-    """Of all requests that have tokens left to compute, by id.
+    """Return the outlook of every request that has tokens left to compute, by id.
 
-    Those that wait begin in the policy's order, as slots and memory become free; every iteration
-    advances all that run.
+    Waiting sequences are taken to begin in the policy's order, as slots and memory become free, and
+    every iteration to advance all running ones.
 
     Args:
-      iteration_s: what one takes; None where that is not known yet.
+      iteration_s: seconds of one iteration; None before any step was timed.
     """
     config, num_running = scheduler.config, len(scheduler.running)
     sequences = [*scheduler.running, *scheduler.waiting]
-    tokens = _expected_tokens(sequences)
+    tokens = _expected_tokens(scheduler.lengths, sequences)
     pages = [_pages(scheduler, *each) for each in zip(sequences, tokens, strict=True)]
-    # Iterations that each runs for; then, from now, when it begins and ends.
+    # Iterations that each sequence runs for; then, from now, when it begins and ends.
     lasts = [
         each.num_uncomputed / config.max_step_tokens + more
         for each, more in zip(sequences, tokens, strict=True)
     ]
     begins, ends = [0.0] * num_running, lasts[:num_running]
-    # Of those that run: (when it ends, its pages).
+    # (when it ends, its pages) of each running sequence.
     busy = list(zip(ends, pages, strict=False))
     heapq.heapify(busy)
     num_free = scheduler.page_usage().num_usable - sum(pages[:num_running])
@@ -84,7 +84,7 @@ def outlooks(scheduler: Scheduler, iteration_s: float | None) -> dict[str, Outlo
 
 
 def _pages(scheduler: Scheduler, sequence: Sequence, num_tokens: float) -> int:
-    """Reserved, or to be; where memory is taken as tokens come, the mean until the end."""
+    """Return the pages that are or will be reserved; the mean until the end where they grow."""
     if scheduler.policy.admission.extends:
         return sequence.kv.table.pages_for(int(sequence.planned_length + num_tokens / 2))
     return sequence.kv.table.reservation or sequence.kv.table.pages_for(
@@ -92,12 +92,12 @@ def _pages(scheduler: Scheduler, sequence: Sequence, num_tokens: float) -> int:
     )
 
 
-def _expected_tokens(sequences: list[Sequence]) -> list[float]:
-    """Output tokens that are still to come of each."""
-    forecast = Forecast.of(sequences) if sequences else None
+def _expected_tokens(lengths: LengthTracker, sequences: list[Sequence]) -> list[float]:
+    """Return the expected output tokens still to come of each sequence."""
+    forecast = lengths.forecast(sequences)
     if forecast is None:
         return [float(sequence.num_outputs_left) for sequence in sequences]
     expected = forecast.expected_remaining()
-    unknown = np.asarray([sequence.prediction is None for sequence in sequences])
+    unknown = np.asarray([lengths.estimate(sequence) is None for sequence in sequences])
     limits = np.asarray([sequence.num_outputs_left for sequence in sequences], np.float64)
     return np.where(unknown, limits, expected).tolist()
