@@ -1,4 +1,4 @@
-"""Where a figure comes from: device, versions, commit."""
+"""Device, versions and commit of a run, as JSON: `python -m benchmarks.common.environment`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import platform
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import jax
 
+from benchmarks.common.paths import ROOT
 from jaxserve.core.host import cpu_name
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jaxserve", "jax", "jaxlib", "flax", "numpy", "transformers")
 
 
 def describe(*others: str) -> dict[str, object]:
-    """Device, host, versions and commit of this run.
+    """Return device, host, versions and commit of this run.
 
     Args:
-      others: packages whose versions count too.
+      others: packages whose versions are reported too.
     """
     device = jax.devices()[0]
     return {
@@ -39,9 +38,9 @@ def describe(*others: str) -> dict[str, object]:
 
 
 def commit() -> str:
-    """The checkout's commit, "-dirty" behind it where files differ.
+    """Return the commit of the checkout, with "-dirty" appended where files differ from it.
 
-    Without git, what JAXSERVE_COMMIT says; else "unknown".
+    Without git, return the value of JAXSERVE_COMMIT, or "unknown".
     """
     try:
         done = subprocess.run(
@@ -57,7 +56,7 @@ def commit() -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of packages by name, "not installed" for those that are missing."""
+    """Return the version of each package, "not installed" for a missing one."""
     found = {}
     for package in packages:
         try:

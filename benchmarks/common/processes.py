@@ -1,4 +1,4 @@
-"""Child processes that leave nothing behind: each leads a group, which ends with it."""
+"""Child processes that leave no process behind: each leads a process group, which ends with it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, final
 
+from benchmarks.common.paths import ROOT
 from jaxserve.core.errors import JaxserveError
 
-ROOT = Path(__file__).resolve().parents[2]
 STDERR = 2
 SHOWN_LINES = 20
 POLL_S = 0.1
-SAMPLE_S = 0.5  # between looks at the memory in use
-GRACE_S = 3.0  # between asking a group to end and ending it
+SAMPLE_S = 0.5  # between two samples of the memory in use
+GRACE_S = 3.0  # between SIGTERM and SIGKILL
 
 
 @final
@@ -28,10 +28,10 @@ class PeerError(JaxserveError):
 
 
 def check_call(command: Sequence[str], *, env: Mapping[str, str] | None = None) -> None:
-    """Run a command to its end; what it prints goes to stderr.
+    """Run a command to its end; its output goes to stderr.
 
     Raises:
-      PeerError: it ended with an error.
+      PeerError: the command ended with an error.
     """
     with group(command, STDERR, STDERR, env) as process:
         status = process.wait()
@@ -40,12 +40,15 @@ def check_call(command: Sequence[str], *, env: Mapping[str, str] | None = None) 
 
 
 def run(command: Sequence[str], log: Path, limit_s: float) -> tuple[str, int]:
-    """Run a command to its end; what it printed, and its processes' peak resident bytes together.
+    """Run a command to its end.
 
-    Its stderr goes to `log`, of which the end is shown if it fails.
+    Its stderr goes to `log`; the last lines of the log are printed if the command fails.
+
+    Returns:
+      What it printed on stdout, and the peak of the resident bytes of all its processes together.
 
     Raises:
-      PeerError: it ended with an error, or not within `limit_s`.
+      PeerError: the command ended with an error, or not within `limit_s` seconds.
     """
     output = log.with_suffix(".out")
     with (
@@ -65,9 +68,10 @@ def run(command: Sequence[str], log: Path, limit_s: float) -> tuple[str, int]:
 
 
 def _wait(process: subprocess.Popen, limit_s: float) -> int:
-    """Wait for the leader of a group, `limit_s` at most; the group's peak resident bytes.
+    """Wait `limit_s` seconds at most for the leader of a group; return the group's peak bytes.
 
-    Sampled: what the system keeps of a process that ended begins with the size of its parent.
+    The peak is sampled, because the system's own record of a process includes the size of its
+    parent before `exec`.
     """
     deadline_s = time.monotonic() + limit_s
     peak_bytes = 0
@@ -80,7 +84,7 @@ def _wait(process: subprocess.Popen, limit_s: float) -> int:
 
 
 def _resident_bytes(group: int) -> int:
-    """Of all processes of the group together; 0 where there is no /proc."""
+    """Return the resident bytes of all processes of the group together; 0 without /proc."""
     pages = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -97,9 +101,9 @@ def group(
     stderr: IO | int,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen]:
-    """The command as the leader of a process group, of which nothing is left afterwards.
+    """Run the command as the leader of a process group, and end the whole group on exit.
 
-    A request to end this process counts as Ctrl-C meanwhile.
+    Inside the block, SIGTERM to this process raises KeyboardInterrupt.
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     process = subprocess.Popen(
@@ -117,7 +121,7 @@ def group(
 
 
 def _end_group(process: subprocess.Popen, kind: signal.Signals) -> None:
-    """Signal the group, and wait until it is gone, but not for ever."""
+    """Signal the group, and wait `GRACE_S` seconds at most until it is gone."""
     deadline_s = time.monotonic() + GRACE_S
     there = _signal_group(process.pid, kind)
     while there and time.monotonic() < deadline_s:
@@ -127,7 +131,7 @@ def _end_group(process: subprocess.Popen, kind: signal.Signals) -> None:
 
 
 def _signal_group(group: int, kind: int) -> bool:
-    """Whether anything was there to receive it."""
+    """Send a signal; return whether the group had a process to receive it."""
     try:
         os.killpg(group, kind)
     except ProcessLookupError:

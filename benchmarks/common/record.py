@@ -1,4 +1,4 @@
-"""A benchmark's result while it grows, for runs that may be ended before they are done."""
+"""The result of a benchmark that grows, for runs that may be ended before they are done."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
-# Of an error's text; compilers print pages.
+# Characters of an error's text; compilers print pages.
 _MAX_REASON = 600
 
 
 @final
 class Record:
-    """Figures by kind, written after each of them, so that an early end loses nothing.
+    """Figures by kind; the file is written after each of them, so an early end loses none.
 
     Args:
-      path: of the file; None for none.
-      budget_s: seconds from now after which nothing is begun; None for no end.
-      about: what the result begins with.
+      path: of the file; None to write no file.
+      budget_s: seconds from now after which no measurement begins; None for no limit.
+      about: the first entries of the result.
 
     Attributes:
-      result: what there is so far. `failed` has reasons by name; `skipped` names what there was
-        no time for.
+      result: the result so far. `failed` has reasons by name; `skipped` names the measurements
+        that the budget did not allow.
     """
 
     def __init__(self, path: Path | None, budget_s: float | None, **about: Any):
@@ -35,16 +35,16 @@ class Record:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the time is over."""
+        """Whether the budget is used up."""
         return self._end_s is not None and time.monotonic() >= self._end_s
 
     def add(self, kind: str, name: str, measure: Callable[[], Any]) -> Any | None:
-        """Append what `measure` returns to the list of a kind, if there is time.
+        """Append what `measure` returns to the list of a kind, if the budget allows.
 
-        An error is recorded, and none of the others' business.
+        An error is recorded and does not end the run.
 
         Returns:
-          The figures; None where there are none.
+          The figures; None if the measurement failed or was skipped.
         """
         if self.is_spent:
             self.skip(name)
@@ -60,29 +60,29 @@ class Record:
         return figures
 
     def skip(self, name: str) -> None:
-        """Note what there was no time for."""
+        """Record a measurement that the budget did not allow."""
         self.result["skipped"].append(name)
         self.save()
 
     def fail(self, name: str, error: Exception) -> None:
-        """Note why there are no figures."""
+        """Record why a measurement has no figures."""
         self.result["failed"][name] = reason(error)
         self.save()
 
     def save(self) -> None:
-        """Replace the file, which is whole at any time."""
+        """Write the file; a reader finds a complete file at any time."""
         if self._path is not None:
             write_whole(self._path, self.result)
 
 
 def reason(error: Exception) -> str:
-    """An error on one line, shortened."""
+    """Return an error as one line of at most `_MAX_REASON` characters."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} ..."
 
 
 def write_whole(path: Path, result: dict[str, Any]) -> None:
-    """Write a file for people to read; whoever looks finds the old one or the new one, whole."""
+    """Write indented JSON; a reader finds either the old file or the new one, complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")
     new.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

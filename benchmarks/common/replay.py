@@ -22,26 +22,29 @@ if TYPE_CHECKING:
 def replay(
     rt: Runtime, items: Sequence[WorkloadItem], *, label: str, follow_up: FollowUp | None = None
 ) -> tuple[list[Completion], float]:
-    """Submit every item when it arrives; completions in the order given, and seconds in all.
+    """Submit every item when it arrives, and wait for every answer.
 
     Args:
-      follow_up: what is asked after an answer; its completions come after the items' own, in the
-        order in which it gave them.
+      follow_up: returns the item to submit after an answer; None to submit no more.
+
+    Returns:
+      The completions of the items in their order, then those of the items that followed, in the
+      order of submission; and the seconds of the whole.
     """
     begin_s = time.perf_counter()
-    asked = list(items)
-    arriving = [(item.arrival_s, index) for index, item in enumerate(asked)]
+    submitted = list(items)
+    arriving = [(item.arrival_s, index) for index, item in enumerate(submitted)]
     heapq.heapify(arriving)
     ended: queue.SimpleQueue[tuple[int, Completion]] = queue.SimpleQueue()
     done: dict[int, Completion] = {}
-    with tqdm(total=len(asked), desc=label, unit="req", leave=False, delay=2) as bar:
-        while len(done) < len(asked):
+    with tqdm(total=len(submitted), desc=label, unit="req", leave=False, delay=2) as bar:
+        while len(done) < len(submitted):
             now_s = time.perf_counter() - begin_s
             together: list[int] = []
             while arriving and arriving[0][0] <= now_s:
                 together.append(heapq.heappop(arriving)[1])
             if together:
-                _submit(rt, {index: asked[index] for index in together}, ended)
+                _submit(rt, {index: submitted[index] for index in together}, ended)
             try:
                 wait_s = max(0.0, arriving[0][0] - now_s) if arriving else None
                 index, done_now = ended.get(timeout=wait_s)
@@ -53,10 +56,10 @@ def replay(
                 continue
             item = follow_up(index, done_now, time.perf_counter() - begin_s)
             if item is not None:
-                heapq.heappush(arriving, (item.arrival_s, len(asked)))
-                asked.append(item)
-                bar.total = len(asked)
-    return [done[index] for index in range(len(asked))], time.perf_counter() - begin_s
+                heapq.heappush(arriving, (item.arrival_s, len(submitted)))
+                submitted.append(item)
+                bar.total = len(submitted)
+    return [done[index] for index in range(len(submitted))], time.perf_counter() - begin_s
 
 
 def _submit(
@@ -64,10 +67,10 @@ def _submit(
     items: dict[int, WorkloadItem],
     ended: queue.SimpleQueue[tuple[int, Completion]],
 ) -> None:
-    """Hand the items in together; each goes into `ended` with its index when it is answered."""
+    """Submit the items together; each completion goes into `ended` with the index of its item."""
     for index, pending in zip(items, rt.submit_items(list(items.values())), strict=True):
 
-        def tell(future: Future[Completion], index: int = index) -> None:
+        def put(future: Future[Completion], index: int = index) -> None:
             ended.put((index, future.result()))
 
-        pending.future.add_done_callback(tell)
+        pending.future.add_done_callback(put)

@@ -1,4 +1,4 @@
-"""The bound of a run: what this machine's arithmetic and memory allow, measured beside it.
+"""The bound of a run, from the machine's arithmetic and memory, measured beside the run.
 
 The time of a step is at least its floating-point operations over the machine's rate, and at least
 the bytes that it must read over the machine's bandwidth (Williams, Waterman and Patterson's
@@ -8,19 +8,17 @@ Attention's arithmetic, norms, sampling and the host are left out: the bound is 
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.common.timing import seconds
 from jaxserve.core.options import KV_DTYPES
 from jaxserve.models.families.llama import LlamaConfig
 
-# Rows and columns of the product whose rate is the machine's, on GPUs and elsewhere.
+# Rows and columns of the product that gives the machine's rate, on GPUs and elsewhere.
 _LARGE_ON_GPU, _LARGE = 8192, 2048
 _MATRIX_BYTES = 256 << 20  # of the matrix that is read: larger than any cache
 
@@ -34,19 +32,19 @@ class Machine:
     bytes_per_s: float
 
     def step_s(self, *, flops: float, num_bytes: float) -> float:
-        """Seconds below which no step with this much work can go."""
+        """Return the least seconds of a step with this much work."""
         return max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """Seconds that a workload's steps need at least.
+    """The least seconds of the steps of a workload.
 
     Attributes:
       decode_step_s: one iteration with `batch_size` sequences of `context` tokens.
       prefill_token_s: one prompt token in a long chunk.
-      run_s: the whole workload, its decode steps always full.
+      run_s: the whole workload, with every decode step full.
     """
 
     batch_size: int
@@ -57,7 +55,7 @@ class Bound:
 
 
 def measure_machine(dtype: jax.typing.DTypeLike) -> Machine:
-    """Both rates, in `dtype`; about a second on a CPU."""
+    """Measure both rates in `dtype`; takes about a second on a CPU."""
     large = _LARGE_ON_GPU if jax.default_backend() == "gpu" else _LARGE
     # Random: some GPUs multiply zeros and ones faster.
     square = jax.random.normal(jax.random.key(0), (large, large), dtype)
@@ -69,13 +67,13 @@ def measure_machine(dtype: jax.typing.DTypeLike) -> Machine:
 
 
 def measure_copy(num_bytes: int = 1 << 30) -> float:
-    """Bytes a second, read and written, of copying an array on the device."""
+    """Measure the bytes a second, read and written, of copying an array on the device."""
     source = jax.random.normal(jax.random.key(0), (num_bytes // 4,))
     return 2 * num_bytes / seconds(jax.jit(jnp.negative), source, calls=_calls())
 
 
 def measure_gpu(dtype: jax.typing.DTypeLike) -> Machine:
-    """The rates that bounds of GPUs are made of: a large product's, and a copy's."""
+    """Measure the rates of a large product and of a copy, which bound the kernels of a GPU."""
     return Machine(flops_per_s=measure_machine(dtype).flops_per_s, bytes_per_s=measure_copy())
 
 
@@ -90,10 +88,13 @@ def bound(
     num_prompt_tokens: int,
     num_output_tokens: int,
 ) -> Bound:
-    """Of a workload with so many tokens, at a mean context of `context` tokens while decoding.
+    """Return the bound of a workload.
 
     Args:
+      dtype: of the weights.
       kv_dtype: of keys and values; None for `dtype`.
+      batch_size: sequences that decode together.
+      context: mean tokens of a sequence while it decodes.
     """
     size = jnp.dtype(dtype).itemsize
     layers, vocab = (
@@ -116,35 +117,17 @@ def bound(
 
 
 def kv_token_bytes(kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike) -> int:
-    """Keys and values of a token in one layer, with their scales where the dtype has them."""
+    """Return the bytes of keys and values of a token in one layer, scales included."""
     dtype = jnp.dtype(dtype)
     scale_bytes = 4 if dtype.name in KV_DTYPES else 0
     return 2 * kv_heads * (head_dim * dtype.itemsize + scale_bytes)
 
 
 def layer_weights(config: LlamaConfig) -> int:
-    """Numbers in the weight matrices of one layer."""
+    """Return how many numbers the weight matrices of one layer have."""
     heads = config.num_heads * config.head_dim
     qkv = heads + 2 * config.num_kv_heads * config.head_dim
     return config.hidden_size * (qkv + heads + 3 * config.intermediate_size)
-
-
-def seconds(call: Callable[..., Any], *arguments: Any, repeats: int = 9, calls: int = 1) -> float:
-    """Median of calls that are waited for, after one that compiles.
-
-    Args:
-      calls: that are submitted before they are waited for, so that a GPU need not wait for the
-        host between them.
-    """
-    jax.block_until_ready(call(*arguments))
-    times = []
-    for _ in range(repeats):
-        begin_s = time.perf_counter()
-        for _ in range(calls - 1):
-            call(*arguments)
-        jax.block_until_ready(call(*arguments))
-        times.append((time.perf_counter() - begin_s) / calls)
-    return statistics.median(times)
 
 
 def _calls() -> int:

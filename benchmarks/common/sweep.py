@@ -1,4 +1,4 @@
-"""Which rates are worth a run, and when a policy has had enough."""
+"""Sweeps over rates of arrival: which rates are played, and when a policy stops."""
 
 from __future__ import annotations
 
@@ -6,32 +6,34 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
-from typing import Any, final
+from typing import final
 
+from benchmarks.common.repeats import Figures, in_turns, summary
 from jaxserve.core.errors import InvalidConfigError
 
-# Times its value at the lowest rate; beyond, latency has left its flat part.
+# Latency over its value at the lowest rate, beyond which it is no longer flat.
 FLAT = 5.0
-# Throughput that rises by less than this share of the rate's own rise is saturated.
+# Throughput is saturated if it rises by less than this share of the rise of the rate.
 RISING = 0.1
 
-Figures = dict[str, Any]
+# (policy, rate) -> figures of one run
+Play = Callable[[str, float], Figures]
 
 
 @final
 @dataclass
 class Curve:
-    """One policy's figures by rate, and why it saw no higher one."""
+    """One policy's figures by rate (`points`, see `summary`), and why it played no higher rate."""
 
     points: list[Figures] = field(default_factory=list)
     stopped_by: str | None = None
 
 
 def rates_from(text: str) -> list[float]:
-    """Requests a second, separated by commas.
+    """Return the rates of `text`, requests a second separated by commas.
 
     Raises:
-      InvalidConfigError: something else, or a rate that is not above 0.
+      InvalidConfigError: `text` has something else, or a rate that is not above 0.
     """
     try:
         rates = [float(part) for part in text.split(",")]
@@ -45,7 +47,7 @@ def rates_from(text: str) -> list[float]:
 
 
 def geometric(start: float, factor: float) -> Iterator[float]:
-    """start, start x factor, start x factor², ... without end.
+    """Yield start, start x factor, start x factor², ... without end.
 
     Raises:
       InvalidConfigError: a factor that is not above 1, or a start that is not above 0.
@@ -59,46 +61,56 @@ def geometric(start: float, factor: float) -> Iterator[float]:
 
 
 def play_every(
-    play: Callable[[str, float], Figures], names: Sequence[str], rates: Sequence[float]
+    play: Play, names: Sequence[str], rates: Sequence[float], *, repeats: int
 ) -> dict[str, Curve]:
-    """Every policy at every rate, policies taking turns."""
+    """Play every policy `repeats` times at every rate, policies in turns."""
     curves = {name: Curve(stopped_by="rates given") for name in names}
     for rate in rates:
-        for name, curve in curves.items():
-            curve.points.append({"rate": rate, **play(name, rate)})
+        for name, point in _points(play, names, rate, repeats).items():
+            curves[name].points.append(point)
     return curves
 
 
 def climb(
-    play: Callable[[str, float], Figures],
+    play: Play,
     names: Sequence[str],
     *,
     start: float,
     factor: float,
     max_rates: int,
+    repeats: int,
 ) -> dict[str, Curve]:
-    """Raise the rate, policies taking turns, until each has seen enough.
+    """Raise the rate, policies in turns, until each has a reason to stop.
 
     Args:
-      play: figures of a policy at a rate: `output_tokens_per_s` and `normalised_latency_s`.
+      play: returns `output_tokens_per_s` and `normalised_latency_s` among other figures.
       start: requests a second that every policy serves without a queue.
       max_rates: most rates a policy.
+      repeats: runs of a policy at a rate.
     """
     curves = {name: Curve() for name in names}
     for index, rate in enumerate(geometric(start, factor)):
-        for name, curve in curves.items():
-            if curve.stopped_by is None:
-                curve.points.append({"rate": rate, **play(name, rate)})
-                curve.stopped_by = reason_to_stop(curve.points)
-                if curve.stopped_by is None and index + 1 >= max_rates:
-                    curve.stopped_by = "number of rates"
+        names = [name for name, curve in curves.items() if curve.stopped_by is None]
+        for name, point in _points(play, names, rate, repeats).items():
+            curve = curves[name]
+            curve.points.append(point)
+            curve.stopped_by = reason_to_stop(curve.points)
+            if curve.stopped_by is None and index + 1 >= max_rates:
+                curve.stopped_by = "number of rates"
         if all(curve.stopped_by for curve in curves.values()):
             return curves
     raise AssertionError("rates do not end")
 
 
+def _points(play: Play, names: Sequence[str], rate: float, repeats: int) -> dict[str, Figures]:
+    runs: dict[str, list[Figures]] = {name: [] for name in names}
+    for _, name in in_turns(names, repeats):
+        runs[name].append(play(name, rate))
+    return {name: {"rate": rate, **summary(own)} for name, own in runs.items()}
+
+
 def reason_to_stop(points: Sequence[Figures]) -> str | None:
-    """Why no higher rate would tell more; None to go on."""
+    """Return why a higher rate would tell no more; None to go on."""
     first, last = points[0], points[-1]
     if last["normalised_latency_s"]["p90"] > FLAT * first["normalised_latency_s"]["p90"]:
         return "latency"
@@ -111,9 +123,10 @@ def reason_to_stop(points: Sequence[Figures]) -> str | None:
 
 
 def served_at(points: Sequence[Figures], bound_s: float) -> float | None:
-    """Requests served a second where the 90th percentile of normalised latency is `bound_s`.
+    """Return the requests served a second where p90 of normalised latency is `bound_s` seconds.
 
-    On a straight line between the points around it; None where there are none around it.
+    The value lies on a straight line between the two points around the bound; None if the bound
+    is not between two points.
     """
     for below, above in pairwise(points):
         low, high = p90(below), p90(above)
@@ -125,6 +138,6 @@ def served_at(points: Sequence[Figures], bound_s: float) -> float | None:
 
 
 def p90(point: Figures) -> float:
-    """Of normalised latency; infinity where nothing was answered."""
+    """Return the 90th percentile of normalised latency; infinity without an answer."""
     spread = point["normalised_latency_s"]
     return math.inf if spread is None else spread["p90"]

@@ -1,4 +1,4 @@
-"""The workloads that benchmarks know: `--workload NAME` and the options that belong to it."""
+"""The workloads of `--workload NAME`, their options, and their arrivals."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload import WorkloadItem, random_items
+from jaxserve.workload.arrivals import with_arrivals
 from jaxserve.workload.recorded import recorded_items
 from jaxserve.workload.tasks import TASKS, task_items
 
@@ -20,25 +21,26 @@ KNOWN = (
 _TASK = "task:"
 _RECORDED = "recorded:"
 NUM_REQUESTS = 32
-# Share of the conversations that predictors are calibrated on, and as many that they are tested on.
+ARRIVALS = "all, constant:SECONDS or poisson:RATE; all by default, or as they were recorded"
+# Share of the conversations that a predictor is calibrated on; as many test it.
 HELD_OUT = 0.15
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is asked, how often, and how long the answers are."""
+    """Add the options that choose requests and the lengths of their answers."""
     add = parser.add_argument_group("workload").add_argument
     add("--workload", type=_known, default="sharegpt", help=KNOWN)
     add(
         "--num-requests",
         type=int,
         default=None,
-        help=f"how many; {NUM_REQUESTS} by default, or all that were recorded",
+        help=f"{NUM_REQUESTS} by default, or all that were recorded",
     )
-    add("--seed", type=int, default=0, help="of the workload's draw and the arrivals")
+    add("--seed", type=int, default=0, help="of the draw of the requests and of the arrivals")
     add("--prompt-tokens", type=int, default=16, help="uniform: of each prompt")
     add("--min-output-tokens", type=int, default=None, help="uniform: of the shortest answer")
     add("--output-tokens", type=int, default=128, help="sharegpt, uniform: of the longest answer")
-    add("--max-prompt-tokens", type=int, default=512, help="sharegpt: longer ones are passed over")
+    add("--max-prompt-tokens", type=int, default=512, help="sharegpt: longer ones are left out")
     add("--output-scale", type=float, default=1.0, help="sharegpt: multiplies answers' lengths")
     add(
         "--unlimited",
@@ -54,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def items(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
-    """The requests that the options ask for; all arrive at 0, but recorded ones as they did.
+    """Return the requests that the options ask for.
+
+    Drawn requests arrive at 0 s, recorded ones at their recorded times.
 
     Raises:
       InvalidConfigError: options out of range, or requests that do not fit in the context.
@@ -67,6 +71,14 @@ def items(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
             f"has {rt.config.max_context}; raise --max-context, or give a --scale if it is a task"
         )
     return drawn
+
+
+def arriving_items(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
+    """Return the requests with the arrivals of `--arrivals`, the same for every policy."""
+    drawn = items(options, rt)
+    return (
+        drawn if options.arrivals is None else with_arrivals(drawn, options.arrivals, options.seed)
+    )
 
 
 def _draw(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
@@ -105,9 +117,9 @@ def _draw(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
 
 
 def is_tested_on(conversation: str) -> bool:
-    """Whether predictors are neither trained nor calibrated on a conversation of ShareGPT.
+    """Return whether a conversation of ShareGPT is in the part that tests predictors.
 
-    As `jaxserve predictor train` and benchmarks.predictor split by default.
+    The split is the default of `jaxserve predictor train` and benchmarks.lengths.predictor.
     """
     from predictor.data import Example, split_in_three
 
@@ -115,7 +127,7 @@ def is_tested_on(conversation: str) -> bool:
 
 
 def _known(workload: str) -> str:
-    """The name itself; for argparse, which says what is wrong before anything is loaded."""
+    """Return the name, for argparse, which refuses an unknown one before a model is loaded."""
     tasks = [_TASK + name for name in TASKS]
     is_trace = workload.startswith(_RECORDED)
     if not is_trace and workload not in ("sharegpt", "uniform", *tasks):

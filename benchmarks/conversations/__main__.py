@@ -1,8 +1,8 @@
-"""Conversations that come back: `python -m benchmarks.conversations --help`.
+"""Conversations whose turns come back: `python -m benchmarks.conversations --help`.
 
-Turns of ShareGPT in their order, each after the answer before and the time somebody takes to react
-(section 3.6.1 of the Pensieve thesis), at rising rates, the policies taking turns at each. A table
-on stderr, one JSON object on stdout. docs/benchmarks.md says what each figure means.
+Turns of ShareGPT in their order, each after the answer before and a reaction time (section 3.6.1 of
+the Pensieve thesis), at rising rates, the policies in turns at each. A table on stderr, one JSON
+object on stdout; docs/benchmarks/conversations.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from benchmarks import sweep
-from benchmarks.output import command, show
-from benchmarks.serving import Runtimes, add_policy_options, arguments_of, measure, parse_policies
+from benchmarks.common import sweep
+from benchmarks.common.counters import PrefixCounts, average_batch, counters_of
+from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.policies import add_policy_options, missing_baselines, parse_policies
+from benchmarks.common.repeats import add_repeats
+from benchmarks.common.serving import Runtimes, measure
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import summarise
 from jaxserve.scheduling.policy import Policy
@@ -31,38 +34,36 @@ if TYPE_CHECKING:
     from jaxserve.runtime import Runtime
 
 STATELESS = "vllm_like"
-DEFAULT = "vllm_like,pensieve_device_only,pensieve_lru,pensieve,auto"
-# Of the engine, as simulated runs have them too.
-COUNTERS = (
-    *("num_steps", "num_iterations", "num_tokens", "num_preemptions", "num_recomputed"),
-    *("num_sought", "num_found", "num_found_on_host", "num_lost", "num_pages_out", "num_pages_in"),
-    "host_gap_s",
-)
+DEFAULT = "vllm_like,s3_oracle,pensieve_device_only,pensieve_lru,pensieve,auto"
 Play = Callable[[Policy, list[Talk], str], dict[str, Any]]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and write the result; the exit code."""
-    return command(run, _parser().parse_args(arguments), show_result=_print_table)
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Every policy's figures at every rate, for each set of conversations."""
-    from benchmarks import environment
+    """Return every policy's figures at every rate, for each set of conversations."""
+    from benchmarks.common import environment
 
     policies = {policy.name: policy for policy in parse_policies(options.policies)}
     rates = sweep.rates_from(options.rates)
     rounds = _numbers(options.min_rounds, "--min-rounds")
     reactions = _numbers(options.reaction_s, "--reaction-s")
+    # A simulation is deterministic: one run says all.
+    repeats = 1 if options.simulated else options.repeats
     with Runtimes(options) as runtimes:
         play: Play = _Simulator(runtimes, policies) if options.simulated else _device(runtimes)
         sets = [
-            _sweep(options, play, runtimes, policies, rates, int(min_rounds), reaction_s)
+            _sweep(options, repeats, play, runtimes, policies, rates, int(min_rounds), reaction_s)
             for min_rounds, reaction_s in itertools.product(rounds, reactions)
         ]
     return {
         "benchmark": "conversations",
         "arguments": arguments_of(options),
+        "repeats": repeats,
+        "missing_baselines": missing_baselines(policies),
         "sets": sets,
         **environment.describe(),
     }
@@ -70,6 +71,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def _sweep(
     options: argparse.Namespace,
+    repeats: int,
     play: Play,
     runtimes: Runtimes,
     policies: dict[str, Policy],
@@ -77,7 +79,7 @@ def _sweep(
     min_rounds: int,
     reaction_s: float,
 ) -> dict[str, Any]:
-    """All policies at all rates, on conversations of so many rounds or more."""
+    """Play all policies at all rates, on conversations of `min_rounds` rounds or more."""
     num_turns = 0
 
     def at(name: str, rate: float) -> sweep.Figures:
@@ -97,7 +99,7 @@ def _sweep(
         print(label, file=sys.stderr)
         return play(policies[name], talks, label)
 
-    curves = sweep.play_every(at, list(policies), rates)
+    curves = sweep.play_every(at, list(policies), rates, repeats=repeats)
     served = {name: sweep.served_at(curve.points, options.bound) for name, curve in curves.items()}
     stateless = served.get(STATELESS)
     return {
@@ -120,7 +122,7 @@ def _ratio(served: float | None, stateless: float | None) -> float | None:
 
 
 def _device(runtimes: Runtimes) -> Play:
-    """On the device, a runtime a policy."""
+    """Play on the device, with a runtime for each policy."""
     opened: dict[str, Runtime] = {}
 
     def play(policy: Policy, talks: list[Talk], label: str) -> dict[str, Any]:
@@ -134,7 +136,7 @@ def _device(runtimes: Runtimes) -> Play:
 
 
 class _Simulator:
-    """On the simulated executor, with step times measured once."""
+    """Plays on the simulated executor, with step times that are measured once."""
 
     def __init__(self, runtimes: Runtimes, policies: dict[str, Policy]):
         with closing(runtimes.open(next(iter(policies.values())))) as rt:
@@ -151,7 +153,8 @@ class _Simulator:
         )  # fmt: skip
         return {
             **summarise(simulation.completions, simulation.wall_s),
-            "engine": {name: getattr(simulation.stats, name) for name in COUNTERS},
+            "average_batch": average_batch(simulation.steps),
+            "engine": counters_of(simulation.stats),
         }
 
 
@@ -171,13 +174,12 @@ def _print_table(result: dict[str, Any]) -> None:
     for each in result["sets"]:
         table = Table(
             "policy", "conversations/s", "requests/s", "tokens/s", "s/token p50", "p90",
-            "first token p50 s", "found", "on host", "lost", box=None, header_style="bold",
+            "first token p50 s", "hit", "on host", "evicted", box=None, header_style="bold",
             title=f"{each['min_rounds']} rounds or more, reaction {each['reaction_s']:g} s",
         )  # fmt: skip
         for name, curve in each["policies"].items():
             for point in curve["points"]:
-                engine = point["engine"]
-                sought = max(1, engine["num_sought"])
+                prefix = PrefixCounts.of(point["engine"])
                 table.add_row(
                     name,
                     f"{point['rate']:.3g}",
@@ -186,15 +188,15 @@ def _print_table(result: dict[str, Any]) -> None:
                     f"{point['normalised_latency_s']['p50']:.3f}",
                     f"{point['normalised_latency_s']['p90']:.3f}",
                     f"{point['time_to_first_token_s']['p50']:.2f}",
-                    f"{engine['num_found'] / sought:.0%}",
-                    f"{engine['num_found_on_host'] / sought:.0%}",
-                    str(engine["num_lost"]),
+                    f"{prefix.hit_share:.0%}",
+                    f"{prefix.hit_on_host_share:.0%}",
+                    f"{prefix.evicted:.0f}",
                 )
             table.add_section()
         show(table)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.conversations",
         description="Conversations whose turns follow their answers, for every policy and rate. "
@@ -203,17 +205,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--num-conversations", type=int, default=32, help="drawn from ShareGPT")
-    add("--min-rounds", default="1,5", help="sets of conversations of so many rounds or more")
-    add("--reaction-s", default="5", help="sets by the mean time that people take to go on")
+    add("--min-rounds", default="1,5", help="sets, by the least number of rounds")
+    add(
+        "--reaction-s",
+        default="5",
+        help="sets, by the mean time between an answer and the next turn",
+    )
     add("--rates", default="0.25,0.5,1", help="conversations that begin a second")
     add("--scale", type=float, default=0.25, help="multiplies the lengths of all texts")
-    add("--bound", type=float, default=0.1, help="seconds a token, 90th percentile, of throughput")
+    add(
+        "--bound",
+        type=float,
+        default=0.1,
+        help="throughput is compared where p90 is this many seconds a token",
+    )
     add("--seed", type=int, default=0, help="of the draw, the arrivals and the reactions")
     add(
         "--simulated",
         action="store_true",
         help="measure step times once, and play everything on the simulated executor",
     )
+    add_repeats(parser, "policy at every rate (once if simulated)")
     add_policy_options(parser, policies=DEFAULT, max_context=1024)
     return parser
 

@@ -1,8 +1,8 @@
-"""Conversations that come back from the host: `python -m benchmarks.restore --help`.
+"""Pages that come back from the host: `python -m benchmarks.conversations.restore --help`.
 
-Every way of bringing their pages to the device, over how much there is to bring: what a turn waits
-for its first token, and what others that decode meanwhile lose. A table on stderr, one JSON object
-on stdout. docs/benchmarks.md says what each figure means.
+Every way of restoring them, by the number of tokens: the time to the first token of a turn, and the
+time that sequences which decode meanwhile lose. A table on stderr, one JSON object on stdout;
+docs/benchmarks/conversations.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks import environment
-from benchmarks.decode import SHAPES, hf_config
-from benchmarks.output import command, record_parser, show
-from benchmarks.record import Record
-from benchmarks.serving import arguments_of
+from benchmarks.common import environment
+from benchmarks.common.output import arguments_of, command, record_parser, show
+from benchmarks.common.record import Record
+from benchmarks.common.repeats import Figures, in_turns, summary
+from benchmarks.common.shapes import SHAPES, hf_config
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RESTORES, RuntimeOptions
@@ -37,58 +37,64 @@ from jaxserve.models.store import LoadedModel, load_model
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
 
-# What the first token of a turn waits for, and the ways that differ there. "on_device" is the
-# bound: the pages are there already.
+# The ways that differ when a slot is free, and when the turn waits for one. "on_device" is the
+# bound: the pages are on the device already.
 SITUATIONS = {
     "at_once": ("on_device", "on_admission", "per_layer"),
     "waits": RESTORES,
 }
-# Of the others, before anything is measured, and to learn what a token takes undisturbed.
+# Tokens of the other sequences before the measurement, and to time a token undisturbed.
 _BEFORE, _UNDISTURBED = 4, 48
+_POINT = ("situation", "length", "way")
 FIGURES = ("first_token_s", "others_lost_s", "others_longest_gap_s")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and write the result; the exit code."""
-    return command(run, _parser().parse_args(arguments), show_result=_print_table)
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Medians of every situation, length and way, the ways taking turns, as far as time allows."""
-    lengths = _lengths(options.lengths)
+    """Return the figures of every situation, length and way, as many as the budget allows."""
+    lengths = lengths_from(options.lengths)
     record = Record(
         options.output,
         options.budget,
         benchmark="restore",
         arguments=arguments_of(options),
+        repeats=options.repeats,
         points=[],
         **environment.describe(),
     )
     server = _Server(options, max(lengths))
     record.result |= {"page_bytes": server.page_bytes, "page_size": server.page_size}
-    points: list[dict[str, Any]] = [
-        {"situation": situation, "length": length, "way": way, "runs": []}
+    points = {
+        f"{situation}, {length} tokens, {way}": (situation, length, way)
         for situation, ways in SITUATIONS.items()
         for length in lengths
         for way in ways
-    ]
-    turns = [(number, point) for number in range(options.repeats) for point in points]
-    for number, point in tqdm(turns, desc="bringing pages back", delay=2, leave=False):
-        at = point["situation"], point["length"], point["way"]
+    }
+    runs: dict[str, list[Figures]] = {}
+    turns = list(in_turns(list(points), options.repeats))
+    for number, name in tqdm(turns, desc="restoring pages", delay=2, leave=False):
         if record.is_spent:
-            record.skip(f"{at[0]}, {at[1]} tokens, {at[2]}, run {number + 1}")
+            record.skip(f"{name}, run {number + 1}")
             continue
-        point["runs"].append(server.measure(*at))
-        point.update({name: median(run[name] for run in point["runs"]) for name in FIGURES})
-        measured = [each for each in points if each["runs"]]
-        record.result |= {"token_s": server.token_s, "points": measured}
+        runs.setdefault(name, []).append(server.measure(*points[name]))
+        record.result |= {
+            "token_s": server.token_s,
+            "points": [
+                {**dict(zip(_POINT, points[name], strict=True)), **summary(own)}
+                for name, own in runs.items()
+            ],
+        }
         record.save()
     return record.result
 
 
 @final
 class _Server:
-    """One engine for all runs, compiled for every way."""
+    """One engine for all runs, with executables for every way."""
 
     def __init__(self, options: argparse.Namespace, longest: int):
         enable_compilation_cache()
@@ -119,18 +125,18 @@ class _Server:
         self._engine = Engine(built, PRESETS["pensieve"], self._clock)
         self._cache = self._engine.scheduler.keeper.cache
         self._cache.host_memory = built
-        # The null page's: what they are changes no time.
+        # Of the null page: the values do not change the time.
         self._contents = built.read_host_page(built.config.num_host_pages)
         self._num_runs = 0
         self._undisturbed_s: list[float] = []
 
     @property
     def token_s(self) -> float:
-        """Of one iteration of the others, when nothing comes back."""
+        """Median seconds of one iteration of the others while no page comes back."""
         return median(self._undisturbed_s)
 
     def measure(self, situation: str, length: int, way: str) -> dict[str, float]:
-        """One turn of a conversation, while others decode."""
+        """Measure one turn of a conversation while others decode."""
         self._begin(way)
         prompt = self._tokens(length + self._options.new_tokens)
         self._put_on_host(prompt[:length])
@@ -179,7 +185,7 @@ class _Server:
         }
 
     def _begin(self, way: str) -> None:
-        """Nothing is kept of the run before."""
+        """Clear the cache of the run before, and set the way of restoring."""
         self._engine.drain()
         self._num_runs += 1
         self._cache.clear(str(self._num_runs).encode())
@@ -193,8 +199,8 @@ class _Server:
         for index, key in enumerate(keys):
             if not self._cache.bring(index, key, self._contents, branch):
                 raise InvalidConfigError(
-                    f"the host has no room for {len(tokens)} tokens; give a larger --kv-memory, "
-                    "after which the host's goes, or shorter --lengths"
+                    f"the host does not hold {len(tokens)} tokens; give a larger --kv-memory, "
+                    "which also sizes the host's memory, or shorter --lengths"
                 )
 
     def _undisturbed(self, other: Sequence) -> float:
@@ -230,7 +236,7 @@ def _model(options: argparse.Namespace, dtype: str, layout: LayerLayout) -> Load
     return load_model(options.model, dtype=dtype, load=load, layer_layout=layout)
 
 
-def _lengths(text: str) -> list[int]:
+def lengths_from(text: str) -> list[int]:
     try:
         lengths = [int(part) for part in text.split(",")]
     except ValueError:
@@ -255,20 +261,20 @@ def _print_table(result: dict[str, Any]) -> None:
         show(table)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = record_parser(
-        "benchmarks.restore",
-        "Bringing the pages of a conversation back from the host, every way.",
+        "benchmarks.conversations.restore",
+        "Restoring the pages of a conversation from the host, every way.",
     )
     add = parser.add_argument
     models = f"a name, folder or GGUF file, or {', '.join(SHAPES)} with random weights"
     add("--model", default="smollm2-135m", help=models)
-    add("--random-weights", action="store_true", help="for a folder with a config.json alone")
-    add("--lengths", default="256,512,1024,2048,4096", help="tokens that come back")
-    add("--new-tokens", type=int, default=32, help="of the turn, behind them")
+    add("--random-weights", action="store_true", help="for a folder that has only a config.json")
+    add("--lengths", default="256,512,1024,2048,4096", help="tokens whose pages come back")
+    add("--new-tokens", type=int, default=32, help="of the turn itself")
     add("--others", type=int, default=3, help="sequences that decode meanwhile")
     add("--wait-tokens", type=int, default=192, help="of the answer that a turn waits for")
-    add("--repeats", type=int, default=5, help="of everything, in turns")
+    add("--repeats", type=int, default=5, help="runs of every way, in turns")
     add("--kv-memory", default=None, help='size of the page pool, e.g. "1GiB"')
     return parser
 

@@ -1,8 +1,8 @@
-"""How a step is put together, measured: layers scanned or unrolled, under XLA's present flags.
+"""Decode steps with scanned and unrolled layers: `python -m benchmarks.decode.choices --help`.
 
-`python -m benchmarks.choices --help`. XLA reads its flags once, so that other flags are another
-process: XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE puts decode loops into CUDA graphs. One
-JSON object on stdout, a table on stderr. docs/benchmarks.md says what each figure means.
+XLA reads its flags once, so other flags need another process:
+XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE puts decode loops into CUDA graphs. One JSON object
+on stdout, a table on stderr; docs/benchmarks/gpu.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from flax import nnx
 from rich.table import Table
 
-from benchmarks import environment, roofline
-from benchmarks.decode import SHAPES, hf_config, measure_batch, sizes_from
-from benchmarks.output import command, record_parser, show
-from benchmarks.record import Record
+from benchmarks.common import environment, roofline
+from benchmarks.common.output import command, record_parser, show
+from benchmarks.common.record import Record
+from benchmarks.common.shapes import SHAPES, hf_config, sizes_from
+from benchmarks.decode.batches import measure_batch
 from jaxserve import Runtime
 from jaxserve.execution.build import platform_defaults
 from jaxserve.models.families.llama import LlamaConfig
@@ -32,12 +33,12 @@ LAYOUTS: tuple[LayerLayout, ...] = ("scanned", "unrolled")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and write the result; the exit code."""
-    return command(run, _parser().parse_args(arguments), show_result=_print_table)
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Both layouts at every batch size."""
+    """Return the figures of both layouts at every batch size."""
     dtype = jnp.dtype(options.dtype or platform_defaults().dtype)
     sizes = sizes_from(options.batches)
     record = Record(
@@ -120,14 +121,14 @@ def _print_table(result: dict[str, Any]) -> None:
     show(table)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = record_parser(
-        "benchmarks.choices",
+        "benchmarks.decode.choices",
         "Decode steps with layers scanned and unrolled, under the present XLA_FLAGS.",
     )
     add = parser.add_argument
-    add("--model", default="llama-3-8b", choices=tuple(SHAPES), help="whose shape")
-    add("--layers", type=int, default=8, help="instead of the shape's own: unrolled ones compile")
+    add("--model", default="llama-3-8b", choices=tuple(SHAPES), help="the shape of the model")
+    add("--layers", type=int, default=8, help="of the model; unrolled layers compile slowly")
     add("--dtype", default=None, help="of weights and cache; the platform's by default")
     add("--batches", default="1,32", help="sequences that decode together")
     add("--prompt-tokens", type=int, default=128, help="of each prompt")

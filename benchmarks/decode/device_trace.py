@@ -1,4 +1,4 @@
-"""How much of a run a GPU stood idle, from a trace of it: the gaps between its kernels."""
+"""Idle time of a GPU in a run, from the gaps between kernels in a trace."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Event:
 
 
 def trace(run: Callable[[], object]) -> dict[str, Any]:
-    """What the GPU did while `run` ran, which is waited for by itself; see `summarise`.
+    """Trace `run`, which waits for its own results, and return `summarise` of the trace.
 
     Raises:
-      NotImplementedError: the trace has no GPU.
+      NotImplementedError: the trace has no events of a GPU.
     """
     with tempfile.TemporaryDirectory(prefix="jaxserve-trace-") as folder:
         with jax.profiler.trace(folder):
@@ -45,7 +45,7 @@ def trace(run: Callable[[], object]) -> dict[str, Any]:
 
 
 def device_events(profile: Any) -> Iterable[Event]:
-    """Everything on the streams of the first GPU, of a `ProfileData`."""
+    """Yield every event on the streams of the first GPU of a `ProfileData`."""
     for plane in profile.planes:
         if plane.name.startswith("/device:GPU:0"):
             for line in plane.lines:
@@ -55,10 +55,10 @@ def device_events(profile: Any) -> Iterable[Event]:
 
 
 def summarise(events: list[Event]) -> dict[str, Any]:
-    """Shares of the time from the first event's start to the last one's end.
+    """Return shares of the time from the start of the first event to the end of the last.
 
-    `idle_share`: in which nothing ran; `long_gap_share`: of gaps of 20 us and more, as between
-    steps; `kernels`: those that took most of the time, seconds and calls.
+    `idle_share` is the time without a kernel; `long_gap_share` the part of it in gaps of 20 us and
+    more, as between steps; `kernels` are those that took most of the time, seconds and calls.
     """
     start = np.asarray([event.start_ns for event in events])
     order = np.argsort(start, kind="stable")

@@ -1,7 +1,8 @@
-"""transformers' continuous batching on the workload of `benchmarks.decode`, in PyTorch.
+"""transformers' continuous batching in PyTorch: `python -m benchmarks.decode.peer --help`.
 
-A model with random weights of the same shape answers as many requests of the same lengths. One JSON
-object on stdout, a table on stderr. docs/benchmarks.md says what each figure means.
+A model with random weights of the shape of `benchmarks.decode` answers as many requests of the same
+lengths. One JSON object on stdout, a table on stderr; docs/benchmarks/gpu.md says what each figure
+means.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks import environment
-from benchmarks.decode import SHAPES, hf_config, sizes_from
-from benchmarks.output import command, record_parser, show
-from benchmarks.peers.transformers_continuous import answer
-from benchmarks.record import Record
+from benchmarks.common import environment
+from benchmarks.common.output import command, record_parser, show
+from benchmarks.common.record import Record
+from benchmarks.common.shapes import SHAPES, hf_config, sizes_from
+from benchmarks.offline.peers.transformers_continuous import answer
 
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "flash-attn")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and write the result; the exit code."""
-    return command(run, _parser().parse_args(arguments), show_result=_print_table)
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Every batch's figures."""
+    """Return the figures of every batch."""
     import torch
     from transformers import GenerationConfig
 
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     )
     model = _model(options, device)
     record.result["attention"] = model.config._attn_implementation
-    # Past any end token, as ours.
+    # Answers go on past an end token, as in benchmarks.decode.
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     with model.continuous_batching_context_manager(
         generation_config=greedy, **_batching(options, max(sizes))
@@ -60,13 +61,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for size in sizes:
             measured = partial(_measure, manager, size, options, model.config.vocab_size)
             record.add("batches", f"batch {size}", measured)
-    # Which it may have changed when it began.
+    # The manager may have changed it.
     record.result["attention"] = model.config._attn_implementation
     return record.result
 
 
 def _model(options: argparse.Namespace, device: Any) -> Any:
-    """Random weights, made on the device."""
+    """Return a model with random weights, made on the device."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -80,7 +81,7 @@ def _model(options: argparse.Namespace, device: Any) -> Any:
 
 
 def _batching(options: argparse.Namespace, max_requests: int) -> dict[str, Any]:
-    """What `generate_batch` tells it of the requests; everything else is its own choice."""
+    """Return the options that `generate_batch` sets for these requests; the rest are defaults."""
     from transformers import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -97,7 +98,7 @@ def _batching(options: argparse.Namespace, max_requests: int) -> dict[str, Any]:
 def _measure(
     manager: Any, size: int, options: argparse.Namespace, vocab_size: int
 ) -> dict[str, Any]:
-    """Of a batch with answers of full length, and with answers of one token."""
+    """Time a batch with answers of full length, and with answers of one token."""
     prompts = iter(
         np.random.default_rng(size).integers(0, vocab_size, (4, size, options.prompt_tokens))
     )
@@ -110,14 +111,14 @@ def _measure(
         begin_s = time.perf_counter()
         try:
             answers = answer(manager, requests)
-        except SystemExit as error:  # of a script that has nothing else to do
+        except SystemExit as error:  # how `answer` reports a failure
             raise RuntimeError(str(error)) from error
         wall_s = time.perf_counter() - begin_s
         if any(len(each) != output_tokens for each in answers):
             raise RuntimeError(f"answers of {sorted({len(each) for each in answers})} tokens")
         return wall_s
 
-    # Whatever it compiles or captures.
+    # Compiles and captures.
     seconds(min(4, options.output_tokens))
     prefill_s, wall_s = seconds(1), seconds(options.output_tokens)
     decode_s = (wall_s - prefill_s) / max(1, options.output_tokens - 1)
@@ -147,14 +148,14 @@ def _print_table(result: dict[str, Any]) -> None:
     show(table)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = record_parser(
-        "benchmarks.decode_peer",
+        "benchmarks.decode.peer",
         "transformers' continuous batching with random weights of a shape.",
     )
     add = parser.add_argument
-    add("--model", default="llama-3-8b", choices=tuple(SHAPES), help="whose shape")
-    add("--layers", type=int, default=None, help="other than the shape's own")
+    add("--model", default="llama-3-8b", choices=tuple(SHAPES), help="the shape of the model")
+    add("--layers", type=int, default=None, help="instead of those of the shape")
     add("--dtype", default="bfloat16", help="of weights and cache")
     add("--device", default=None, help="PyTorch's name; its GPU where it finds one")
     add("--batches", default="1,8,32,128,256", help="requests at once")

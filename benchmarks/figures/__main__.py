@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
-from benchmarks.environment import ROOT
+from benchmarks.common.environment import ROOT
 from benchmarks.figures import style
 from benchmarks.figures.charts import charts
 from benchmarks.figures.results import KINDS, Result, load
@@ -45,7 +45,7 @@ RESULTS = "benchmarks/results"
 
 def main(arguments: list[str] | None = None) -> int:
     """Write everything, or with --check say what would change; the exit code."""
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     try:
         stale = update(options.root, write=not options.check)
     except JaxserveError as error:
@@ -140,7 +140,7 @@ def _identifier(path: Path) -> str | None:
     return None if found is None else found.group()
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.figures",
         description=f"Draw every result in {RESULTS}/ under {FIGURES}/, and rewrite the tables of "

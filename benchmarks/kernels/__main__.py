@@ -1,9 +1,9 @@
-"""The GPU kernels against the device's limits: `python -m benchmarks.kernels --help`.
+"""The GPU kernels against the limits of the device: `python -m benchmarks.kernels --help`.
 
-Paged attention at the named shapes: time, the share of the roofline that is reached, the error
-against float32, and other attention of JAX's beside it. Writes into the cache and copies of its
-pages: time, and the share of the copy bandwidth. Tables on stderr, one JSON object on stdout.
-docs/benchmarks.md says what each figure means.
+Paged attention at named shapes: time, the share of the roofline, the error against float32, and
+JAX's other attention kernels beside it. Writes into the cache and copies of pages: time, and the
+share of the copy bandwidth. Tables on stderr, one JSON object on stdout; docs/benchmarks/gpu.md
+says what each figure means.
 """
 
 from __future__ import annotations
@@ -19,51 +19,34 @@ import jax.numpy as jnp
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks import environment, kernel_moves, kernel_peers_jax
-from benchmarks.attention_timing import (
+from benchmarks.common import environment
+from benchmarks.common.output import command, record_parser, show
+from benchmarks.common.record import Record
+from benchmarks.common.roofline import Machine, kv_token_bytes, measure_gpu
+from benchmarks.kernels import moves as kernel_moves
+from benchmarks.kernels import peers_jax
+from benchmarks.kernels.shapes import MOVES, SHAPES, chosen
+from benchmarks.kernels.timing import (
     inputs,
     num_layers,
     relative_error,
     time_attention,
     time_chain,
 )
-from benchmarks.output import command, record_parser, show
-from benchmarks.record import Record
-from benchmarks.roofline import Machine, kv_token_bytes, measure_gpu
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import KV_DTYPES
 from pallas_kernels import dispatch
-from pallas_kernels.kv_write import shapes as write_shapes
-from pallas_kernels.page_copy import shapes as copy_shapes
 from pallas_kernels.paged_attention import planned_tiling
-from pallas_kernels.paged_attention.shapes import (
-    BENCHMARK_SHAPES,
-    GPU_DECODE_SHAPES,
-    GPU_MIXED_SHAPES,
-    GPU_PREFILL_SHAPES,
-    AttentionShape,
-)
-
-SHAPES = {
-    "decode": GPU_DECODE_SHAPES,
-    "prefill": GPU_PREFILL_SHAPES,
-    "mixed": GPU_MIXED_SHAPES,
-    "small": BENCHMARK_SHAPES,
-}
-MOVES = {
-    "write": write_shapes.CONFIGURATIONS,
-    "copy": copy_shapes.CONFIGURATIONS,
-    "small_moves": (*write_shapes.SMALL_CONFIGURATIONS, *copy_shapes.SMALL_CONFIGURATIONS),
-}
+from pallas_kernels.paged_attention.shapes import AttentionShape
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and write the result; the exit code."""
-    return command(run, _parser().parse_args(arguments), show_result=_print_table)
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Every shape's figures."""
+    """Return the figures of every shape."""
     shapes, moves = chosen(options.shapes, options.leave_out)
     if options.kv_dtype not in (None, *KV_DTYPES):
         raise InvalidConfigError(f"--kv-dtype {options.kv_dtype}: give one of {KV_DTYPES}")
@@ -103,34 +86,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             record.result["served_by"] = [asdict(choice) for choice in dispatch.choices()]
     record.save()
     return record.result
-
-
-def chosen(kinds: str, left_out: str = "") -> tuple[list[AttentionShape], list[Any]]:
-    """Shapes of attention, and moves, by kinds or names with commas between them, each once.
-
-    Raises:
-      InvalidConfigError: an unknown one.
-    """
-    named = {shape.name: (shape,) for shapes in SHAPES.values() for shape in shapes}
-    known = {**SHAPES, **named}
-
-    def members(text: str) -> list[str]:
-        names = [name for name in text.split(",") if name]
-        unknown = sorted(set(names) - {*known, *MOVES})
-        if unknown:
-            raise InvalidConfigError(
-                f"unknown shapes {unknown}; give some of {(*SHAPES, *MOVES)}, or names of shapes"
-            )
-        return names
-
-    excluded = {shape.name for name in members(left_out) for shape in known.get(name, ())}
-    shapes = {
-        shape.name: shape
-        for name in members(kinds)
-        for shape in known.get(name, ())
-        if shape.name not in excluded
-    }
-    return list(shapes.values()), [move for name in members(kinds) for move in MOVES.get(name, ())]
 
 
 def _measure(
@@ -175,12 +130,12 @@ def _measure(
         sum_s = sum(machine.step_s(num_bytes=work[0], flops=work[1]) for work in works)
         result |= {"parts_bound_s": sum_s, "of_parts_bound": sum_s / own_s}
     if has_peers and page_dtype == dtype:
-        result["peers"] = kernel_peers_jax.measure(shape, q, pages, rows, time_chain)
+        result["peers"] = peers_jax.measure(shape, q, pages, rows, time_chain)
     return result
 
 
 def _parts(shape: AttentionShape) -> list[AttentionShape]:
-    """Its rows that decode, and the others."""
+    """Return the shape with its decoding rows alone, and with the others alone."""
     kinds = [
         tuple(row for row in shape.rows if (row[0] == 1) == decodes) for decodes in (True, False)
     ]
@@ -193,7 +148,7 @@ def _kv_bytes(shape: AttentionShape, page_dtype: jnp.dtype) -> int:
 
 
 def _work(shape: AttentionShape, dtype: jnp.dtype, page_dtype: jnp.dtype) -> tuple[int, int]:
-    """Bytes that have to be moved, and operations of both products."""
+    """Return the bytes that have to be moved, and the operations of both products."""
     queries = sum(queries for queries, _ in shape.rows)
     pairs = sum(queries * context - queries * (queries - 1) // 2 for queries, context in shape.rows)
     each = shape.num_heads * shape.head_dim
@@ -209,7 +164,7 @@ def _print_table(result: dict[str, Any]) -> None:
     if result["shapes"]:
         table = Table(
             *("attention", "us", "GB/s", "TFLOP/s", "of bound", "error"),
-            *(f"{name}, us" for name in kernel_peers_jax.PEERS),
+            *(f"{name}, us" for name in peers_jax.PEERS),
             title=title,
             box=None,
         )
@@ -220,7 +175,7 @@ def _print_table(result: dict[str, Any]) -> None:
                 f"{row['flops_per_s'] / 1e12:.2f}",
                 _common(row)[3],
                 f"{row['error']:.1e}",
-                *(_peer_us(peers.get(name)) for name in kernel_peers_jax.PEERS),
+                *(_peer_us(peers.get(name)) for name in peers_jax.PEERS),
             )
         show(table)
     if result["moves"]:
@@ -235,7 +190,7 @@ def _peer_us(peer: dict[str, Any] | None) -> str:
 
 
 def _common(row: dict[str, Any]) -> tuple[str, str, str, str]:
-    """Shape, microseconds, gigabytes a second, and the share of the bound."""
+    """Return shape, microseconds, gigabytes a second, and the share of the bound."""
     return (
         row["shape"],
         f"{row['seconds'] * 1e6:,.1f}",
@@ -244,7 +199,7 @@ def _common(row: dict[str, Any]) -> tuple[str, str, str, str]:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = record_parser(
         "benchmarks.kernels", "The GPU kernels at named shapes against the roofline of the device."
     )
@@ -254,11 +209,11 @@ def _parser() -> argparse.ArgumentParser:
         default="decode,prefill,mixed,write,copy",
         help=f"some of {', '.join((*SHAPES, *MOVES))}, or names of shapes",
     )
-    add("--leave-out", default="", help="of these, likewise")
+    add("--leave-out", default="", help="shapes to leave out, likewise")
     add("--dtype", default="bfloat16", help="of queries and pages")
     add("--kv-dtype", default=None, help="of pages with scales: int8 or float8_e4m3fn")
     add("--attention", default=None, help="by name, such as mosaic,triton; the platform's choice")
-    add("--peers", action="store_true", help="time other attention of JAX's beside it, on a GPU")
+    add("--peers", action="store_true", help="also time JAX's other attention kernels, on a GPU")
     return parser
 
 

@@ -1,6 +1,6 @@
-"""Kernels that move bytes: a step's write into the cache, and copies of pages.
+"""Time of the kernels that move bytes: writes of a step into the cache, and copies of pages.
 
-Each is timed in a chain of calls, XLA's way beside it, against the device's copy bandwidth.
+Each is timed in a chain of calls, beside XLA's implementation, against the copy bandwidth.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REPEATS = 9
 
 
 def measure(configuration: Write | Copy, bytes_per_s: float) -> dict[str, Any]:
-    """Figures of one call; `bytes_per_s` is the bandwidth, read and written, of copying."""
+    """Return the figures of one call; `bytes_per_s` is the copy bandwidth, reads and writes."""
     if isinstance(configuration, Write):
         num_bytes = configuration.shape.moved_bytes
         seconds = partial(_write_seconds, configuration)
@@ -65,7 +65,7 @@ def _write_seconds(configuration: Write, implementation: str | None) -> float:
 def _copy_seconds(configuration: Copy, implementation: str | None) -> float:
     function, _ = configuration.call()
     shape = configuration.shape
-    # Other pages every time, so that no cache of the device has them.
+    # Other pages at every call, so that no cache of the device has them.
     order = np.random.default_rng(0).permutation(shape.num_pages)
     places = np.resize(order, (_CALLS, 2 * shape.count)).astype(np.int32)
     source, target = jnp.asarray(places[:, : shape.count]), jnp.asarray(places[:, shape.count :])
@@ -88,7 +88,7 @@ def _copy_seconds(configuration: Copy, implementation: str | None) -> float:
 
 
 def _seconds(chain: Callable[..., tuple[Any, Any]], state: Any, arguments: Any) -> float:
-    """Of one call in the chain, which is given its own `state` again, in place."""
+    """Return the seconds of one call in the chain; `state` is donated to each chain."""
     compiled = jax.jit(chain, donate_argnums=0)
     times = []
     for _ in range(_REPEATS + 1):

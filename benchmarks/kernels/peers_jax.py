@@ -1,9 +1,9 @@
-"""Attention that JAX has for GPUs, at the shapes that ours is timed at, in the same process.
+"""JAX's own attention kernels for GPUs, at the shapes of ours, in the same process.
 
 `jax_paged` is `jax.experimental.pallas.ops.gpu.paged_attention`, for decoding only. `cudnn_dense`
 is cuDNN's flash attention through `jax.nn.dot_product_attention`, over dense keys and values:
 nothing is looked up in page tables. `cudnn_paged` is the same over pages, which JAX has in private.
-All read other memory at every call, as ours does.
+All read other memory at every call, as ours.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.record import reason
+from benchmarks.common.record import reason
 from pallas_kernels import Rows
 from pallas_kernels.paged_attention.shapes import AttentionShape
 
-# Of (attend, q, what it attends to, layers): seconds of one `attend(q, layer, what)`.
+# (attend, q, given, layers) -> seconds of one `attend(q, layer, given)`.
 TimeChain = Callable[[Callable[[jax.Array, int, Any], jax.Array], jax.Array, Any, int], float]
 
 
@@ -30,7 +30,7 @@ def measure(
     rows: Rows,
     time_chain: TimeChain,
 ) -> dict[str, dict[str, Any]]:
-    """By peer: `seconds` of a call, or the `reason` why there are none."""
+    """Return by peer the `seconds` of a call, or the `reason` why there are none."""
     found: dict[str, dict[str, Any]] = {}
     for name, peer in PEERS.items():
         try:
@@ -62,15 +62,15 @@ def _paged_s(
             q, *layers[layer], table, rows.context_length, k_splits=num_splits
         )
 
-    # It does not scale the logits.
+    # The peer does not scale the logits.
     scaled = q * jnp.asarray(shape.head_dim**-0.5, q.dtype)
     return time_chain(attend, scaled, layers, len(layers))
 
 
 def splittable(page_table: jax.Array) -> tuple[jax.Array, int]:
-    """The table, padded to a width that `jax_paged` can split, and into how many parts.
+    """Return the table, padded to a width that `jax_paged` can split, and the number of parts.
 
-    It wants parts of one size, and these as whole compute blocks of 8 pages.
+    `jax_paged` takes parts of equal size that are whole compute blocks of 8 pages.
     """
     width = page_table.shape[1]
     num_splits = min(16, 1 << (width.bit_length() - 1))
@@ -92,7 +92,7 @@ def _cudnn_paged_s(
         raise NotImplementedError("it serves contexts of one length here, and whole prompts")
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    # It wants no page but those of the table: not the null page.
+    # cuDNN takes the pages of the table alone, without the null page.
     layers = [tuple(x[1:] for x in kv) for kv in zip(*pages.values(), strict=True)]
     table = (rows.page_table - 1)[:, None, :, None]
     mask = cudnn.MaskType.PADDING if shape.is_decode else cudnn.MaskType.PADDING_CAUSAL
@@ -125,7 +125,7 @@ def _cudnn_s(
         raise NotImplementedError("dense: it serves decoding, and a single whole prompt")
     size = (batch, longest, shape.num_kv_heads, shape.head_dim)
     normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
-    # Arrays of their own: a slice of one for all layers would be copied at every call.
+    # One array a layer: a slice of an array for all layers would be copied at every call.
     layers = [
         tuple(normal(key, size, q.dtype) for key in jax.random.split(jax.random.key(layer)))
         for layer in range(len(pages["k_pages"]))

@@ -1,14 +1,15 @@
-"""Attention over scattered pages: `python -m benchmarks.scattered --help`.
+"""Attention over scattered pages: `python -m benchmarks.kernels.scattered --help`.
 
-Figure 3.17 of the Pensieve thesis: attention of several tokens a row over pages that lie anywhere,
-beside two straw men: copying the pages into one piece first, and one token at a time. A table on
-stderr, one JSON object on stdout. docs/benchmarks.md says what each figure means.
+Figure 3.17 of the Pensieve thesis: attention of several tokens a row over scattered pages, beside
+copying the pages into one piece first, and one token at a time. The ways take turns. A table on
+stderr, one JSON object on stdout; docs/benchmarks/conversations.md says what each figure means.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,9 @@ import jax.numpy as jnp
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks import environment
-from benchmarks.output import command, show
-from benchmarks.roofline import seconds
-from benchmarks.serving import arguments_of
+from benchmarks.common import environment
+from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.repeats import Figures, in_turns, summary
 from jaxserve.core.errors import InvalidConfigError
 from pallas_kernels import Rows, paged_attention
 from pallas_kernels.paged_attention.shapes import AttentionShape, make_inputs
@@ -31,12 +31,12 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Rows], jax.Array]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and write the result; the exit code."""
-    return command(run, _parser().parse_args(arguments), show_result=_print_table)
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of every way at every context."""
+    """Return the seconds of every way at every context."""
     try:
         contexts = [int(part) for part in options.contexts.split(",")]
     except ValueError:
@@ -50,12 +50,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "scattered",
         "arguments": arguments_of(options),
+        "repeats": options.repeats,
         "contexts": [{"context": context, **_measure(options, context)} for context in bar],
         **environment.describe(),
     }
 
 
-def _measure(options: argparse.Namespace, context: int) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, context: int) -> Figures:
+    """Time the ways in turns, after a call of each that compiles and is checked."""
     shape = AttentionShape(
         name=f"{options.batch}x{options.queries}_of_{context}",
         num_heads=options.heads,
@@ -66,17 +68,16 @@ def _measure(options: argparse.Namespace, context: int) -> dict[str, Any]:
     )
     inputs = make_inputs(shape, 0, layers=1)
     expected = _over_pages(*inputs)
-    return {
-        name: seconds(jax.jit(_checked(name, attend, inputs, expected)), *inputs)
-        for name, attend in WAYS.items()
-    }
-
-
-def _checked(name: str, attend: Attend, inputs: tuple[Any, ...], expected: jax.Array) -> Attend:
-    """The same, once it has given the same numbers."""
-    error = jnp.linalg.norm(attend(*inputs) - expected) / jnp.linalg.norm(expected)
-    assert float(error) < 1e-4, f"{name} is off by {float(error):.1e}"
-    return attend
+    compiled = {name: jax.jit(attend) for name, attend in WAYS.items()}
+    for name, attend in compiled.items():
+        error = jnp.linalg.norm(attend(*inputs) - expected) / jnp.linalg.norm(expected)
+        assert float(error) < 1e-4, f"{name} is off by {float(error):.1e}"
+    runs: list[Figures] = [{} for _ in range(options.repeats)]
+    for number, name in in_turns(list(compiled), options.repeats):
+        begin_s = time.perf_counter()
+        jax.block_until_ready(compiled[name](*inputs))
+        runs[number][name] = time.perf_counter() - begin_s
+    return summary(runs)
 
 
 def _over_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows) -> jax.Array:
@@ -84,7 +85,7 @@ def _over_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows
 
 
 def _copied_out(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows) -> jax.Array:
-    """Every row's pages beside each other, in order, before they are attended to."""
+    """Copy the pages of each row beside each other, in order, and attend to the copies."""
     num_rows, width = rows.page_table.shape
     whole = jnp.arange(num_rows * width, dtype=jnp.int32).reshape(num_rows, width)
     k_whole, v_whole = (pages[:, rows.page_table.reshape(-1)] for pages in (k_pages, v_pages))
@@ -94,7 +95,7 @@ def _copied_out(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows
 def _one_token_at_a_time(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows
 ) -> jax.Array:
-    """As vLLM's decoding kernel would have to: a call for each query of a row."""
+    """Call a decoding kernel once for each query of a row."""
     num_rows = rows.query_start.shape[0]
     by_query = q.reshape(num_rows, -1, *q.shape[1:])
 
@@ -127,20 +128,21 @@ def _print_table(result: dict[str, Any]) -> None:
     show(table)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scattered",
-        description="Attention over scattered pages beside two straw men; prints one JSON object.",
+        prog="python -m benchmarks.kernels.scattered",
+        description="Attention over scattered pages beside two other ways; prints one JSON object.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--batch", type=int, default=32, help="rows")
-    add("--queries", type=int, default=8, help="of each row, the last ones of its context")
+    add("--queries", type=int, default=8, help="of each row, at the end of its context")
     add("--contexts", default="128,256,512,1024,2048,4096", help="tokens of a row")
     add("--heads", type=int, default=9, help="of queries")
     add("--kv-heads", type=int, default=3, help="of keys and values")
     add("--head-dim", type=int, default=64, help="of a head")
     add("--page-size", type=int, default=32, help="tokens of a page")
+    add("--repeats", type=int, default=9, help="calls of every way, in turns")
     add("--output", type=Path, default=None, help="also write the object here")
     return parser
 

@@ -1,4 +1,4 @@
-"""One shape of paged attention on a device: random inputs, its time, and its error.
+"""Time and error of paged attention on a device, at one shape with random inputs.
 
 Each call reads another layer of the cache, and takes its queries from the call before.
 """
@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.roofline import seconds
+from benchmarks.common.timing import seconds
 from pallas_kernels import Rows, paged_attention, quantize
 from pallas_kernels.paged_attention import Capacity, Plan, Tiling, plan
 from pallas_kernels.paged_attention.shapes import AttentionShape
 
-# Layers of the cache, so that what one call reads is in no cache of the device for the next.
+# Bytes of all layers together, so that no call finds its pages in a cache of the device.
 CACHE_BYTES = 512 << 20
 MAX_LAYERS = 16
 CALLS = 20
@@ -31,14 +31,17 @@ Pages = dict[str, jax.Array]
 
 
 def num_layers(kv_bytes: int) -> int:
-    """That a cache has whose layers hold so much each: enough to be cold at every call."""
+    """Return how many layers of `kv_bytes` bytes each make every call find its pages cold."""
     return max(1, min(MAX_LAYERS, -(-CACHE_BYTES // kv_bytes)))
 
 
 def inputs(
     shape: AttentionShape, dtype: jnp.dtype, page_dtype: jnp.dtype, layers: int
 ) -> tuple[jax.Array, Pages, Rows]:
-    """Random ones, made on the device; pages lie scattered, each of one row alone."""
+    """Return random queries, pages and rows, made on the device.
+
+    Pages lie scattered, and no two rows share one.
+    """
     lengths = np.asarray([queries for queries, _ in shape.rows], np.int32)
     contexts = np.asarray([context for _, context in shape.rows], np.int32)
     needed = -(-contexts // shape.page_size)
@@ -93,7 +96,7 @@ def time_attention(
     tiling: Tiling | None,
     attention: str | None,
 ) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     attend = partial(
         paged_attention,
         rows=rows,
@@ -111,10 +114,12 @@ def time_attention(
 def time_chain(
     attend: Callable[[jax.Array, int, Any], jax.Array], q: jax.Array, given: Any, layers: int
 ) -> float:
-    """Of one call, in a chain over the layers in turn that attends with what came out before.
+    """Return the seconds of one call, in a chain over the layers in turn.
+
+    Each call takes the output of the call before as its queries.
 
     Args:
-      attend: of queries, a layer, and `given`.
+      attend: takes queries, a layer, and `given`.
     """
 
     def chain(q: jax.Array, given: Any) -> jax.Array:
@@ -134,9 +139,9 @@ def relative_error(
     tiling: Tiling | None,
     attention: str | None,
 ) -> float:
-    """Relative norm of some rows' difference from XLA's, which computes in float32.
+    """Return the relative norm of the difference from XLA in float32, without TF32.
 
-    The first rows, and the last.
+    The first `_ROWS_COMPARED` rows and the last row are compared.
     """
     index = np.unique([*range(min(_ROWS_COMPARED, len(shape.rows))), len(shape.rows) - 1])
     some = jax.tree.map(lambda x: x[index], rows)
@@ -156,7 +161,7 @@ def relative_error(
     )
     work = _plan(shape, some, tiling)
     got = jax.jit(partial(attend, plan=work, implementation=attention))(q, **pages)
-    # The default on GPUs is TF32, whose error is as large as what is looked for.
+    # The default on GPUs is TF32, whose error is as large as the one that is measured.
     with jax.default_matmul_precision("highest"):
         wanted = jax.jit(partial(attend, implementation="xla"))(q.astype(jnp.float32), **pages)
     got, wanted = np.asarray(got, np.float32)[owned], np.asarray(wanted)[owned]

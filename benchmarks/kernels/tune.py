@@ -1,8 +1,8 @@
-"""Find the fastest tiles of attention on this GPU and write them down: `python -m benchmarks.tune`.
+"""The fastest tiles of attention on this GPU: `python -m benchmarks.kernels.tune --help`.
 
-One size after the other takes each of its values while the rest stays, and keeps the fastest; a
-value that does not compile is passed over. What wins is compared with float32 before it is written
-to `pallas_kernels/paged_attention/tuned_tilings.toml`, which runtimes read. A table on stderr, one
+Each size in turn takes every one of its values while the others stay, and keeps the fastest; a
+value that does not compile is skipped. The result is compared with float32 and then written to
+`pallas_kernels/paged_attention/tuned_tilings.toml`, which runtimes read. A table on stderr, one
 JSON object on stdout.
 """
 
@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 from rich.table import Table
 
-from benchmarks import environment
-from benchmarks.attention_timing import inputs, num_layers, relative_error, time_attention
-from benchmarks.output import command, record_parser, show
-from benchmarks.record import Record, reason
-from benchmarks.roofline import kv_token_bytes
+from benchmarks.common import environment
+from benchmarks.common.output import command, record_parser, show
+from benchmarks.common.record import Record, reason
+from benchmarks.common.roofline import kv_token_bytes
+from benchmarks.kernels.timing import inputs, num_layers, relative_error, time_attention
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 from pallas_kernels.paged_attention.shapes import AttentionShape
 from pallas_kernels.paged_attention.tilings import (
@@ -37,7 +37,7 @@ from pallas_kernels.paged_attention.tilings import (
     tiling_of,
 )
 
-# Values by where they stand in an entry, in the order in which they are tried.
+# Values by their place in an entry, in the order in which they are tried.
 Values = Mapping[tuple[str, ...], Sequence[int]]
 
 _SPLIT: Values = {
@@ -59,26 +59,26 @@ _WARPGROUPS: Values = {
     ("warpgroups", "num_stages"): (2, 3, 4),
 }
 _MAX_ERROR = 1e-2
-# Of an entry: what it is for, and where it comes from.
+# Fields of an entry that name its device and heads, and those that say where it comes from.
 _OWNER = ("device", "group", "head_dim")
 _ABOUT = (*_OWNER, "max_head_dim", "source", "command")
 _HEADER = """\
 # Tiles that were timed, by device and heads; looked up before tilings.toml.
-# Written by `python -m benchmarks.tune`; each entry has the command that made it.
+# Written by `python -m benchmarks.kernels.tune`; each entry has the command that made it.
 """
 
 
 class WrongTilesError(JaxserveError):
-    """The fastest tiles give wrong numbers, and are not written down."""
+    """The fastest tiles give wrong numbers and are not written."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and write the result; the exit code."""
-    return command(run, _parser().parse_args(arguments), show_result=_print_table)
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """The best entry, written to the table, and everything that was tried."""
+    """Return the best entry, which is written to the table, and every value that was tried."""
     kv_heads, group, head_dim = _heads_from(options.heads)
     device = jax.devices()[0]
     if device.platform != "gpu":
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             record,
         )
         errors = [each.error(tiling(entry)) for each in given]
-        if not all(error <= _MAX_ERROR for error in errors):  # nor is one that is no number
+        if not all(error <= _MAX_ERROR for error in errors):  # also false for NaN
             raise WrongTilesError(f"relative errors {errors}; nothing was written")
         return entry
 
@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "group": group,
         "head_dim": head_dim,
         "source": f"timed, commit {environment.commit()}, JAX {jax.__version__}",
-        "command": shlex.join(["python", "-m", "benchmarks.tune", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks.kernels.tune", *sys.argv[1:]]),
         **{name: value for name, value in best.items() if name not in _ABOUT},
     }
     record.result["best"] = entry
@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Timed:
-    """One shape with its inputs on the device."""
+    """A shape with its inputs on the device."""
 
     def __init__(self, shape: AttentionShape, implementation: str):
         dtype = jnp.dtype("bfloat16")
@@ -152,11 +152,12 @@ class _Timed:
 def descend(
     entry: Entry, values: Values, seconds: Callable[[Entry], Sequence[float]], record: Record
 ) -> Entry:
-    """The entry with the fastest of the values, one place after the other.
+    """Return the entry with the fastest values, found for one place after the other.
 
     Args:
-      seconds: of an entry at every shape; the sum of their shares of the first entry's counts.
-      record: gets everything that was tried; nothing is tried when its time is over.
+      seconds: returns the seconds of an entry at every shape. The score of an entry is the sum of
+        its seconds over those of the first entry.
+      record: gets every value that was tried; no value is tried once its budget is used up.
     """
     begin = seconds(entry)
     best, best_score = entry, float(len(begin))
@@ -171,7 +172,7 @@ def descend(
                 continue
             try:
                 times = seconds(changed)
-            except Exception as error:  # a tile that the compiler cannot make, mostly
+            except Exception as error:  # mostly a tile that does not compile
                 record.result["tried"].append(
                     {"place": name, "value": value, "reason": reason(error)}
                 )
@@ -187,7 +188,7 @@ def descend(
 
 
 def write_entry(path: Path, kind: str, entry: Entry) -> None:
-    """Put an entry into a table, in place of one for the same heads on the same device."""
+    """Write an entry to a table; it replaces the entry of the same heads on the same device."""
     table = tomllib.loads(path.read_text()) if path.exists() else {}
     kept = [
         each
@@ -244,14 +245,20 @@ def _print_table(result: dict[str, Any]) -> None:
     show(table)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = record_parser(
-        "benchmarks.tune", "Find and write down the fastest tiles of attention on this GPU."
+        "benchmarks.kernels.tune",
+        "Find the fastest tiles of attention on this GPU, and write them.",
     )
     add = parser.add_argument
-    add("--kind", default="triton", choices=("triton", "mosaic"), help="whose tiles")
+    add(
+        "--kind",
+        default="triton",
+        choices=("triton", "mosaic"),
+        help="the kernels whose tiles are tuned",
+    )
     add("--heads", default="8x4x128", help="KV heads, query heads for each, and their size")
-    add("--table", type=Path, default=TUNED, help="where the entry goes")
+    add("--table", type=Path, default=TUNED, help="the file to write")
     return parser
 
 

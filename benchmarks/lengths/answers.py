@@ -1,7 +1,7 @@
-"""A model's own answers to ShareGPT's questions: `python -m benchmarks.answers --help`.
+"""A model's own answers to ShareGPT's questions: `python -m benchmarks.lengths.answers --help`.
 
-What a length predictor of this model learns from. Written are where each question stands and how
-many tokens its answer had, not the texts, and one JSON object on stdout. docs/benchmarks.md says
+A length predictor of this model learns from them. The file has the position of each question and
+the length of its answer, not the texts; stdout has one JSON object. docs/benchmarks/lengths.md says
 what each figure means.
 """
 
@@ -17,8 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.output import command
-from benchmarks.serving import arguments_of
+from benchmarks.common.output import arguments_of, command
 from jaxserve.core.metrics import spread
 from jaxserve.workload.answers import Question, questions
 
@@ -28,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and write the result; the exit code."""
-    return command(run, _parser().parse_args(arguments))
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Ask, and write each answer's line as soon as it and those before it are there."""
-    from benchmarks import environment
+    """Submit all questions, and write each answer's line in the order of the questions."""
+    from benchmarks.common import environment
     from jaxserve import Runtime
 
     with ExitStack() as stack:
@@ -83,7 +82,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _draw(options: argparse.Namespace, rt: Runtime) -> list[Question]:
-    """Questions in random order whose prompts are short enough."""
+    """Return questions in random order whose prompts are short enough."""
     from jaxserve.core.assets import fetch
     from jaxserve.core.errors import InvalidConfigError
     from jaxserve.workload import sharegpt
@@ -94,7 +93,7 @@ def _draw(options: argparse.Namespace, rt: Runtime) -> list[Question]:
     for question in found:
         if len(asked) == options.num_prompts:
             return asked
-        # A token stands for a character at least, and counting takes time.
+        # Counting takes time, so questions that are certainly too long are skipped first.
         if len(question.text) <= 8 * options.max_prompt_tokens:
             num_tokens = len(rt.tokenizer.encode(question.text)) if rt.tokenizer else 0
             if num_tokens <= options.max_prompt_tokens:
@@ -126,9 +125,9 @@ def _answers(
         yield question, one.result()
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.answers",
+        prog="python -m benchmarks.lengths.answers",
         description="Let a model answer ShareGPT's questions, and keep its answers' lengths.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -136,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lengths", type=Path, required=True, help="JSON lines of ids and lengths, written here")
     add("--tokens", type=Path, default=None, help="also write prompts' and answers' tokens here")
     add("--num-prompts", type=int, default=1500, help="questions drawn")
-    add("--max-prompt-tokens", type=int, default=128, help="longer ones are passed over")
+    add("--max-prompt-tokens", type=int, default=128, help="longer questions are left out")
     add("--max-tokens", type=int, default=256, help="of an answer")
     add("--temperature", type=float, default=0.7, help="0 is greedy")
     add("--model", default="smollm2-135m", help="a name, folder or GGUF file")

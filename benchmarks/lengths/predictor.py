@@ -1,8 +1,8 @@
-"""How well answers' lengths are predicted: `python -m benchmarks.predictor --help`.
+"""Accuracy of predicted answer lengths: `python -m benchmarks.lengths.predictor --help`.
 
 A predictor is trained on ShareGPT, or on other data, and compared with baselines on conversations
-that none of them saw. A table on stderr, one JSON object on stdout. docs/benchmarks.md says what
-each figure means.
+that none of them saw. A table on stderr, one JSON object on stdout; docs/benchmarks/lengths.md says
+what each figure means.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.output import command, show
+from benchmarks.common.output import command, show
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 
 if TYPE_CHECKING:
@@ -25,22 +25,22 @@ BATCHES = (1, 64)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and write the result; the exit code."""
-    return command(run, _parser().parse_args(arguments), show_result=_print_table)
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Train, compare, time."""
+    """Train a predictor, compare it with baselines, and time it."""
     try:
         return _run(options)
     except JaxserveError:
         raise
-    except ValueError as error:  # what the predictor package refuses
+    except ValueError as error:  # of the predictor package
         raise InvalidConfigError(str(error)) from error
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks import environment
+    from benchmarks.common import environment
     from jaxserve.cli.predictor import Settings
     from predictor import TrainingConfig, train
     from predictor.comparison import compare
@@ -95,13 +95,13 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _without_folder(data: str) -> str:
-    """What a result says of its data: a file's name, and what kind of file it is."""
+    """Return the kind and the name of a data file, without its folder."""
     kind, colon, file = data.rpartition(":")
     return f"{kind}{colon}{Path(file).name}"
 
 
 def _latencies(predictor: LengthPredictor, prompts: list[str]) -> dict[str, float]:
-    """By batch size, tokens counted in."""
+    """Return milliseconds a prompt by batch size, tokenization included."""
     from predictor.evaluation import milliseconds_a_prompt
 
     return {str(size): milliseconds_a_prompt(predictor.logits, prompts, size) for size in BATCHES}
@@ -121,27 +121,33 @@ def _print_table(result: dict[str, Any]) -> None:
         print(f"{milliseconds:.2f} ms a prompt in batches of {size}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.predictor",
+        prog="python -m benchmarks.lengths.predictor",
         description="How well lengths are predicted; prints one JSON object.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--data", default=None, help="JSON lines, or recorded:FILE; ShareGPT where left out")
-    add("--num-examples", type=int, default=6000, help="drawn, for all three parts together")
-    add("--held-out", type=float, default=0.15, help="share to calibrate by, and as much to test")
+    add(
+        "--data",
+        default=None,
+        help="JSON lines, recorded:FILE or answered:FILE; ShareGPT by default",
+    )
+    add("--num-examples", type=int, default=6000, help="drawn, of all three parts together")
+    add(
+        "--held-out", type=float, default=0.15, help="share to calibrate on, and as much to test on"
+    )
     add("--encoder", default="minilm", help="see `jaxserve predictor train`")
-    add("--max-length", type=int, default=1024, help="longest answer; longer ones count as this")
-    add("--max-tokens", type=int, default=128, help="of a prompt; longer ones lose their middle")
+    add("--max-length", type=int, default=1024, help="of an answer; a longer one counts as this")
+    add("--max-tokens", type=int, default=128, help="of a prompt; a longer one loses its middle")
     add("--buckets", default="equal", help="equal, log or quantile")
     add("--num-buckets", type=int, default=10, help="of lengths")
     add("--epochs", type=int, default=4, help="at most; training stops early")
     add("--batch-size", type=int, default=32, help="prompts a step")
     add("--learning-rate", type=float, default=5e-5, help="the highest")
-    add("--model", default="smollm2-135m", help="whose tokens are counted")
+    add("--model", default="smollm2-135m", help="the model whose tokens are counted")
     add("--seed", type=int, default=0, help="of draw, split and training")
-    add("--save", type=Path, default=None, help="keep the trained predictor in this folder")
+    add("--save", type=Path, default=None, help="save the trained predictor in this folder")
     add("--output", type=Path, default=None, help="also write the object here")
     return parser
 

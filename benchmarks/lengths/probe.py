@@ -1,8 +1,8 @@
-"""What a probe knows of remaining lengths, and what it costs: `python -m benchmarks.probe --help`.
+"""Accuracy and cost of a probe of remaining lengths: `python -m benchmarks.lengths.probe --help`.
 
 A probe is trained on a model's own answers and tested on others, beside survival alone, of all
 answers and of an encoder's predictions. Then decode loops with and without it are timed in turns.
-Tables on stderr, one JSON object on stdout. docs/benchmarks.md says what each figure means.
+Tables on stderr, one JSON object on stdout; docs/benchmarks/lengths.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.output import command, show
-from benchmarks.serving import load_predictor
-from benchmarks.step_parts import full_step_s
+from benchmarks.common.output import command, show
+from benchmarks.common.predictors import load_predictor
+from benchmarks.common.timing import full_step_s
 from jaxserve.cli.probe import ELAPSED, ProbeSettings, TrainedProbe, train_probe_on
 from jaxserve.core.errors import InvalidConfigError
 
@@ -33,13 +33,13 @@ _CALLS = 200
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and write the result; the exit code."""
-    return command(run, _parser().parse_args(arguments), show_result=_print_tables)
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_tables)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Train, compare, time."""
-    from benchmarks import environment
+    """Train a probe, compare it with survival alone, and time it."""
+    from benchmarks.common import environment
     from predictor.probe_evaluation import compare_remaining
 
     predictor = load_predictor(options)
@@ -97,7 +97,7 @@ def _named(counts: Any) -> dict[str, int]:
 
 
 def _cost(done: TrainedProbe, options: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds of a decode iteration with and without, in turns, and of the host's part."""
+    """Time decode iterations with and without the probe in turns, and the host's part."""
     from flax import nnx
 
     from jaxserve import Runtime
@@ -151,7 +151,7 @@ def _decode(rt: Runtime, size: int, num_tokens: int) -> None:
 
 
 def _refinement_s(refinement: Refinement, size: int) -> float:
-    """Of the host's work on one reading of every sequence of a batch."""
+    """Time the host's work on one reading of every sequence of a batch."""
     beliefs = refinement.first(None, size)
     passed, logits = np.full(size, refinement.interval), np.zeros((size, refinement.buckets.num))
     return _mean_s(lambda: refinement.refined(beliefs, passed, logits))
@@ -182,20 +182,32 @@ def _print_tables(result: dict[str, Any]) -> None:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.probe",
+        prog="python -m benchmarks.lengths.probe",
         description="What a probe knows of remaining lengths, and its cost; one JSON object.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add, given = parser.add_argument, ProbeSettings
-    add("--answers", type=Path, required=True, help="written by --record, with answers' tokens")
+    add(
+        "--answers",
+        type=Path,
+        required=True,
+        help="a file written by --record, with the tokens of answers",
+    )
     add("--model", default="smollm2-135m", help="the model that gave them")
-    add("--load", default=given.load, help="random for weights made up on the spot")
-    add("--predictor", default=None, help="folder of a trained one, to be compared and refined")
-    add("--max-answers", type=int, default=None, help="the first so many; all where left out")
-    add("--held-out", type=float, default=given.held_out, help="to calibrate by, and to test")
-    add("--layer", type=int, default=None, help="read behind so many; half where left out")
+    add("--load", default=given.load, help="random for random weights")
+    add("--predictor", default=None, help="folder of a trained predictor, to compare and refine")
+    add("--max-answers", type=int, default=None, help="the first of the file; all by default")
+    add(
+        "--held-out",
+        type=float,
+        default=given.held_out,
+        help="share to calibrate on, and as much to test on",
+    )
+    add(
+        "--layer", type=int, default=None, help="layers before the reading; half of them by default"
+    )
     add("--interval", type=int, default=given.interval, help="tokens between readings")
     add("--hidden-size", type=int, default=given.hidden_size, help="of the head; 0 for linear")
     add("--max-length", type=int, default=given.max_length, help="longest remaining length")
@@ -206,8 +218,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=given.seed, help="of split and training")
     add("--batch-size", type=int, default=32, help="sequences that decode at once, for the cost")
     add("--tokens", type=int, default=64, help="of each of them")
-    add("--rounds", type=int, default=5, help="that decode with and without, in turns")
-    add("--save", type=Path, default=None, help="keep the trained probe in this folder")
+    add("--rounds", type=int, default=5, help="runs with and without the probe, in turns")
+    add("--save", type=Path, default=None, help="save the trained probe in this folder")
     add("--output", type=Path, default=None, help="also write the object here")
     return parser
 

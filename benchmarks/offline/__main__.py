@@ -1,7 +1,7 @@
-"""Throughput of a batch that arrives all at once: `python -m benchmarks.offline --help`.
+"""Throughput of requests that arrive all at once: `python -m benchmarks.offline --help`.
 
 Prints one JSON object. Answers have exactly the workload's lengths, which the scheduler does not
-know. docs/benchmarks.md says what each figure means.
+know; docs/benchmarks/serving.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.output import command
-from benchmarks.peers.options import add_arguments, any_failed, peers_of, run_peers
+from benchmarks.common.counters import counters_of, since
+from benchmarks.common.output import command
+from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
+from benchmarks.offline.peers.options import add_arguments, any_failed, peers_of, run_peers
+from benchmarks.startup.starts import start_times
 from jaxserve.core.metrics import summarise
 from jaxserve.workload import WorkloadItem, random_items
 
@@ -26,40 +29,36 @@ if TYPE_CHECKING:
     from jaxserve.runtime import Runtime
 
 WORKLOADS = ("sharegpt", "random")
+# For the engine to see that it has no more work.
+_SETTLING_S = 0.02
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and write the result; the exit code."""
-    return command(run, _parser().parse_args(arguments), is_whole=_is_whole)
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), is_whole=_is_whole)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """One measured run, and everything that is needed to repeat it."""
-    from benchmarks import environment, startup
+    """Return the figures of whole runs, and everything that is needed to repeat them."""
+    from benchmarks.common import environment
     from jaxserve import Runtime
     from jaxserve.execution.build import platform_defaults
 
     peers = peers_of(options)
+    turns = in_turns([options.policy], options.repeats)
     settings = _runtime_settings(options)
-    starts = startup.measure(options.model, settings) if options.cold else None
+    starts = start_times(options.model, settings) if options.cold else None
     begin_s = time.perf_counter()
     with Runtime.from_pretrained(options.model, **settings) as rt:
         ready_s = time.perf_counter() - begin_s
         items = _workload(options, rt)
-        begin_s = time.perf_counter()
-        done = rt.generate(
-            [list(item.prompt_token_ids) for item in items],
-            [item.params() for item in items],
-            progress=True,
-        )
-        wall_s = time.perf_counter() - begin_s
-        # Before the bound's own weights add to it.
+        runs = [_run_once(rt, items) for _ in turns]
+        # Before the weights of the bound add to it.
         peak_host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        counters = asdict(rt.stats())
         config = rt.model_config
         engine, report = rt.config, rt.report()
     dtype = options.dtype or platform_defaults().dtype
-    figures = summarise(done, wall_s)
+    figures = summary(runs)
     return {
         "benchmark": "offline",
         "workload": options.workload,
@@ -69,15 +68,33 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "precision": dtype if engine.kv_dtype is None else f"{dtype} with KV in {engine.kv_dtype}",
         "policy": options.policy,
         "settings": settings,
+        "repeats": options.repeats,
         **figures,
-        "host_gap_share": counters["host_gap_s"] / counters["busy_s"],
         "peak_host_bytes": peak_host_bytes,
         "startup_s": ready_s,
         "startup": starts,
-        "engine": counters,
         **_compared_with_bound(config, engine, report, dtype, figures),
         "compare": run_peers(options, peers, items, batch_size=engine.max_slots, settings=settings),
         **environment.describe(),
+    }
+
+
+def _run_once(rt: Runtime, items: list[WorkloadItem]) -> Figures:
+    """Generate all answers, with nothing in the prefix cache."""
+    rt.forget_kept_pages()
+    before, begin_s = counters_of(rt.stats()), time.perf_counter()
+    done = rt.generate(
+        [list(item.prompt_token_ids) for item in items],
+        [item.params() for item in items],
+        progress=True,
+    )
+    wall_s = time.perf_counter() - begin_s
+    time.sleep(_SETTLING_S)
+    engine = since(before, counters_of(rt.stats()))
+    return {
+        **summarise(done, wall_s),
+        "host_gap_share": engine["host_gap_s"] / engine["busy_s"],
+        "engine": engine,
     }
 
 
@@ -88,8 +105,10 @@ def _is_whole(result: dict[str, Any]) -> bool:
 def _compared_with_bound(
     config: LlamaConfig, engine: EngineConfig, report: Report, dtype: str, figures: dict[str, Any]
 ) -> dict[str, Any]:
-    """The machine's bound, how near the run came, and where a full decode step went."""
-    from benchmarks import roofline, step_parts
+    """Return the machine's bound, the share that the median run reached, and a step's parts."""
+    from benchmarks.common import roofline
+    from benchmarks.common.timing import full_step_s
+    from benchmarks.offline import step_parts
 
     print("timing the machine and the parts of a step", file=sys.stderr)
     batch_size = min(engine.max_slots, figures["num_requests"])
@@ -105,7 +124,7 @@ def _compared_with_bound(
         num_output_tokens=num_output,
     )
     parts = None
-    if step_s := step_parts.full_step_s(report.steps, batch_size):
+    if step_s := full_step_s(report.steps, batch_size):
         parts = step_parts.measure(
             *(config, engine, dtype),
             step_s=step_s,
@@ -153,7 +172,7 @@ def _runtime_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.offline",
         description="Throughput of requests that arrive all at once; prints one JSON object.",
@@ -169,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-tokens", type=int, default=64, help="random: of each answer")
     add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
     add("--policy", default="auto", help="scheduling preset")
-    add("--load", default=None, help="random for weights made up on the spot")
+    add("--load", default=None, help="random for random weights")
     add("--dtype", default=None, help="of weights and cache")
     add("--kv-memory", default=None, help='size of the page pool, e.g. "1GiB"')
     add(
@@ -180,7 +199,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-slots", type=int, default=None, help="most sequences at once")
     add("--max-context", type=int, default=1024, help="most tokens of prompt and answer")
     add("--max-step-tokens", type=int, default=None, help="most tokens of one step")
-    add("--cold", action="store_true", help="also time a cold and a warm start, in processes apart")
+    add("--cold", action="store_true", help="also time a cold and a warm start in new processes")
+    add_repeats(parser, "engine")
     add_arguments(parser)
     add("--output", type=Path, default=None, help="also write the object here")
     return parser

@@ -1,8 +1,7 @@
-"""Where the time of a decode step goes: its parts timed alone, at the shapes of the run."""
+"""The parts of a decode step, each timed alone at the shapes of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import final
 
@@ -11,9 +10,9 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.roofline import Bound, seconds
+from benchmarks.common.roofline import Bound
+from benchmarks.common.timing import seconds
 from jaxserve.core.config import EngineConfig
-from jaxserve.engine.recorder import StepRecord
 from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.steps.sampling.sampler import SamplingNeeds, sample
@@ -31,9 +30,9 @@ NAMES = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class DecodeStep:
-    """Seconds of one decode iteration: as the run took it (median), and its parts alone.
+    """Seconds of one decode iteration: its median in the run, and its parts alone.
 
-    `other_s` is what the parts leave: norms, rotary embedding, activations, calls.
+    `other_s` is the rest: norms, rotary embedding, activations, calls.
     """
 
     step_s: float
@@ -49,17 +48,6 @@ class DecodeStep:
         return {**asdict(self), "other_s": self.other_s}
 
 
-def full_step_s(steps: Sequence[StepRecord], batch_size: int) -> float | None:
-    """Median seconds of an iteration that decoded `batch_size` sequences; None if none did."""
-    times = []
-    for before, step in zip(steps, steps[1:], strict=False):
-        is_full = step.kind == "decode loop" and step.num_rows == batch_size
-        if is_full and step.collected_s is not None and before.collected_s is not None:
-            begin_s = max(step.submitted_s, before.collected_s)
-            times.append((step.collected_s - begin_s) / step.num_iterations)
-    return sorted(times)[len(times) // 2] if times else None
-
-
 def measure(
     config: LlamaConfig,
     engine: EngineConfig,
@@ -69,7 +57,7 @@ def measure(
     batch_size: int,
     context: int,
 ) -> DecodeStep:
-    """Time each part with random weights and a cache of its own."""
+    """Time each part, with random weights and its own cache."""
     return DecodeStep(
         step_s=step_s,
         products_s=_products_s(config, dtype, batch_size),
@@ -79,7 +67,7 @@ def measure(
 
 
 def print_table(step: DecodeStep, bound: Bound) -> None:
-    """On stderr: the parts, their shares, and the bound."""
+    """Print the parts, their shares and the bound on stderr."""
     console = Console(stderr=True)
     console.print(f"one decode step, {bound.batch_size} sequences of {bound.context:.0f} tokens")
     table = Table("", "ms", "share", box=None)

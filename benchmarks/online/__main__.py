@@ -1,7 +1,7 @@
-"""Latency against load: `python -m benchmarks.online --help`.
+"""Latency against the rate of arrivals: `python -m benchmarks.online --help`.
 
-Poisson arrivals at rising rates, the policies taking turns at each. A table on stderr, one JSON
-object on stdout. docs/benchmarks.md says what each figure means.
+Poisson arrivals at rising rates, the policies in turns at each. A table on stderr, one JSON object
+on stdout; docs/benchmarks/serving.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks import sweep, workloads
-from benchmarks.output import command, show
-from benchmarks.serving import Runtimes, add_policy_options, arguments_of, measure, parse_policies
+from benchmarks.common import sweep, workloads
+from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.policies import add_policy_options, parse_policies
+from benchmarks.common.repeats import add_repeats
+from benchmarks.common.serving import Runtimes, measure
 from jaxserve.core.metrics import goodput
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.arrivals import with_arrivals
 
-# Of the rate at which requests answered one by one would keep the device busy all the time.
+# Share of the rate at which requests that are answered one by one keep the device busy.
 START_SHARE = 0.5
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and write the result; the exit code."""
-    return command(run, _parser().parse_args(arguments), show_result=_print_table)
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Every policy's figures at every rate."""
-    from benchmarks import environment
+    """Return every policy's figures at every rate."""
+    from benchmarks.common import environment
 
     policies = parse_policies(options.policies)
     given = None if options.rates is None else sweep.rates_from(options.rates)
@@ -56,7 +58,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
         alone_s = {name: _alone_s(rt, items, name) for name, rt in runtimes.items()}
         if given is not None:
-            curves = sweep.play_every(play, list(runtimes), given)
+            curves = sweep.play_every(play, list(runtimes), given, repeats=options.repeats)
         else:
             start = options.start_rate
             if start is None:
@@ -67,10 +69,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 start=start,
                 factor=options.factor,
                 max_rates=options.max_rates,
+                repeats=options.repeats,
             )
     return {
         "benchmark": "online",
         "arguments": arguments_of(options),
+        "repeats": options.repeats,
         "policies": {
             name: {"alone_s": alone_s[name], **asdict(curve)} for name, curve in curves.items()
         },
@@ -79,7 +83,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _alone_s(rt: Any, items: list[WorkloadItem], name: str) -> float:
-    """Seconds that the request of median answer length takes on an idle engine."""
+    """Return the seconds that the request of median answer length takes on an idle engine."""
     ordered = sorted(items, key=lambda item: item.num_output_tokens)
     figures, _ = measure(rt, [ordered[len(ordered) // 2]], label=f"{name}, one request alone")
     return figures["latency_s"]["p50"]
@@ -113,7 +117,7 @@ def _print_table(result: dict[str, Any]) -> None:
     show(table)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.online",
         description="Latency against load: Poisson arrivals at rising rates, for every policy. By "
@@ -135,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--slo-ttft", type=float, default=None, help="goodput: most seconds to the first token")
     add("--slo-tpot", type=float, default=None, help="goodput: most seconds an output token")
     workloads.add_arguments(parser)
+    add_repeats(parser, "policy at every rate")
     add_policy_options(parser, policies="fastertransformer,orca,vllm_like", max_context=1024)
     return parser
 

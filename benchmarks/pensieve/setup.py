@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from benchmarks.serving import VARIANTS
+from benchmarks.common.policies import VARIANTS
 from jaxserve.core.config import EngineConfig
 from jaxserve.planning import DeviceRoofs, ModelShape, RooflineCost
 from jaxserve.scheduling.presets import PRESETS
@@ -37,7 +37,7 @@ class Machine:
     requests_per_s: float
 
     def cost(self, *, efficiency: float, hides_copies: bool) -> RooflineCost:
-        """Of its steps, see there."""
+        """Return the costs of its steps."""
         return RooflineCost(
             model=self.model,
             roofs=A100,
@@ -48,7 +48,7 @@ class Machine:
         )
 
     def config(self, cost: RooflineCost) -> EngineConfig:
-        """As a runtime on a GPU has it, but with the thesis's memory, and pages on admission."""
+        """Return a runtime's configuration with the thesis's memory; pages return on admission."""
         return EngineConfig(
             page_size=PAGE_TOKENS,
             num_pages=1 + int(self.num_gpus * KV_BYTES // cost.page_bytes),
@@ -60,7 +60,7 @@ class Machine:
         )
 
 
-# Of Llama 2-13B's parameters 1.6e9 went with 30 of its 40 heads of keys and values.
+# Llama 2-13B has 10 heads of keys and values here instead of 40, and 1.6e9 parameters fewer.
 MACHINES = {
     "OPT-13B": Machine(ModelShape(num_params=12.85e9, num_layers=40, hidden_size=5120), 1, 0.4),
     "Llama 2-13B": Machine(
@@ -72,13 +72,13 @@ MACHINES = {
     ),
 }
 STATELESS = "vllm_like"
-KNOWN = {
-    **{name: PRESETS[name] for name in (STATELESS, "pensieve_device_only", "pensieve", "auto")},
-    "pensieve_lru": VARIANTS["pensieve_lru"],
-}
 TWO = (STATELESS, "pensieve")
 THREE = (STATELESS, "pensieve_device_only", "pensieve")
-FOUR = (*THREE, "auto")
+ALL = (STATELESS, "s3_oracle", *THREE[1:], "auto")
+KNOWN = {
+    **{name: PRESETS[name] for name in ALL},
+    "pensieve_lru": VARIANTS["pensieve_lru"],
+}
 
 
 @final
@@ -87,8 +87,8 @@ class Panel:
     """One plot of the thesis.
 
     Attributes:
-      gain: the throughput over that of stateless serving that it states.
-      bounds: how many times the latency bound its curves end at.
+      gain: the throughput over stateless serving that the thesis states; None where it does not.
+      bounds: the latency at which the curves end, over the latency bound.
     """
 
     figure: str
@@ -101,10 +101,10 @@ class Panel:
 
 
 PANELS = (
-    Panel("3.12", "OPT-13B", FOUR, 1.25),
-    Panel("3.12", "Llama 2-13B", FOUR, 1.52),
-    Panel("3.13", "OPT-66B", FOUR, 1.5),
-    Panel("3.13", "Llama 2-70B", FOUR, 1.6),
+    Panel("3.12", "OPT-13B", ALL, 1.25),
+    Panel("3.12", "Llama 2-13B", ALL, 1.52),
+    Panel("3.13", "OPT-66B", ALL, 1.5),
+    Panel("3.13", "Llama 2-70B", ALL, 1.6),
     Panel("3.14", "OPT-13B", ("pensieve_lru", "pensieve"), None, bounds=10.0),
     Panel("3.15", "OPT-13B", THREE, 1.3, min_rounds=5),
     Panel("3.15", "Llama 2-13B", THREE, 1.7, min_rounds=5),

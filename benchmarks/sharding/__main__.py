@@ -1,8 +1,8 @@
-"""What it costs to share a model out over devices: `python -m benchmarks.sharding --help`.
+"""Bytes that sharding plans send, and bubbles of stages: `python -m benchmarks.sharding --help`.
 
 Prints one JSON object: for each plan the bytes that a decode iteration sends beside the least that
-the plan allows, how full a stage plan's pipeline is beside the ideal, and step times. On forced
-host devices, which share the processor's cores, counts and ratios mean something and times do not.
+the plan allows, the bubbles of a stage plan's pipeline beside the ideal, and step times. Times mean
+nothing on forced host devices, which share the cores of the processor; counts and ratios hold.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.output import command, show
+from benchmarks.common.output import command, show
 
 if TYPE_CHECKING:
     from jaxserve.models.families.llama import LlamaConfig
@@ -25,19 +25,19 @@ PLANS = "1,tensor:2,tensor:4,tensor:8,4+4,2+3+3,3x4+3x2+1+1"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and write the result; the exit code."""
-    options = _parser().parse_args(arguments)
-    # Before JAX is imported; where there are GPUs it changes nothing.
+    """Run, print and write the result; return the exit code."""
+    options = build_parser().parse_args(arguments)
+    # Set before JAX is imported; it has no effect with GPUs.
     flag = f"--xla_force_host_platform_device_count={options.host_devices}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     return command(run, options, show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Every plan on the same model and requests."""
+    """Return the figures of every plan on the same model and requests."""
     import jax
 
-    from benchmarks import environment
+    from benchmarks.common import environment
 
     runs = [_run(plan, options) for plan in options.plans.split(",")]
     expected = runs[0].pop("answers")
@@ -97,11 +97,11 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tensor_traffic(executable: Any, config: LlamaConfig, rows: int, shards: int) -> dict[str, Any]:
-    """What one iteration sends, and the least that tensor parallelism allows.
+    """Return what one iteration sends, and the least that tensor parallelism allows.
 
-    The least are two sums a layer, one for the embedding, and the likeliest token of each shard.
+    The least is two sums a layer, one for the embedding, and the likeliest token of each shard.
     """
-    from benchmarks.collectives import collectives_of, summary
+    from benchmarks.sharding.collectives import collectives_of, summary
 
     found = summary(collectives_of(executable))
     row = config.hidden_size * 4
@@ -111,9 +111,9 @@ def _tensor_traffic(executable: Any, config: LlamaConfig, rows: int, shards: int
 
 
 def _stage_traffic(plan: StagePlan, config: LlamaConfig, rows: int) -> dict[str, Any]:
-    """What one pass of `rows` sends from stage to stage, and tokens to those that did not sample.
+    """Return what one pass of `rows` rows sends from stage to stage, and back as tokens.
 
-    The least is one copy for each stage; every device of it gets one.
+    Every device of a stage gets a copy; the least is one copy for each stage.
     """
     copies = [stage.num_shards for stage in plan.stages]
     hidden, token = rows * config.hidden_size * 4, rows * 5
@@ -123,8 +123,8 @@ def _stage_traffic(plan: StagePlan, config: LlamaConfig, rows: int) -> dict[str,
 
 
 def _pipeline(plan: StagePlan, passes: Any) -> dict[str, Any]:
-    """Passes cost a stage its layers over its shards, as where reading the weights bounds them."""
-    from benchmarks.pipeline import play
+    """Play the passes back; one costs a stage its layers over its shards."""
+    from benchmarks.sharding.pipeline import play
 
     fill = play(passes, [len(stage.layers) / stage.num_shards for stage in plan.stages])
     return {
@@ -167,7 +167,7 @@ def _config(options: argparse.Namespace) -> LlamaConfig:
 
 
 def _median_step_s(rt: Runtime) -> dict[str, float]:
-    """Of decode loops (an iteration) and mixed steps, from one step's end to the next one's."""
+    """Return the median seconds of a decode iteration and of a mixed step."""
     steps = rt.report().steps
     found: dict[str, list[float]] = {"mixed": [], "decode": []}
     for before, step in zip(steps, steps[1:], strict=False):
@@ -197,7 +197,7 @@ def _print_table(result: dict[str, Any]) -> None:
     show(table)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sharding",
         description="Bytes sent, bubbles and step times of plans that share a model out over "
@@ -208,16 +208,26 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--plans",
         default=PLANS,
-        help="1, tensor:SHARDS, or stages of LAYERSxSHARDS put together with +",
+        help="1, tensor:SHARDS, or stages of LAYERSxSHARDS joined with +",
     )
-    add("--micro-batches", type=int, default=None, help="of stage plans; as many as stages")
+    add(
+        "--micro-batches",
+        type=int,
+        default=None,
+        help="of stage plans; as many as stages by default",
+    )
     add("--rows", type=int, default=16, help="sequences that run at once")
     add("--output-tokens", type=int, default=32, help="of each")
     add("--layers", type=int, default=8, help="of the random model")
     add("--hidden-size", type=int, default=256, help="of the random model")
     add("--vocab-size", type=int, default=2048, help="of the random model")
     add("--policy", default="auto", help="scheduling preset")
-    add("--host-devices", type=int, default=8, help="devices made of the processor without GPUs")
+    add(
+        "--host-devices",
+        type=int,
+        default=8,
+        help="devices to make of the processor if there is no GPU",
+    )
     add("--output", type=Path, default=None, help="also write the object here")
     return parser
 

@@ -1,4 +1,4 @@
-"""What compiled steps send between devices, read from their HLO."""
+"""The collectives of compiled steps, read from their HLO."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Collective:
     """One operation between devices.
 
     Attributes:
-      kind: as HLO calls it, e.g. "all-reduce".
+      kind: its name in HLO, e.g. "all-reduce".
       shapes: of its results on one device.
-      num_bytes: of these.
-      in_branch: whether it is carried out only where somebody asks (inside a `lax.cond`).
+      num_bytes: of these results.
+      in_branch: whether it lies in a branch of a `lax.cond`, and so runs in some steps only.
     """
 
     kind: str
@@ -36,12 +36,12 @@ class Collective:
 
 
 def collectives_of(executable: Any) -> list[Collective]:
-    """The collectives of a compiled function, each counted once, also inside a loop."""
+    """Return the collectives of a compiled function, each once, also inside a loop."""
     return [_collective(match) for match in _OP.finditer(executable.as_text())]
 
 
 def summary(collectives: list[Collective]) -> dict[str, Any]:
-    """How many of each kind there always are, and their bytes in all."""
+    """Return the number of each kind and the bytes of all, without those in branches."""
     collectives = [each for each in collectives if not each.in_branch]
     return {
         "count": dict(Counter(each.kind for each in collectives)),

@@ -1,4 +1,4 @@
-"""How full a pipeline is kept by the order in which passes were submitted to it."""
+"""Bubbles of a pipeline, from the order in which passes were submitted to it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxserve.execution.staged import Pass
 @final
 @dataclass(frozen=True)
 class Fill:
-    """Times in units of the costs given.
+    """The times of a pipeline, in the unit of the costs.
 
     Attributes:
-      total: from the first pass's start to the last one's end.
+      total: from the start of the first pass to the end of the last.
       busy: of each stage.
-      ideal: the least that any order could take: the busiest stage's work, and the first pass's
-        way to it and from it.
+      ideal: the least time of any order: the work of the busiest stage, and one pass through the
+        other stages.
     """
 
     total: float
@@ -27,7 +27,7 @@ class Fill:
 
     @property
     def bubble(self) -> float:
-        """Share of the stages' time that they stood idle, the busiest one's."""
+        """Share of the time in which the busiest stage is idle."""
         return 1 - max(self.busy) / self.total
 
     @property
@@ -36,7 +36,7 @@ class Fill:
 
 
 def play(passes: Sequence[Pass], costs: Sequence[float]) -> Fill:
-    """Play passes back on stages that work in order of submission, one pass at a time each.
+    """Play passes back on stages that process them in order of submission, one at a time.
 
     A pass begins when the last pass that sampled for one of its slots has left the last stage.
 

@@ -1,9 +1,9 @@
-"""Peak host memory of loading a checkpoint: `python -m benchmarks.loading --help`.
+"""Peak host memory of loading a checkpoint: `python -m benchmarks.startup.loading --help`.
 
-Writes a random checkpoint in shards into a temporary folder, loads it in a process of its own, and
-prints one JSON object. docs/benchmarks.md says what each figure means.
+Writes a random checkpoint in shards into a temporary folder, loads it in new processes, and prints
+one JSON object; docs/benchmarks/startup.md says what each figure means.
 
-`python -m benchmarks.loading --load FOLDER` is that process.
+Each process is `python -m benchmarks.startup.loading --load FOLDER`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.output import command
+from benchmarks.common.output import command
+from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sizes import format_bytes
 from jaxserve.execution.memory_plan import available_host_bytes
 
-# Of Llama's architecture: 2 7B, TinyLlama 1.1B, and one for tests, of many small layers.
+# Llama's architecture: Llama 2 7B, TinyLlama 1.1B, and a small one of many layers for tests.
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "vocab_size"),
@@ -44,14 +45,14 @@ SHAPES: dict[str, dict[str, int]] = {
     }.items()
 }
 DTYPES = ("bfloat16", "float16", "float32")
-# Memory over the checkpoint's size without which a run is not started.
+# Memory over the size of the checkpoint that a run needs.
 _ROOM = 1.25
 _SAMPLE_S = 0.01
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and write the result; the exit code."""
-    options = _parser().parse_args(arguments)
+    """Run, print and write the result; return the exit code."""
+    options = build_parser().parse_args(arguments)
     if options.load is not None:
         print(json.dumps(_load(options.load, options.dtype)))
         return 0
@@ -59,24 +60,30 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Write, load and measure."""
-    from benchmarks import environment
+    """Write a checkpoint, load it, and return the figures."""
+    from benchmarks.common import environment
 
-    figures = measure(options.shape, options.dtype, options.folder)
+    figures = measure(options.shape, options.dtype, options.folder, repeats=options.repeats)
     return {
         "benchmark": "loading",
         "shape": options.shape,
         "dtype": options.dtype,
+        "repeats": options.repeats,
         **figures,
         **environment.describe(),
     }
 
 
-def measure(shape: str, dtype: str, parent: Path | None = None) -> dict[str, Any]:
-    """Figures of loading one checkpoint, made up under the folder `parent` and removed again.
+def measure(
+    shape: str, dtype: str, parent: Path | None = None, *, repeats: int = 1
+) -> dict[str, Any]:
+    """Load a random checkpoint `repeats` times, each time in a new process and from the disk.
+
+    Args:
+      parent: the folder to write under; the checkpoint is removed again.
 
     Raises:
-      InvalidConfigError: the disk or the memory is too small for it.
+      InvalidConfigError: the disk or the memory is too small for the checkpoint.
     """
     with tempfile.TemporaryDirectory(prefix="jaxserve-loading-", dir=parent) as folder:
         _check_room(SHAPES[shape], dtype, Path(folder))
@@ -84,27 +91,35 @@ def measure(shape: str, dtype: str, parent: Path | None = None) -> dict[str, Any
         num_shards = _write(SHAPES[shape], dtype, Path(folder))
         write_s = time.perf_counter() - begin_s
         num_bytes = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.loading", "--load", folder, "--dtype", dtype],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-    figures = json.loads(done.stdout.splitlines()[-1])
+        runs = []
+        for _ in in_turns([shape], repeats):
+            for path in Path(folder).glob("*.safetensors"):
+                _leave_page_cache(path)
+            figures = _load_in_process(folder, dtype)
+            runs.append({**figures, "ratio": figures["peak_host_bytes"] / num_bytes})
     return {
         "checkpoint_bytes": num_bytes,
         "num_shards": num_shards,
-        **figures,
-        "ratio": figures["peak_host_bytes"] / num_bytes,
+        **summary(runs),
         "write_s": write_s,
     }
+
+
+def _load_in_process(folder: str, dtype: str) -> Figures:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.startup.loading", "--load", folder, "--dtype", dtype],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 # ---- the checkpoint ----
 
 
 def _tensors(sizes: dict[str, int]) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Name -> shape of the tensors of each shard: a layer, or what is around them."""
+    """Yield name and shape of the tensors of each shard: embedding, layers, head."""
     hidden, inner, vocab = (
         sizes[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
     )
@@ -127,9 +142,9 @@ def _tensors(sizes: dict[str, int]) -> Iterator[dict[str, tuple[int, ...]]]:
 
 
 def _write(sizes: dict[str, int], dtype: str, folder: Path) -> int:
-    """Write the checkpoint to the disk, not only to the page cache; returns the number of shards.
+    """Write the checkpoint, and return its number of shards.
 
-    Every byte is random, so that neither file system nor memory can hold equal ones once.
+    Every byte is random, so that neither the file system nor the memory can share equal pages.
     """
     rng = np.random.default_rng(0)
     shards = list(_tensors(sizes))
@@ -137,7 +152,6 @@ def _write(sizes: dict[str, int], dtype: str, folder: Path) -> int:
     for number, shapes in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file({key: _random(rng, shape, dtype) for key, shape in shapes.items()}, folder / name)
-        _leave_page_cache(folder / name)
         weight_map |= dict.fromkeys(shapes, name)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
@@ -147,7 +161,7 @@ def _write(sizes: dict[str, int], dtype: str, folder: Path) -> int:
 
 
 def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Random bits, but for the highest of the exponent: finite, and below 2 in every dtype."""
+    """Return random bits with the highest exponent bit cleared: finite numbers below 2."""
     bits = np.dtype(dtype).itemsize * 8
     words = rng.integers(0, 2**bits, shape, dtype=f"uint{bits}")
     words &= words.dtype.type(~(1 << (bits - 2)) & (2**bits - 1))
@@ -155,6 +169,7 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.
 
 
 def _leave_page_cache(path: Path) -> None:
+    """Write a file to the disk, and drop it from the page cache."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -169,7 +184,7 @@ def _check_room(sizes: dict[str, int], dtype: str, folder: Path) -> None:
     ):
         if there < needed:
             raise InvalidConfigError(
-                f"{format_bytes(there)} of {what} are there, {format_bytes(needed)} are needed; "
+                f"{format_bytes(there)} of {what} are free, {format_bytes(needed)} are needed; "
                 "give another --folder or a smaller --shape"
             )
 
@@ -178,7 +193,7 @@ def _check_room(sizes: dict[str, int], dtype: str, folder: Path) -> None:
 
 
 def _load(folder: Path, dtype: str) -> dict[str, Any]:
-    """Load a checkpoint; what this process had in memory before, and at its peak."""
+    """Load a checkpoint; return the memory of this process before, and at its peak."""
     import jax
 
     from jaxserve.models.store import load_model
@@ -201,7 +216,7 @@ def _load(folder: Path, dtype: str) -> dict[str, Any]:
 
 @final
 class _PeakOf:
-    """The largest value that a field of this process's status has in a block; looked at often."""
+    """Samples a field of this process's status every `_SAMPLE_S` seconds; has its largest value."""
 
     def __init__(self, field: str):
         self.peak_bytes = 0
@@ -225,24 +240,30 @@ class _PeakOf:
 
 
 def _status_bytes(field: str) -> int:
-    """Of Linux's /proc/self/status."""
+    """Return a field of Linux's /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise KeyError(field)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.loading",
-        description="Write a random checkpoint, load it in a process of its own, and print its "
-        "peak memory beside the checkpoint's size as one JSON object. Run it alone.",
+        prog="python -m benchmarks.startup.loading",
+        description="Write a random checkpoint, load it in a new process, and print the peak "
+        "memory beside the checkpoint's size as one JSON object. Run it alone.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="7b", help="of the model")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of the checkpoint and in memory")
-    add("--folder", type=Path, default=None, help="to write under; the system's temporary one")
+    add(
+        "--folder",
+        type=Path,
+        default=None,
+        help="to write under; the system's temporary folder by default",
+    )
+    add_repeats(parser, "load")
     add("--output", type=Path, default=None, help="also write the result here")
     add("--load", type=Path, default=None, help=argparse.SUPPRESS)
     return parser

@@ -1,1 +1,1 @@
-"""PyTorch's attention at the shapes that ours is timed at: `python -m benchmarks.kernel_peers`."""
+"""Attention kernels of PyTorch and its neighbours, at the shapes of ours."""

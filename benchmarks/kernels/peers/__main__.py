@@ -1,6 +1,7 @@
-"""Times the peers, each at each shape; a peer that is missing or fails is recorded with the reason.
+"""PyTorch's attention kernels at the same shapes: `python -m benchmarks.kernels.peers --help`.
 
-One JSON object on stdout, a table on stderr. docs/benchmarks.md says what each figure means.
+A peer that is missing or fails is recorded with the reason. One JSON object on stdout, a table on
+stderr; docs/benchmarks/gpu.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ import torch
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks import environment
-from benchmarks.attention_timing import num_layers
-from benchmarks.kernel_peers.case import Case
-from benchmarks.kernel_peers.dense import Dense
-from benchmarks.kernel_peers.flash import FlashAttention2, FlashAttention3
-from benchmarks.kernel_peers.flex import PagedFlex
-from benchmarks.kernel_peers.infer import FlashInfer
-from benchmarks.kernel_peers.timing import Attend, measure
-from benchmarks.kernels import chosen
-from benchmarks.output import command, record_parser, show
-from benchmarks.record import Record, reason
+from benchmarks.common import environment
+from benchmarks.common.output import command, record_parser, show
+from benchmarks.common.record import Record, reason
+from benchmarks.kernels.peers.case import Case
+from benchmarks.kernels.peers.dense import Dense
+from benchmarks.kernels.peers.flash import FlashAttention2, FlashAttention3
+from benchmarks.kernels.peers.flex import PagedFlex
+from benchmarks.kernels.peers.infer import FlashInfer
+from benchmarks.kernels.peers.timing import Attend, measure
+from benchmarks.kernels.shapes import chosen
+from benchmarks.kernels.timing import num_layers
 from jaxserve.core.errors import InvalidConfigError
 from pallas_kernels.paged_attention.shapes import AttentionShape
 
@@ -34,18 +35,18 @@ PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-3"
 
 
 class Peer(Protocol):
-    """A way to attend.
+    """An implementation of attention.
 
     Attributes:
-      page_size: of the pages that it wants.
-      package: that has to be there.
+      page_size: tokens of its pages.
+      package: the Python package that it needs.
     """
 
     page_size: int
     package: str
 
     def prepare(self, case: Case) -> Attend:
-        """What is timed. Raises NotImplementedError for what it cannot serve."""
+        """Return the call to time. Raises NotImplementedError for a shape that it cannot serve."""
         ...
 
 
@@ -61,12 +62,12 @@ PEERS: dict[str, Peer] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and write the result; the exit code."""
-    return command(run, _parser().parse_args(arguments), show_result=_print_table)
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Every shape's figures."""
+    """Return the figures of every shape."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     shapes, _ = chosen(options.shapes, options.leave_out)
     names = options.peers.split(",")
@@ -97,7 +98,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def figures(
     peer: Peer, shape: AttentionShape, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """`seconds` of a call and their `error`, or the `reason` why there are none."""
+    """Return `seconds` of a call and its `error`, or the `reason` why there are none."""
     try:
         importlib.import_module(peer.package)
         return _timed(peer, shape, device, dtype)
@@ -136,13 +137,13 @@ def _print_table(result: dict[str, Any]) -> None:
     show(table)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = record_parser(
-        "benchmarks.kernel_peers", "Attention of PyTorch and its neighbours at named shapes."
+        "benchmarks.kernels.peers", "Attention of PyTorch and its neighbours at named shapes."
     )
     add = parser.add_argument
-    add("--shapes", default="decode,prefill,mixed", help="as of benchmarks.kernels")
-    add("--leave-out", default="", help="of these, likewise")
+    add("--shapes", default="decode,prefill,mixed", help="as for benchmarks.kernels")
+    add("--leave-out", default="", help="shapes to leave out, likewise")
     add("--peers", default=",".join(PEERS), help="some of them")
     add("--dtype", default="bfloat16", help="of queries and pages")
     add("--device", default=None, help="PyTorch's name; its GPU where it finds one")

@@ -1,4 +1,4 @@
-"""A shape of paged attention in PyTorch: tensors, and what comes out of them in float32."""
+"""A shape of paged attention in PyTorch: its tensors, and its output in float32."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _QUERIES_COMPARED = 256
 @final
 @dataclass(frozen=True)
 class Case:
-    """Random queries, and pages of so many layers that none is in the device's caches.
+    """Random queries, and pages of as many layers as keep them out of the device's caches.
 
     Attributes:
-      page_size: the peer's own; it need not be the shape's.
+      page_size: of the peer, which may differ from the shape's.
       q: [tokens, heads, head_dim].
       k_pages, v_pages: a layer, [pages, page_size, kv_heads, head_dim]. Each page is one row's.
       page_table: int32 [rows, pages], scattered; 0 past the row's end.
@@ -46,7 +46,7 @@ class Case:
         device: torch.device,
         dtype: torch.dtype,
     ) -> Case:
-        """The shape with pages of this size."""
+        """Return the shape with pages of this size."""
         contexts = np.asarray([context for _, context in shape.rows])
         needed = -(-contexts // page_size)
         pages = np.random.default_rng(0).permutation(int(needed.sum()))
@@ -75,34 +75,34 @@ class Case:
 
     @property
     def query_starts(self) -> torch.Tensor:
-        """int32 [rows + 1], of each row's first query and the end."""
+        """int32 [rows + 1]: the first query of each row, and the end."""
         return _starts(self.lengths)
 
     @property
     def pages_held(self) -> torch.Tensor:
-        """int32 [rows]."""
+        """int32 [rows]: pages of each row."""
         return (self.contexts + self.page_size - 1) // self.page_size
 
     @property
     def page_starts(self) -> torch.Tensor:
-        """int32 [rows + 1], where each row's pages begin in `pages_in_order`."""
+        """int32 [rows + 1]: where the pages of each row begin in `pages_in_order`."""
         return _starts(self.pages_held)
 
     @property
     def pages_in_order(self) -> torch.Tensor:
-        """int32 [pages], row after row."""
+        """int32 [pages]: the pages of row after row."""
         columns = torch.arange(self.page_table.shape[1], device=self.page_table.device)
         return self.page_table[columns < self.pages_held[:, None]]
 
     @property
     def last_page_lengths(self) -> torch.Tensor:
-        """int32 [rows]: tokens of each row's last page."""
+        """int32 [rows]: tokens in the last page of each row."""
         return (self.contexts - 1) % self.page_size + 1
 
     def error(self, out: torch.Tensor) -> float:
-        """Relative norm of the difference of layer 0's output from float32's.
+        """Return the relative norm of the difference between `out` of layer 0 and float32.
 
-        Of the last queries of the first row and of the last.
+        The last queries of the first row and of the last row are compared.
         """
         got, wanted = [], []
         for row in {0, len(self.shape.rows) - 1}:

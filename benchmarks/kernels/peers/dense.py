@@ -8,13 +8,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.kernel_peers.case import Case
-from benchmarks.kernel_peers.timing import Attend
+from benchmarks.kernels.peers.case import Case
+from benchmarks.kernels.peers.timing import Attend
 
 
 @final
 class Dense:
-    """One of its backends: "flash" (FlashAttention-2) or "cudnn".
+    """A backend of it: "flash" (FlashAttention-2) or "cudnn".
 
     Attributes:
       page_size: of the pages that dense keys are laid out from.
@@ -29,7 +29,7 @@ class Dense:
         ]
 
     def prepare(self, case: Case) -> Attend:
-        """Raises NotImplementedError for what dense attention cannot serve."""
+        """Return the call to time. Raises NotImplementedError for a shape that it cannot serve."""
         shape = case.shape
         queries, context = shape.rows[0]
         if len(set(shape.rows)) > 1 or not (queries == 1 or queries == context):

@@ -7,8 +7,8 @@ from typing import final
 
 import torch
 
-from benchmarks.kernel_peers.case import Case
-from benchmarks.kernel_peers.timing import Attend
+from benchmarks.kernels.peers.case import Case
+from benchmarks.kernels.peers.timing import Attend
 
 
 @final
@@ -19,7 +19,7 @@ class FlashAttention2:
     package = "flash_attn"
 
     def prepare(self, case: Case) -> Attend:
-        """Its kernel for caches where there is one query a row, the one for ragged rows else."""
+        """Return the kernel for caches if each row has one query, else the one for ragged rows."""
         package = importlib.import_module(self.package)
         if case.shape.is_decode:
             q = case.q.unsqueeze(1)  # [batch, 1, heads, head_dim]
@@ -56,7 +56,7 @@ class FlashAttention3:
     package = "flash_attn_interface"
 
     def prepare(self, case: Case) -> Attend:
-        """One kernel for ragged rows over pages, whatever they are."""
+        """Return the kernel for ragged rows over pages, which serves every shape."""
         package = importlib.import_module(self.package)
         starts, longest = case.query_starts, int(case.lengths.max())
 

@@ -8,25 +8,25 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from benchmarks.kernel_peers.case import Case
-from benchmarks.kernel_peers.timing import Attend
+from benchmarks.kernels.peers.case import Case
+from benchmarks.kernels.peers.timing import Attend
 
 _BLOCK = 128
 
 
 @final
 class PagedFlex:
-    """Keys are the whole cache as one long sequence; the mask leads each row to its own pages.
+    """Flex attention over the whole cache as one sequence; the mask selects each row's pages.
 
     Attributes:
-      page_size: what its kernels go through keys by.
+      page_size: keys of a block of its kernels.
     """
 
     page_size = _BLOCK
     package = "torch"
 
     def prepare(self, case: Case) -> Attend:
-        """Raises NotImplementedError for batches with rows of several lengths of queries."""
+        """Return the call to time. Raises NotImplementedError for rows of several query lengths."""
         shape = case.shape
         if len(shape.rows) > 1 and not shape.is_decode:
             raise NotImplementedError("here it serves decoding, and prompts one by one")
@@ -54,10 +54,10 @@ class PagedFlex:
 
 
 def block_mask(case: Case, queries: int) -> BlockMask:
-    """Which pages each block of queries sees whole, and which ones up to some key."""
+    """Return the pages that each block of queries sees whole, and those that it sees in part."""
     table, contexts = case.page_table.cpu().numpy(), case.contexts.cpu().numpy()
     num_pages = len(case.k_pages[0])
-    # A page's row, and its place there.
+    # The row of a page, and its position in the row.
     owner, place = np.zeros((2, num_pages), np.int32)
     held = np.arange(table.shape[1]) < case.pages_held.cpu().numpy()[:, None]
     owner[table[held]], place[table[held]] = np.nonzero(held)

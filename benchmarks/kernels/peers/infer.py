@@ -7,8 +7,8 @@ from typing import final
 
 import torch
 
-from benchmarks.kernel_peers.case import Case
-from benchmarks.kernel_peers.timing import Attend
+from benchmarks.kernels.peers.case import Case
+from benchmarks.kernels.peers.timing import Attend
 
 _WORKSPACE_BYTES = 512 << 20
 
@@ -18,14 +18,14 @@ class FlashInfer:
     """`BatchDecodeWithPagedKVCacheWrapper`, and `BatchPrefillWithPagedKVCacheWrapper`.
 
     Attributes:
-      page_size: ours.
+      page_size: as in our runtime.
     """
 
     page_size = 32
     package = "flashinfer"
 
     def prepare(self, case: Case) -> Attend:
-        """Plans once; what is timed runs the plan."""
+        """Plan once, and return the call that runs the plan."""
         package = importlib.import_module(self.package)
         device, dtype = case.q.device, case.q.dtype
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

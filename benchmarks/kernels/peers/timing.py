@@ -12,15 +12,15 @@ import torch
 CALLS = 20
 _REPEATS = 9
 
-# Of a layer's number: the output.
+# Number of a layer -> output.
 Attend = Callable[[int], torch.Tensor]
 
 
 def measure(attend: Attend, layers: int, device: torch.device) -> dict[str, Any]:
-    """`seconds` of a call, and how it was `timed`.
+    """Return `seconds` of a call, and how it was `timed`.
 
-    On a GPU, by events around replays of a graph of calls; where these cannot be captured, around
-    the calls themselves (then the `reason` says why, and small shapes wait for the host).
+    On a GPU, events around replays of a graph of calls give the time. Calls that cannot be captured
+    are timed themselves; then `reason` says why, and small shapes wait for the host.
     """
 
     def chain() -> None:
@@ -51,7 +51,7 @@ def _host_s(run: Callable[[], None]) -> float:
 
 
 def _events_s(run: Callable[[], None]) -> float:
-    """Median of single runs, after one."""
+    """Return the median of single runs, after one that is not timed."""
     run()
     times = []
     for _ in range(_REPEATS):

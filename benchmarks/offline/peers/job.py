@@ -1,4 +1,4 @@
-"""What every peer is given: the same weights in the format it reads, and requests, as files."""
+"""The files of a job: the same weights in the format of every peer, and the requests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from jaxserve.workload import WorkloadItem
 
 
 def write_models(source: Path, folder: Path) -> dict[str, str]:
-    """A GGUF model as safetensors with a config.json (a folder), and as GGUF of types F16 and F32.
+    """Write a GGUF model as safetensors with a config.json (a folder), and as GGUF in F16 and F32.
 
     Matrices are rounded to float16 once and written from there, so that all hold the same values.
-    The F32 file is for llama.cpp, which knows end tokens by their names and would forbid them when
-    told to go on: its control tokens have other names, and its end token is one that never comes.
+    The F32 file is for llama.cpp, which knows end tokens by their names and forbids them when told
+    to ignore them. In this file control tokens have other names, and the end token is one that no
+    answer has.
     """
     paths = {
         "F16": folder / "model.F16.gguf",
@@ -43,7 +44,7 @@ def write_job(
     batch_size: int,
     settings: Mapping[str, Any],
 ) -> None:
-    """The job file.
+    """Write the job file.
 
     `models` as `write_models` returns them; `batch_size` is the most sequences at once;
     `max_context` the tokens of the longest prompt and answer; `kv_cache_gib` holds a whole batch of

@@ -1,4 +1,4 @@
-"""How a benchmark's command line asks for peers."""
+"""The option of a benchmark that runs peers beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.peers.catalogue import GROUPS, PEERS, Peer, named
+from benchmarks.offline.peers.catalogue import GROUPS, PEERS, Peer, named
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.registry import resolve
 from jaxserve.workload import WorkloadItem
@@ -15,22 +15,16 @@ PRECISION = "float32"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--compare` and `--repeats`."""
+    """Add `--compare`."""
     known = ", ".join([*GROUPS, *(name for name in PEERS if not name.startswith(tuple(GROUPS)))])
     parser.add_argument("--compare", default=None, help=f"peers, separated by commas: {known}")
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=3,
-        help="compare: interleaved runs, of which the median counts",
-    )
 
 
 def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
-    """The peers asked for; none without `--compare`.
+    """Return the peers of `--compare`; none without the option.
 
     Raises:
-      InvalidConfigError: an unknown peer, or settings under which peers cannot be compared with.
+      InvalidConfigError: an unknown peer, or settings that the peers do not have.
     """
     if options.compare is None:
         return {}
@@ -45,15 +39,13 @@ def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
     if options.kv_dtype is not None:
         raise InvalidConfigError(
             f"peers are compared with keys and values in {PRECISION}, not {options.kv_dtype}; "
-            "leave --kv-dtype away"
+            "leave out --kv-dtype"
         )
     if resolve(options.model).kind != "gguf" or options.load is not None:
         raise InvalidConfigError(
             "peers are compared on the weights of a GGUF file: give --model a registered name or "
-            "such a file, and leave --load away"
+            "such a file, and leave out --load"
         )
-    if options.repeats < 1:
-        raise InvalidConfigError(f"--repeats is {options.repeats}; it must be at least 1")
     return peers
 
 
@@ -65,10 +57,10 @@ def run_peers(
     batch_size: int,
     settings: Mapping[str, Any],
 ) -> dict[str, Any] | None:
-    """The comparison, also as a table on stderr; None without peers."""
+    """Run the comparison and print its table on stderr; return None without peers."""
     if not peers:
         return None
-    from benchmarks.peers.compare import compare, print_table
+    from benchmarks.offline.peers.compare import compare, print_table
 
     result = compare(
         peers,
@@ -83,6 +75,6 @@ def run_peers(
 
 
 def any_failed(comparison: Mapping[str, Any] | None) -> bool:
-    """Whether an engine of it could not be installed or run."""
+    """Return whether an engine could not be installed or run."""
     engines = comparison["engines"].values() if comparison else ()
     return any(engine["error"] is not None for engine in engines)

@@ -1,4 +1,4 @@
-"""jaxserve as a peer among peers: the same job file, the same output."""
+"""jaxserve as a peer: the same job file, the same output."""
 
 from __future__ import annotations
 

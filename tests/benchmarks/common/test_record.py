@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks.record import Record
+from benchmarks.common.record import Record
 
 
 def test_the_file_is_whole_after_every_figure(tmp_path):

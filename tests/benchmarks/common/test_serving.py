@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.flover import overlap, timeline
-from benchmarks.serving import measure, parse_policies
+from benchmarks.common.policies import missing_baselines, parse_policies
+from benchmarks.common.serving import measure
+from benchmarks.flover.section import overlap, timeline
 from jaxserve import Runtime
 from jaxserve.core.errors import InvalidConfigError, PromptTooLongError
 from jaxserve.workload import WorkloadItem, random_items
@@ -67,3 +68,17 @@ def test_policies_by_name():
         parse_policies("flover,nonsense")
     with pytest.raises(InvalidConfigError, match="twice"):
         parse_policies("flover,flover")
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["orca", "flover"], []),
+        (["orca", "auto"], ["vllm_like", "s3_oracle"]),
+        (["s3", "s3_oracle"], ["vllm_like"]),
+        (["vllm_like", "auto", "s3_oracle"], []),
+    ],
+)
+def test_policies_by_predicted_length_have_baselines(names: list[str], missing: list[str]):
+    """A comparison with `s3` or `auto` needs the policy without predictions and the oracle."""
+    assert missing_baselines(names) == missing

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import workloads
+from benchmarks.common import workloads
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion, Request, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams

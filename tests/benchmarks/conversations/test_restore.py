@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.restore import FIGURES, SITUATIONS, main
+from benchmarks.conversations.restore import FIGURES, SITUATIONS, main
 from tests.fleet.test_fleet import CONFIG
 
 

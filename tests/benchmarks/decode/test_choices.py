@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.choices import _print_table
+from benchmarks.decode.choices import _print_table
 
 
 def test_a_batch_without_memory_is_said(capsys):

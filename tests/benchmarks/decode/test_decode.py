@@ -5,8 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.decode import hf_config, main, measure_batch, sizes_from
-from benchmarks.roofline import Machine
+from benchmarks.common.roofline import Machine
+from benchmarks.common.shapes import hf_config, sizes_from
+from benchmarks.decode.__main__ import main
+from benchmarks.decode.batches import measure_batch
 from jaxserve import Runtime
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.families.llama import LlamaConfig

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from benchmarks.environment import ROOT
+from benchmarks.common.environment import ROOT
 from benchmarks.figures.__main__ import PAGES, main, render, update
 from benchmarks.figures.results import KINDS, ResultFileError, load
 from tests.benchmarks.made_up import results, write_checkout

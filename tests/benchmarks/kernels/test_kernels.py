@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import kernel_peers_jax
-from benchmarks.attention_timing import inputs, relative_error, time_attention
-from benchmarks.kernels import SHAPES, chosen
+from benchmarks.kernels import peers_jax
+from benchmarks.kernels.shapes import SHAPES, chosen
+from benchmarks.kernels.timing import inputs, relative_error, time_attention
 from jaxserve.core.errors import InvalidConfigError
 from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention import planned_tiling
@@ -68,7 +68,7 @@ def test_kernels_with_plans_are_timed_and_compared():
 def test_page_tables_are_made_splittable(width: int):
     """JAX's kernel wants parts of one size, of whole compute blocks; the pages stay."""
     table = jnp.arange(3 * width).reshape(3, width)
-    padded, splits = kernel_peers_jax.splittable(table)
+    padded, splits = peers_jax.splittable(table)
     part, rest = divmod(padded.shape[1], splits)
     assert rest == 0
     assert part % min(part, 8) == 0
@@ -99,7 +99,7 @@ def test_jax_paged_attention_is_asked_rightly(monkeypatch):
         assert layers == 1
         return 1.0
 
-    found = kernel_peers_jax.measure(shape, q, pages, rows, take)
+    found = peers_jax.measure(shape, q, pages, rows, take)
     monkeypatch.undo()
     assert found["jax_paged"] == {"seconds": 1.0}
     assert "reason" in found["cudnn_dense"]  # there is no cuDNN
@@ -111,7 +111,7 @@ def test_peers_without_a_gpu_say_so():
     """None is timed, and none is left out in silence."""
     (shape,) = (shape for shape in TEST_SHAPES if shape.name == "one_token")
     q, pages, rows = inputs(shape, FLOAT32, FLOAT32, layers=1)
-    found = kernel_peers_jax.measure(shape, q, pages, rows, lambda *_: 1.0)
+    found = peers_jax.measure(shape, q, pages, rows, lambda *_: 1.0)
     assert found == {
-        name: {"reason": "NotImplementedError: there is no GPU"} for name in kernel_peers_jax.PEERS
+        name: {"reason": "NotImplementedError: there is no GPU"} for name in peers_jax.PEERS
     }

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
-from benchmarks.kernel_peers.__main__ import PEERS, figures, main
-from benchmarks.kernel_peers.case import Case
-from benchmarks.kernel_peers.flex import block_mask
+from benchmarks.kernels.peers.__main__ import PEERS, figures, main
+from benchmarks.kernels.peers.case import Case
+from benchmarks.kernels.peers.flex import block_mask
 from pallas_kernels import Rows, paged_attention
 from pallas_kernels.paged_attention.shapes import AttentionShape
 
@@ -126,7 +126,7 @@ def test_what_a_peer_does_not_serve_is_said(name: str):
 @UNCOMPILED
 def test_missing_peers_are_recorded_with_the_reason(capsys, monkeypatch, tmp_path):
     """The others are timed beside them, and their error is taken."""
-    monkeypatch.setattr("benchmarks.kernel_peers.__main__.chosen", lambda *_: ([TURN], []))
+    monkeypatch.setattr("benchmarks.kernels.peers.__main__.chosen", lambda *_: ([TURN], []))
     output = tmp_path / "peers.json"
     assert main(["--device", "cpu", "--dtype", "float32", "--output", str(output)]) == 0
     result = json.loads(output.read_text())

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from benchmarks.record import Record
-from benchmarks.tune import descend, main, write_entry
+from benchmarks.common.record import Record
+from benchmarks.kernels.tune import descend, main, write_entry
 from pallas_kernels.cross import H100, H100_CORES
 from pallas_kernels.paged_attention import tilings
 from pallas_kernels.paged_attention.tilings import entry_for, is_tuned, tiling_for
@@ -66,7 +66,7 @@ def test_what_is_written_is_what_runtimes_take(table):
             "group": 4,
             "head_dim": 128,
             "source": 'timed, "here"',
-            "command": "python -m benchmarks.tune --heads 8x4x128",
+            "command": "python -m benchmarks.kernels.tune --heads 8x4x128",
             "block_keys": 32,
             "chunk_keys": 256,
             "split": {"rows": 16, "programs": 6, "warps": 2, "stages": 4},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks import predictor as benchmark
+from benchmarks.lengths import predictor as benchmark
 from predictor import LengthPredictor, write_jsonl
 from tests.predictor.encoders import write_encoder
 from tests.predictor.tiny import examples

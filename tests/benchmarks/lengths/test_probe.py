@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from benchmarks.probe import main
+from benchmarks.lengths.probe import main
 from tests.cli.test_cli_probe import CONFIG
 
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks import pensieve, sweep
+from benchmarks.common import sweep
+from benchmarks.pensieve.__main__ import build_parser, panels_of
+from benchmarks.pensieve.playing import (
+    FACTOR,
+    Run,
+    beginning,
+    compare_with_stateless,
+    cost_of,
+    curve_of,
+)
+from benchmarks.pensieve.setup import MACHINES, PANELS, STATELESS
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload.conversations import Talk, Turn
 
@@ -31,18 +41,18 @@ def _talks(count: int) -> list[Talk]:
 
 def _options(*more: str):
     short = ["--seconds", "60", "--warm-up", "10"]
-    return pensieve._parser().parse_args([*short, *more])
+    return build_parser().parse_args([*short, *more])
 
 
 def test_models_need_the_memory_that_their_heads_say():
     """0.78 MB a token of a 13B model (section 3.3.2), a quarter and an eighth with groups."""
     options = _options()
-    costs = {name: pensieve._cost(options, name) for name in pensieve.MACHINES}
+    costs = {name: cost_of(options, name) for name in MACHINES}
     kv = {name: cost.model.kv_bytes_per_token for name, cost in costs.items()}
     assert kv["OPT-13B"] == pytest.approx(0.78 * 2**20, rel=0.01)
     assert kv["Llama 2-13B"] == kv["OPT-13B"] / 4
     assert kv["Llama 2-70B"] == 2 * 2 * 80 * 8 * 128
-    for name, machine in pensieve.MACHINES.items():
+    for name, machine in MACHINES.items():
         cost, config = costs[name], machine.config(costs[name])
         pool_bytes = (config.num_pages - 1) * cost.page_bytes
         assert pool_bytes == pytest.approx(40e9 * machine.num_gpus, rel=0.001)
@@ -52,16 +62,16 @@ def test_models_need_the_memory_that_their_heads_say():
 
 def test_kept_histories_make_answers_faster():
     """Stateless serving computes every history anew; the host holds what the device cannot."""
-    talks = pensieve._beginning(_talks(400), 4.0, 5.0, 60.0)
-    panel = pensieve.PANELS[0]
+    talks = beginning(_talks(400), 4.0, 5.0, 60.0)
+    panel = PANELS[0]
     figures = {
-        name: pensieve._Run(panel, name, talks, _options()).figures()
-        for name in (pensieve.STATELESS, "pensieve_device_only", "pensieve")
+        name: Run(panel, name, talks, _options()).figures()
+        for name in (STATELESS, "pensieve_device_only", "pensieve")
     }
     p90 = {name: each["normalised_latency_s"]["p90"] for name, each in figures.items()}
-    assert p90["pensieve"] < p90[pensieve.STATELESS]
+    assert p90["pensieve"] < p90[STATELESS]
     found = {name: each["engine"]["num_found"] for name, each in figures.items()}
-    assert found[pensieve.STATELESS] == 0
+    assert found[STATELESS] == 0
     assert found["pensieve_device_only"] < found["pensieve"]
     assert all(each["num_failed"] == 0 for each in figures.values())
 
@@ -83,14 +93,13 @@ def test_a_curve_ends_beyond_the_bound():
     def at(rate: float):
         return {"rate": rate, "requests_per_s": rate, "normalised_latency_s": {"p90": rate / 10}}
 
-    curve = pensieve._curve(at, 1.0, 100.0, 0.2)
+    curve = curve_of(at, 1.0, 100.0, 0.2)
     rates = [point["rate"] for point in curve.points]
-    factor = pensieve.FACTOR
-    assert rates[:2] == [1.0, factor] and rates == sorted(rates)
-    assert rates[-1] > 2.0 >= rates[-3] and rates[-1] / rates[-2] == pytest.approx(factor**0.5)
+    assert rates[:2] == [1.0, FACTOR] and rates == sorted(rates)
+    assert rates[-1] > 2.0 >= rates[-3] and rates[-1] / rates[-2] == pytest.approx(FACTOR**0.5)
     assert curve.stopped_by == "bound"
     assert sweep.served_at(curve.points, 0.2) == pytest.approx(2.0)
-    few = pensieve._curve(at, 1.0, 1.5, 0.2)
+    few = curve_of(at, 1.0, 1.5, 0.2)
     assert [point["rate"] for point in few.points] == rates[:2]
     assert few.stopped_by == "number of conversations"
 
@@ -99,10 +108,10 @@ def test_gains_are_over_stateless_serving_of_the_same_conversations():
     """With the same reaction time; none where it was not played."""
     stateless, ours = {"requests_per_s_at_bound": 2.0}, {"requests_per_s_at_bound": 3.0}
     sets = [
-        {"policies": {pensieve.STATELESS: stateless, "pensieve": ours}},
+        {"policies": {STATELESS: stateless, "pensieve": ours}},
         {"policies": {"pensieve": {**ours}}},
     ]
-    pensieve._compare(sets)
+    compare_with_stateless(sets)
     ratios = [curve["of_stateless"] for each in sets for curve in each["policies"].values()]
     assert ratios == [1.0, 1.5, None]
 
@@ -110,4 +119,4 @@ def test_gains_are_over_stateless_serving_of_the_same_conversations():
 def test_refuses_figures_that_there_are_not():
     """And says which there are."""
     with pytest.raises(InvalidConfigError, match="3.12, 3.13, 3.14, 3.15, 3.16"):
-        pensieve._panels(_options("--figures", "3.17"))
+        panels_of(_options("--figures", "3.17"))

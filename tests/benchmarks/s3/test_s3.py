@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks import s3
+from benchmarks.s3.__main__ import POLICIES
+from benchmarks.s3.playing import Run, imitated
+from benchmarks.s3.setup import machines
 from jaxserve.workload import WorkloadItem
 
 
@@ -20,7 +22,7 @@ def _items(count: int) -> list[WorkloadItem]:
 def test_an_imitated_predictor_is_right_as_often_as_it_says():
     """And its distribution says so too."""
     items = _items(2000)
-    predictions = s3._imitated(items, 0.8, 0)
+    predictions = imitated(items, 0.8, 0)
     right = [
         prediction.likeliest_length >= item.num_output_tokens > prediction.likeliest_length - 205
         for prediction, item in zip(predictions, items, strict=True)
@@ -32,12 +34,9 @@ def test_an_imitated_predictor_is_right_as_often_as_it_says():
 def test_knowing_lengths_makes_batches_larger_and_runs_faster():
     """On the machine with the least memory: ORCA, S3, the oracle and ours, in this order."""
     items = _items(120)
-    predictions = s3._imitated(items, 0.95, 0)
-    cost = dict(s3._machines())["LLAMA 33B"]
-    found = {
-        policy: s3._figures(s3._Run(policy, cost, items, predictions, 256))
-        for policy in s3.POLICIES
-    }
+    predictions = imitated(items, 0.95, 0)
+    cost = dict(machines())["LLAMA 33B"]
+    found = {policy: Run(policy, cost, items, predictions, 256).at_once() for policy in POLICIES}
     batch = {policy: figures["average_batch"] for policy, figures in found.items()}
     assert 3 < batch["orca"] < 7
     assert batch["orca"] < batch["s3"] <= batch["s3_oracle"] * 1.02 and batch["auto"] > batch["s3"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import loading
+from benchmarks.startup import loading
 from jaxserve.core.errors import InvalidConfigError
 
 
@@ -12,7 +12,7 @@ def test_loading_takes_little_more_than_the_checkpoint(tmp_path):
     """Peak resident memory, mapped files included, grows by less than 1.2 times its size.
 
     And 40 MB for code that loading is the first to run; beside 7B models, where
-    `benchmarks.loading` counts the whole interpreter, both are nothing.
+    `benchmarks.startup.loading` counts the whole interpreter, both are nothing.
     """
     figures = loading.measure("small", "bfloat16", tmp_path)
     assert 150e6 < figures["weights_bytes"] < figures["checkpoint_bytes"] < 200e6
