@@ -12,7 +12,7 @@ from benchmarks.figures.results import Result
 
 
 def runs_of(result: Result, part: str) -> dict[str, list[int]]:
-    """By policy, the positions of its runs in one part of the result."""
+    """Return the positions of each policy's points in one part of the result."""
     positions: dict[str, list[int]] = {}
     for i, _ in result.items(part):
         positions.setdefault(result.get(part, i, "policy"), []).append(i)
@@ -73,7 +73,7 @@ def _uniform(result: Result) -> Figure:
 
 
 def _progress(result: Result) -> Figure:
-    """Cumulative tokens of the run with most requests, and of other windows of dynamic batching."""
+    """Draw cumulative tokens with the most requests, and for the other windows."""
     figure = style.canvas(7, 3.6)
     axes: Any = figure.subplots()
     for part in ("constant", "windows"):
@@ -89,7 +89,7 @@ def _progress(result: Result) -> Figure:
 
 
 def _cumulative(result: Result, part: str, run: int) -> tuple[list[float], list[float]]:
-    """Times of all tokens, those of an answer spread evenly from its first to its end."""
+    """Return times and counts of tokens; an answer's lie evenly from its first to its end."""
     times: list[float] = []
     for i, _ in result.items(part, run, "requests"):
         at = (part, run, "requests", i)

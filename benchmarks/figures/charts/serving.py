@@ -1,58 +1,23 @@
-"""A result into its pictures."""
+"""Charts of throughput and latency: peers, policies, load, conversations, simulations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.figures import flover_charts, pensieve, style
+from benchmarks.figures import style
 from benchmarks.figures.results import Result, bound_name
 
-# A table says it all.
-_TABLES_ONLY = (
-    *("predictor", "probe", "s3", "scattered", "restore", "loading", "sharding", "gpu_check"),
-)
 
-
-def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
-    """What draws each figure, by its file name without ending; none where a table says it all.
-
-    They draw inside `matplotlib.rc_context(style.RC)`, and raise ResultFileError where the file
-    lacks what its kind has.
-    """
-    stem = result.path.stem
-    if result.kind == "flover":
-        return {f"{stem}_{number}": chart for number, chart in flover_charts.BY_NUMBER.items()}
-    if result.kind == "offline":
-        return {f"{stem}_peers": _peers} if result.has_peers else {}
-    if result.kind in _TABLES_ONLY:
-        return {}
-    if result.kind == "pensieve":
-        return {stem: pensieve.chart}
-    if result.kind == "conversations":
-        if "," not in result.get("arguments")["rates"]:
-            return {}  # no lines to draw through one rate
-        return {
-            f"{stem}_{number + 1}": partial(_conversations, number)
-            for number, _ in result.items("sets")
-        }
-    drawn = {stem: {"policies": _policies, "online": _online, "simulate": _simulate}[result.kind]}
-    if result.kind == "policies" and result.get("arguments").get("predictor"):
-        drawn[f"{stem}_split"] = _latency_split
-    return drawn
-
-
-def _peers(result: Result) -> Figure:
-    """Engines that ran, the fastest on top, and the bound as a line."""
+def peers(result: Result) -> Figure:
+    """Draw the engines that ran, the fastest on top, and the bound as a line."""
     rates = {
-        name: result.number("compare", "engines", name, "output_tokens_per_s")
+        name: result.spread(("compare", "engines", name), "output_tokens_per_s")
         for name, figures in result.items("compare", "engines")
         if not figures.get("error")
     }
-    names = sorted(rates, key=lambda name: -rates[name])
+    names = sorted(rates, key=lambda name: -rates[name].median)
     figure = style.canvas(7, 0.9 + 0.32 * len(names))
     axes = figure.subplots()
     values = [rates[name] for name in names]
@@ -66,11 +31,20 @@ def _peers(result: Result) -> Figure:
     return figure
 
 
-def _policies(result: Result) -> Figure:
+def policies(result: Result) -> Figure:
+    """Draw throughput and, where it was measured, median latency of every policy."""
     names = [name for name, _ in result.items("policies")]
-    rates = [result.number("policies", name, "output_tokens_per_s") for name in names]
-    latencies = [result.number("policies", name, "latency_s", "p50") for name in names]
-    figure = style.canvas(8, 0.6 + 0.32 * len(names))
+    rates = [result.spread(("policies", name), "output_tokens_per_s") for name in names]
+    latencies = [
+        found
+        for name in names
+        if (found := result.optional_spread(("policies", name), "latency_s", "p50")) is not None
+    ]
+    figure = style.canvas(8 if latencies else 5, 0.6 + 0.32 * len(names))
+    if not latencies:
+        axes = figure.subplots()
+        style.bars(axes, names, rates, title="output tokens a second", form=".0f")
+        return figure
     left, right = figure.subplots(1, 2, sharey=True)
     style.bars(left, names, rates, title="output tokens a second", form=".0f")
     style.bars(right, names, latencies, title="median latency, s", form=".1f")
@@ -78,8 +52,15 @@ def _policies(result: Result) -> Figure:
     return figure
 
 
-def _latency_split(result: Result) -> Figure:
-    """Figure 6 of the S3 paper: where the seconds of a run go."""
+def has_latency_split(result: Result) -> bool:
+    """Return whether the runs used a predictor and have the parts of their time."""
+    if not result.get("arguments").get("predictor"):
+        return False
+    return all("latency_split_s" in figures for _, figures in result.items("policies"))
+
+
+def latency_split(result: Result) -> Figure:
+    """Draw figure 6 of the S3 paper: the parts of the seconds of a run."""
     names = [name for name, _ in result.items("policies")]
     figure = style.canvas(7, 0.8 + 0.32 * len(names))
     axes = figure.subplots()
@@ -96,12 +77,13 @@ def _latency_split(result: Result) -> Figure:
     return figure
 
 
-def _online(result: Result) -> Figure:
+def online(result: Result) -> Figure:
+    """Draw latency over the requests served, a line a policy."""
     return _load_curves(result, ("policies",))
 
 
-def _conversations(number: int, result: Result) -> Figure:
-    """Figures 3.12, 3.15 and 3.16 of the Pensieve thesis, a set of conversations each."""
+def conversations(number: int, result: Result) -> Figure:
+    """Draw a set of conversations as figures 3.12, 3.15 and 3.16 of the Pensieve thesis."""
     figure = _load_curves(result, ("sets", number, "policies"))
     rounds = result.number("sets", number, "min_rounds")
     reaction_s = result.number("sets", number, "reaction_s")
@@ -113,7 +95,7 @@ def _conversations(number: int, result: Result) -> Figure:
 
 
 def _load_curves(result: Result, at: tuple[str | int, ...]) -> Figure:
-    """Latency over what was served, a line a policy."""
+    """Draw latency over the requests served, a line a policy."""
     figure = style.canvas(7, 3.6)
     axes = figure.subplots()
     for name, _ in result.items(*at):
@@ -127,12 +109,15 @@ def _load_curves(result: Result, at: tuple[str | int, ...]) -> Figure:
     return figure
 
 
-def _simulate(result: Result) -> Figure:
+def simulate(result: Result) -> Figure:
+    """Draw predicted over measured throughput, a point a policy."""
     figure = style.canvas(4, 4)
     axes: Any = figure.subplots()
-    runs = [i for i, _ in result.items("runs")]
-    measured = [result.number("runs", i, "measured", "output_tokens_per_s") for i in runs]
-    predicted = [result.number("runs", i, "predicted", "output_tokens_per_s") for i in runs]
+    places = [("policies", i) for i, _ in result.items("policies")]
+    measured, predicted = (
+        [result.spread(at, kind, "output_tokens_per_s").median for at in places]
+        for kind in ("measured", "predicted")
+    )
     axes.axline((0, 0), slope=1, color=style.INK, linewidth=1, linestyle="--")
     axes.scatter(measured, predicted, color=style.OURS, s=18, zorder=3)
     most = 1.08 * max([*measured, *predicted, 1.0])

@@ -1,28 +1,19 @@
-"""Figures 3.12 to 3.16 of the Pensieve thesis, simulated: tables and a plot a panel."""
+"""Tables beside figures 3.12 to 3.16 of the Pensieve thesis, simulated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from matplotlib.figure import Figure
-
+from benchmarks.common.counters import PrefixCounts
+from benchmarks.common.repeats import Spread
 from benchmarks.figures import style
+from benchmarks.figures.losses import losses
 from benchmarks.figures.markdown import caption, linked, table
 from benchmarks.figures.results import Result
 
-# Lines of one plot, which have a colour each here.
-COLOURS = {
-    "vllm_like": style.INK,
-    "pensieve_device_only": "#C0619A",
-    "pensieve_lru": "#A67C00",
-    "pensieve": "#D55E00",
-    "auto": style.OURS,
-}
-_COLUMNS = 2
-
 
 def tables(result: Result, link: str) -> str:
-    """Throughput at one latency, and figure 3.14."""
+    """Return throughput at one latency, what was lost in it, and figure 3.14."""
     bound = result.number("arguments", "bound")
     header = (
         *("figure", "rounds, reaction", "policy", f"requests/s at {bound:g} s a token"),
@@ -30,12 +21,14 @@ def tables(result: Result, link: str) -> str:
     )
     share, seconds = (result.number("arguments", name) for name in ("efficiency", "seconds"))
     what = (
-        f"ShareGPT's conversations for {seconds:.0f} s, A100 80 GB as {share:.0%} of its "
-        "rooflines, simulated"
+        f"ShareGPT's conversations for {seconds:.0f} s, A100 80 GB as {share:.0%} of its rooflines"
     )
-    gains = f"{caption(result, what, link)}\n\n{table(header, list(_gains(result, link)))}"
+    whole = table(header, list(_gains(result, link)))
+    gains = f"{caption(result, what, link, how='simulated')}\n\n{whole}"
+    if lost := losses(f"requests/s at {bound:g} s a token", _at_bound(result)):
+        gains += f"\n\n{lost}"
     header = (
-        *("figure 3.14", "requests/s", "found with LRU", "with cost over time"),
+        *("figure 3.14", "requests/s", "hit with LRU", "with cost over time"),
         *("tokens recomputed with LRU", "with cost over time", "fewer"),
     )
     rows = list(_evictions(result, link))
@@ -43,7 +36,7 @@ def tables(result: Result, link: str) -> str:
 
 
 def _gains(result: Result, link: str) -> Iterator[list[str]]:
-    """Figures 3.12, 3.13, 3.15 and 3.16; "over" where conversations ran out within the bound."""
+    """Yield a row a policy of each panel; "over" where conversations ran out within the bound."""
     for s, each in result.items("sets"):
         for policy, curve in result.items("sets", s, "policies"):
             served, ratio = curve["requests_per_s_at_bound"], curve["of_stateless"]
@@ -61,68 +54,41 @@ def _gains(result: Result, link: str) -> Iterator[list[str]]:
             ]
 
 
+def _at_bound(result: Result) -> dict[str, dict[str, Spread]]:
+    """Return what the policies of each panel serve at the bound, where they reach it."""
+    return {
+        f"{each['figure']}, {each['model']}": {
+            policy: Spread.of([curve["requests_per_s_at_bound"]])
+            for policy, curve in each["policies"].items()
+            if curve["requests_per_s_at_bound"] is not None
+        }
+        for _, each in result.items("sets")
+        if "auto" in each["policies"]
+    }
+
+
 def _evictions(result: Result, link: str) -> Iterator[list[str]]:
-    """Figure 3.14: LRU and cost over time at the rates that both played, once something is lost."""
+    """Yield the rates of figure 3.14 that both policies played and at which LRU evicted tokens."""
     for s, each in result.items("sets"):
         if not {"pensieve_lru", "pensieve"} <= each["policies"].keys():
             continue
         lru, ours = (_by_rate(result, s, policy) for policy in ("pensieve_lru", "pensieve"))
         for rate in sorted(lru.keys() & ours.keys()):
-            engines = [(*found[rate], "engine") for found in (lru, ours)]
-            lost = [result.number(*engine, "num_lost") for engine in engines]
-            if not lost[0]:
+            counts = [PrefixCounts.of(result.get(*found[rate], "engine")) for found in (lru, ours)]
+            evicted = [each.evicted for each in counts]
+            if not evicted[0]:
                 continue
             yield [
                 each["model"],
                 f"{rate:.2f}",
-                *(f"{_share_found(result, engine):.1%}" for engine in engines),
-                linked(lost[0], ".0f", link),
-                f"{lost[1]:.0f}",
-                f"{1 - lost[1] / lost[0]:.1%}",
+                *(f"{each.hit_share:.1%}" for each in counts),
+                linked(evicted[0], ".0f", link),
+                f"{evicted[1]:.0f}",
+                f"{1 - evicted[1] / evicted[0]:.1%}",
             ]
 
 
 def _by_rate(result: Result, s: int, policy: str) -> dict[float, tuple[str | int, ...]]:
-    """Where the points of a curve lie in the result."""
+    """Return the place of each point of a curve in the result, by rate."""
     at = ("sets", s, "policies", policy, "points")
     return {result.number(*at, i, "rate"): (*at, i) for i, _ in result.items(*at)}
-
-
-def chart(result: Result) -> Figure:
-    """Normalised latency over throughput, a plot for each set of conversations."""
-    sets = [s for s, _ in result.items("sets")]
-    num_rows = -(-len(sets) // _COLUMNS)
-    figure = style.canvas(8, 0.4 + 2.3 * num_rows)
-    plots = figure.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
-    bound = result.number("arguments", "bound")
-    lines = {}
-    for axes, s in zip(plots, sets, strict=False):
-        for policy, _ in result.items("sets", s, "policies"):
-            at = ("sets", s, "policies", policy, "points")
-            points = [(*at, i) for i, _ in result.items(*at)]
-            served = [result.number(*point, "requests_per_s") for point in points]
-            p90 = [result.number(*point, "normalised_latency_s", "p90") for point in points]
-            (lines[policy],) = axes.plot(served, p90, color=COLOURS.get(policy), marker="o")
-        axes.axhline(bound, color=style.INK, linestyle="--", linewidth=1)
-        axes.set(ylim=(0, 1.5 * bound), title=_title(result, s))
-    for axes in plots[len(sets) :]:
-        axes.set_axis_off()
-    figure.supxlabel("requests served a second", fontsize=9)
-    figure.supylabel("90th percentile of latency over output tokens, s", fontsize=9)
-    names = [style.name(policy) for policy in lines]
-    figure.legend(lines.values(), names, loc="outside upper left", ncols=len(names), frameon=False)
-    return figure
-
-
-def _title(result: Result, s: int) -> str:
-    each = result.get("sets", s)
-    return (
-        f"{each['figure']}: {each['model']}, {each['min_rounds']} rounds or more, "
-        f"{each['reaction_s']:g} s"
-    )
-
-
-def _share_found(result: Result, engine: tuple[str | int, ...]) -> float:
-    """Of what the cache was asked for."""
-    sought = max(1.0, result.number(*engine, "num_sought"))
-    return result.number(*engine, "num_found") / sought

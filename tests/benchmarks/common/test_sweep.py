@@ -25,7 +25,9 @@ def _engine(capacity: float, calls: list, knee: float = 1e9):
 def test_climb_stops_where_throughput_no_longer_rises():
     """The last rate is the first whose throughput rose by less than a tenth of what it should."""
     calls = []
-    curve = sweep.climb(_engine(3.0, calls), ["a"], start=0.5, factor=2, max_rates=9, repeats=1)["a"]
+    curve = sweep.climb(_engine(3.0, calls), ["a"], start=0.5, factor=2, max_rates=9, repeats=1)[
+        "a"
+    ]
     assert [rate for _, rate in calls] == [0.5, 1, 2, 4, 8]
     assert curve.stopped_by == "throughput"
     assert [point["rate"] for point in curve.points] == [0.5, 1, 2, 4, 8]
@@ -33,7 +35,9 @@ def test_climb_stops_where_throughput_no_longer_rises():
 
 def test_climb_stops_where_latency_leaves_its_flat_part():
     """Five times the latency at the lowest rate is enough, however much throughput rises."""
-    curve = sweep.climb(_engine(1e9, [], knee=2), ["a"], start=0.5, factor=2, max_rates=9, repeats=1)["a"]
+    curve = sweep.climb(
+        _engine(1e9, [], knee=2), ["a"], start=0.5, factor=2, max_rates=9, repeats=1
+    )["a"]
     assert curve.stopped_by == "latency"
     assert curve.points[-1]["rate"] == 2
 
@@ -76,7 +80,9 @@ def test_runs_at_a_rate_alternate_and_their_median_counts():
 def test_given_rates_are_all_played():
     """Rates that were asked for are played although latency explodes."""
     calls = []
-    curves = sweep.play_every(_engine(1.0, calls, knee=0), ["a", "b"], sweep.rates_from("4,1"), repeats=1)
+    curves = sweep.play_every(
+        _engine(1.0, calls, knee=0), ["a", "b"], sweep.rates_from("4,1"), repeats=1
+    )
     assert calls == [("a", 4.0), ("b", 4.0), ("a", 1.0), ("b", 1.0)]
     assert [point["rate"] for point in curves["b"].points] == [4.0, 1.0]
 

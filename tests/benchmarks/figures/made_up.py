@@ -1,4 +1,4 @@
-"""Small result files of every kind, with numbers made up."""
+"""Small result files of every kind, with made-up numbers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.repeats import Figures, summary
+from benchmarks.figures.__main__ import PAGES
+
 HERE = {"device": {"platform": "cpu", "kind": "cpu", "host_cpu": "a CPU", "host_cores": 2}}
-POLICIES = ("concurrent_instances", "fastertransformer", "orca", "vllm_like", "flover")
+POLICIES = ("concurrent_instances", "fastertransformer", "orca", "vllm_like", "flover", "auto")
 ARGUMENTS = {
     "num_requests": 4,
     "max_requests": 4,
@@ -30,6 +33,11 @@ def _figures(speed: float) -> dict[str, Any]:
         "normalised_latency_s": {"p50": 0.2 / speed, "p90": 0.4 / speed},
         "time_to_first_token_s": spread,
     }
+
+
+def _three(speed: float) -> Figures:
+    """Return three runs, the second half as fast and the third a quarter faster."""
+    return summary([_figures(speed), _figures(speed / 2), _figures(speed * 1.25)])
 
 
 def results() -> dict[str, dict[str, Any]]:
@@ -80,32 +88,54 @@ def results() -> dict[str, dict[str, Any]]:
     }
     engines: dict[str, Any] = {
         name: {
-            "output_tokens_per_s": 321.0 * speed,
-            "jaxserve_is_faster_by": 1 / speed,
-            "startup_s": 3.0,
+            **summary(
+                [
+                    {
+                        "output_tokens_per_s": rate * speed,
+                        "jaxserve_is_faster_by": 1 / speed,
+                        "startup_s": 3.0,
+                    }
+                    for rate in (321.0, 330.0, 300.0)
+                ]
+            ),
             "error": None,
         }
-        for name, speed in {"jaxserve": 1.0, "a_peer": 0.5}.items()
+        for name, speed in {"jaxserve": 1.0, "a_peer": 0.5, "fast": 2.0}.items()
     }
-    engines["lost"] = {"output_tokens_per_s": None, "error": "no wheel\nfor it"}
+    engines["lost"] = {"output_tokens_per_s": None, "runs": [], "error": "no wheel\nfor it"}
     offline = {
-        **_figures(12.0),
+        "repeats": 1,
+        **summary([{**_figures(12.0), "host_gap_share": 0.01}]),
         **{"workload": "sharegpt", "model": "a-model", "precision": "float32", "policy": "auto"},
-        **{"startup": None, "host_gap_share": 0.01},
+        "startup": None,
         "bound": {"reached": 0.75, "output_tokens_per_s": 400.0},
-        "compare": {"engines": engines},
+        "compare": {"engines": engines, "repeats": 3},
     }
-    policies = {policy: _figures(speed) for policy, speed in speeds.items()}
-    runs = [
-        {"policy": policy, "measured": _figures(speed), "predicted": _figures(speed * 1.1)}
+    policies = {policy: _three(speed) for policy, speed in speeds.items()}
+    simulated = [
+        {
+            "policy": policy,
+            **summary(
+                [
+                    {
+                        "measured": _figures(speed),
+                        "predicted": _figures(speed * (1 + error)),
+                        "error": {"output_tokens_per_s": error, "latency_p99_s": -error},
+                    }
+                    for error in (0.1, 0.02, 0.03)
+                ]
+            ),
+        }
         for policy, speed in speeds.items()
     ]
     s3 = {"output_tokens_per_s": 5.0, "average_batch": 4.0, "num_iterations": 3}
+    faster = {"output_tokens_per_s": 8.0}
     made = {
         "offline": offline,
-        "policies": {"policies": policies, "arguments": ARGUMENTS},
-        "online": {"policies": points, "arguments": ARGUMENTS},
+        "policies": {"repeats": 3, "policies": policies, "arguments": ARGUMENTS},
+        "online": {"repeats": 1, "policies": points, "arguments": ARGUMENTS},
         "conversations": {
+            "repeats": 1,
             "sets": [
                 {"min_rounds": rounds, "reaction_s": 5.0, "policies": talks} for rounds in (1, 5)
             ],
@@ -114,8 +144,8 @@ def results() -> dict[str, dict[str, Any]]:
                 **{"num_conversations": 3, "simulated": False, "bound": 0.1, "rates": "0.5,1"},
             },
         },
-        "flover": {**flover, "arguments": ARGUMENTS},
-        "simulate": {"runs": runs},
+        "flover": {"repeats": 1, **flover, "arguments": ARGUMENTS},
+        "simulate": {"repeats": 3, "policies": simulated},
         "predictor": {
             **{"settings": {"data": "sharegpt"}, "bucket_edges": [0, 10, 20]},
             "num_examples": {"test": 30},
@@ -141,7 +171,7 @@ def results() -> dict[str, dict[str, Any]]:
         },
         "s3": {
             "arguments": ARGUMENTS,
-            "models": {"a model": {"orca": s3, "auto": s3}},
+            "models": {"a model": {"orca": s3, "auto": s3, "s3_oracle": {**s3, **faster}}},
             "paper": {"a model": {"average_batch": [1.0, 2.0, 3.0]}},
             "slo": {"a model": {"orca": [{"requests_within_per_s": 0.5}]}},
         },
@@ -163,6 +193,8 @@ def results() -> dict[str, dict[str, Any]]:
             ],
         },
         "scattered": {
+            "repeats": 1,
+            "note": "Made up.",
             "arguments": {"batch": 32, "queries": 8},
             "contexts": [
                 {
@@ -172,15 +204,21 @@ def results() -> dict[str, dict[str, Any]]:
             ],
         },
         "restore": {
-            **{"arguments": {"model": "m"}, "page_bytes": 1e6},
+            **{"repeats": 2, "arguments": {"model": "m"}, "page_bytes": 1e6},
             "points": [
                 {
                     **{"situation": "waits", "length": 1024, "way": "prefetch"},
-                    **{"first_token_s": 0.2, "others_lost_s": 0.1},
+                    **summary(
+                        [
+                            {"first_token_s": 0.2, "others_lost_s": 0.1},
+                            {"first_token_s": 0.4, "others_lost_s": 0.1},
+                        ]
+                    ),
                 }
             ],
         },
         "loading": {
+            "repeats": 1,
             **{"shape": "7b", "dtype": "bfloat16", "num_shards": 34, "load_s": 60.0},
             **{"checkpoint_bytes": 10e9, "peak_host_bytes": 11e9, "ratio": 1.1},
         },
@@ -206,9 +244,9 @@ def results() -> dict[str, dict[str, Any]]:
 
 
 def write_checkout(root: Path, kinds: Sequence[str]) -> Path:
-    """A folder with pages, markers and one result of each of these kinds."""
-    for page in ("README.md", "docs/results.md"):
-        path = root / page
+    """Write a folder with pages, markers and one result of each of these kinds."""
+    for page in PAGES:
+        path = root / page.path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
             "# Before\n\n<!-- results:begin -->\nreplaced\n<!-- results:end -->\n\nAfter\n",
