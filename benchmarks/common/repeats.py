@@ -85,12 +85,12 @@ def _medians(runs: Sequence[Figures]) -> Figures:
         values = [run[name] for run in runs]
         if all(isinstance(value, dict) for value in values):
             medians[name] = _medians(values)
+        elif all(value == first for value in values):
+            medians[name] = first
         elif _are_numbers(values):
             medians[name] = statistics.median(values)
         elif any(value is None for value in values):
             medians[name] = None
-        elif all(value == first for value in values):
-            medians[name] = first
     return medians
 
 

@@ -17,7 +17,8 @@ from jaxserve.workload import recorded, sharegpt
 from predictor.data import Example, read_jsonl
 
 KNOWN = (
-    "sharegpt, answered:FILE with a model's own answers to it as benchmarks.answers counts them, "
+    "sharegpt, answered:FILE with a model's own answers to it as benchmarks.lengths.answers counts "
+    "them, "
     "recorded:FILE with a file written by --record, or a file of JSON lines"
 )
 _ANSWERED = "answered:"
@@ -134,7 +135,7 @@ def _answered(path: Path, shared: Path | None, progress: bool) -> list[Example]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidConfigError(
             f"{path} does not hold counted answers ({type(error).__name__}: {error}); give a file "
-            "that benchmarks.answers wrote"
+            "that benchmarks.lengths.answers wrote"
         ) from error
     shared = shared or fetch(sharegpt.FILE, progress=progress)
     return [

@@ -1,6 +1,7 @@
 """The tiling for a model on a device, from the tables beside this file.
 
-`tuned_tilings.toml` has what was timed on a device for heads of one kind (`benchmarks.tune`), and
+`tuned_tilings.toml` has what was timed on a device for heads of one kind
+(`benchmarks.kernels.tune`), and
 goes first; `tilings.toml` has something for everybody.
 """
 

@@ -67,7 +67,7 @@ def peers(result: Result, link: str) -> str:
             ]
         )
         if faster_by.median < 1:
-            behind.append(f"{name(engine)}, {shown(faster_by, '.2f')} times as fast")
+            behind.append(f"{name(engine)}: {shown(faster_by, '.2f')} times its speed")
     arguments = (result.number("num_requests"), result.get("workload"), result.get("model"))
     what = "{:.0f} {} requests, {}, every engine in turns".format(*arguments)
     header = ("engine", "output tokens/s", "jaxserve is faster by", "start-up")

@@ -73,7 +73,7 @@ def test_readme_has_one_table_and_one_picture(tmp_path):
     assert f"| a peer | [160]{link} (150 to 165) | 2.00 | 3.0 s |" in text
     assert f"| lost | [failed]{link} | no wheel for it | |" in text
     assert "medians of 3 whole runs (least to most)" in text
-    assert "jaxserve is behind fast, 0.50 times as fast." in text
+    assert "jaxserve is behind fast: 0.50 times its speed." in text
     assert text.endswith("Nothing was measured on a GPU yet.")
 
 
