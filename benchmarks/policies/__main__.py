@@ -12,7 +12,7 @@ import sys
 from contextlib import closing
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks.common.output import arguments_of, command, show
 from benchmarks.common.policies import (
@@ -72,7 +72,7 @@ def with_split(figures: Figures) -> Figures:
 
 def _print_table(result: dict[str, Any]) -> None:
     table = Table(
-        "policy", "tokens/s", "range", "latency p50 s", "p99 s", "first token p50 s",
+        "policy", "tokens/s", Column("range", no_wrap=True), "latency p50 s", "p99 s", "first token p50 s",
         "s/token p50", "batch", "iterations", "padding", "preempted", "penalty + overhead",
         box=None, header_style="bold",
     )  # fmt: skip
