@@ -125,7 +125,7 @@ class _Server:
         self._engine = Engine(built, PRESETS["pensieve"], self._clock)
         self._cache = self._engine.scheduler.keeper.cache
         self._cache.host_memory = built
-        # Of the null page: the values do not change the time.
+        # The null page's: what they are changes no time.
         self._contents = built.read_host_page(built.config.num_host_pages)
         self._num_runs = 0
         self._undisturbed_s: list[float] = []
@@ -185,7 +185,7 @@ class _Server:
         }
 
     def _begin(self, way: str) -> None:
-        """Clear the cache of the run before, and set the way of restoring."""
+        """Nothing is kept of the run before."""
         self._engine.drain()
         self._num_runs += 1
         self._cache.clear(str(self._num_runs).encode())
@@ -199,8 +199,8 @@ class _Server:
         for index, key in enumerate(keys):
             if not self._cache.bring(index, key, self._contents, branch):
                 raise InvalidConfigError(
-                    f"the host does not hold {len(tokens)} tokens; give a larger --kv-memory, "
-                    "which also sizes the host's memory, or shorter --lengths"
+                    f"the host has no room for {len(tokens)} tokens; give a larger --kv-memory, "
+                    "after which the host's goes, or shorter --lengths"
                 )
 
     def _undisturbed(self, other: Sequence) -> float:

@@ -72,7 +72,7 @@ def measure(policy: str, max_slots: int, num_waiting: int, num_steps: int) -> di
         max_step_tokens=max(512, max_slots),
     )
     clock = VirtualClock()
-    executor = TimedExecutor(_executor_type()(config, clock, reads_context=False))
+    executor: Any = TimedExecutor(_executor_type()(config, clock, reads_context=False))
     engine = Engine(executor, PRESETS[policy], clock)
     requests = _Requests()
     for _ in range(max_slots + num_waiting):
