@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Measures the policies of docs/results/policies.md again, on an idle machine: about 25 minutes on two cores.
+#
+#   scripts/measure_policies.sh PREDICTOR
+#
+# PREDICTOR is a folder made by
+#   jaxserve predictor train sharegpt --output PREDICTOR --max-examples 5000 --epochs 3 \
+#       --max-prompt-tokens 64 --held-out 0.15
+# which takes about 8 minutes, and needs no idle machine. PYTHON=... chooses the interpreter.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+predictor=${1:?give the folder of a predictor, see the head of this script}
+python=${PYTHON:-.venv/bin/python}
+sharegpt=(--workload sharegpt --output-scale 0.25 --output-tokens 256 --max-prompt-tokens 128
+    --held-out --max-context 512 --repeats 3)
+
+measure() { # NAME COMMAND OPTIONS...
+    local name=$1 command=$2
+    shift 2
+    echo "---- $name" >&2
+    "$python" -m "benchmarks.$command" "${sharegpt[@]}" "$@" \
+        --output "benchmarks/results/${name}_smollm2_cpu.json" > /dev/null
+}
+
+s3=(policies --policies orca,vllm_like,s3,s3_oracle,auto --predictor "$predictor" --unlimited
+    --max-slots 192)
+# Pools in which ORCA runs about 4, 16 and 50 answers at once. ORCA is slow in the first.
+measure policies_s3_tight "${s3[@]}" --num-requests 64 --kv-memory 96MB    # 6 minutes
+measure policies_s3_middle "${s3[@]}" --num-requests 96 --kv-memory 500MB  # 6 minutes
+measure policies_s3_wide "${s3[@]}" --num-requests 96 --kv-memory 4700MB   # 5 minutes
+measure policies_sharegpt policies --num-requests 48 --max-slots 16 \
+    --policies fastertransformer,triton_window,orca,vllm_like,flover       # 5 minutes
+measure simulate_sharegpt planning.simulate --num-requests 48 --max-slots 16 \
+    --policies fastertransformer,orca,vllm_like                            # 4 minutes
+"$python" -m benchmarks.figures
