@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Measures the policies of docs/results/policies.md again, on an idle machine: about 25 minutes on two cores.
+# Measures the policies of docs/results/policies.md again, on an idle machine: about 25 minutes on two
+# cores, of which the first time 5 for compiling. Estimates are beside the commands.
 #
 #   scripts/measure_policies.sh PREDICTOR
 #
@@ -23,13 +24,13 @@ measure() { # NAME COMMAND OPTIONS...
 }
 
 s3=(policies --policies orca,vllm_like,s3,s3_oracle,auto --predictor "$predictor" --unlimited
-    --max-slots 192)
-# Pools in which ORCA runs about 4, 16 and 50 answers at once. ORCA is slow in the first.
-measure policies_s3_tight "${s3[@]}" --num-requests 64 --kv-memory 96MB    # 6 minutes
-measure policies_s3_middle "${s3[@]}" --num-requests 96 --kv-memory 500MB  # 6 minutes
-measure policies_s3_wide "${s3[@]}" --num-requests 96 --kv-memory 4700MB   # 5 minutes
+    --num-requests 64 --max-slots 64)
+# Pools in which ORCA runs 4, 21 and all answers at once.
+measure policies_s3_tight "${s3[@]}" --kv-memory 96MB     # 8 minutes: 97 s a round, ORCA 36 of them
+measure policies_s3_middle "${s3[@]}" --kv-memory 500MB   # 5 minutes
+measure policies_s3_wide "${s3[@]}" --kv-memory 4700MB    # 5 minutes
 measure policies_sharegpt policies --num-requests 48 --max-slots 16 \
-    --policies fastertransformer,triton_window,orca,vllm_like,flover       # 5 minutes
-measure simulate_sharegpt planning.simulate --num-requests 48 --max-slots 16 \
-    --policies fastertransformer,orca,vllm_like                            # 4 minutes
+    --policies fastertransformer,orca,vllm_like,flover    # 4 minutes
+measure simulate_sharegpt planning.simulate --num-requests 48 --max-slots 16 --repeats 2 \
+    --policies fastertransformer,orca,vllm_like           # 3 minutes
 "$python" -m benchmarks.figures
