@@ -124,16 +124,10 @@ class StepTimes:
         Raises:
           InvalidProfileError: they are of different origins.
         """
-        return cls.quantile(measured, 0.5)
-
-    @classmethod
-    def quantile(cls, measured: Sequence[StepTimes], level: float) -> StepTimes:
-        """Entry by entry a quantile, as `median`; as likely too high as too low, however few."""
         first = measured[0]
         for other in measured[1:]:
             _raise_if_foreign(other.origin, first.origin, "a table to be merged")
-        tables = [times._table() for times in measured]
-        return cls._from_table(first.origin, _quantile(tables, level))
+        return cls._from_table(first.origin, _median([times._table() for times in measured]))
 
     def save(self, path: Path) -> None:
         """Write a JSON file for people and for `load`."""
@@ -188,14 +182,14 @@ class StepTimes:
         return cls(origin=origin, **{**table, **by_size})
 
 
-def _quantile(trees: Sequence[Any], level: float) -> Any:
-    """Of nested dictionaries and lists of the same form: a quantile of each number."""
+def _median(trees: Sequence[Any]) -> Any:
+    """Of nested dictionaries and lists of the same form: the median of each number."""
     first = trees[0]
     if isinstance(first, dict):
-        return {key: _quantile([tree[key] for tree in trees], level) for key in first}
+        return {key: _median([tree[key] for tree in trees]) for key in first}
     if isinstance(first, list):
-        return [_quantile(items, level) for items in zip(*trees, strict=True)]
-    return float(np.quantile(trees, level, method="median_unbiased"))
+        return [_median(items) for items in zip(*trees, strict=True)]
+    return float(np.median(trees))
 
 
 def _raise_if_foreign(given: Origin, expected: Origin, what: str) -> None:
