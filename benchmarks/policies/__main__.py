@@ -72,9 +72,9 @@ def with_split(figures: Figures) -> Figures:
 
 def _print_table(result: dict[str, Any]) -> None:
     table = Table(
-        "policy", "tokens/s", Column("range", no_wrap=True), "latency p50 s", "p99 s", "first token p50 s",
-        "s/token p50", "batch", "iterations", "padding", "preempted", "penalty + overhead",
-        box=None, header_style="bold",
+        "policy", "tokens/s", Column("range", no_wrap=True), "latency p50 s", "p99 s",
+        "first token p50 s", "s/token p50", "batch", "iterations", "padding", "preempted",
+        "penalty + overhead", box=None, header_style="bold",
     )  # fmt: skip
     for name, figures in result["policies"].items():
         engine, split = figures["engine"], figures["latency_split_s"]
