@@ -1,7 +1,7 @@
 """Tilings of models on devices, from the tables beside this file.
 
 `tuned_tilings.toml` holds tilings that were timed on a device for heads of one kind
-(`benchmarks.tune`), and comes first. `tilings.toml` has an entry for every device.
+(`benchmarks.kernels.tune`), and comes first. `tilings.toml` has an entry for every device.
 """
 
 from __future__ import annotations

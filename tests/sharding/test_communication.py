@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from flax import nnx
 
-from benchmarks.collectives import Collective, collectives_of
-from benchmarks.pipeline import play
+from benchmarks.sharding.collectives import Collective, collectives_of
+from benchmarks.sharding.pipeline import play
 from jaxserve import Runtime
 from jaxserve.execution.staged import Pass
 from jaxserve.models.families.llama import Llama, LlamaConfig
