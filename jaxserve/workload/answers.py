@@ -17,7 +17,7 @@ from jaxserve.workload import recorded, sharegpt
 from predictor.data import Example, read_jsonl
 
 KNOWN = (
-    "sharegpt, answered:FILE with the lengths of a model's answers from benchmarks.lengths.answers, "
+    "sharegpt, answered:FILE with answer lengths that benchmarks.lengths.answers wrote, "
     "recorded:FILE with a file written by --record, or a file of JSON lines"
 )
 _ANSWERED = "answered:"
