@@ -131,6 +131,16 @@ class DeviceExecutor:
         with self._programs.place.in_force():
             return fingerprint(self._params, self._programs.model_config, page)
 
+    @property
+    def params(self) -> Any:
+        """The parameters that the next step computes with; None once closed."""
+        return self._params
+
+    @property
+    def cache(self) -> KVCache:
+        """The page pool as the last submitted step leaves it; the next step donates it."""
+        return self._pages.cache
+
     def compiled_steps(self) -> list[Any]:
         """The largest mixed step and decode loop as executables, to read what XLA made of them."""
         self._raise_if_closed()

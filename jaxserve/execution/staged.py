@@ -113,6 +113,11 @@ class StagedExecutor:
         for stage, own in zip(self._stages, params, strict=True):
             stage.params = own
 
+    @property
+    def stages(self) -> tuple[DeviceStage, ...]:
+        """The stages in order; none once closed."""
+        return tuple(self._stages)
+
     def compiled_steps(self) -> list[list[Any]]:
         """Each stage's largest mixed step and decode iteration, to read what XLA made of them."""
         self._raise_if_closed()

@@ -49,6 +49,7 @@ class Forecaster:
       folder: where what was learned is saved then; None for nowhere.
 
     Attributes:
+      learner: as given.
       num_failed: requests that got none for that reason.
       seconds: spent in predicting, over all threads.
     """
@@ -62,7 +63,7 @@ class Forecaster:
     ):
         self._predictor = predictor
         self._tokenizer = tokenizer
-        self._learner = learner
+        self.learner = learner
         self._folder = folder
         self.num_failed = 0
         self.seconds = 0.0
@@ -102,8 +103,8 @@ class Forecaster:
 
     def start(self) -> None:
         """Begin to learn; to be closed from then on."""
-        if self._learner is not None:
-            self._learner.start()
+        if self.learner is not None:
+            self.learner.start()
 
     def with_predictions(self, requests: Sequence[Request]) -> list[Request]:
         """The same requests, each with its prediction."""
@@ -135,19 +136,19 @@ class Forecaster:
         Answers that were cancelled or failed say nothing. One that reached its limit would have
         been longer, and is learned as long as that: so long it will be again.
         """
-        if self._learner is None:
+        if self.learner is None:
             return
         for sample in completion.samples:
             if sample.finish_reason in ("stop", "length"):
                 prompt = self._tokenizer.decode(request.prompt)
-                self._learner.observe(prompt, len(sample.token_ids), _likeliest(request))
+                self.learner.observe(prompt, len(sample.token_ids), _likeliest(request))
 
     def close(self) -> None:
         """Stop learning, and save what was learned."""
-        if self._learner is not None:
-            self._learner.close()
+        if self.learner is not None:
+            self.learner.close()
             if self._folder is not None:
-                self._learner.save(self._folder)
+                self.learner.save(self._folder)
 
 
 def _likeliest(request: Request) -> int | None:

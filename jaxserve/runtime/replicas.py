@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, Literal, cast, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import InvalidRequestError, JaxserveError, ProcessGroupError
@@ -20,12 +20,11 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.loop import EngineLoop, Running
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.execution.build import build_executor, resized, warm_up
-from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.following import FollowingExecutor
 from jaxserve.execution.leading import LeadingExecutor
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import ModelExecutor
-from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.memory.disk_tier import DiskTier, HostMemory
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.report import Report
 from jaxserve.runtime.placing import Place
@@ -119,8 +118,7 @@ class Replicas:
             for index, (executor, _) in enumerate(executors)
         ]
         for engine, (executor, _), disk in zip(engines, executors, disks, strict=False):
-            assert isinstance(executor, DeviceExecutor)
-            engine.use_disk(disk, executor)
+            engine.use_disk(disk, cast(HostMemory, executor))
         self.all = tuple(
             Replica(executor, size, engine, EngineLoop(engine, clock, logs))
             for (executor, size), engine in zip(executors, engines, strict=True)
@@ -260,6 +258,18 @@ class Replicas:
                 replica.pool_size = size
             if warmup and not replica.executor.is_warm:
                 warm_up(replica.executor, progress=progress)
+
+    @property
+    def work(self) -> tuple[int, ...]:
+        """Tokens still expected of what was submitted, by replica; all 0 when everything ended."""
+        return self._router.work
+
+    def check_integrity(self) -> None:
+        """See `Runtime.check_integrity`."""
+        self.check_leads()
+        self.check_may_wait()
+        for replica in self.all:
+            replica.loop.ask(replica.engine.scheduler.check_integrity)
 
     def report(self) -> Report:
         """Steps in the order of their submission, requests in that of their ends."""

@@ -8,8 +8,8 @@ from benchmarks.flover import overlap, timeline
 from benchmarks.serving import measure, parse_policies
 from jaxserve import Runtime
 from jaxserve.core.errors import InvalidConfigError, PromptTooLongError
+from jaxserve.testing.tiny import MAX_CONTEXT, OPTIONS, VOCAB_SIZE, tiny_llama
 from jaxserve.workload import WorkloadItem, random_items
-from tests.tiny import MAX_CONTEXT, OPTIONS, VOCAB_SIZE, tiny_llama
 
 
 @pytest.fixture(scope="module")

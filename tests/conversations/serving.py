@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from jaxserve import Runtime, SamplingParams
+from jaxserve.testing.tiny import OPTIONS, slow_down, tiny_llama
 from tests.conversations.chats import START_ID, chat_tokenizer
 from tests.conversations.fakes import END_ID
-from tests.tiny import OPTIONS, slow_down, tiny_llama
 
 # A model without training would say control tokens as often as letters.
 LETTERS_ONLY = {START_ID: -1e6, END_ID: -1e6}

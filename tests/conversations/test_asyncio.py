@@ -17,10 +17,10 @@ from jaxserve.core.errors import (
     TurnCancelledError,
     TurnTimeoutError,
 )
+from jaxserve.testing.tiny import slow_down
 from tests.conversations.chats import chat_tokenizer
 from tests.conversations.fakes import FakeAsker, conversations
 from tests.conversations.serving import PARAMS, SAID, runtime_with
-from tests.tiny import slow_down
 
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
 

@@ -25,10 +25,10 @@ from jaxserve.core.errors import (
     TurnTimeoutError,
 )
 from jaxserve.core.journal_limits import JournalLimits
+from jaxserve.testing.tiny import slow_down
 from jaxserve.workload import recorded
 from tests.conversations.fakes import END_ID
 from tests.conversations.serving import LETTERS_ONLY, PARAMS, SAID, runtime_with
-from tests.tiny import slow_down
 
 ROOT = Path(__file__).parents[2]
 

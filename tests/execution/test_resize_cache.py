@@ -15,8 +15,8 @@ from jaxserve.memory.relocation import fewest_moves
 from jaxserve.models.batch import empty_cache
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs
+from jaxserve.testing.tiny import MAX_CONTEXT, tiny_llama
 from sharding import make_mesh, state_shardings
-from tests.tiny import MAX_CONTEXT, tiny_llama
 
 NUM_PAGES = 9
 OWNED = [1, 4, 7, 8]

@@ -31,8 +31,8 @@ from jaxserve.core.errors import (
 )
 from jaxserve.fleet.dispatcher import ReplicaState
 from jaxserve.fleet.fleet import check_resources
-from tests.processes import HEED_INTERRUPTS
-from tests.tiny import VOCAB_SIZE, random_prompts
+from jaxserve.testing.tiny import VOCAB_SIZE, random_prompts
+from tests.common.processes import HEED_INTERRUPTS
 
 CONFIG = {
     "model_type": "llama",

@@ -11,9 +11,9 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.report import draw_residency
+from jaxserve.testing import tiny
+from jaxserve.testing.tiny import make_copies_free, random_prompts, tiny_llama
 from sharding import StagePlan, make_mesh
-from tests import tiny
-from tests.tiny import make_copies_free, random_prompts, tiny_llama
 
 PROMPTS = [prompt[:30] + (1,) * 10 for prompt in random_prompts(4, seed=3, longest=60)]
 PARAMS = SamplingParams(max_tokens=12)

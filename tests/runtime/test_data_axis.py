@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidRequestError, PromptTooLongError
+from jaxserve.testing import tiny
+from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 from sharding import make_mesh, replica_meshes, split_replicas, state_shardings
-from tests import tiny
-from tests.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 
 OPTIONS = tiny.OPTIONS | {"strict": True}
 # As many pages in both cases: a shard holds half the heads.

@@ -27,7 +27,7 @@ from jaxserve.scheduling.retention.tiered import Tiered
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs
-from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
+from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
 
 CONFIG = EngineConfig(
     page_size=4,

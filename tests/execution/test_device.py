@@ -30,7 +30,7 @@ from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs, largest_step_bytes
-from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts, tiny_llama
+from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts, tiny_llama
 
 CONFIG = EngineConfig(
     page_size=8,

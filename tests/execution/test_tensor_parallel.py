@@ -8,10 +8,10 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import make_mesh
 from tests.models.hf_checkpoints import VOCAB_SIZE, torch_logits, write_checkpoint
 from tests.models.serving import Server
-from tests.tiny import OPTIONS, random_prompts, tiny_llama
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 37)
 VARIANTS = ("llama", "qwen3", "gpt2", "opt_350m", "gptj", "gpt_neox", "gemma3", "qwen3_moe")
