@@ -76,7 +76,7 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
             rt._replicas.first.executor
         )  # what XLA compiled, and what is submitted, is its secret
         if isinstance(plan, StagePlan):
-            executor.on_pass = passes.append
+            executor.watch(passes.append)
         prompts = [[1 + i] * 8 for i in range(options.rows)]
         answers = rt.generate(prompts, SamplingParams(max_tokens=options.output_tokens))
         result = {

@@ -8,10 +8,10 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from jaxserve.conversations.asker import Asker
 from jaxserve.conversations.conversation import Conversation
 from jaxserve.conversations.journal import Entry, Journal
 from jaxserve.conversations.prompts import as_messages
+from jaxserve.conversations.turn_client import TurnClient
 from jaxserve.conversations.turns import History, Message
 from jaxserve.core.errors import InvalidConfigError
 
@@ -27,15 +27,15 @@ class Conversations:
 
     Attributes:
       journal: where their turns are kept.
-      asker, tokenizer: of the runtime.
+      client, tokenizer: of the runtime.
       vocabulary: fingerprint of what token ids mean.
     """
 
     def __init__(
-        self, journal: Journal, asker: Asker, tokenizer: Tokenizer | None, vocab_size: int
+        self, journal: Journal, client: TurnClient, tokenizer: Tokenizer | None, vocab_size: int
     ):
         self.journal = journal
-        self.asker = asker
+        self.client = client
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.RLock()

@@ -95,7 +95,7 @@ class Conversation:
         """
         params = _checked(params)
         with self._turn(said) as prompt:
-            completion = self._home.asker.answer(
+            completion = self._home.client.answer(
                 prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
             )
             self._keep_completion(prompt, completion)
@@ -114,7 +114,7 @@ class Conversation:
         """
         params = _checked(params)
         async with entered(self._turn(said)) as prompt:
-            completion = await self._home.asker.aanswer(
+            completion = await self._home.client.aanswer(
                 prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
             )
             await in_thread(self._keep_completion, prompt, completion)
@@ -134,7 +134,7 @@ class Conversation:
         params = _checked(params)
         told = _Told()
         with self._turn(said) as prompt:
-            pieces = self._home.asker.stream(
+            pieces = self._home.client.stream(
                 prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
             )
             with self._in_time(told, timeout_s), closing(pieces):
@@ -155,7 +155,7 @@ class Conversation:
         params = _checked(params)
         told = _Told()
         async with entered(self._turn(said)) as prompt:
-            pieces = self._home.asker.astream(
+            pieces = self._home.client.astream(
                 prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
             )
             with self._in_time(told, timeout_s):
@@ -206,7 +206,7 @@ class Conversation:
         with self._alone(), self._home.journal.using(self.id):
             self._catch_up()
             prompt = next_prompt(self._home.tokenizer, self._history, self._start, said)
-            most, num_history = self._home.asker.max_prompt_tokens, len(self._history.token_ids)
+            most, num_history = self._home.client.max_prompt_tokens, len(self._history.token_ids)
             if num_history and len(prompt.token_ids) > most:
                 num_new = len(prompt.token_ids) - num_history
                 raise ConversationTooLongError(self.id, num_history, num_new, most)

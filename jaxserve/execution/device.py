@@ -13,11 +13,12 @@ import numpy as np
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.compilations import CompilationCounter
-from jaxserve.execution.device_pages import DevicePages
 from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.handle import DeviceHandle, PromptPart
-from jaxserve.execution.host_pages import PAGES_A_CALL
+from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
+from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.weights import fingerprint, fitted
+from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
@@ -57,6 +58,8 @@ class DeviceExecutor:
         self._params = params
         self.swap_costs: SwapCosts | None = None
         self.refinement = programs.refinement
+        self.group: GroupRole | None = None
+        self.can_resize = True
         self._pages = DevicePages(cache, programs.place.pages, self.config.num_host_pages)
         self._slots = DeviceSlots(self.config, programs.place.whole)
         self._programs = programs
@@ -64,6 +67,11 @@ class DeviceExecutor:
         self._is_closed = False
         # Sizes of the cache that every executable is there for.
         self._warm_num_pages: set[int] = set()
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """See `Executor`; this executor reads and writes the pages itself."""
+        return self if self.config.num_host_pages else None
 
     @property
     def num_compilations(self) -> int:

@@ -11,8 +11,8 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from jaxserve.execution.device_pages import DevicePages
 from jaxserve.execution.device_slots import DeviceSlots
+from jaxserve.execution.page_copies import DevicePages
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import Row, StepPlan

@@ -16,7 +16,9 @@ import numpy as np
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
+from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.step_cost import FlatCost, StepCost, StepWork
+from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_sources, page_targets
 from jaxserve.scheduling.plan import Row, StepPlan, StepResult
@@ -94,6 +96,8 @@ class SimulatedExecutor:
         self.config = config
         self.swap_costs: SwapCosts | None = None
         self.refinement = refinement
+        self.group: GroupRole | None = None
+        self.can_resize = True
         self._reading = reading
         self._clock = clock
         self._answer_length = answer_length
@@ -106,6 +110,11 @@ class SimulatedExecutor:
         self._cells = np.zeros((config.num_pages, config.page_size), np.int64)
         self._host_cells = np.zeros((config.num_host_pages, config.page_size), np.int64)
         self._free_at_s = 0.0
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """See `Executor`; this executor reads and writes the pages itself."""
+        return self if self.config.num_host_pages else None
 
     def submit(self, plan: StepPlan) -> _SimulatedHandle:
         self._clock.advance_to(self._clock.now() + self._cost.host_s(plan))

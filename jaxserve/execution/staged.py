@@ -16,7 +16,9 @@ from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.compilations import CompilationCounter
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.handle import DeviceHandle, PromptPart
+from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.weights import check_same, fitted
+from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
@@ -58,9 +60,6 @@ class StagedExecutor:
       embed: width of what passes from stage to stage.
       micro_batches: most that a step is cut into; a power of two.
       strict: raise on any compilation after the warm-up.
-
-    Attributes:
-      on_pass: told of every pass; for whoever studies the pipeline.
     """
 
     def __init__(
@@ -76,6 +75,9 @@ class StagedExecutor:
         self.config = stages[0].programs.config
         self.swap_costs: SwapCosts | None = None
         self.refinement: Refinement | None = None
+        self.host_memory: HostMemory | None = None
+        self.group: GroupRole | None = None
+        self.can_resize = True
         self._stages = list(stages)
         self._parts = list(parts)
         self._whole = whole
@@ -84,12 +86,16 @@ class StagedExecutor:
         self._compilations = CompilationCounter(strict=strict)
         # Sizes of the caches that every executable is there for.
         self._warm_num_pages: set[int] = set()
-        self.on_pass: Callable[[Pass], None] | None = None
+        self._on_pass: Callable[[Pass], None] | None = None
 
     @property
     def num_compilations(self) -> int:
         """See `ModelExecutor`."""
         return self._compilations.count
+
+    def watch(self, on_pass: Callable[[Pass], None]) -> None:
+        """Call `on_pass` with every pass from here on, for measurements of the pipeline."""
+        self._on_pass = on_pass
 
     def submit(self, plan: StepPlan) -> DeviceHandle:
         """See `Executor`."""
@@ -243,8 +249,8 @@ class StagedExecutor:
         return outputs
 
     def _tell(self, slots: Iterable[int], num_rows: int, samples: bool) -> None:
-        if self.on_pass is not None:
-            self.on_pass(Pass(frozenset(slots), num_rows, samples))
+        if self._on_pass is not None:
+            self._on_pass(Pass(frozenset(slots), num_rows, samples))
 
     def _prompt_part(
         self, batch: Sequence[tuple[int, Row]], starts: Sequence[int], packed: Any, hidden: Any

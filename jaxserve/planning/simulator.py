@@ -91,7 +91,7 @@ def simulate(
         None,
         eos_token_ids=(),
         vocab_size=_ANY_TOKEN,
-        max_prompt_tokens=config.max_prompt_tokens,
+        max_prompt_tokens=lambda: config.max_prompt_tokens,
         seed=0,
     )
     clients = _Clients(builder, follow_up)

@@ -22,7 +22,7 @@ END_ID = VOCAB_SIZE - 1
 
 
 @dataclass
-class FakeAsker:
+class FakeTurnClient:
     """Answers a prompt with tokens that depend on all of it, always the same.
 
     Attributes:
@@ -109,10 +109,10 @@ class FakeAsker:
 def conversations(
     path: str | None = None,
     *,
-    asker: FakeAsker | None = None,
+    client: FakeTurnClient | None = None,
     tokenizer: Tokenizer | None = None,
     limits: JournalLimits | None = None,
 ) -> Conversations:
     """Of a fake runtime with a real journal."""
     journal = Journal(path, limits or JournalLimits())
-    return Conversations(journal, asker or FakeAsker(tokenizer), tokenizer, VOCAB_SIZE)
+    return Conversations(journal, client or FakeTurnClient(tokenizer), tokenizer, VOCAB_SIZE)

@@ -6,7 +6,7 @@ import sys
 import time
 
 from jaxserve.conversations import Journal
-from tests.conversations.fakes import FakeAsker, conversations
+from tests.conversations.fakes import FakeTurnClient, conversations
 
 FIRST, SECOND = [1, 2, 3], [4, 5]
 
@@ -28,12 +28,12 @@ def hang_before(journal: Journal, statement: str) -> None:
 
 
 def main(stage: str, path: str) -> None:
-    asker = FakeAsker()
-    home = conversations(path, asker=asker)
+    client = FakeTurnClient()
+    home = conversations(path, client=client)
     chat = home.open("a")
     chat.send(FIRST)
     if stage == "asked":
-        asker.during = hang
+        client.during = hang
     elif stage in ("INSERT INTO turn", "COMMIT", "VACUUM", "DELETE FROM unwiped"):
         hang_before(home.journal, stage)
     if stage in ("VACUUM", "DELETE FROM unwiped"):

@@ -19,7 +19,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.testing.tiny import slow_down
 from tests.conversations.chats import chat_tokenizer
-from tests.conversations.fakes import FakeAsker, conversations
+from tests.conversations.fakes import FakeTurnClient, conversations
 from tests.conversations.serving import PARAMS, SAID, runtime_with
 
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
@@ -74,8 +74,8 @@ def test_the_last_piece_comes_when_the_turn_is_kept(tokenizer):
 @pytest.mark.parametrize("fault", ["error", "cancelled", "left"])
 def test_a_turn_that_fails_leaves_no_trace(tokenizer, fault):
     """The next turn finds the conversation as it was."""
-    asker = FakeAsker(tokenizer)
-    chat = conversations(asker=asker, tokenizer=tokenizer).open("a")
+    client = FakeTurnClient(tokenizer)
+    chat = conversations(client=client, tokenizer=tokenizer).open("a")
     chat.send("hi")
     before = (chat.history, chat.token_ids, chat._home.journal.find("a"))
 
@@ -95,14 +95,14 @@ def test_a_turn_that_fails_leaves_no_trace(tokenizer, fault):
         asyncio.run(leave())
     else:
         if fault == "error":
-            asker.during = fail
+            client.during = fail
         else:
-            asker.finish_reason = "cancelled"
+            client.finish_reason = "cancelled"
         for turn in (lambda: chat.asend("so?"), stream):
             with pytest.raises(RuntimeError if fault == "error" else TurnCancelledError):
                 asyncio.run(turn())
     assert (chat.history, chat.token_ids, chat._home.journal.find("a")) == before
-    asker.during, asker.finish_reason = (lambda: None), "length"
+    client.during, client.finish_reason = (lambda: None), "length"
     assert asyncio.run(chat.asend("so?")).prompt_token_ids[: len(before[1])] == before[1]
 
 

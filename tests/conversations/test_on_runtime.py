@@ -137,7 +137,7 @@ def test_cut_off_turns_are_forgotten(runtime, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("jaxserve.runtime.turns.wait", interrupted)
+        patched.setattr("jaxserve.runtime.turn_client.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             chat.send("so", endless)
     assert chat.token_ids == before

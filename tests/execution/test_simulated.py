@@ -47,7 +47,11 @@ def _served(policy: str, seed: int, **executor) -> tuple:
         clock,
     )
     builder = RequestBuilder(
-        None, eos_token_ids=(), vocab_size=100, max_prompt_tokens=CONFIG.max_prompt_tokens, seed=0
+        None,
+        eos_token_ids=(),
+        vocab_size=100,
+        max_prompt_tokens=lambda: CONFIG.max_prompt_tokens,
+        seed=0,
     )
     answers = []
     for _ in range(24):

@@ -29,8 +29,8 @@ from jaxserve.core.errors import (
     TurnTimeoutError,
     UnknownModelError,
 )
-from jaxserve.fleet.dispatcher import ReplicaState
 from jaxserve.fleet.fleet import check_resources
+from jaxserve.fleet.replica import ReplicaState
 from jaxserve.testing.tiny import VOCAB_SIZE, random_prompts
 from tests.common.processes import HEED_INTERRUPTS
 

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.execution.host_pages import PAGES_A_CALL, gathered, scattered
+from jaxserve.execution.page_copies import PAGES_A_CALL, gathered, scattered
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.coming import ComingPages
 from jaxserve.scheduling.plan import Needs

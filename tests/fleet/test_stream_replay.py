@@ -7,7 +7,7 @@ import random
 from jaxserve.core.errors import ReplicaDiedError
 from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.engine.answers import Piece, failed_completion
-from jaxserve.fleet.shown import Shown
+from jaxserve.fleet.stream_replay import StreamReplay
 
 NUM_SAMPLES = 3
 
@@ -37,20 +37,20 @@ def test_whatever_was_shown_is_not_shown_again():
     for seed in range(300):
         rng = random.Random(seed)
         seen: list[Piece] = []
-        shown = Shown(seen.append, NUM_SAMPLES)
+        replay = StreamReplay(seen.append, NUM_SAMPLES)
         for _ in range(rng.randint(0, 3)):
-            shown.begin()
+            replay.begin()
             replayed = _replay(rng)
             for piece in replayed[: rng.randint(0, len(replayed))]:
-                shown.show(piece)
-            shown.show(Piece(text="", token_ids=(), finish_reason="error"))
+                replay.show(piece)
+            replay.show(Piece(text="", token_ids=(), finish_reason="error"))
         is_whole = rng.random() < 0.7
         if is_whole:
-            shown.begin()
+            replay.begin()
             for piece in _replay(rng):
-                shown.show(piece)
+                replay.show(piece)
         error = None if is_whole else ReplicaDiedError("again")
-        shown.end(_completion(error))
+        replay.end(_completion(error))
         for sample in range(NUM_SAMPLES):
             own = [piece for piece in seen if piece.sample_index == sample]
             tokens = [token for piece in own for token in piece.token_ids]
@@ -69,11 +69,11 @@ def test_other_tokens_of_another_replica_are_reported_once(caplog):
     for second, num_reports in (((1, 2, 3, 4, 5), 0), ((1, 9, 9, 4, 5), 1)):
         caplog.clear()
         seen: list[Piece] = []
-        shown = Shown(seen.append, 1)
-        shown.show(Piece(text="", token_ids=(1, 2, 3)))
-        shown.begin()
+        replay = StreamReplay(seen.append, 1)
+        replay.show(Piece(text="", token_ids=(1, 2, 3)))
+        replay.begin()
         for token in second:
-            shown.show(Piece(text="", token_ids=(token,)))
+            replay.show(Piece(text="", token_ids=(token,)))
         assert [token for piece in seen for token in piece.token_ids] == [1, 2, 3, 4, 5]
         assert caplog.text.count("other tokens") == num_reports
 

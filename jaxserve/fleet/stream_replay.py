@@ -1,4 +1,4 @@
-"""What of an answer has been shown, when another replica gives it again from the start."""
+"""Streams whose request starts again on another replica: every token is shown once."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _log = logging.getLogger(__name__)
 @final
 @dataclass
 class _Extent:
-    """How far a sample has come."""
+    """The tokens of a sample so far, and the characters of its text."""
 
     token_ids: list[int] = field(default_factory=list)
     num_characters: int = 0
 
 
 @final
-class Shown:
-    """Passes pieces of one request on, each token, each character and each end once.
+class StreamReplay:
+    """Passes on the pieces of one request: each token, each character and each end once.
 
-    Every replica is to give the same answer, though perhaps in other pieces. One whose tokens are
-    others is logged; what has been shown stays, and its own follow.
+    Every replica should generate the same tokens, perhaps in other pieces. If a replica generates
+    others, this is logged; what was shown stays, and the replica's later tokens follow it.
 
     Args:
-      sink: must not wait.
+      sink: gets the pieces; must not wait.
       num_samples: of the request.
     """
 
@@ -42,11 +42,15 @@ class Shown:
         self.begin()
 
     def begin(self) -> None:
-        """A replica begins with the answer; its pieces come from the first token on."""
+        """Expect the pieces of a replica that starts the request, from the first token on."""
         self._given = [_Extent() for _ in self._shown]
 
     def show(self, piece: Piece) -> None:
-        """Pass on what is new in a piece. Failures are left to `end`: another may do better."""
+        """Pass on what is new in a piece.
+
+        Ends with an error are not passed on, because another replica may succeed; `end` is the end
+        of a request that fails.
+        """
         i = piece.sample_index
         if piece.finish_reason == "error" or self._has_ended[i]:
             return
@@ -68,7 +72,7 @@ class Shown:
             self._pass_on(replace(piece, text=text, token_ids=tokens))
 
     def end(self, completion: Completion) -> None:
-        """Nothing more comes: end the samples that have not ended as the completion did."""
+        """End the samples that have not ended, as the completion did."""
         for i, has_ended in enumerate(self._has_ended):
             if not has_ended:
                 sample = completion.samples[min(i, len(completion.samples) - 1)]
@@ -80,6 +84,6 @@ class Shown:
             return
         try:
             self._sink(piece)
-        except Exception:  # a consumer's fault must not reach others' requests
-            _log.exception("the consumer of a stream failed; it gets no more")
+        except Exception:  # a fault of the consumer must not end other requests
+            _log.exception("the consumer of a stream failed; it gets no more pieces")
             self._sink = None

@@ -11,8 +11,7 @@ import pytest
 
 from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.core.options import KV_DTYPES
-from jaxserve.execution.device_pages import DevicePages
-from jaxserve.execution.host_pages import PAGES_A_CALL
+from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
 from jaxserve.models.batch import KVCache
 from jaxserve.models.coming import ComingPages
 from sharding import make_mesh

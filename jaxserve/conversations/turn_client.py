@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.answers import Piece
 
 
-class Asker(Protocol):
+class TurnClient(Protocol):
     """Who answers prompts: a runtime."""
 
     @property
