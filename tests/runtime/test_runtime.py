@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import signal
 import threading
 import time
 from functools import partial
@@ -41,6 +40,7 @@ from jaxserve.testing.tiny import (
     tiny_llama,
 )
 from jaxserve.workload import recorded
+from tests.common.processes import heeding_interrupts, interrupt
 
 GREEDY = SamplingParams(max_tokens=20)
 
@@ -346,7 +346,6 @@ def test_cancel_returns_what_was_generated(runtime):
 
 def test_ctrl_c_returns_what_is_finished():
     """An interrupt during generate cancels the rest and returns every request."""
-    main = threading.main_thread().ident
 
     class Interrupting(ExecutorWrapper):
         """Is interrupted at the tenth step."""
@@ -356,17 +355,14 @@ def test_ctrl_c_returns_what_is_finished():
         def submit(self, plan):
             self.num_steps += 1
             if self.num_steps == 10:
-                signal.pthread_kill(main, signal.SIGINT)
+                interrupt()
                 time.sleep(0.2)
             return self.inner.submit(plan)
 
     params = [SamplingParams(max_tokens=2), *[SamplingParams(max_tokens=None)] * 20]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with Runtime(tiny_llama(), warmup=False, wrap_executor=Interrupting, **OPTIONS) as runtime:
-            completions = runtime.generate(random_prompts(21, longest=20), params)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    options = OPTIONS | {"warmup": False, "wrap_executor": Interrupting}
+    with Runtime(tiny_llama(), **options) as runtime, heeding_interrupts():
+        completions = runtime.generate(random_prompts(21, longest=20), params)
     assert completions[0].finish_reason == "length"
     assert "cancelled" in {c.finish_reason for c in completions[1:]}
     assert len(completions) == 21
