@@ -94,7 +94,7 @@ def compile_library(source: Path, *, anew: bool = False) -> Path:
     flags = (*_FLAGS, *((native,) if native else ()))
     made_of = (
         *(path.read_text() for path in (source, *sorted(_INCLUDE.glob("*.h")))),
-        *(compiler, _compiler_version(compiler), *flags),
+        *(compiler, _compiler_version(compiler, os.stat(compiler).st_mtime_ns), *flags),
         *(version("jaxlib"), _cpu_model()),
     )
     digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
@@ -141,8 +141,13 @@ def _is_whole(library: Path) -> bool:
 
 
 @functools.cache
-def _compiler_version(compiler: str) -> str:
-    """What it says of itself: an upgrade keeps the path."""
+def _compiler_version(compiler: str, changed_ns: int) -> str:
+    """Return what the compiler says of itself: an upgrade keeps the path.
+
+    Args:
+      changed_ns: when its file was last changed.
+    """
+    del changed_ns  # a key of the cache
     try:
         done = subprocess.run(
             [compiler, "--version"], capture_output=True, text=True, timeout=30, check=False
