@@ -45,7 +45,7 @@ _SPLIT: Values = {
     ("split", "programs"): (2, 3, 4, 6, 8),
     ("split", "stages"): (2, 3, 4),
     ("split", "warps"): (2, 4, 8),
-    ("chunk_keys",): (256, 512, 1024),
+    ("split_keys",): (256, 512, 1024),
     ("merge", "warps"): (2, 4, 8),
 }
 _TILE: Values = {

@@ -1,4 +1,4 @@
-"""Honest baselines: what any predictor has to beat."""
+"""Baselines that a predictor must beat."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROUNDS = 300
 
 @final
 class Majority:
-    """The lengths that came, whatever is asked."""
+    """A baseline that predicts the training lengths' distribution for every prompt."""
 
     def __init__(self, buckets: LengthBuckets):
         self._buckets = buckets
@@ -29,16 +29,17 @@ class Majority:
         return self
 
     def logits(self, prompts: Sequence[str]) -> np.ndarray:
-        """float [prompts, buckets]."""
+        """Return logits, float [prompts, buckets]."""
         return np.tile(self._logits, (len(prompts), 1))
 
 
 @final
 class Linear:
-    """Multinomial logistic regression on features of the prompts, standardised.
+    """Multinomial logistic regression on standardised features of the prompts.
 
     Args:
-      features: from prompts to float [prompts, features]: their lengths, or mean-pooled embeddings.
+      features: maps prompts to float [prompts, features], such as their lengths or mean-pooled
+        embeddings.
     """
 
     def __init__(self, buckets: LengthBuckets, features: Features):
@@ -48,12 +49,12 @@ class Linear:
         self._mean = self._scale = np.zeros(0)
 
     def fit(self, prompts: Sequence[str], lengths: np.ndarray) -> Linear:
-        """By full-batch gradient descent with Nesterov's momentum: the loss is convex."""
+        """Fit by full-batch gradient descent with Nesterov momentum; the loss is convex."""
         x = self._features(prompts)
         self._mean, self._scale = x.mean(0), x.std(0) + 1e-8
         x = self._standardised(x)
         wanted = np.eye(self._buckets.num)[self._buckets.bucket_of(lengths)]
-        # The loss is no steeper than half the largest eigenvalue of the features' second moment.
+        # The loss's curvature is at most half the largest eigenvalue of the second moment of x.
         rate = 2.0 / (np.linalg.eigvalsh(x.T @ x / len(x))[-1] + _RIDGE)
         weights = ahead = np.zeros((x.shape[1], self._buckets.num))
         for step in range(_ROUNDS):
@@ -68,7 +69,7 @@ class Linear:
         return self
 
     def logits(self, prompts: Sequence[str]) -> np.ndarray:
-        """float [prompts, buckets]."""
+        """Return logits, float [prompts, buckets]."""
         return self._standardised(self._features(prompts)) @ self._weights
 
     def _standardised(self, x: np.ndarray) -> np.ndarray:
@@ -76,6 +77,6 @@ class Linear:
 
 
 def prompt_lengths(prompts: Sequence[str]) -> np.ndarray:
-    """Characters and words, and their logarithms: float [prompts, 4]."""
+    """Return the numbers of characters and words and their logarithms, float [prompts, 4]."""
     counts = np.asarray([(len(p), len(p.split())) for p in prompts], np.float64).reshape(-1, 2)
     return np.concatenate([counts, np.log1p(counts)], axis=1)

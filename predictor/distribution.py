@@ -1,7 +1,7 @@
-"""Lengths as distributions over buckets, and what is left of them after some tokens.
+"""Distributions of output lengths over buckets, and of remaining lengths after t tokens.
 
-Within a bucket all lengths are taken as equally likely. After t tokens without an end, what was
-shorter is ruled out and the rest renormalised: P(L | L > t). All is vectorised over sequences.
+All lengths within a bucket are equally likely. After t tokens without an end, lengths up to t are
+ruled out and the rest is renormalised: P(L | L > t). Everything is vectorised over sequences.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from predictor.buckets import LengthBuckets
 
-# Under this much probability left, the prediction was wrong: nothing is known but the elapsed time.
+# With less probability left than this, the prediction counts as refuted.
 _NOTHING_LEFT = 1e-6
 
 
@@ -21,8 +21,8 @@ class LengthDistributions:
     """Predicted output lengths of sequences.
 
     Args:
-      probabilities: float [sequences, buckets], rows that sum to 1. Rows with anything but finite
-        numbers count as knowing nothing.
+      probabilities: float [sequences, buckets]; rows are normalised. A row that has negative or
+        non-finite numbers, or only zeros, is replaced by equal probabilities.
     """
 
     def __init__(self, buckets: LengthBuckets, probabilities: np.ndarray):
@@ -40,27 +40,27 @@ class LengthDistributions:
         return len(self.probabilities)
 
     def after(self, elapsed: np.ndarray | int) -> np.ndarray:
-        """P(bucket | longer than `elapsed`) [sequences, buckets]; `elapsed` int [sequences]."""
+        """Return P(bucket | L > elapsed), [sequences, buckets]; `elapsed` is int [sequences]."""
         return self._after(self._column(elapsed))[0]
 
     def expected_remaining(self, elapsed: np.ndarray | int = 0) -> np.ndarray:
-        """E(L - t | L > t) in tokens [sequences]; 1 past the longest length."""
+        """Return E(L - t | L > t) in tokens, [sequences]; 1 from the longest length on."""
         t = self._column(elapsed)
         left, low = self._after(t)
         mean = (low + 1 + self._high) / 2
         return np.where(t[:, 0] >= self.buckets.max_length, 1.0, (left * (mean - t)).sum(1))
 
     def quantile(self, level: float | np.ndarray, elapsed: np.ndarray | int = 0) -> np.ndarray:
-        """The shortest lengths that a share `level` of those over `elapsed` do not outgrow.
+        """Return the smallest lengths q with P(L <= q | L > elapsed) >= level.
 
-        int64 [sequences]; at least one token more than `elapsed`.
+        int64 [sequences], at least `elapsed + 1`.
         """
         t = self._column(elapsed)
         left, low = self._after(t)
         reached = np.cumsum(left, axis=1)
         level = np.broadcast_to(np.asarray(level, np.float64), len(self))[:, None]
         bucket = np.argmax(reached >= level - 1e-12, axis=1)[:, None]
-        # A level that rounding keeps from being reached is reached in the last bucket.
+        # A level that is not reached because of rounding is in the last bucket.
         bucket = np.where(reached[:, -1:] < level - 1e-12, self.buckets.num - 1, bucket)
 
         def at(array: np.ndarray) -> np.ndarray:
@@ -72,7 +72,7 @@ class LengthDistributions:
         return np.maximum(length, t[:, 0] + 1).astype(np.int64)
 
     def survival(self, elapsed: np.ndarray | int, more: np.ndarray) -> np.ndarray:
-        """P(L > t + m | L > t) [sequences, times] for `more` tokens m, float [times]."""
+        """Return P(L > t + m | L > t), [sequences, times], for `more` tokens m, float [times]."""
         t = self._column(elapsed)
         left, low = self._after(t)
         ends = (t + more)[:, None, :]
@@ -81,24 +81,24 @@ class LengthDistributions:
         return (left[:, :, None] * over).sum(1)
 
     def remaining(self, elapsed: np.ndarray | int, buckets: LengthBuckets) -> np.ndarray:
-        """P(L - t in bucket | L > t) [sequences, buckets], on buckets of what is left.
+        """Return P(L - t in bucket | L > t), [sequences, buckets], on buckets of remaining length.
 
-        What is over the longest of them counts as that.
+        A remaining length over the longest of `buckets` counts as the longest.
         """
         alive = self.survival(elapsed, np.asarray(buckets.edges, np.float64))
         alive[:, 0], alive[:, -1] = 1.0, 0.0
         return -np.diff(alive, axis=1)
 
     def cdf(self, lengths: np.ndarray) -> np.ndarray:
-        """P(L <= length) of each sequence's own length [sequences]."""
+        """Return P(L <= length) for each sequence's own length, [sequences]."""
         return 1.0 - (self.probabilities * self._share_over(self._column(lengths))).sum(1)
 
     def _after(self, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What is left of each bucket, and where that begins [sequences, buckets]."""
+        """Return P(bucket | L > t) and each bucket's lower edge after t, [sequences, buckets]."""
         over = self._share_over(t)
         left = self.probabilities * over
         total = left.sum(1, keepdims=True)
-        # A refuted prediction: all lengths that are left, equally likely.
+        # After a refuted prediction, all lengths that are left are equally likely.
         flat = over * (self._high - self._low)
         flat[:, -1] += flat.sum(1) == 0
         left = np.where(total < _NOTHING_LEFT, flat, left)
@@ -106,7 +106,7 @@ class LengthDistributions:
         return left / left.sum(1, keepdims=True), low
 
     def _share_over(self, t: np.ndarray) -> np.ndarray:
-        """Share of each bucket's lengths that are over t."""
+        """Return the share of each bucket's lengths that are over t."""
         return np.clip((self._high - t) / (self._high - self._low), 0.0, 1.0)
 
     def _column(self, values: np.ndarray | int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Ways to look at what a runtime did: figures, tables, traces, pictures."""
+"""Reports of what a runtime did: figures, tables, traces, pictures."""
 
 from __future__ import annotations
 

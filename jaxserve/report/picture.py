@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @final
 class Picture:
-    """A Matplotlib figure that a notebook displays without pyplot and its global state."""
+    """A Matplotlib figure that a notebook displays, without the global state of pyplot."""
 
     def __init__(self, figure: Figure):
         self.figure = figure
@@ -28,7 +28,7 @@ class Picture:
 
 
 def draw(report: Report) -> Figure:
-    """Three panels, none of which needs data to be drawn."""
+    """Draw the batch, the pages and the latencies in three panels; a report may be empty."""
     figure = Figure(figsize=(9, 7.5), layout="constrained")
     batch, pages, latency = figure.subplots(3, 1)
     figure.suptitle(f"{len(report.requests)} requests, policy {report.policy}")

@@ -1,4 +1,4 @@
-"""Rotating and writing token by token in NumPy: what the others must agree with; not traceable."""
+"""The reference of rotation and writes, token by token in NumPy; it cannot be traced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pallas_kernels.kv_write.rotary import RopeTables
 def kv_write(
     pages: jax.Array, layer: int | jax.Array, values: jax.Array, page: jax.Array, offset: jax.Array
 ) -> jax.Array:
-    """See `xla.kv_write`. Of several tokens at one place the last stays."""
+    """See `xla.kv_write`. Of several tokens at one offset of one page, the last is kept."""
     out = np.array(pages)
     for token in range(values.shape[0]):
         for head in range(values.shape[1]):

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, applied: in the rotate-half form of Hugging Face checkpoints."""
+"""Rotary position embeddings in the rotate-half form of Hugging Face checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotating and writing as XLA has it, on every platform and under any sharding."""
+"""Rotation and writes in plain XLA, for every platform and sharding."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def kv_write(
 
     Args:
       pages: [layers, pages, kv_heads, page_size, head_dim].
-      layer: which layer.
+      layer: index of the cache's layer.
       values: [tokens, kv_heads, head_dim].
-      page, offset: int32 [tokens], where each token goes: places inside the cache, each at most
-        once but those of page 0, the null page (padding), whose content is undefined.
+      page, offset: int32 [tokens], each token's page and its offset in the page. A pair may occur
+        once, except in page 0, the null page for padding, whose content is undefined.
 
     Returns:
       `pages` with the tokens written.

@@ -1,4 +1,4 @@
-"""The product as XLA has it, on every platform and under any sharding."""
+"""The product in plain XLA, for every platform and sharding."""
 
 from __future__ import annotations
 

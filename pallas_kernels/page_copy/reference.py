@@ -1,4 +1,4 @@
-"""Copying page by page: what the implementations of `api` must agree with; cannot be traced."""
+"""The reference of page copies, page by page; it cannot be traced."""
 
 from __future__ import annotations
 

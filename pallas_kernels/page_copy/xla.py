@@ -1,4 +1,4 @@
-"""Copying pages as XLA gathers and scatters, on every platform and under any sharding."""
+"""Page copies as XLA gathers and scatters, for every platform and sharding."""
 
 from __future__ import annotations
 

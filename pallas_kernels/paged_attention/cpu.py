@@ -1,6 +1,6 @@
-"""Paged attention on the CPU: a C++ kernel (cpu.cc) called by XLA, on XLA's own threads.
+"""Paged attention on the CPU: a C++ kernel (cpu.cc) that XLA calls on its own threads.
 
-The pages are read where they lie: the call takes the whole cache as an operand and copies nothing.
+The call takes the whole cache as an operand and copies nothing.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def paged_attention(
     max_query_length: int | None,
     plan: Plan | None,
 ) -> jax.Array:
-    """See `api.paged_attention`. Tokens of no row get zeros.
+    """See `api.paged_attention`. Tokens in no row get zeros.
 
-    The bits of a row's output do not depend on the rest of the batch. Rows that reach outside the
-    batch, the page table or the cache fail when the call runs, with XLA's InvalidArgument.
+    The bits of a row's output do not depend on the rest of the batch. A row that reaches outside
+    the batch, the page table or the cache fails the call at run time with XLA's InvalidArgument.
     """
     platform = dispatch.target_platform()
     if platform != "cpu":
-        raise NotImplementedError(f"compiled for the CPU, not for {platform}")
+        raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
     if dispatch.is_partitioned():
         raise NotImplementedError("XLA cannot partition it over a mesh")
     _check_types(q, k_pages, v_pages, k_scales)
-    del plan  # threads share the rows
+    del plan  # the kernel's threads divide the rows themselves
     if q.shape[2] % 8:
         raise NotImplementedError(f"head_dim must be a multiple of 8, not {q.shape[2]}")
     if sliding_window is not None and sliding_window < 1:
@@ -85,7 +85,7 @@ def _check_types(
         or str(k_pages.dtype) not in pages
     ):
         raise NotImplementedError(
-            f"float32 queries with pages in float32, or with scales in {_SCALED_PAGES}, not "
-            f"{q.dtype} with {k_pages.dtype} and {v_pages.dtype}"
+            f"it serves float32 queries with pages in float32, or with scales in {_SCALED_PAGES}, "
+            f"not {q.dtype} with {k_pages.dtype} and {v_pages.dtype}"
             + ("" if k_scales is None else " and scales")
         )

@@ -1,4 +1,4 @@
-"""Paged attention, dense and slow: what every other implementation must agree with."""
+"""The reference of paged attention, dense and slow; all implementations must agree with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which queries of a flat batch belong to which sequence, and where its keys lie."""
+"""The rows of a flat batch: the queries of each sequence, and the pages of its keys."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a flat ragged batch; several rows may share one page table.
+    """The rows of a flat ragged batch. Several rows may share one page table.
 
-    A row is a run of queries at consecutive positions of one sequence. Keys and values of the
-    sequence's token at position p lie in page `page_table[p // page_size]` at offset
+    A row is a run of queries at consecutive positions of one sequence. The key and value of the
+    sequence's token at position p are in page `page_table[p // page_size]` at offset
     `p % page_size`. Unused rows have `query_length == 0`.
 
     Attributes:
-      query_start: int32 [rows], the row's first query in the flat batch.
+      query_start: int32 [rows], index of the row's first query in the flat batch.
       query_length: int32 [rows], number of its queries.
       first_position: int32 [rows], position of its first query.
-      context_length: int32 [rows], keys at positions below this exist (this step's included).
-      page_table: int32 [rows, pages]; entries past the context are any valid page id.
+      context_length: int32 [rows], keys at positions below this exist, with those of this step.
+      page_table: int32 [rows, pages]; entries past the context may be any valid page id.
     """
 
     query_start: jax.Array

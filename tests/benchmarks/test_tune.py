@@ -68,7 +68,7 @@ def test_what_is_written_is_what_runtimes_take(table):
             "source": 'timed, "here"',
             "command": "python -m benchmarks.tune --heads 8x4x128",
             "block_keys": 32,
-            "chunk_keys": 256,
+            "split_keys": 256,
             "split": {"rows": 16, "programs": 6, "warps": 2, "stages": 4},
             "tile": {"rows": rows, "programs": 1, "warps": 8, "stages": 2},
             "merge": {"warps": 2, "stages": 1},
@@ -81,7 +81,7 @@ def test_what_is_written_is_what_runtimes_take(table):
     found = entry_for(device=H100, group=4, head_dim=128, kind="triton")
     assert found == entry
     tiling = tiling_for(**HEADS, group=4, head_dim=128)
-    assert (tiling.launches.block_keys, tiling.chunk_keys, tiling.tile_rows) == (32, 256, 128)
+    assert (tiling.launches.block_keys, tiling.split_keys, tiling.tile_rows) == (32, 256, 128)
     assert tiling.split_programs == 6 * H100_CORES
     assert tiling.launches.split.num_warps == 2
     for other in (

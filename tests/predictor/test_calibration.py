@@ -50,7 +50,7 @@ def test_too_few_held_out_requests_promise_the_longest():
     for wrong in (0.0, 1.0, -1.0):
         with pytest.raises(ValueError, match="between 0 and 1"):
             fitted.level(wrong)
-    with pytest.raises(ValueError, match="give some"):
+    with pytest.raises(ValueError, match="at least one of each"):
         Calibration.fit(BUCKETS, logits, lengths[:3])
 
 

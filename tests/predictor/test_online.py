@@ -193,7 +193,7 @@ def test_a_failure_ends_learning_and_nothing_else(caplog):
             time.sleep(0.01)
     assert not learner.is_learning
     assert [record.message for record in caplog.records].count(
-        "learning ends here; the predictor goes on as it is"
+        "online training has stopped; the predictor keeps its parameters"
     ) == 1
     tokenizer.error = None
     learner.observe("w1", 5)
@@ -215,10 +215,10 @@ def test_too_little_to_learn_from(trained_folder):
     ("given", "said"),
     [
         ({"batch_size": 0}, "batch_size=0"),
-        ({"holdout_every": 1}, "holdout_every=1; give 2 or more"),
-        ({"min_holdout": 300}, "min_holdout=300 is over holdout_size=256"),
-        ({"max_share": 0.0}, "max_share=0.0 must be a share"),
-        ({"learning_rate": -1.0}, "learning_rate=-1.0 over 0"),
+        ({"holdout_every": 1}, "holdout_every=1 is not allowed; pass 2 or more"),
+        ({"min_holdout": 300}, "min_holdout=300 is not allowed; pass at most holdout_size=256"),
+        ({"max_share": 0.0}, "max_share=0.0 .* not allowed; pass a share"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 are not allowed; .* a rate over 0"),
     ],
 )
 def test_settings_that_make_no_sense(given, said):
