@@ -145,9 +145,14 @@ class DeviceExecutor:
         return self._params
 
     @property
-    def cache(self) -> KVCache:
-        """The page pool as the last submitted step leaves it; the next step donates it."""
-        return self._pages.cache
+    def pages(self) -> DevicePages:
+        """The page pool as the last submitted step leaves it; the next step donates its cache."""
+        return self._pages
+
+    @property
+    def slots(self) -> DeviceSlots:
+        """The slots as the last submitted step leaves them; the next step donates their state."""
+        return self._slots
 
     def compiled_steps(self) -> list[Any]:
         """The largest mixed step and decode loop as executables, to read what XLA made of them."""

@@ -102,7 +102,7 @@ class Watched:
         return handle
 
     def _contents(self, page: int) -> list[np.ndarray]:
-        return [np.array(leaf[:, page]) for leaf in jax.tree.leaves(self._executor._pages.cache)]
+        return [np.array(leaf[:, page]) for leaf in jax.tree.leaves(self._executor.pages.cache)]
 
 
 def _request(name: str, prompt: tuple[int, ...], length: int) -> Request:

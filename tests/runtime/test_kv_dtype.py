@@ -55,7 +55,7 @@ def test_the_same_memory_holds_more_pages(kv_dtype):
     with Runtime(tiny_llama(), kv_dtype=kv_dtype, wrap_executor=seen, **options) as rt:
         assert rt.config.num_pages == 20_000 // PAGE_BYTES[kv_dtype]
         assert rt.config.kv_dtype == kv_dtype
-        held = nbytes(seen.executors[0].cache)
+        held = nbytes(seen.executors[0].pages.cache)
         assert held == rt.stats().pool_bytes == rt.config.num_pages * PAGE_BYTES[kv_dtype]
 
 

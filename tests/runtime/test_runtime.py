@@ -326,7 +326,7 @@ def test_a_dropped_runtime_frees_its_pool():
     before, seen = set(threading.enumerate()), WrapAll()
     runtime = Runtime(tiny_llama(), warmup=False, wrap_executor=seen, **OPTIONS)
     (thread,) = set(threading.enumerate()) - before
-    cache = jax.tree.leaves(seen.executors[0].cache)
+    cache = jax.tree.leaves(seen.executors[0].pages.cache)
     del runtime
     gc.collect()
     thread.join(10)
@@ -475,7 +475,7 @@ def test_closed_runtime_refuses_and_frees():
     """Close resolves what was running, frees the pool, and later calls say so; twice is fine."""
     seen = WrapAll()
     runtime = Runtime(tiny_llama(), warmup=False, wrap_executor=seen, **OPTIONS)
-    cache = jax.tree.leaves(seen.executors[0].cache)
+    cache = jax.tree.leaves(seen.executors[0].pages.cache)
     pending = runtime.submit([1, 2, 3], SamplingParams(max_tokens=None))
     runtime.close()
     runtime.close()
