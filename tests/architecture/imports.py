@@ -57,12 +57,26 @@ def circles(sources: Iterable[Source]) -> list[str]:
     Every import statement counts, also in functions and for type checkers. That a module runs its
     packages' `__init__` first does not.
     """
+    found = _components(edges_of(sources))
+    return [" <-> ".join(sorted(component)) for component in found if len(component) > 1]
+
+
+def edges_of(sources: Iterable[Source]) -> dict[str, list[str]]:
+    """The modules that each module imports, directly, in a function or for type checkers."""
     modules = modules_named(sources)
-    edges = {
-        name: sorted({_target(found, modules) for found in source.imports} - {None, name})
+    return {
+        name: sorted({_target(found, modules) or name for found in source.imports} - {name})
         for name, source in modules.items()
     }
-    return [" <-> ".join(sorted(found)) for found in _components(edges) if len(found) > 1]
+
+
+def known_to(module: str, edges: Mapping[str, Sequence[str]]) -> set[str]:
+    """A module, and all that it imports, directly or through others."""
+    known, new = {module}, [module]
+    while new:
+        new = [name for name in edges.get(new.pop(), ()) if name not in known] + new
+        known.update(new)
+    return known
 
 
 def _target(found: Import, modules: Mapping[str, Source]) -> str | None:
@@ -75,7 +89,7 @@ def _target(found: Import, modules: Mapping[str, Source]) -> str | None:
     return parent if parent in modules else None
 
 
-def _components(edges: Mapping[str, Sequence[str | None]]) -> list[list[str]]:
+def _components(edges: Mapping[str, Sequence[str]]) -> list[list[str]]:
     """Strongly connected components (Tarjan 1972, without recursion)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -90,7 +104,6 @@ def _components(edges: Mapping[str, Sequence[str | None]]) -> list[list[str]]:
         while path:
             name, targets = path[-1]
             for target in targets:
-                assert target is not None
                 if target not in index:
                     index[target] = low[target] = len(index)
                     stack.append(target)

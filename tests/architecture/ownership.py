@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from tests.architecture.imports import edges_of, known_to
 from tests.architecture.sources import Source
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -34,21 +35,24 @@ class Store:
 
 @dataclass(frozen=True)
 class OurClass:
-    """A class of the house, without leading underscores, where it is, and what it declares.
+    """A class of the house, its name without leading underscores, and what it declares.
 
-    It declares what its body annotates or assigns, its properties with a setter, and what its
-    methods assign on self or cls.
+    It declares what its body annotates or assigns, and what its methods assign on self or cls.
     """
 
     name: str
-    path: str
+    source: Source
     attributes: frozenset[str]
 
 
-def classes_of(sources: Iterable[Source]) -> tuple[OurClass, ...]:
-    """Every class of these files."""
+def classes_of(sources: Iterable[Source], *, with_methods: bool = False) -> tuple[OurClass, ...]:
+    """Every class of these files.
+
+    Args:
+      with_methods: methods are declared, too, so that replacing one counts as writing.
+    """
     return tuple(
-        OurClass(node.name.lstrip("_"), source.path, frozenset(_declared(node)))
+        OurClass(node.name.lstrip("_"), source, frozenset(_declared(node, with_methods)))
         for source in sources
         for node in ast.walk(source.tree)
         if isinstance(node, ast.ClassDef)
@@ -56,39 +60,39 @@ def classes_of(sources: Iterable[Source]) -> tuple[OurClass, ...]:
 
 
 def foreign_stores(
-    sources: Iterable[Source],
+    sources: Collection[Source],
     classes: Collection[OurClass],
     allowed: Mapping[str, Collection[str]],
-    arrows: Mapping[str, Collection[str]],
 ) -> list[Store]:
     """Every attribute assigned outside of the module of its object's class.
 
     The object's class declares the attribute. Of several that do, it is the one that annotates the
     object's name, or that the name spells (`sequence` is a `Sequence`), in the module itself before
-    others; else it may be any of them. An attribute that no class declares is a library's. An
-    assignment to an object that the same function made is part of its construction.
+    others; else any in a module that is imported, directly or through others. An attribute that
+    none declares is a library's. An assignment to an object that the same function made is part of
+    its construction.
 
     Args:
       allowed: by class, the paths of other modules that may write it.
-      arrows: by package, the others of ours that it may know.
     """
     declaring = defaultdict(list)
     for one in classes:
         for attribute in one.attributes:
             declaring[attribute].append(one)
+    edges = edges_of([*sources, *(one.source for one in classes)])
     found = []
     for source in sources:
+        known = known_to(source.module, edges)
         for node, functions in _with_functions(source.tree, ()):
             if not isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Load):
                 continue
             if is_self(node.value) or _is_made_here(node.value, functions):
                 continue
-            known = {source.package, *arrows.get(source.package, arrows)}
-            candidates = [one for one in declaring[node.attr] if one.path.split("/")[0] in known]
             names = _names_of_class(node.value, functions)
-            named = [one for one in candidates if one.name in names]
-            candidates = [one for one in named if one.path == source.path] or named or candidates
-            owners = frozenset(one.path for one in candidates)
+            seen = [one for one in declaring[node.attr] if one.source.module in known]
+            named = [one for one in seen if one.name in names]
+            candidates = [one for one in named if one.source.path == source.path] or named or seen
+            owners = frozenset(one.source.path for one in candidates)
             writers = {path for one in candidates for path in allowed.get(one.name, ())}
             if owners and source.path not in owners | writers:
                 found.append(Store(source, node.lineno, ast.unparse(node), owners))
@@ -109,14 +113,15 @@ def _place(path: str) -> tuple[str, ...]:
     return tuple(parts[:2]) if parts[0] == "jaxserve" else tuple(parts[:1])
 
 
-def _declared(node: ast.ClassDef) -> Iterator[str]:
+def _declared(node: ast.ClassDef, with_methods: bool) -> Iterator[str]:
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             yield statement.target.id
         elif isinstance(statement, ast.Assign):
             yield from (name.id for name in statement.targets if isinstance(name, ast.Name))
-        elif isinstance(statement, ast.FunctionDef):
-            if any(ast.unparse(one).endswith(".setter") for one in statement.decorator_list):
+        elif isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            decorators = [ast.unparse(one) for one in statement.decorator_list]
+            if with_methods or any(name.endswith(".setter") for name in decorators):
                 yield statement.name
     for inner in ast.walk(node):
         is_store = isinstance(inner, ast.Attribute) and not isinstance(inner.ctx, ast.Load)

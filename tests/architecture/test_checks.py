@@ -78,6 +78,7 @@ def test_a_package_that_collects_its_modules_is_no_circle():
 
 
 OWNER = {
+    "jaxserve/memory/knows.py": "from jaxserve.memory.cache import Cache",
     "jaxserve/memory/cache.py": (
         "class Cache:\n"
         "    disk: int\n"
@@ -86,14 +87,15 @@ OWNER = {
         "    def limit(self): ...\n"
         "    @limit.setter\n"
         "    def limit(self, value): ...\n"
-    )
+    ),
 }
 
 
 def _stores(path: str, text: str, **allowed: set[str]) -> list[str]:
+    text = "from jaxserve.memory.knows import x\n" + text
     sources = made_up(OWNER | {path: text})
     classes = ownership.classes_of(sources)
-    stores = ownership.foreign_stores(sources, classes, allowed, ARROWS)
+    stores = ownership.foreign_stores(sources, classes, allowed)
     return [store.what for store in stores]
 
 
@@ -136,6 +138,22 @@ def test_what_is_ones_own_may_be_assigned(text):
     assert _stores("jaxserve/engine/a.py", text) == []
 
 
+def test_what_a_module_does_not_know_is_a_librarys():
+    """Another package may use the same name for an attribute."""
+    sources = made_up(OWNER | {"jaxserve/engine/a.py": "def f(x): x.disk = 1"})
+    assert ownership.foreign_stores(sources, ownership.classes_of(sources), {}) == []
+
+
+def test_a_replaced_method_is_found_where_methods_count():
+    """A test that replaces one patches it."""
+    text = "from jaxserve.memory.cache import Cache\ndef f(cache): cache.read = lambda: 1"
+    owner = {"jaxserve/memory/cache.py": "class Cache:\n    def read(self): ..."}
+    sources = made_up(owner | {"tests/a.py": text})
+    for with_methods in (False, True):
+        classes = ownership.classes_of(sources, with_methods=with_methods)
+        assert len(ownership.foreign_stores(sources, classes, {})) == with_methods
+
+
 def test_writers_are_allowed_by_class_and_module():
     """The module that is named, and no other."""
     text = "def f(cache): cache.disk = 1"
@@ -145,9 +163,9 @@ def test_writers_are_allowed_by_class_and_module():
 
 def test_rooms_are_told_from_modules():
     """The same assignment is across rooms from one module, and inside the room from another."""
-    text = "def f(cache): cache.disk = 1"
+    text = "import jaxserve.memory.cache\ndef f(cache): cache.disk = 1"
     sources = made_up(OWNER | {"jaxserve/engine/a.py": text, "jaxserve/memory/b.py": text})
-    stores = ownership.foreign_stores(sources, ownership.classes_of(sources), {}, ARROWS)
+    stores = ownership.foreign_stores(sources, ownership.classes_of(sources), {})
     assert [store.source.room for store in stores] == ["engine", "memory"]
     assert [store.source.room for store in ownership.across_rooms(stores)] == ["engine"]
 
@@ -218,6 +236,7 @@ def test_values_may_be_asked_what_they_are():
         "patched.delattr(x, 'y')",
         "mock.patch('a.y')",
         "mock.patch.object(x, 'y')",
+        "setattr(x, 'y', 1)",
     ],
 )
 def test_a_patch_is_found(text):
@@ -228,9 +247,7 @@ def test_a_patch_is_found(text):
 
 def test_surroundings_may_be_set():
     """Environment variables, the folder, and which modules can be imported."""
-    text = (
-        "m.setenv('A', 'b')\nm.chdir('/')\nm.setitem(sys.modules, 'ray', None)\nsetattr(x, 'y', 1)"
-    )
+    text = "m.setenv('A', 'b')\nm.chdir('/')\nm.setitem(sys.modules, 'ray', None)"
     assert wiring.patches(made_up({"tests/a.py": text})) == []
 
 

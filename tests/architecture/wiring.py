@@ -99,7 +99,7 @@ def probes(sources: Iterable[Source], allowed: Collection[str] = ()) -> list[str
 
 
 def patches(sources: Iterable[Source], allowed: Collection[str] = ()) -> list[str]:
-    """Attributes that a test replaces by `monkeypatch` or a mock.
+    """Attributes that a test replaces by `monkeypatch`, a mock or `setattr`.
 
     Environment variables, the working directory and `sys.modules` are what surrounds a program, and
     may be set.
@@ -113,7 +113,8 @@ def patches(sources: Iterable[Source], allowed: Collection[str] = ()) -> list[st
             if not isinstance(node, ast.Call):
                 continue
             called = ast.unparse(node.func)
-            if called.endswith((".setattr", ".delattr", "patch.object", "patch.dict", ".patch")):
+            ends = (".setattr", ".delattr", ".patch", "patch.object", "patch.dict")
+            if called.endswith(ends) or called in ("setattr", "delattr"):
                 texts = [
                     argument.value.rpartition(".")[2]
                     for argument in node.args[:2]
