@@ -98,7 +98,7 @@ def compile_library(source: Path, *, force: bool = False) -> Path:
     flags = (*_FLAGS, *((native,) if native else ()))
     inputs = (
         *(path.read_text() for path in (source, *sorted(_INCLUDE.glob("*.h")))),
-        *(compiler, _compiler_version(compiler), *flags),
+        *(compiler, _compiler_version(compiler, os.stat(compiler).st_mtime_ns), *flags),
         *(version("jaxlib"), _cpu_model()),
     )
     digest = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
@@ -145,8 +145,13 @@ def _is_intact(library: Path) -> bool:
 
 
 @functools.cache
-def _compiler_version(compiler: str) -> str:
-    """Return the output of `--version`, since an upgrade may keep the compiler's path."""
+def _compiler_version(compiler: str, changed_ns: int) -> str:
+    """Return what the compiler says of itself: an upgrade keeps the path.
+
+    Args:
+      changed_ns: when its file was last changed.
+    """
+    del changed_ns  # a key of the cache
     try:
         done = subprocess.run(
             [compiler, "--version"], capture_output=True, text=True, timeout=30, check=False

@@ -25,7 +25,7 @@ os.environ.setdefault(
 
 
 # Files that take a minute or more go first, so that no worker is left alone with one at the end.
-LONG = ("test_notebooks.py", "test_processes.py", "test_fleet.py", "test_stages.py")
+LONG = ("test_notebooks.py", "test_processes.py", "test_fleet.py", "test_staged.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

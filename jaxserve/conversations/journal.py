@@ -10,13 +10,13 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from jaxserve.conversations.journal_file import journal_errors, open_journal
+from jaxserve.conversations.journal_file import Connect, journal_errors, open_journal
 from jaxserve.conversations.turns import History, Turn
 from jaxserve.core.errors import (
     ConversationConflictError,
@@ -68,6 +68,8 @@ class Journal:
       path: of the file; None keeps conversations in memory.
       limits: enforced when the journal is opened and after each turn; None for no limits.
       must_exist: refuse to create a file.
+      connect: opens the SQLite connection, which the journal sets up and closes.
+      now: returns the seconds since 1970 that turns are dated with.
 
     Raises:
       JournalError: one of its subclasses, as all methods do.
@@ -79,13 +81,16 @@ class Journal:
         limits: JournalLimits | None = None,
         *,
         must_exist: bool = False,
+        connect: Connect = sqlite3.connect,
+        now: Callable[[], float] = time.time,
     ):
         self.where = "in memory" if path is None else str(path)
         self._limits = limits
+        self._now = now
         self._lock = threading.RLock()
         self._in_use: Counter[str] = Counter()
         self._next_look_s = 0.0
-        self._db = open_journal(path, must_exist=must_exist)
+        self._db = open_journal(path, must_exist=must_exist, connect=connect)
         self._path = None if path is None else Path(path).absolute()
         self._file = None if self._path is None else self._path.stat()
         self._is_closed = False
@@ -144,7 +149,7 @@ class Journal:
           ConversationConflictError: the conversation has changed since `before`; nothing was
             written.
         """
-        now_s = time.time()
+        now_s = self._now()
         with self._writing("written") as db:
             if before is None:
                 (taken,) = db.execute(
@@ -192,7 +197,7 @@ class Journal:
                     raise UnknownConversationError(
                         f"no conversation {id!r} in the journal {self.where}"
                     )
-            db.execute("INSERT INTO unwiped VALUES (?)", (time.time(),))
+            db.execute("INSERT INTO unwiped VALUES (?)", (self._now(),))
         self._wipe()
 
     def close(self) -> None:
@@ -209,7 +214,7 @@ class Journal:
             with self._writing("held within its limits") as db:
                 dropped = [*self._drop_old(db, limits), *self._drop_surplus(db, limits)]
                 if dropped:
-                    db.execute("INSERT INTO unwiped VALUES (?)", (time.time(),))
+                    db.execute("INSERT INTO unwiped VALUES (?)", (self._now(),))
             if dropped:
                 _log.warning(
                     "the journal %s dropped %d conversation(s), the least recently used, to keep "
@@ -232,7 +237,7 @@ class Journal:
                 _log.warning("%s", error)
 
     def _drop_old(self, db: sqlite3.Connection, limits: JournalLimits) -> list[int]:
-        age_s, now_s = limits.max_age_s, time.time()
+        age_s, now_s = limits.max_age_s, self._now()
         if age_s is None or now_s < self._next_look_s:
             return []
         self._next_look_s = now_s + age_s / 8

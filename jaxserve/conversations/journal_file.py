@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from jaxserve.core.errors import JournalError, JournalLockedError, JournalVersionError
 
@@ -41,7 +42,17 @@ CREATE TABLE unwiped (since_s REAL NOT NULL);
 """
 
 
-def open_journal(path: str | Path | None, *, must_exist: bool = False) -> sqlite3.Connection:
+class Connect(Protocol):
+    """Opens a connection; `sqlite3.connect` is one."""
+
+    def __call__(
+        self, where: str, /, *, timeout: float, isolation_level: None, check_same_thread: bool
+    ) -> sqlite3.Connection: ...
+
+
+def open_journal(
+    path: str | Path | None, *, must_exist: bool = False, connect: Connect = sqlite3.connect
+) -> sqlite3.Connection:
     """Return a connection for one thread at a time.
 
     A commit returns when it is on the disk. Only its owner can read a new file.
@@ -58,9 +69,7 @@ def open_journal(path: str | Path | None, *, must_exist: bool = False) -> sqlite
     with journal_errors(where, "opened"):
         if path is not None:
             _touch(Path(where), must_exist)
-        db = sqlite3.connect(
-            where, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
-        )
+        db = connect(where, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         try:
             _check_version(db, where)
             (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()

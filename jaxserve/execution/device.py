@@ -154,6 +154,21 @@ class DeviceExecutor:
         with self._programs.place.in_force():
             return fingerprint(self._params, self._programs.model_config, page)
 
+    @property
+    def params(self) -> Any:
+        """The parameters that the next step computes with; None once closed."""
+        return self._params
+
+    @property
+    def pages(self) -> DevicePages:
+        """The page pool as the last submitted step leaves it; the next step donates its cache."""
+        return self._pages
+
+    @property
+    def slots(self) -> DeviceSlots:
+        """The slots as the last submitted step leaves them; the next step donates their state."""
+        return self._slots
+
     def compiled_steps(self, variant: Variant = Variant.FULL) -> list[Any]:
         """Return the executables of the largest mixed step and decode loop, for measurements."""
         self._raise_if_closed()

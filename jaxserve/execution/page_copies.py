@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, final
 
 import jax
@@ -37,12 +37,21 @@ class DevicePages:
     Args:
       place: sharding of the cache's buffers.
       num_host_pages: pages that the host has room for.
+      copy: returns the pages of a buffer that stand in an array of their numbers; compiled here by
+        default.
     """
 
-    def __init__(self, cache: KVCache, place: jax.sharding.Sharding, num_host_pages: int = 0):
+    def __init__(
+        self,
+        cache: KVCache,
+        place: jax.sharding.Sharding,
+        num_host_pages: int = 0,
+        *,
+        copy: Callable[[jax.Array, np.ndarray], jax.Array] | None = None,
+    ):
         self.cache = cache
         self._host = HostPages(num_host_pages, place)
-        self._copy = jax.jit(gathered, out_shardings=place)
+        self._copy = copy or jax.jit(gathered, out_shardings=place)
 
     @property
     def num_buffers(self) -> int:

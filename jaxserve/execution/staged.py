@@ -127,6 +127,11 @@ class StagedExecutor:
         for stage, own in zip(self._stages, params, strict=True):
             stage.params = own
 
+    @property
+    def stages(self) -> tuple[DeviceStage, ...]:
+        """The stages in order; none once closed."""
+        return tuple(self._stages)
+
     def compiled_steps(self) -> list[list[Any]]:
         """Return the executables of each stage's largest mixed step and decode iteration."""
         self._raise_if_closed()

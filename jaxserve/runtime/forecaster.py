@@ -50,6 +50,7 @@ class Forecaster:
       folder: where `close` saves what was learned; None saves nothing.
 
     Attributes:
+      learner: as given.
       num_failed: requests that got none for that reason.
       seconds: spent in predicting, over all threads.
     """
@@ -63,7 +64,7 @@ class Forecaster:
     ):
         self._predictor = predictor
         self._tokenizer = tokenizer
-        self._learner = learner
+        self.learner = learner
         self._folder = folder
         self.num_failed = 0
         self.seconds = 0.0
@@ -106,8 +107,8 @@ class Forecaster:
 
     def start(self) -> None:
         """Start to train; `close` is needed from then on."""
-        if self._learner is not None:
-            self._learner.start()
+        if self.learner is not None:
+            self.learner.start()
 
     def with_predictions(self, requests: Sequence[Request]) -> list[Request]:
         """Return the same requests, each with its prediction."""
@@ -139,19 +140,19 @@ class Forecaster:
         Cancelled and failed samples are left out. A sample that reached its limit counts with the
         length of the limit, because it will have that length again.
         """
-        if self._learner is None:
+        if self.learner is None:
             return
         for sample in completion.samples:
             if sample.finish_reason in ("stop", "length"):
                 prompt = self._tokenizer.decode(request.prompt)
-                self._learner.observe(prompt, len(sample.token_ids), _likeliest(request))
+                self.learner.observe(prompt, len(sample.token_ids), _likeliest(request))
 
     def close(self) -> None:
         """Stop training, and save what was learned."""
-        if self._learner is not None:
-            self._learner.close()
+        if self.learner is not None:
+            self.learner.close()
             if self._folder is not None:
-                self._learner.save(self._folder)
+                self.learner.save(self._folder)
 
 
 def _likeliest(request: Request) -> int | None:

@@ -168,6 +168,18 @@ class Replicas:
                 pauses.enter_context(replica.loop.paused(running))
             yield
 
+    @property
+    def work(self) -> tuple[int, ...]:
+        """Tokens still expected of what was submitted, by replica; all 0 when everything ended."""
+        return self._router.work
+
+    def check_integrity(self) -> None:
+        """See `Runtime.check_integrity`."""
+        self.check_leads()
+        self.check_may_wait()
+        for replica in self.all:
+            replica.loop.ask(replica.engine.scheduler.check_integrity)
+
     def report(self) -> Report:
         """Return steps in the order of submission, and requests in the order of their ends."""
         recorders = [replica.engine.recorder for replica in self.all]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, cast, final, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, final, overload
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -32,6 +32,9 @@ from jaxserve.runtime.streams import aread, read
 from jaxserve.scheduling.lengths.outlook import Outlook
 from jaxserve.workload import WorkloadItem
 from sharding import StagePlan
+
+if TYPE_CHECKING:
+    from predictor import OnlineLearner
 
 
 @final
@@ -277,6 +280,20 @@ class Runtime:
     def report(self) -> Report:
         """Return what happened so far: figures, a table, JSON, a trace, a picture."""
         return self._replicas.report()
+
+    def check_integrity(self) -> None:
+        """Check the books of pages and slots between two steps, as tests do.
+
+        Raises:
+          AssertionError: they contradict each other.
+          RuntimeClosedError, EngineFailedError
+        """
+        self._replicas.check_integrity()
+
+    @property
+    def learner(self) -> OnlineLearner | None:
+        """What goes on training the length predictor; None without `learns=True`."""
+        return None if self._forecaster is None else self._forecaster.learner
 
     def update_params(self, params: nnx.State, *, running: Running = "finish") -> None:
         """Serve other weights from here on, for instance those of a trainer after a step.

@@ -13,16 +13,16 @@ from typer.testing import CliRunner
 
 from jaxserve.cli import app
 from jaxserve.conversations import Journal
+from jaxserve.testing import write_chat_model
 from jaxserve.workload import recorded
-from tests.chat_model import chat_model
-from tests.processes import HEED_INTERRUPTS
+from tests.common.processes import HEED_INTERRUPTS
 
 SMALL = ("--load", "random", "--max-slots", "1", "--max-context", "64", "--quiet")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    return chat_model(tmp_path_factory.mktemp("tiny"))
+    return write_chat_model(tmp_path_factory.mktemp("tiny"))
 
 
 def _run(*arguments: str, given: str | None = None):

@@ -111,9 +111,10 @@ def test_a_rewritten_history_is_read_back(tmp_path):
 def test_a_turn_that_fails_leaves_no_trace(tokenizer, fault):
     """Whatever ends it early, the next turn finds the conversation as it was."""
     client = FakeTurnClient(tokenizer)
-    chat = conversations(client=client, tokenizer=tokenizer).open()
+    home = conversations(client=client, tokenizer=tokenizer)
+    chat = home.open()
     chat.send("hi")
-    before, entry = (chat.history, chat.token_ids), chat._home.journal.find(chat.id)
+    before, entry = (chat.history, chat.token_ids), home.journal.find(chat.id)
 
     def fail():
         raise KeyboardInterrupt if fault == "interrupt" else RuntimeError("lost")
@@ -135,7 +136,7 @@ def test_a_turn_that_fails_leaves_no_trace(tokenizer, fault):
         with pytest.raises((KeyboardInterrupt, RuntimeError)):
             list(chat.stream("so?"))
     assert (chat.history, chat.token_ids) == before
-    assert chat._home.journal.find(chat.id) == entry
+    assert home.journal.find(chat.id) == entry
     client.during, client.finish_reason = (lambda: None), "length"
     assert chat.send("so?").prompt_token_ids[: len(before[1])] == before[1]
 

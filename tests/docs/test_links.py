@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
 CODE = ("jaxserve", "predictor", "pallas_kernels", "sharding", "benchmarks", "scripts", "tests")
 
-# Files that commands write, which are not in the repository.
-WRITTEN = ("tuned_tilings.toml", "gpu_check_DEVICE.json")
+# Files that commands and worked examples write, which are not in the repository.
+WRITTEN = ("tuned_tilings.toml", "gpu_check_DEVICE.json", "epsilon_cutoff.py")
 
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^()\s]+)\)")

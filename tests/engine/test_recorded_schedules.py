@@ -17,8 +17,8 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.testing import Trace
 from jaxserve.workload.recorded import RecordedRequest, TraceWriter, read
-from tests.engine.traces import Trace
 
 ORACLES = ("oracle", "s3_oracle")
 LONGER_THAN_ANY = 10_000
@@ -113,8 +113,7 @@ def _recorded_run(seed: int, policy: str) -> Run:
         for request in arrivals
         if policy not in ORACLES and rng.random() < 0.2
     }
-    length = lambda request, i: trace._draw("answer", request, i, 1, 40)  # noqa: E731
-    return Run(trace.config, length, policy, arrivals, patience)
+    return Run(trace.config, trace.answer_length, policy, arrivals, patience)
 
 
 def _again(recorded: RecordedRequest, prediction: LengthPrediction | None) -> Request:

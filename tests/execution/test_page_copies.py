@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.core.options import KV_DTYPES
 from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
+from jaxserve.memory.relocation import fewest_moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
 from sharding import make_mesh
@@ -25,6 +27,7 @@ def _pages(
     num_shards: int,
     num_host_pages: int = NUM_PAGES,
     layers: tuple[int, ...] = (3, 3),
+    **options: Any,
 ) -> DevicePages:
     """Buffers of keys, values and their scales with so many layers each, full of random numbers."""
     rng = np.random.default_rng(0)
@@ -41,7 +44,7 @@ def _pages(
     leaves = [buffers(shape, dtype) for _ in "kv"]
     if dtype in KV_DTYPES:
         leaves += [buffers(shape[:-1], "float32") for _ in "kv"]
-    return DevicePages(KVCache(*leaves), place, num_host_pages)
+    return DevicePages(KVCache(*leaves), place, num_host_pages, **options)
 
 
 def _contents(pages: DevicePages) -> list[np.ndarray]:
@@ -126,3 +129,23 @@ def test_a_host_without_the_memory_says_what_to_give():
     pages = _pages("float32", 1, num_host_pages=10**13)
     with pytest.raises(DeviceMemoryError, match="smaller host_memory"):
         pages.swap(((3, 7),), ((7, 9),))
+
+
+@pytest.mark.parametrize("num_pages", [6, 60])
+def test_an_allocation_that_fails_halfway_changes_nothing(num_pages):
+    """The buffers that were copied already are copied back."""
+    calls = []
+
+    def fails_third(buffer, source):
+        calls.append(source)
+        if len(calls) == 3:
+            raise RuntimeError("RESOURCE_EXHAUSTED: made up")
+        return buffer[:, source]
+
+    pages, owned = _pages("float32", 1, copy=fails_third), [1, 4, 7, 8]
+    before = _contents(pages)
+    with pytest.raises(RuntimeError, match="made up"):
+        pages.resize(num_pages, fewest_moves(owned, num_pages))
+    assert len(calls) == 5 and pages.num_pages == NUM_PAGES
+    for was, now in zip(before, _contents(pages), strict=True):
+        np.testing.assert_array_equal(now[:, owned], was[:, owned])

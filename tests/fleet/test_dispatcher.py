@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +37,7 @@ def _serving(num_replicas: int, world: World) -> Iterator[Dispatcher]:
         assert all(state.num_unfinished == 0 for state in dispatcher.replicas)
     finally:
         dispatcher.close()
-        assert not dispatcher._thread.is_alive()
+        assert not any(thread.name == "jaxserve-fleet" for thread in threading.enumerate())
 
 
 def _until(condition: Callable[[], bool]) -> None:

@@ -36,8 +36,8 @@ from jaxserve.engine.answers import Piece
 from jaxserve.fleet.fleet import check_resources
 from jaxserve.fleet.replica import ReplicaState
 from jaxserve.runtime import Service
-from tests.processes import HEED_INTERRUPTS
-from tests.tiny import VOCAB_SIZE, random_prompts
+from jaxserve.testing.tiny import VOCAB_SIZE, random_prompts
+from tests.common.processes import HEED_INTERRUPTS
 
 CONFIG = {
     "model_type": "llama",

@@ -16,9 +16,9 @@ from jaxserve.planning import Simulation, simulate
 from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.testing.tiny import random_prompts, tiny_llama
 from jaxserve.workload import WorkloadItem
 from tests.planning.step_times import CONFIG, made_up
-from tests.tiny import random_prompts, tiny_llama
 
 SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)
 TWO_SLOTS = EngineConfig(

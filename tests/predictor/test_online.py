@@ -11,7 +11,7 @@ import pytest
 
 from predictor import Example, LengthPredictor, OnlineConfig, OnlineLearner, TrainingConfig, train
 from predictor.data import columns
-from tests.predictor.tiny import examples, tiny_predictor
+from tests.predictor.tiny import FailingTokenizer, examples, tiny_predictor
 
 CONFIG = OnlineConfig(
     batch_size=32,
@@ -180,16 +180,13 @@ def test_observing_never_raises(trained_folder):
     assert learner.counters.observed == 2
 
 
-def test_a_failure_ends_learning_and_nothing_else(trained_folder, caplog, monkeypatch):
+def test_a_failure_ends_learning_and_nothing_else(caplog):
     """Logged once; predictions and observations go on."""
-    learner = OnlineLearner.load(trained_folder, CONFIG)
-
-    def broken(prompts):
-        raise RuntimeError("out of memory")
-
+    tokenizer = FailingTokenizer()
+    learner = OnlineLearner(tiny_predictor(tokenizer=tokenizer), CONFIG)
     learner.start()
     with caplog.at_level(logging.ERROR):
-        monkeypatch.setattr(learner.predictor.encoder, "tokens", broken)
+        tokenizer.error = RuntimeError("out of memory")
         learner.observe("w1", 5)
         until_s = time.perf_counter() + 30
         while learner.is_learning and time.perf_counter() < until_s:
@@ -198,7 +195,7 @@ def test_a_failure_ends_learning_and_nothing_else(trained_folder, caplog, monkey
     assert [record.message for record in caplog.records].count(
         "online training has stopped; the predictor keeps its parameters"
     ) == 1
-    monkeypatch.undo()
+    tokenizer.error = None
     learner.observe("w1", 5)
     assert len(learner.predictor.predict(["w1 w2"])) == 1
     learner.close()

@@ -13,7 +13,7 @@ from jaxserve.scheduling.plan import Row
 from jaxserve.steps.attention_planner import AttentionPlanner
 from jaxserve.steps.packing import pack_rows
 from jaxserve.steps.placement import Placement
-from tests.tiny import OPTIONS, random_prompts, tiny_llama
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 
 
 def test_planned_steps_give_the_same_tokens():

@@ -22,9 +22,9 @@ from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import MOVES_A_CALL, empty_slots
+from jaxserve.testing.tiny import MAX_CONTEXT, tiny_llama
 from pallas_kernels import dispatch
 from pallas_kernels.cross import targeting
-from tests.tiny import MAX_CONTEXT, tiny_llama
 
 CONFIG = EngineConfig(num_pages=50, max_slots=8, max_context=MAX_CONTEXT, max_step_tokens=64)
 ATTENTION = {f"paged_attention_{kind}" for kind in ("tile", "split", "merge")}

@@ -9,8 +9,8 @@ from benchmarks.common.serving import measure
 from benchmarks.flover.section import overlap, timeline
 from jaxserve import Runtime
 from jaxserve.core.errors import InvalidConfigError, PromptTooLongError
+from jaxserve.testing.tiny import MAX_CONTEXT, OPTIONS, VOCAB_SIZE, tiny_llama
 from jaxserve.workload import WorkloadItem, random_items
-from tests.tiny import MAX_CONTEXT, OPTIONS, VOCAB_SIZE, tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from benchmarks.decode.batches import measure_batch
 from jaxserve import Runtime
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.families.llama import LlamaConfig
-from tests.tiny import OPTIONS, tiny_llama
+from jaxserve.testing.tiny import OPTIONS, tiny_llama
 
 MACHINE = Machine(flops_per_s=1e12, bytes_per_s=1e11)
 LENGTHS = dict(prompt_tokens=20, output_tokens=12)

@@ -25,8 +25,8 @@ from benchmarks.offline.peers.options import add_arguments, any_failed, peers_of
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.workload import WorkloadItem
+from tests.common.processes import HEED_INTERRUPTS
 from tests.models.gguf_models import TOKENIZER, VOCAB, write_gguf
-from tests.processes import HEED_INTERRUPTS
 
 LENGTHS = [2, 3]
 ANSWERS = [[5, 6], [7, 8, 9]]

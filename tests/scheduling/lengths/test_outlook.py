@@ -20,7 +20,7 @@ from predictor import LengthBuckets
 BUCKETS = LengthBuckets.equal_width(100, 100)
 
 
-def _engine(*, num_pages: int, max_slots: int = 8) -> Engine:
+def _engine(*, num_pages: int, max_slots: int = 8) -> tuple[Engine, VirtualClock]:
     clock = VirtualClock()
     config = EngineConfig(
         page_size=4,
@@ -31,7 +31,7 @@ def _engine(*, num_pages: int, max_slots: int = 8) -> Engine:
         max_decode_iterations=1,
     )
     cost = FlatCost(per_token_s=0.0)
-    return Engine(SimulatedExecutor(config, clock, cost=cost), PRESETS["auto"], clock)
+    return Engine(SimulatedExecutor(config, clock, cost=cost), PRESETS["auto"], clock), clock
 
 
 def _request(name: str, length: int, *, is_predicted: bool = True, num: int = 1) -> Request:
@@ -58,7 +58,7 @@ def _request(name: str, length: int, *, is_predicted: bool = True, num: int = 1)
 )
 def test_ends_are_as_expected_where_lengths_are(sizes, within):
     """All at once, for want of slots, for want of memory: by the time that all of them take."""
-    engine = _engine(**sizes)
+    engine, clock = _engine(**sizes)
     rng = np.random.default_rng(0)
     lengths = {f"r{i}": int(length) for i, length in enumerate(rng.integers(5, 100, 24))}
     for name, length in lengths.items():
@@ -66,14 +66,14 @@ def test_ends_are_as_expected_where_lengths_are(sizes, within):
     assert engine.outlook()["r0"].ends_in_s is None
     for _ in range(4):
         engine.step()
-    begin_s, expected = engine._clock.now(), engine.outlook()
+    begin_s, expected = clock.now(), engine.outlook()
     running = {sequence.request.id for sequence in engine.scheduler.running}
     assert {name for name, each in expected.items() if each.begins_in_s == 0.0} == running
     ended_s = {}
     while engine.has_work:
         for news in engine.step():
             if news.sequence.finish_reason:
-                ended_s[news.sequence.request.id] = engine._clock.now() - begin_s
+                ended_s[news.sequence.request.id] = clock.now() - begin_s
     assert ended_s.keys() >= expected.keys()
     last = max(ended_s.values())
     for name, each in expected.items():
@@ -83,7 +83,7 @@ def test_ends_are_as_expected_where_lengths_are(sizes, within):
 
 def test_samples_count_together_and_the_unknown_to_its_limit():
     """Of two samples the tokens of both; without a prediction all that the context has room for."""
-    engine = _engine(num_pages=400)
+    engine, _ = _engine(num_pages=400)
     engine.add(_request("two", 30, num=2))
     engine.add(_request("unknown", 30, is_predicted=False))
     outlook = engine.outlook()

@@ -25,7 +25,7 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.scheduling.sequence import Phase, Sequence
-from tests.engine.traces import Trace
+from jaxserve.testing import Trace
 
 AGEING_S = 0.02
 HIGHEST = 3

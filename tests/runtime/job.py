@@ -1,4 +1,4 @@
-"""What each process of a test job runs: `python -m tests.sharding.job rounds|forever|differ`."""
+"""What each process of a test job runs: `python -m tests.runtime.job rounds|forever|differ`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flax import nnx
 from jaxserve import JaxserveError, Runtime, SamplingParams
 from jaxserve.models.families.llama import Llama, LlamaConfig
 from jaxserve.models.loading import abstract_model
+from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts
 from sharding import JoinError, join, make_mesh
-from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts
 
 OPTIONS = dict(max_slots=2, max_step_tokens=32, page_size=8, progress=False)
 PROMPTS = random_prompts(8, longest=50)

@@ -1,4 +1,4 @@
-"""A model on disk that can be talked with."""
+"""A model folder that a chat can be held with, without weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ CONFIG = {
 }
 
 
-def chat_model(folder: Path) -> str:
-    """A folder with a configuration and a byte-level tokenizer, but no weights."""
+def write_chat_model(folder: Path) -> str:
+    """Write a Llama configuration and a byte-level tokenizer with a chat template into a folder.
+
+    Returns:
+      The folder, for `Runtime.from_pretrained(..., load="random")`: there are no weights in it.
+    """
     (folder / "config.json").write_text(json.dumps(CONFIG))
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: i for i, letter in enumerate(alphabet)} | {"<end>": len(alphabet)}

@@ -10,9 +10,10 @@ from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.testing import WrapAll
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import StagePlan, make_mesh, stages_of
 from tests.models.hf_checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.tiny import OPTIONS, random_prompts, tiny_llama
 
 NUM_LAYERS = 4
 PLANS = {
@@ -91,16 +92,16 @@ def test_a_stage_holds_its_layers_and_no_more():
     """Parameters and pages lie on the stage's devices only; those of a trainer's are shared."""
     plan = PLANS["three unequal stages"]
     model = tiny_llama(num_layers=NUM_LAYERS)
-    with Runtime(model, mesh=plan, **OPTIONS) as rt:
-        for stage, part in zip(plan.stages, rt._replicas.first.executor._stages, strict=True):
+    seen = WrapAll()
+    with Runtime(model, mesh=plan, wrap_executor=seen, **OPTIONS):
+        stages = seen.executors[0].stages
+        for stage, part in zip(plan.stages, stages, strict=True):
             devices = set(stage.mesh.devices.flat)
             for leaf in jax.tree.leaves((part.params, part.pages.cache, part.slots.state)):
                 assert leaf.sharding.device_set == devices
             assert len(part.pages.cache.k_pages) == len(stage.layers)
         mine = model.blocks[0].mlp.down[...]
-        theirs = (
-            rt._replicas.first.executor._stages[0].params["blocks"][0]["mlp"]["down"].get_value()
-        )
+        theirs = stages[0].params["blocks"][0]["mlp"]["down"].get_value()
         assert mine.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
 
 
@@ -156,15 +157,15 @@ def _pages(plan, num_pages):
 
 def test_the_pools_of_all_stages_are_resized(whole):
     """Under running requests, which are preempted where they must be, and have the same answers."""
-    options = OPTIONS | dict(max_context=128)
-    with Runtime(
-        tiny_llama(num_layers=NUM_LAYERS), mesh=PLANS["two equal stages"], strict=True, **options
-    ) as rt:
+    seen = WrapAll()
+    options = OPTIONS | dict(max_context=128, strict=True, wrap_executor=seen)
+    model = tiny_llama(num_layers=NUM_LAYERS)
+    with Runtime(model, mesh=PLANS["two equal stages"], **options) as rt:
         before = rt.stats().pool_bytes
         pending = [rt.submit(p, each) for p, each in zip(PROMPTS, PARAMS, strict=True)]
         rt.resize_kv(_pages(PLANS["two equal stages"], 22))
         assert rt.config.num_pages == 22
-        for stage in rt._replicas.first.executor._stages:
+        for stage in seen.executors[0].stages:
             assert stage.pages.num_pages == 22
         _same([p.result() for p in pending], whole)
         assert rt.resize_kv(before) == before

@@ -11,6 +11,7 @@ from jaxserve import Runtime
 from jaxserve.execution.staged import Pass
 from jaxserve.models.families.llama import Llama, LlamaConfig
 from jaxserve.steps.sampling.variants import Variant
+from jaxserve.testing import WrapAll
 from sharding import StagePlan, make_mesh
 
 # No two sizes are equal, so that a shape says what it is of.
@@ -38,8 +39,10 @@ def _sums(rows: int, count: int) -> list[Collective]:
 
 def test_a_step_sums_twice_a_layer_and_chooses_among_the_shards_best():
     """And once for the embedding. What greedy sampling adds is a few numbers a row."""
-    with Runtime(Llama(CONFIG, rngs=nnx.Rngs(0)), mesh=make_mesh(tensor=4), **OPTIONS) as rt:
-        mixed, decode = rt._replicas.first.executor.compiled_steps(Variant.GREEDY)
+    seen = WrapAll()
+    model, mesh = Llama(CONFIG, rngs=nnx.Rngs(0)), make_mesh(tensor=4)
+    with Runtime(model, mesh=mesh, wrap_executor=seen, **OPTIONS):
+        mixed, decode = seen.executors[0].compiled_steps(Variant.GREEDY)
     assert _always(mixed) == _sums(TOKENS, 5)
     sums = _sums(ROWS, 5)
     choosing = [each for each in _always(decode) if each not in sums]
@@ -51,8 +54,9 @@ def test_a_step_sums_twice_a_layer_and_chooses_among_the_shards_best():
 def test_stages_sum_within_themselves_only():
     """Between stages nothing is compiled: arrays are handed over."""
     plan = StagePlan.of([1, 1], tensor=[4, 1])
-    with Runtime(Llama(CONFIG, rngs=nnx.Rngs(0)), mesh=plan, **OPTIONS) as rt:
-        first, second = rt._replicas.first.executor.compiled_steps()
+    seen = WrapAll()
+    with Runtime(Llama(CONFIG, rngs=nnx.Rngs(0)), mesh=plan, wrap_executor=seen, **OPTIONS):
+        first, second = seen.executors[0].compiled_steps()
     assert _always(first[0]) == _sums(TOKENS, 3)
     assert _always(first[1]) == _sums(ROWS, 3)
     assert [_always(step) for step in second] == [[], [], []]

@@ -1,9 +1,8 @@
-"""A tiny Llama with lively answers, and the machine that serves it in tests."""
+"""A Llama of 25,000 parameters, prompts and a tokenizer for it, and options to serve it with."""
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +14,11 @@ from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families.llama import Llama, LlamaConfig
 from jaxserve.models.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from jaxserve import Runtime
-
 VOCAB_SIZE = 97
 MAX_CONTEXT = 128
-# Of a runtime around a tiny model. Compiling takes most of the tests' time, and modules that use
-# these, and no others, share their executables.
-OPTIONS = {"max_slots": 4, "max_step_tokens": 64, "page_size": 8, "progress": False}
+# Of a `Runtime` around a tiny model. Compiling takes most of a test's time, and runtimes with these
+# options and no others share their executables.
+OPTIONS: dict[str, Any] = {"max_slots": 4, "max_step_tokens": 64, "page_size": 8, "progress": False}
 
 
 def tiny_llama(
@@ -33,7 +29,10 @@ def tiny_llama(
     num_heads: int = 4,
     layer_layout: LayerLayout = "unrolled",
 ) -> Llama:
-    """Grouped queries. Weights are large, so that greedy answers do not repeat."""
+    """Return a Llama with two layers and grouped queries, 97 tokens and a context of 128.
+
+    Its weights are random and large, so that greedy answers do not repeat themselves.
+    """
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
@@ -58,33 +57,14 @@ def tiny_llama(
 
 
 def random_prompts(count: int, seed: int = 0, longest: int = 70) -> list[tuple[int, ...]]:
-    """Prompts of 1 to `longest` tokens."""
+    """Return prompts of 1 to `longest` tokens of the tiny model."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, longest + 1, count)
     return [tuple(rng.integers(0, VOCAB_SIZE, length).tolist()) for length in lengths]
 
 
-def slow_down(rt: Runtime, step_s: float = 0.02) -> None:
-    """Make every step last long enough for answers to be caught in their middle."""
-    submit = rt._replicas.first.executor.submit
-
-    def slowly(plan):
-        time.sleep(step_s)
-        return submit(plan)
-
-    rt._replicas.first.executor.submit = slowly
-
-
-def make_copies_free(rt: Runtime) -> None:
-    """Have pages copied to the host rather than computed anew.
-
-    So small a model may compute a page faster than it is copied, which this machine decides.
-    """
-    rt._replicas.first.engine.swap_by(None)
-
-
 def letter_tokenizer() -> Tokenizer:
-    """A tokenizer with one token a character, and a chat template."""
+    """Return a tokenizer with one token a character, no end token, and a chat template."""
     letters = [" ", *map(chr, range(33, 127)), "é", "ü"]
     vocab = {letter: i for i, letter in enumerate(letters)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))

@@ -9,7 +9,6 @@ import random
 import time
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ from jaxserve.scheduling.preemption.last_in_order import LastInOrder
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.device_only import DeviceOnly
 from jaxserve.scheduling.retention.tiered import Tiered
-from tests.engine.traces import Outcome, Trace
+from jaxserve.testing import Trace
 
 SWAPS = LastInOrder(keeps_state=True)
 POLICIES = [
@@ -49,15 +48,6 @@ DISK_POLICIES = [
 NUM_SEEDS = 30
 
 
-@cache
-def _alone(seed: int, request_id: str, prompt: tuple[int, ...]) -> dict[tuple[str, int], Outcome]:
-    trace = _trace(seed)
-    for request in trace.requests:
-        if request.id == request_id.partition(".")[0]:
-            return trace.alone(PRESETS["orca"], replace(request, id=request_id, prompt=prompt))
-    raise AssertionError(f"seed {seed}: nobody asked {request_id}")
-
-
 def _trace(seed: int) -> Trace:
     return Trace(seed, with_faults=seed % 2 == 0, with_conversations=True)
 
@@ -69,15 +59,8 @@ def test_conversations_have_the_tokens_of_fresh_runs(policy: Policy):
     for seed in range(NUM_SEEDS):
         trace = _trace(seed)
         together = trace.run(policy, cancel_rate=0.02 if seed % 3 else 0.0)
-        for request in trace.asked:
-            for key, alone in _alone(seed, request.id, request.prompt).items():
-                got = together[key]
-                if got.finish_reason == "cancelled":
-                    assert got.output == alone.output[: len(got.output)], f"seed {seed}, {key}"
-                else:
-                    same = (got.output, got.finish_reason) == (alone.output, alone.finish_reason)
-                    assert same, f"seed {seed}, {key}"
-                counts["preempted"] += got.num_preemptions
+        for key, alone in trace.expected().items():
+            assert together[key].agrees_with(alone), f"seed {seed}, {key}"
         counts["found"] += trace.counters["num_prefix_hit"]
         counts["found on the host"] += trace.counters["num_prefix_hit_on_host"]
         counts["lost"] += trace.counters["num_evicted_tokens"]
@@ -95,10 +78,9 @@ def test_a_resized_pool_keeps_what_fits(policy: Policy):
     for seed in range(NUM_SEEDS):
         trace = _trace(seed)
         together = trace.run(policy, resize_rate=0.1)
-        for request in trace.asked:
-            for key, alone in _alone(seed, request.id, request.prompt).items():
-                got = together[key].output
-                assert got == alone.output[: len(got)], f"seed {seed}, {key}"
+        for key, alone in trace.expected().items():
+            got = together[key].output
+            assert got == alone.output[: len(got)], f"seed {seed}, {key}"
         num_found += trace.counters["num_prefix_hit"]
     assert num_found > 1000
 
@@ -139,9 +121,8 @@ def test_a_restarted_engine_finds_on_the_disk_what_is_right(policy: Policy, tmp_
             together = trace.run(policy, disk=disk)
             assert sum(path.stat().st_size for path in folder.iterdir()) == disk.files.num_bytes
             assert disk.files.num_bytes <= (20_000 if seed % 3 else 500)
-            for request in trace.asked:
-                for key, alone in _alone(seed, request.id, request.prompt).items():
-                    assert together[key].output == alone.output, f"seed {seed}, run {run}, {key}"
+            for key, alone in trace.expected().items():
+                assert together[key].output == alone.output, f"seed {seed}, run {run}, {key}"
             num_found[run] += trace.counters["num_prefix_hit_on_disk"]
             num_corrupt += disk.files.num_corrupt
             _spoil(folder, random.Random(seed))

@@ -26,7 +26,7 @@ from jaxserve.scheduling.preemption.last_in_order import LastInOrder
 from jaxserve.scheduling.preemption.longest_remaining import LongestRemaining
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.stateless import Stateless
-from tests.engine.traces import Outcome, Trace, alone
+from jaxserve.testing import Trace
 
 POLICIES = [
     PRESETS["orca"],
@@ -69,13 +69,6 @@ CASES += [(PRESETS[name], seeds) for name in BASELINES for seeds in SEEDS[:2]]
 SHORT = [*PRESETS.values(), POLICIES[3], *PREDICTED]
 
 
-def agrees(got: Outcome, wanted: Outcome) -> bool:
-    """Same tokens and end; a cancelled request has a beginning of them."""
-    if got.finish_reason == "cancelled":
-        return got.output == wanted.output[: len(got.output)]
-    return (got.output, got.finish_reason) == (wanted.output, wanted.finish_reason)
-
-
 @pytest.mark.parametrize(
     "policy, seeds", CASES, ids=lambda value: getattr(value, "name", str(value))
 )
@@ -86,8 +79,8 @@ def test_every_request_ends_once_with_the_tokens_it_has_alone(policy, seeds):
         trace = Trace(seed, with_faults=seed % 2 == 0)
         together = trace.run(policy, cancel_rate=0.02 if seed % 3 else 0.0)
         assert len(together) == sum(request.params.n for request in trace.requests)
-        for key, wanted in alone(seed, with_faults=seed % 2 == 0).items():
-            assert agrees(together[key], wanted), f"seed {seed}, sequence {key}"
+        for key, wanted in trace.expected().items():
+            assert together[key].agrees_with(wanted), f"seed {seed}, sequence {key}"
         num_preemptions += sum(outcome.num_preemptions for outcome in together.values())
     reserves_all = isinstance(policy.admission, (MaxLength, Oracle))
     assert (num_preemptions == 0) == reserves_all, "who reserves less than all preempts, and must"
@@ -104,9 +97,9 @@ def test_a_resized_pool_serves_the_same_tokens(policy):
         num_moved += trace.num_moved
         limits = [replace(trace.config, num_pages=n).max_length for n in trace.pool_sizes]
         prompts = {request.id: request.prompt for request in trace.requests}
-        for key, wanted in alone(seed, with_faults=seed % 4 == 0).items():
+        for key, wanted in trace.expected().items():
             got = together[key]
-            if agrees(got, wanted):
+            if got.agrees_with(wanted):
                 ends["as alone"] += 1
                 continue
             assert got.output == wanted.output[: len(got.output)], f"seed {seed}, {key}"
@@ -134,13 +127,13 @@ def test_plans_are_upper_bounds(policy):
         )
         counts["reopened"] += trace.num_reopened
         counts["short"] += trace.counters["num_taken_back"]
-        for key, wanted in alone(seed, with_faults=with_faults).items():
+        for key, wanted in trace.expected().items():
             got = together[key]
             counts["preempted"] += got.num_preemptions
             if resizes:  # answers are cut where they fit no more
                 assert got.output == wanted.output[: len(got.output)], f"seed {seed}, {key}"
             else:
-                assert agrees(got, wanted), f"seed {seed}, sequence {key}"
+                assert got.agrees_with(wanted), f"seed {seed}, sequence {key}"
     assert counts["short"] > 1000 and counts["reopened"] > 0 < counts["preempted"], counts
 
 
@@ -152,9 +145,8 @@ def test_kept_pages_are_right_although_steps_fall_short(name):
         trace = Trace(seed, with_conversations=True, falls_short=True)
         together = trace.run(PRESETS[name], cancel_rate=0.02 if seed % 3 else 0.0)
         num_hit += trace.counters["num_prefix_hit"]
-        for request in trace.asked:
-            for key, wanted in trace.alone(PRESETS["orca"], request).items():
-                assert agrees(together[key], wanted), f"seed {seed}, sequence {key}"
+        for key, wanted in trace.expected().items():
+            assert together[key].agrees_with(wanted), f"seed {seed}, sequence {key}"
     assert num_hit > 1000
 
 

@@ -1,12 +1,12 @@
-"""Random traces on the simulated executor: a workload, a machine, and everything checked."""
+"""Random traces on the simulated executor, with every invariant checked after each step."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
-from types import MappingProxyType
+from typing import final
 
 import numpy as np
 
@@ -23,28 +23,36 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
 from predictor import LengthBuckets, Refinement
 
-# Steps that may pass without any sequence getting a token or computing one.
+# Steps that may pass in a row without any sequence computing or getting a token.
 MAX_IDLE_STEPS = 4
 BUCKETS = LengthBuckets.equal_width(40, 4)
 PROBED = LengthBuckets.logarithmic(30, 5)
 REFINEMENT = Refinement(
     buckets=PROBED, marginal=np.full(PROBED.num, 1 / PROBED.num), belief_weight=0.5, interval=3
 )
-# What a probe may read; "any" is another of the first four each time.
+# By seed, kind of trace, request id and prompt: see `Trace.expected`.
+_alone: dict[tuple[object, ...], dict[tuple[str, int], Outcome]] = {}
+# What a probe may read. `Trace(probe="any")` draws one of these for each reading.
 PROBES = ("truth", "shortest", "longest", "nan")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one sequence ended."""
+    """The tokens of one sequence, how it ended, and how often it was preempted."""
 
     output: tuple[int, ...]
     finish_reason: str
     num_preemptions: int
 
+    def agrees_with(self, alone: Outcome) -> bool:
+        """Whether tokens and end are those of `alone`, or, if cancelled, a beginning of them."""
+        if self.finish_reason == "cancelled":
+            return self.output == alone.output[: len(self.output)]
+        return (self.output, self.finish_reason) == (alone.output, alone.finish_reason)
+
 
 def random_config(rng: random.Random) -> EngineConfig:
-    """A small machine: few slots, few pages, odd sizes."""
+    """Return a small machine: 1 to 9 slots, 6 to 60 pages of 1 to 8 tokens."""
     max_slots = rng.randint(1, 9)
     page_size, num_pages = rng.choice([1, 2, 4, 8]), rng.randint(6, 60)
     return EngineConfig(
@@ -60,7 +68,10 @@ def random_config(rng: random.Random) -> EngineConfig:
 
 
 def random_requests(rng: random.Random, config: EngineConfig) -> list[Request]:
-    """Requests that fit: some sampled in threes, some endless, with priorities."""
+    """Return 1 to 20 requests that fit: greedy or sampled, one or three samples, with priorities.
+
+    Some have no length limit, and predictions of any quality; see `random_prediction`.
+    """
     longest = min(config.max_context, (config.num_pages - 1) * config.page_size) - 1
     requests = []
     for i in range(rng.randint(1, 20)):
@@ -86,7 +97,7 @@ def random_requests(rng: random.Random, config: EngineConfig) -> list[Request]:
 
 
 def random_prediction(rng: random.Random) -> LengthPrediction | None:
-    """Of every kind: none, right now and then, always the shortest, the longest, not a number."""
+    """Return a prediction that is missing, random, the shortest or longest, or not a number."""
     kind = rng.choice(["none", "random", "shortest", "longest", "nan"])
     weights = {
         "random": [rng.random() for _ in range(BUCKETS.num)],
@@ -100,7 +111,7 @@ def random_prediction(rng: random.Random) -> LengthPrediction | None:
 
 
 def with_shared_prefixes(rng: random.Random, requests: list[Request]) -> list[Request]:
-    """Some of them begin as others do, or are the same."""
+    """Return the requests with prompts of which some begin as others do, or are the same."""
     prefixes = [request.prompt for request in requests[:3]]
     shared = []
     for request in requests:
@@ -110,13 +121,28 @@ def with_shared_prefixes(rng: random.Random, requests: list[Request]) -> list[Re
     return shared
 
 
+@final
 class Trace:
-    """One seed: machine, requests, and the lengths and faults of the simulated model.
+    """The machine, the requests, and the simulated model's lengths and faults, all from one seed.
+
+    The simulated model's tokens depend on every cell of the context as it is read through the page
+    table. A page that is lost, overwritten or shared wrongly changes them.
 
     Args:
-      with_conversations: requests share prefixes, and answers are answered, some of them late.
+      with_faults: some sequences get logits that are not finite.
+      with_conversations: requests share prefixes, and some answers are followed by a next turn.
       probe: what its readings are like, see `PROBES`; None for no probe.
       falls_short: steps deliver fewer tokens than they were planned for, now and then none.
+
+    Attributes:
+      requests: those that arrive by themselves.
+      asked: all that arrived in the last run, next turns included.
+      num_gaps: pages ahead of what their sequence had computed, summed over the last run's steps.
+      pool_sizes: numbers of pages that the pool had in the last run.
+      num_moved: sequences whose pages a resize moved in the last run.
+      num_reopened: closed sequences that turned out not to have ended in the last run.
+      counters: of scheduling in the last run.
+      num_refined: predictions that readings changed in the last run.
     """
 
     def __init__(
@@ -132,34 +158,37 @@ class Trace:
         self.seed = seed
         self.config = random_config(rng)
         self.requests = random_requests(rng, self.config)
-        # Sizes that the pool had in the last run, and how many sequences' pages were moved.
         if with_conversations:
             self.requests = with_shared_prefixes(random.Random(f"{seed} prefixes"), self.requests)
-        # What was asked in the last run: these, and what followed from their answers.
         self.asked: list[Request] = []
-        # How often a sequence was seen with pages ahead of what it had computed.
         self.num_gaps = 0
         self.pool_sizes: set[int] = set()
         self.num_moved = 0
+        self.num_refined = 0
         self._with_faults = with_faults
         self._with_conversations = with_conversations
         self._probe = probe
         self._falls_short = falls_short
-        # How often a sequence that was closed in the last run turned out not to have ended.
         self.num_reopened = 0
-        # Those of scheduling in the last run.
         self.counters: dict[str, float] = {}
-        # Predictions that readings changed in the last run.
         self.num_refined = 0
 
+    def answer_length(self, request: Request, sample: int) -> int:
+        """Return after how many tokens the model itself ends an answer."""
+        return self._draw("answer", request, sample, 1, 40)
+
+    def fault_length(self, request: Request, sample: int) -> int:
+        """Return after how many tokens the logits of an answer are not finite."""
+        return self._draw("fault", request, sample, 0, 90)
+
     def reading(self, request: Request, sample: int, elapsed: int) -> np.ndarray:
-        """What a probe of this trace's kind reads: see `PROBES`."""
+        """Return the logits that a probe of this trace's kind reads; see `PROBES`."""
         logits = np.zeros(PROBED.num)
         kind = self._probe
         if kind == "any":
             kind = random.Random(f"{self.seed} {request.id} {sample} {elapsed}").choice(PROBES)
         if kind == "truth":
-            left = max(1, self._draw("answer", request, sample, 1, 40) - elapsed)
+            left = max(1, self.answer_length(request, sample) - elapsed)
             logits[PROBED.bucket_of(left)] = 3.0
         elif kind == "shortest":
             logits[0] = 30.0
@@ -196,15 +225,13 @@ class Trace:
         disk: DiskTier | None = None,
         is_alone: bool = False,
     ) -> Engine:
-        """A fresh engine on a simulated executor."""
+        """Return a new engine on a simulated executor; both have the given or a new clock."""
         clock = clock or VirtualClock()
         executor = SimulatedExecutor(
             config or self.config,
             clock,
-            answer_length=lambda request, i: self._draw("answer", request, i, 1, 40),
-            fault_length=(lambda request, i: self._draw("fault", request, i, 0, 90))
-            if self._with_faults
-            else None,
+            answer_length=self.answer_length,
+            fault_length=self.fault_length if self._with_faults else None,
             accepted=self._accepted() if self._falls_short and not is_alone else None,
             refinement=None if self._probe is None else REFINEMENT,
             reading=None if self._probe is None else self.reading,
@@ -219,9 +246,20 @@ class Trace:
         resize_rate: float = 0.0,
         disk: DiskTier | None = None,
     ) -> dict[tuple[str, int], Outcome]:
-        """Arrivals, cancellations and resizes at random, every invariant checked after each step.
+        """Serve the requests under a policy, and return how each sample of each of them ended.
 
-        The pool never becomes larger than it was at the start.
+        Arrivals, cancellations and resizes come at random. The pool never becomes larger than it
+        was at the start.
+
+        Args:
+          cancel_rate: cancellations a step.
+          resize_rate: resizes of the pool a step.
+
+        Returns:
+          By request id and sample.
+
+        Raises:
+          AssertionError: an invariant of DESIGN.md section 4 does not hold, or nothing advances.
         """
         self.pool_sizes, self.num_moved = {self.config.num_pages}, 0
         rng = random.Random(f"{self.seed} run")
@@ -255,7 +293,7 @@ class Trace:
                 clock.advance_to(engine.idle_until_s)
                 idle = -1
             idle = 0 if _advancement(sequences) != before or not engine.has_work else idle + 1
-            assert idle <= MAX_IDLE_STEPS, f"seed {self.seed}: nothing advances"
+            self._require(idle <= MAX_IDLE_STEPS, "nothing advances")
         engine.close(is_whole=True)
         self.counters = engine.scheduler.counters()
         self.num_refined = engine.scheduler.lengths.num_refined
@@ -272,12 +310,12 @@ class Trace:
         for sequence in engine.scheduler.running:
             pages, old = sequence.kv.table.pages, before[sequence.key]
             stayed = [new == page for new, page in zip(pages, old, strict=True)]
-            assert stayed == [page < num_pages for page in old], f"seed {self.seed}: needless move"
+            self._require(stayed == [page < num_pages for page in old], "a page moved needlessly")
             self.num_moved += not all(stayed)
         self.pool_sizes.add(num_pages)
 
     def _next_turns(self, sequences: list[Sequence], answered: set[int]) -> list[Request]:
-        """Of conversations whose answer has come just now; most are not gone on with for ever."""
+        """Return turns that follow answers which have just ended; not every answer has one."""
         turns = []
         for sequence in sequences:
             if sequence.phase is not Phase.FINISHED or sequence.key in answered:
@@ -294,8 +332,21 @@ class Trace:
                 turns.append(replace(sequence.request, id=name, prompt=prompt))
         return turns
 
-    def alone(self, policy: Policy, request: Request) -> dict[tuple[str, int], Outcome]:
-        """One request by itself, with all the memory it could want, a token at a time."""
+    def expected(self) -> dict[tuple[str, int], Outcome]:
+        """Return how every sample of what was asked in the last run ends when it is served alone.
+
+        Alone it has all the memory that it can use, and one token a step. Outcomes are kept for
+        other traces of this seed.
+        """
+        return {key: outcome for request in self.asked for key, outcome in self._alone(request)}
+
+    def _alone(self, request: Request) -> Iterable[tuple[tuple[str, int], Outcome]]:
+        key = (self.seed, self._with_faults, self._probe, request.id, request.prompt)
+        if key not in _alone:
+            _alone[key] = self._serve_alone(request)
+        return _alone[key].items()
+
+    def _serve_alone(self, request: Request) -> dict[tuple[str, int], Outcome]:
         config = EngineConfig(
             page_size=self.config.page_size,
             num_pages=1 + 3 * -(-self.config.max_context // self.config.page_size),
@@ -306,7 +357,7 @@ class Trace:
             max_step_tokens=1000,
             max_decode_iterations=1,
         )
-        engine = self.engine(policy, config, is_alone=True)
+        engine = self.engine(PRESETS["orca"], config, is_alone=True)
         sequences = engine.add(request)
         while engine.has_work:
             engine.step()
@@ -316,11 +367,12 @@ class Trace:
         self, engine: Engine, sequences: list[Sequence]
     ) -> dict[tuple[str, int], Outcome]:
         usage = engine.scheduler.page_usage()
-        assert usage.num_owned == usage.num_reserved == 0, f"seed {self.seed}: pages leaked"
+        self._require(usage.num_owned == usage.num_reserved == 0, "pages leaked")
         engine.scheduler.check_integrity()
-        assert all(s.phase is Phase.FINISHED for s in sequences), f"seed {self.seed}"
+        self._require(all(s.phase is Phase.FINISHED for s in sequences), "a sequence never ended")
+        num_preemptions = sum(s.num_preemptions for s in sequences)
         counted = engine.scheduler.num_preemptions
-        assert counted == sum(s.num_preemptions for s in sequences), f"seed {self.seed}"
+        self._require(counted == num_preemptions, "preemptions are miscounted")
         return {
             (s.request.id, s.sample_index): Outcome(
                 tuple(s.output), str(s.finish_reason), s.num_preemptions
@@ -328,15 +380,9 @@ class Trace:
             for s in sequences
         }
 
-
-@cache
-def alone(
-    seed: int, *, with_faults: bool = False, probe: str | None = None
-) -> MappingProxyType[tuple[str, int], Outcome]:
-    """What each request of such a trace has by itself; run once for all that compare with it."""
-    trace = Trace(seed, with_faults=with_faults, probe=probe)
-    runs = (trace.alone(PRESETS["orca"], request) for request in trace.requests)
-    return MappingProxyType({key: outcome for run in runs for key, outcome in run.items()})
+    def _require(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            raise AssertionError(f"seed {self.seed}: {otherwise}")
 
 
 def _advancement(sequences: list[Sequence]) -> list[tuple[int, int, Phase]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
@@ -15,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidRequestError, PromptTooLongError
+from jaxserve.testing import RecordingExecutor, WrapAll, tiny
+from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 from sharding import make_mesh, replica_meshes, split_replicas, state_shardings
-from tests import tiny
-from tests.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 
 OPTIONS = tiny.OPTIONS | {"strict": True}
 # As many pages in both cases: a shard holds half the heads.
@@ -56,9 +57,15 @@ def _buffers(tree) -> list[list[int]]:
     ]
 
 
-def _buffers_of_replicas(rt: Runtime) -> list[list[int]]:
-    parts = [_buffers(replica.executor._params) for replica in rt._replicas.all]
+def _buffers_of_replicas(seen: WrapAll) -> list[list[int]]:
+    parts = [_buffers(executor.params) for executor in seen.executors]
     return [sum(shards, []) for shards in zip(*parts, strict=True)]
+
+
+def _admissions(executor: RecordingExecutor) -> Counter[tuple[str, int]]:
+    """How often each sample of each request got a slot."""
+    admissions = (new for plan in executor.plans for new in plan.admissions)
+    return Counter((new.request.id, new.sample_index) for new in admissions)
 
 
 @final
@@ -80,31 +87,36 @@ def wanted() -> Wanted:
 
 
 @pytest.fixture(scope="module")
-def runtime(wanted) -> Iterator[Runtime]:
+def seen() -> WrapAll[RecordingExecutor]:
+    """The executors of the two replicas."""
+    return WrapAll(RecordingExecutor)
+
+
+@pytest.fixture(scope="module")
+def runtime(wanted, seen) -> Iterator[Runtime]:
     """Two replicas, each over two devices, that have answered all prompts as one does."""
     mesh = make_mesh(data=2, tensor=2)
     weights = _on(mesh, 0)
-    with Runtime(tiny_llama(), weights, mesh=mesh, **SHARDED) as rt:
-        assert _buffers_of_replicas(rt) == _buffers(weights), "no copy"
+    with Runtime(tiny_llama(), weights, mesh=mesh, wrap_executor=seen, **SHARDED) as rt:
+        assert _buffers_of_replicas(seen) == _buffers(weights), "no copy"
         assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted.everything
         yield rt
-        caches = jax.tree.leaves([replica.executor._pages.cache for replica in rt._replicas.all])
+        caches = jax.tree.leaves([executor.pages.cache for executor in seen.executors])
         pending = [rt.submit([1, 2, 3], SamplingParams(max_tokens=None)) for _ in range(6)]
     assert {one.result(10).finish_reason for one in pending} <= {"cancelled", "error", "length"}
     assert all(array.is_deleted() for array in caches)
-    assert not any(replica.loop._thread.is_alive() for replica in rt._replicas.all)
+    assert not any(thread.name == "jaxserve-engine" for thread in threading.enumerate())
 
 
-def test_replicas_answer_alike_under_preemption(runtime):
+def test_replicas_answer_alike_under_preemption(runtime, seen):
     """Same tokens as one, from both replicas, although their page pools are too small."""
     report, stats = runtime.report(), runtime.stats()
     assert stats.num_compilations == 0
     assert report.num_pages == 2 * (runtime.config.num_pages - 1)
-    counts = [replica.engine.stats.num_preemptions for replica in runtime._replicas.all]
+    admissions = [_admissions(executor) for executor in seen.executors]
+    counts = [found.total() - len(found) for found in admissions]
     assert min(counts) > 0 and stats.num_preemptions == sum(counts)
-    for replica in runtime._replicas.all:
-        assert replica.engine.recorder.requests
-        replica.engine.scheduler.check_integrity()
+    runtime.check_integrity()
 
 
 def test_the_report_tells_replicas_apart(runtime, tmp_path):
@@ -139,11 +151,11 @@ def test_every_way_in_serves(runtime, wanted):
         runtime.generate([1] * MAX_CONTEXT)
 
 
-def test_requests_of_one_prefix_share_a_replica(runtime):
+def test_requests_of_one_prefix_share_a_replica(runtime, seen):
     """A conversation that resends its history is answered where it was before."""
 
     def counts():
-        return [len(replica.engine.recorder.requests) for replica in runtime._replicas.all]
+        return [len(_admissions(executor)) for executor in seen.executors]
 
     history, before = list(range(20)), counts()
     for _ in range(3):
@@ -153,7 +165,7 @@ def test_requests_of_one_prefix_share_a_replica(runtime):
     assert sorted(more) == [0, 3]
 
 
-def test_an_update_reaches_every_replica_under_load(runtime, wanted):
+def test_an_update_reaches_every_replica_under_load(runtime, seen, wanted):
     """Who was there gets the old weights' answers, who comes after it the new ones'.
 
     Weights that lie on the mesh are not copied, others are moved; nothing is compiled.
@@ -168,7 +180,7 @@ def test_an_update_reaches_every_replica_under_load(runtime, wanted):
     for update in updates:
         update.join(60)
         assert not update.is_alive()
-    assert _buffers_of_replicas(runtime) == _buffers(new)
+    assert _buffers_of_replicas(seen) == _buffers(new)
     assert _tokens(runtime.generate(PROMPTS, SHORT)) == wanted.updated
     runtime.update_params(_params(0))
     assert _tokens(runtime.generate(PROMPTS[:1], PARAMS[:1])) == wanted.everything[:1]

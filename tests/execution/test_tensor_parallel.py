@@ -8,10 +8,11 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.testing import WrapAll
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import make_mesh
 from tests.models.hf_checkpoints import VOCAB_SIZE, torch_logits, write_checkpoint
 from tests.models.serving import Server
-from tests.tiny import OPTIONS, random_prompts, tiny_llama
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 37)
 VARIANTS = ("llama", "qwen3", "gpt2", "opt_350m", "gptj", "gpt_neox", "gemma3", "qwen3_moe")
@@ -54,13 +55,13 @@ def test_the_engine_answers_alike(alone, num_shards):
 
 def test_weights_and_pages_are_split():
     """A shard holds its part of both, and no more."""
-    mesh = make_mesh(tensor=2)
-    with Runtime(tiny_llama(), mesh=mesh, warmup=False, **OPTIONS) as rt:
-        pages = rt._replicas.first.executor._pages.cache.k_pages[0]
+    mesh, seen = make_mesh(tensor=2), WrapAll()
+    options = OPTIONS | dict(warmup=False, wrap_executor=seen)
+    with Runtime(tiny_llama(), mesh=mesh, **options) as rt:
+        cache = seen.executors[0].pages.cache
+        pages = cache.k_pages[0]
         assert pages.sharding.shard_shape(pages.shape)[2] == 1
-        everything = sum(
-            x.nbytes for x in jax.tree.leaves(rt._replicas.first.executor._pages.cache)
-        )
+        everything = sum(x.nbytes for x in jax.tree.leaves(cache))
         assert everything == 2 * rt.stats().pool_bytes
 
 

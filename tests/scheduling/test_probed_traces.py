@@ -17,9 +17,10 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.scheduling.sequence import Phase
+from jaxserve.testing import Trace
+from jaxserve.testing.traces import PROBES
 from predictor import LengthBuckets, Refinement
-from tests.engine.test_traces import PREDICTED, agrees
-from tests.engine.traces import PROBES, Trace, alone
+from tests.scheduling.test_traces import PREDICTED
 
 AUTO = PRESETS["auto"]
 S3 = PRESETS["s3"]
@@ -41,8 +42,8 @@ def test_readings_never_change_a_token(policy, probe, count):
         trace = Trace(seed, with_faults=seed % 2 == 0, probe=probe)
         together = trace.run(policy, cancel_rate=0.02 if seed % 3 else 0.0)
         num_refined += trace.num_refined
-        for key, wanted in alone(seed, with_faults=seed % 2 == 0, probe=probe).items():
-            assert agrees(together[key], wanted), f"seed {seed}, sequence {key}"
+        for key, wanted in trace.expected().items():
+            assert together[key].agrees_with(wanted), f"seed {seed}, sequence {key}"
     assert (num_refined > 0) == (probe not in ("misshapen", "nan"))
 
 
@@ -51,7 +52,7 @@ def test_resized_pools_serve_on():
     for seed in range(30):
         trace = Trace(seed, probe="any")
         together = trace.run(AUTO, resize_rate=0.15)
-        for key, wanted in alone(seed, probe="any").items():
+        for key, wanted in trace.expected().items():
             assert together[key].output == wanted.output[: len(together[key].output)]
 
 

@@ -27,7 +27,7 @@ from jaxserve.scheduling.retention.tiered import Tiered
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs
-from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
+from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
 
 CONFIG = EngineConfig(
     page_size=4,
@@ -103,7 +103,7 @@ class Watched:
         return handle
 
     def _contents(self, page: int) -> list[np.ndarray]:
-        return [np.array(leaf[:, page]) for leaf in jax.tree.leaves(self._executor._pages.cache)]
+        return [np.array(leaf[:, page]) for leaf in jax.tree.leaves(self._executor.pages.cache)]
 
 
 def _request(name: str, prompt: tuple[int, ...], length: int) -> Request:

@@ -18,12 +18,12 @@ import pytest
 import sharding
 from jaxserve import Runtime
 from sharding import processes
-from tests.processes import HEED_INTERRUPTS, one_device_environment
-from tests.sharding.job import OPTIONS, PARAMS, PROMPTS, WEIGHT_SEEDS, model, params
+from tests.common.processes import HEED_INTERRUPTS, one_device_environment
+from tests.runtime.job import OPTIONS, PARAMS, PROMPTS, WEIGHT_SEEDS, model, params
 
 ROOT = Path(__file__).parents[2]
 LAUNCH_LOCAL = str(ROOT / "scripts" / "launch_local.sh")
-JOB = (sys.executable, "-m", "tests.sharding.job")
+JOB = (sys.executable, "-m", "tests.runtime.job")
 CLI = (sys.executable, "-c", f"{HEED_INTERRUPTS}; from jaxserve.cli import main; main()")
 CONFIG = {
     "model_type": "llama",

@@ -31,8 +31,8 @@ from jaxserve.scheduling.sequence import Sequence
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs, largest_step_bytes
 from jaxserve.steps.sampling.variants import Variant
+from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts, tiny_llama
 from tests.planning.step_times import plan
-from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts, tiny_llama
 
 CONFIG = EngineConfig(
     page_size=8,
@@ -328,15 +328,15 @@ def test_not_finite_logits_fail_one_request_alone(executor, requests, alone):
     poisoned = VOCAB_SIZE - 1
     model.embedding[...] = model.embedding[...].at[poisoned].set(jnp.nan)
     graphdef, params = nnx.split(model)
-    clean = executor._params
-    executor._params = params
+    clean = executor.params
+    executor.update_params(params)
     try:
         neighbours = [i for i in range(20) if poisoned not in requests[i].prompt + tuple(alone[i])]
         bad = _request(100, [1, 2, poisoned, 3], GREEDY)
         served = [*(requests[i] for i in neighbours), bad]
         *others, failed = _serve(executor, PRESETS["vllm_like"], served)
     finally:
-        executor._params = clean
+        executor.update_params(clean)
     assert failed.finish_reason == "error" and isinstance(failed.error, NumericalError)
     assert len(neighbours) >= 5
     assert [s.output for s in others] == [alone[i] for i in neighbours]
