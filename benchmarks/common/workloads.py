@@ -88,6 +88,8 @@ def _draw(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
     if options.workload == "sharegpt":
         from jaxserve.workload import sharegpt
 
+        assert rt.tokenizer is not None, "a registered model has a tokenizer"
+
         return sharegpt.sample(
             num,
             options.seed,

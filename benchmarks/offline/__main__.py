@@ -154,6 +154,7 @@ def _workload(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
         )
     from jaxserve.workload import sharegpt
 
+    assert rt.tokenizer is not None, "a registered model has a tokenizer"
     return sharegpt.sample(
         options.num_requests,
         options.seed,

@@ -332,13 +332,17 @@ class Trace:
                 turns.append(replace(sequence.request, id=name, prompt=prompt))
         return turns
 
-    def expected(self) -> dict[tuple[str, int], Outcome]:
-        """Return how every sample of what was asked in the last run ends when it is served alone.
+    def expected(self, requests: Iterable[Request] | None = None) -> dict[tuple[str, int], Outcome]:
+        """Return how every sample ends when its request is served alone.
 
         Alone it has all the memory that it can use, and one token a step. Outcomes are kept for
         other traces of this seed.
+
+        Args:
+          requests: by default all that were asked in the last run.
         """
-        return {key: outcome for request in self.asked for key, outcome in self._alone(request)}
+        asked = self.asked if requests is None else requests
+        return {key: outcome for request in asked for key, outcome in self._alone(request)}
 
     def _alone(self, request: Request) -> Iterable[tuple[tuple[str, int], Outcome]]:
         key = (self.seed, self._with_faults, self._probe, request.id, request.prompt)

@@ -20,7 +20,7 @@ from dataclasses import replace
 import jaxserve
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidSamplingParamsError
-from tests.tiny import OPTIONS, random_prompts, tiny_llama
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 
 assert jaxserve.__file__.startswith(sys.argv[1]), jaxserve.__file__
 prompts = random_prompts(3)

@@ -16,7 +16,7 @@ from jaxserve.scheduling.policy import Order
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
-from tests.engine.traces import Trace, alone
+from jaxserve.testing import Trace
 
 ORDERS: dict[str, Order] = {
     "shortest": ShortestPredictedFirst(),
@@ -62,7 +62,8 @@ def test_lists_are_in_the_order_of_the_keys_that_were_taken(name: str):
                         assert key == before, f"seed {seed}: a key changed without a preemption"
                     num_taken_again += key != before
                     taken[sequence.key] = (sequence.num_preemptions, key)
+        expected = trace.expected(trace.requests)
         for sequence in sequences:
-            wanted = alone(seed, probe="any")[sequence.request.id, sequence.sample_index]
+            wanted = expected[sequence.request.id, sequence.sample_index]
             assert tuple(sequence.output) == wanted.output, f"seed {seed}"
     assert num_unsorted and num_taken_again

@@ -20,8 +20,8 @@ from jaxserve.steps.sampling.processors.processor import Arrays, LogitsProcessor
 from jaxserve.steps.sampling.sampler import sample
 from jaxserve.steps.sampling.slot_sampling import pack_sampling
 from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
+from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
 from tests.steps.sampling import CONTEXT, NUM_ROWS, VOCAB, random_requests, request, run
-from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
 
 
 class AllowedTokens(LogitsProcessor):

@@ -21,9 +21,9 @@ from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
+from jaxserve.testing import Trace
 from predictor import Calibration, LengthBuckets, LengthDistributions, Refinement
-from tests.engine.test_traces import PREDICTED
-from tests.engine.traces import Trace
+from tests.scheduling.test_traces import PREDICTED
 
 PROBED = LengthBuckets((0, 5, 10, 20, 40))
 MARGINAL = np.asarray([0.1, 0.2, 0.4, 0.3])
