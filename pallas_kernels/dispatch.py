@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import jax
+import numpy as np
 
 _Result = TypeVar("_Result")
 
@@ -125,7 +126,7 @@ def record(operation: str, name: str, reason: str, **arguments: Any) -> None:
     shapes = ", ".join(
         f"{argument} {value.dtype.name}{list(value.shape)}"
         for argument, value in arguments.items()
-        if hasattr(value, "shape") and hasattr(value, "dtype")
+        if isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray))
     )
     platform = target_platform()
     choice = Choice(operation, name, platform, reason, shapes)

@@ -7,10 +7,12 @@ import time
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Protocol, final
 
+from jaxserve.conversations.journal import Journal
 from jaxserve.conversations.off_loop import entered, in_thread
 from jaxserve.conversations.prompts import NextPrompt, Said, next_prompt
+from jaxserve.conversations.turn_client import TurnClient
 from jaxserve.conversations.turns import History, Message, Turn
 from jaxserve.core.errors import (
     ConversationBusyError,
@@ -27,8 +29,40 @@ from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxserve.conversations.collection import Conversations
     from jaxserve.engine.answers import Piece
+    from jaxserve.models.tokenizer import Tokenizer
+
+
+class Home(Protocol):
+    """What a conversation asks of the `Conversations` that it belongs to."""
+
+    @property
+    def journal(self) -> Journal:
+        """Holds the turns."""
+        ...
+
+    @property
+    def client(self) -> TurnClient:
+        """Answers the turns."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None restricts conversations to token ids."""
+        ...
+
+    @property
+    def vocabulary(self) -> str:
+        """Fingerprint of the meaning of token ids."""
+        ...
+
+    def begin(self, id: str | None, start: Sequence[Message], history: History) -> Conversation:
+        """Begin another conversation with a history."""
+        ...
+
+    def forget(self, conversation: Conversation) -> None:
+        """Drop a deleted conversation, so that its id can begin another one."""
+        ...
 
 
 @final
@@ -43,7 +77,7 @@ class Conversation:
       id: in the journal and on the conversation's requests.
     """
 
-    def __init__(self, id: str, home: Conversations, start: Sequence[Message]):
+    def __init__(self, id: str, home: Home, start: Sequence[Message]):
         self.id = id
         self._home = home
         self._start = tuple(start)

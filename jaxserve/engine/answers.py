@@ -65,6 +65,10 @@ class Answer:
         self._was_cut = [False] * count
         self._reported_end = [False] * count
 
+    def begin(self, sequences: list[Running]) -> None:
+        """Take the request's sequences, one a sample, once a scheduler has them."""
+        self.sequences = sequences
+
     @property
     def has_shown(self) -> bool:
         """Whether a consumer has tokens of it, which cannot be taken back."""

@@ -115,7 +115,7 @@ class Engine:
         """
         begin_s = time.perf_counter()
         plan = self.scheduler.plan()
-        self.stats.planning_s += time.perf_counter() - begin_s
+        self.stats.after_plan(time.perf_counter() - begin_s)
         if plan is not None:
             gap_before_s = self.stats.host_gap_s
             self.stats.before_submit(self._newest_handle())

@@ -196,7 +196,7 @@ class EngineLoop:
                 self._answers.update((answer.request.id, answer) for answer in self._held)
                 return False
         for answer in arrived:
-            answer.sequences = self._engine.add(answer.request)
+            answer.begin(self._engine.add(answer.request))
             self._by_sequence.update((s.key, answer) for s in answer.sequences)
             self._settle(answer)
         for request_id in cancelled:

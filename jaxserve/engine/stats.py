@@ -82,6 +82,10 @@ class EngineStats:
             self.busy_s += self.clock.now() - self._busy_since_s
             self._busy_since_s = None
 
+    def after_plan(self, seconds: float) -> None:
+        """Count the time that the scheduler took for a plan."""
+        self.planning_s += seconds
+
     def before_submit(self, newest: StepHandle | None) -> None:
         self.start_busy_period()
         if newest is None or newest.is_ready():

@@ -27,10 +27,19 @@ class CompilationCounter:
 
     def __init__(self, *, strict: bool = False) -> None:
         self.count = 0
-        self.is_warm = False
+        self._is_warm = False
         self._strict = strict
         self._thread: int | None = None
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether a compilation is a stall from here on."""
+        return self._is_warm
+
+    def expect_none(self, is_warm: bool = True) -> None:
+        """Treat a compilation from here on as a stall, or no longer."""
+        self._is_warm = is_warm
 
     @contextmanager
     def watch(self, plan: StepPlan) -> Iterator[None]:
@@ -41,7 +50,7 @@ class CompilationCounter:
             yield
         finally:
             self._thread = None
-        if self._strict and self.is_warm and self.count > before:
+        if self._strict and self._is_warm and self.count > before:
             raise CompilationAfterWarmupError(
                 f"step {plan.index} ({len(plan.rows)} rows, {plan.num_tokens} tokens) compiled "
                 f"{self.count - before} executables after warm-up; report this as a bug, or serve "

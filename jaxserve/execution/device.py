@@ -111,7 +111,7 @@ class DeviceExecutor:
         """See `ModelExecutor`."""
         jax.block_until_ready((self._pages.cache, self._slots.state))
         self._warm_num_pages.add(self.config.num_pages)
-        self._compilations.is_warm = True
+        self._compilations.expect_none()
 
     @property
     def is_warm(self) -> bool:
@@ -182,7 +182,7 @@ class DeviceExecutor:
             self._pages.resize(num_pages, moves)
             self._slots.relocate(page_targets(old_num_pages, num_pages, moves))
         self.config = replace(self.config, num_pages=num_pages)
-        self._compilations.is_warm = num_pages in self._warm_num_pages
+        self._compilations.expect_none(num_pages in self._warm_num_pages)
 
     @property
     def num_buffers(self) -> int:

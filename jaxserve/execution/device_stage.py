@@ -50,6 +50,10 @@ class DeviceStage:
         self.pages = DevicePages(cache, programs.place.pages)
         self._incoming: deque[_Sampled] = deque()
 
+    def update_params(self, params: Any) -> None:
+        """Compute from here on with other parameters of this stage."""
+        self.params = params
+
     def edit(self, plan: StepPlan) -> None:
         """Edit the slots as the plan says, before its rows."""
         skip = self.programs.config.max_slots

@@ -125,7 +125,7 @@ class StagedExecutor:
     def update_params(self, params: list[Any]) -> None:
         """See `ModelExecutor`."""
         for stage, own in zip(self._stages, params, strict=True):
-            stage.params = own
+            stage.update_params(own)
 
     @property
     def stages(self) -> tuple[DeviceStage, ...]:
@@ -157,7 +157,7 @@ class StagedExecutor:
                 stage.resize(old_num_pages, [(new, old) for old, new in moves])
             raise
         self.config = replace(self.config, num_pages=num_pages)
-        self._compilations.is_warm = num_pages in self._warm_num_pages
+        self._compilations.expect_none(num_pages in self._warm_num_pages)
 
     @property
     def num_buffers(self) -> int:
@@ -312,7 +312,7 @@ class StagedExecutor:
         for stage in self._stages:
             jax.block_until_ready((stage.pages.cache, stage.slots.state))
         self._warm_num_pages.add(self.config.num_pages)
-        self._compilations.is_warm = True
+        self._compilations.expect_none()
 
     @property
     def is_warm(self) -> bool:

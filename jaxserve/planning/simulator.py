@@ -157,7 +157,7 @@ class _Clients:
         while self.next_arrival_s <= now_s:
             index = heapq.heappop(self._arriving)[1]
             answer = self._unsettled[index] = self.answers[index]
-            answer.sequences = engine.add(answer.request)
+            answer.begin(engine.add(answer.request))
             has_news = True
         return has_news
 

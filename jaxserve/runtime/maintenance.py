@@ -122,8 +122,7 @@ class Maintenance:
         sizes = [resized(r.executor, r.pool_size, kv_bytes) for r in replicas]
         for replica, size in zip(replicas, sizes, strict=True):
             if size.num_pages != replica.executor.config.num_pages:
-                replica.engine.resize(size.num_pages)
-                replica.pool_size = size
+                replica.resize(size)
             if self._warmup and not replica.executor.is_warm:
                 warm_up(replica.executor, progress=self._progress)
 

@@ -38,6 +38,15 @@ class Replica:
     engine: Engine
     loop: EngineLoop
 
+    def resize(self, size: PoolSize) -> None:
+        """Serve from a pool of this size; the loop must be paused.
+
+        Raises:
+          DeviceMemoryError: nothing has changed.
+        """
+        self.engine.resize(size.num_pages)
+        self.pool_size = size
+
 
 @final
 @dataclass(frozen=True, eq=False)

@@ -326,7 +326,7 @@ class Scheduler:
             self.end(sequence, "error", too_long(sequence, self.config))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when an invariant of DESIGN.md section 4 is broken."""
+        """Raise AssertionError when an invariant of docs/architecture.md is broken."""
         self._queues.check_integrity()
         self._kv.check_integrity(self._sequences.values())
         for sequence in self._sequences.values():

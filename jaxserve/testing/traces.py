@@ -259,7 +259,7 @@ class Trace:
           By request id and sample.
 
         Raises:
-          AssertionError: an invariant of DESIGN.md section 4 does not hold, or nothing advances.
+          AssertionError: an invariant of docs/architecture.md does not hold, or nothing advances.
         """
         self.pool_sizes, self.num_moved = {self.config.num_pages}, 0
         rng = random.Random(f"{self.seed} run")

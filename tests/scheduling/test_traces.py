@@ -1,4 +1,4 @@
-"""The invariants of DESIGN.md section 4, over thousands of random traces without a device.
+"""The invariants of docs/architecture.md, over thousands of random traces without a device.
 
 The simulated model's tokens depend on its context as read through the page table, so equal tokens
 mean that no page was lost, overwritten or shared wrongly.

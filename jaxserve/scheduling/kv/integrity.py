@@ -1,4 +1,4 @@
-"""Whether pages, reservations and host pages add up (DESIGN.md, section 4)."""
+"""Whether pages, reservations and host pages add up (docs/architecture.md, invariants 1 and 2)."""
 
 from __future__ import annotations
 
