@@ -8,13 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import jax
+from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels import build, dispatch
 
 _SOURCE = Path(__file__).with_suffix(".cc")
 
 
-def serves(array: jax.Array) -> bool:
+def serves(array: Shaped[Array, ...]) -> bool:
     """Return whether `put_rows` should write into `array`, in the current trace.
 
     False for dtypes that XLA scatters well, for other platforms, for an array that XLA partitions
@@ -32,7 +33,9 @@ def serves(array: jax.Array) -> bool:
     return True
 
 
-def put_rows(array: jax.Array, place: jax.Array, rows: jax.Array) -> jax.Array:
+def put_rows(
+    array: Shaped[Array, "*all"], place: Int[Array, " count"], rows: Shaped[Array, " count *row"]
+) -> Shaped[Array, "*all"]:
     """Return `array` with some rows replaced; in place when it is donated.
 
     Args:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from jaxtyping import Float
 
 NUM_BUCKETS = 10
 KINDS = ("equal", "log", "quantile")
@@ -80,7 +81,9 @@ class LengthBuckets:
         return cls(tuple(edges))
 
     @classmethod
-    def _rounded(cls, edges: np.ndarray, max_length: int, num: int) -> LengthBuckets:
+    def _rounded(
+        cls, edges: Float[np.ndarray, " edges"], max_length: int, num: int
+    ) -> LengthBuckets:
         """Round edges to whole numbers so that each bucket holds at least one length."""
         if num < 1 or max_length < num:
             raise ValueError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from predictor.buckets import LengthBuckets
 from predictor.distribution import LengthDistributions
@@ -24,18 +25,23 @@ class Calibration:
 
     Attributes:
       temperature: logits are divided by it (Guo et al., arXiv:1706.04599).
-      levels: float [requests], sorted: the probability that the prediction gave to lengths shorter
+      levels: sorted: the probability that the prediction gave to lengths shorter
         than the true one. A request outgrows a reservation at level q when its own level is q or
         more, so a conformal quantile of `levels` is the level for a miss rate (distributional
         conformal prediction, Chernozhukov et al., arXiv:1909.07889).
     """
 
     temperature: float
-    levels: np.ndarray
+    levels: Float[np.ndarray, " requests"]
 
     @classmethod
-    def fit(cls, buckets: LengthBuckets, logits: np.ndarray, lengths: np.ndarray) -> Calibration:
-        """Fit to held-out logits [requests, buckets] and true output lengths, int [requests]."""
+    def fit(
+        cls,
+        buckets: LengthBuckets,
+        logits: Float[np.ndarray, "requests buckets"],
+        lengths: Int[np.ndarray, " requests"],
+    ) -> Calibration:
+        """Fit to held-out logits and true output lengths."""
         if len(logits) != len(lengths) or not len(lengths):
             raise ValueError(
                 f"{len(logits)} predictions for {len(lengths)} lengths are not allowed; pass at "
@@ -57,14 +63,16 @@ class Calibration:
         return 1.0 if rank > len(self.levels) else min(1.0, float(self.levels[rank - 1]) + _OVER)
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
+def softmax(logits: Float[np.ndarray, "*rows buckets"]) -> Float[np.ndarray, "*rows buckets"]:
     """Return the softmax along the last axis, in float64."""
     logits = np.asarray(logits, np.float64)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
 
 
-def _best_temperature(logits: np.ndarray, buckets: np.ndarray) -> float:
+def _best_temperature(
+    logits: Float[np.ndarray, "requests buckets"], buckets: Int[np.ndarray, " requests"]
+) -> float:
     """Return the temperature of the lowest cross-entropy.
 
     Golden-section search over its logarithm; the cross-entropy has one minimum.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Bool, Float32, Int32
 
 from predictor.calibration import Calibration
 from predictor.data import padded, width_of
@@ -47,8 +48,10 @@ class Candidate:
         self.params, self._moments, loss = self._update(self.params, self._moments, *arrays, labels)
         return float(loss)
 
-    def logits(self, tokens: Sequence[np.ndarray], params: Params) -> np.ndarray:
-        """Return logits, float32 [texts, buckets], computed with `params`."""
+    def logits(
+        self, tokens: Sequence[np.ndarray], params: Params
+    ) -> Float32[np.ndarray, "texts buckets"]:
+        """Return logits, computed with `params`."""
         rows = [np.zeros((0, self._predictor.buckets.num), np.float32)]
         for start in range(0, len(tokens), self._batch_size):
             some = tokens[start : start + self._batch_size]
@@ -96,12 +99,19 @@ class Candidate:
         structure = jax.tree.structure((self.params, self._moments))
         self.params, self._moments = jax.tree.unflatten(structure, leaves)
 
-    def _padded(self, tokens: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def _padded(
+        self, tokens: Sequence[np.ndarray]
+    ) -> tuple[Int32[np.ndarray, "rows width"], Bool[np.ndarray, "rows width"]]:
         return padded(tokens, self._batch_size, self._width)
 
     def _updated(
-        self, params: Params, moments: Any, tokens: jax.Array, mask: jax.Array, labels: jax.Array
-    ) -> tuple[Params, Any, jax.Array]:
+        self,
+        params: Params,
+        moments: Any,
+        tokens: Int32[Array, "rows width"],
+        mask: Bool[Array, "rows width"],
+        labels: Int32[Array, " rows"],
+    ) -> tuple[Params, Any, Float32[Array, ""]]:
         def loss_of(params: Params) -> jax.Array:
             logits = self._predictor.apply(params, tokens, mask)
             return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar, final
 
 import numpy as np
 import tokenizers
+from jaxtyping import Bool, Int, Int32
 
 # Widths in tokens that batches are padded to; each is compiled once.
 TOKEN_BUCKETS = (32, 64, 128, 256, 512)
@@ -66,8 +67,8 @@ def write_jsonl(path: Path, examples: Iterable[Example]) -> None:
             file.write(json.dumps(vars(example), ensure_ascii=False) + "\n")
 
 
-def columns(examples: Sequence[Example]) -> tuple[list[str], np.ndarray]:
-    """Return the prompts and the output lengths, int [examples]."""
+def columns(examples: Sequence[Example]) -> tuple[list[str], Int[np.ndarray, " examples"]]:
+    """Return the prompts and the output lengths."""
     return [e.prompt for e in examples], np.asarray([e.output_length for e in examples])
 
 
@@ -143,13 +144,13 @@ class PromptEncoder:
         self._tokenizer.no_truncation()
         self.max_tokens = max_tokens
 
-    def tokens(self, prompts: Sequence[str]) -> list[np.ndarray]:
-        """Return the token ids of each prompt, int32 [at most max_tokens]."""
+    def tokens(self, prompts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        """Return the token ids of each prompt, at most `max_tokens` of them."""
         encoded = self._tokenizer.encode_batch(list(prompts))
         return [self.shortened(np.asarray(one.ids, np.int32)) for one in encoded]
 
-    def shortened(self, ids: np.ndarray) -> np.ndarray:
-        """Return `ids` (int32) without the middle tokens that exceed `max_tokens`."""
+    def shortened(self, ids: Int32[np.ndarray, " tokens"]) -> Int32[np.ndarray, " kept"]:
+        """Return `ids` without the middle tokens that exceed `max_tokens`."""
         if len(ids) <= self.max_tokens:
             return ids
         head = self.max_tokens // 2
@@ -163,8 +164,8 @@ def width_of(num_tokens: int) -> int:
 
 def padded(
     tokens: Sequence[np.ndarray], num_rows: int, width: int | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return int32 tokens and a bool mask, both [num_rows, width].
+) -> tuple[Int32[np.ndarray, "rows width"], Bool[np.ndarray, "rows width"]]:
+    """Return tokens and a mask, padded to the same width.
 
     Args:
       width: by default `width_of` the longest text.
@@ -179,12 +180,12 @@ def padded(
 
 
 def shuffled_batches(
-    lengths: np.ndarray, batch_size: int, random: np.random.Generator, pool: int = 20
+    lengths: Int[np.ndarray, " texts"], batch_size: int, random: np.random.Generator, pool: int = 20
 ) -> list[np.ndarray]:
     """Return the indices of each batch, in random order; texts of a batch have similar lengths.
 
     Args:
-      lengths: int [texts], in tokens.
+      lengths: in tokens.
       pool: number of batches that are drawn together and then sorted by length.
     """
     order = random.permutation(len(lengths))

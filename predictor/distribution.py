@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import final
 
 import numpy as np
+from jaxtyping import Float, Int, Int64
 
 from predictor.buckets import LengthBuckets
 
@@ -41,21 +42,29 @@ class LengthDistributions:
     def __len__(self) -> int:
         return len(self.probabilities)
 
-    def after(self, elapsed: np.ndarray | int) -> np.ndarray:
-        """Return P(bucket | L > elapsed), [sequences, buckets]; `elapsed` is int [sequences]."""
+    def after(
+        self, elapsed: Int[np.ndarray, " sequences"] | int
+    ) -> Float[np.ndarray, "sequences buckets"]:
+        """Return P(bucket | L > elapsed)."""
         return self._after(self._column(elapsed))[0]
 
-    def expected_remaining(self, elapsed: np.ndarray | int = 0) -> np.ndarray:
-        """Return E(L - t | L > t) in tokens, [sequences]; 1 from the longest length on."""
+    def expected_remaining(
+        self, elapsed: Int[np.ndarray, " sequences"] | int = 0
+    ) -> Float[np.ndarray, " sequences"]:
+        """Return E(L - t | L > t) in tokens; 1 from the longest length on."""
         t = self._column(elapsed)
         left, low = self._after(t)
         mean = (low + 1 + self._high) / 2
         return np.where(t[:, 0] >= self.buckets.max_length, 1.0, (left * (mean - t)).sum(1))
 
-    def quantile(self, level: float | np.ndarray, elapsed: np.ndarray | int = 0) -> np.ndarray:
+    def quantile(
+        self,
+        level: float | Float[np.ndarray, " sequences"],
+        elapsed: Int[np.ndarray, " sequences"] | int = 0,
+    ) -> Int64[np.ndarray, " sequences"]:
         """Return the smallest lengths q with P(L <= q | L > elapsed) >= level.
 
-        int64 [sequences], at least `elapsed + 1`.
+        They are at least `elapsed + 1`.
         """
         t = self._column(elapsed)
         left, low = self._after(t)
@@ -73,8 +82,10 @@ class LengthDistributions:
         length = np.ceil(at(low) + share * (at(self._high) - at(low)) - 1e-9)
         return np.maximum(length, t[:, 0] + 1).astype(np.int64)
 
-    def survival(self, elapsed: np.ndarray | int, more: np.ndarray) -> np.ndarray:
-        """Return P(L > t + m | L > t), [sequences, times], for `more` tokens m, float [times]."""
+    def survival(
+        self, elapsed: Int[np.ndarray, " sequences"] | int, more: Float[np.ndarray, " times"]
+    ) -> Float[np.ndarray, "sequences times"]:
+        """Return P(L > t + m | L > t) for `more` tokens m."""
         t = self._column(elapsed)
         left, low = self._after(t)
         ends = (t + more)[:, None, :]
@@ -82,8 +93,10 @@ class LengthDistributions:
         over = np.clip((self._high[:, None] - ends) / width, 0.0, 1.0)
         return (left[:, :, None] * over).sum(1)
 
-    def remaining(self, elapsed: np.ndarray | int, buckets: LengthBuckets) -> np.ndarray:
-        """Return P(L - t in bucket | L > t), [sequences, buckets], on buckets of remaining length.
+    def remaining(
+        self, elapsed: Int[np.ndarray, " sequences"] | int, buckets: LengthBuckets
+    ) -> Float[np.ndarray, "sequences buckets"]:
+        """Return P(L - t in bucket | L > t), on buckets of remaining length.
 
         A remaining length over the longest of `buckets` counts as the longest.
         """
@@ -91,8 +104,8 @@ class LengthDistributions:
         alive[:, 0], alive[:, -1] = 1.0, 0.0
         return -np.diff(alive, axis=1)
 
-    def cdf(self, lengths: np.ndarray) -> np.ndarray:
-        """Return P(L <= length) for each sequence's own length, [sequences]."""
+    def cdf(self, lengths: Int[np.ndarray, " sequences"]) -> Float[np.ndarray, " sequences"]:
+        """Return P(L <= length) for each sequence's own length."""
         return 1.0 - (self.probabilities * self._share_over(self._column(lengths))).sum(1)
 
     def _after(self, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 _MASKED = -1e30
 
@@ -106,12 +107,13 @@ class Encoder(nnx.Module):
             if isinstance(module, nnx.Linear | nnx.Embed | nnx.LayerNorm):
                 module.dtype = jnp.dtype(dtype)
 
-    def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-        """Return hidden states [texts, tokens, hidden_size].
+    def __call__(
+        self, tokens: Int[Array, "texts tokens"], mask: Bool[Array, "texts tokens"]
+    ) -> Float[Array, "texts tokens hidden_size"]:
+        """Return hidden states.
 
         Args:
-          tokens: int32 [texts, tokens].
-          mask: bool [texts, tokens], False for padding.
+          mask: False for padding.
         """
         x = self.words(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         if self.types is not None:
@@ -142,26 +144,31 @@ class _Layer(nnx.Module):
         self.up, self.down, self.mlp_norm = linear(embed, inner), linear(inner, embed), norm()
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    def __call__(
+        self, x: Float[Array, "texts tokens hidden_size"], mask: Bool[Array, "texts tokens"]
+    ) -> Float[Array, "texts tokens hidden_size"]:
         q, k, v = (self._heads(part(x)) for part in (self.query, self.key, self.value))
         seen = _attended(q, k, v, mask).swapaxes(1, 2).reshape(x.shape)
         x = self.attention_norm(x + self.dropout(self.out(seen)))
         inner = jax.nn.gelu(self.up(x), approximate=False)
         return self.mlp_norm(x + self.dropout(self.down(inner)))
 
-    def _heads(self, x: jax.Array) -> jax.Array:
-        """Reshape [texts, tokens, hidden_size] to [texts, heads, tokens, head_dim]."""
+    def _heads(
+        self, x: Float[Array, "texts tokens hidden_size"]
+    ) -> Float[Array, "texts heads tokens head_dim"]:
+        """Split the heads."""
         return x.reshape(*x.shape[:2], self.num_heads, -1).swapaxes(1, 2)
 
 
-def _attended(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return attention to the unmasked tokens, [texts, heads, tokens, head_dim].
+def _attended(
+    q: Float[Array, "texts heads tokens head_dim"],
+    k: Float[Array, "texts heads tokens head_dim"],
+    v: Float[Array, "texts heads tokens head_dim"],
+    mask: Bool[Array, "texts tokens"],
+) -> Float[Array, "texts heads tokens head_dim"]:
+    """Return attention to the unmasked tokens.
 
     On CPUs `jax.nn.dot_product_attention` takes 1.5 times as long.
-
-    Args:
-      q, k, v: [texts, heads, tokens, head_dim].
-      mask: bool [texts, tokens].
     """
     scores = (q * q.shape[-1] ** -0.5) @ k.swapaxes(2, 3)
     scores = jnp.where(mask[:, None, None, :], scores.astype(jnp.float32), _MASKED)
@@ -215,12 +222,13 @@ class LengthClassifier(nnx.Module):
         nnx.update(model, jax.tree.unflatten(structure, filled))
         return model
 
-    def __call__(self, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-        """Return logits, float32 [texts, buckets].
+    def __call__(
+        self, tokens: Int[Array, "texts tokens"], mask: Bool[Array, "texts tokens"]
+    ) -> Float32[Array, "texts buckets"]:
+        """Return logits.
 
         Args:
-          tokens: int32 [texts, tokens].
-          mask: bool [texts, tokens], False for padding.
+          mask: False for padding.
         """
         pooled = mean_pooled(self.encoder(tokens, mask), mask)
         length = jnp.log1p(mask.sum(1, keepdims=True).astype(jnp.float32))
@@ -228,8 +236,10 @@ class LengthClassifier(nnx.Module):
         return self.head(self.dropout(jax.nn.gelu(self.hidden(x))))
 
 
-def mean_pooled(hidden: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return the mean over unmasked tokens, float32 [texts, hidden_size]."""
+def mean_pooled(
+    hidden: Float[Array, "texts tokens hidden_size"], mask: Bool[Array, "texts tokens"]
+) -> Float32[Array, "texts hidden_size"]:
+    """Return the mean over unmasked tokens."""
     weights = mask.astype(jnp.float32)[..., None]
     total = (hidden.astype(jnp.float32) * weights).sum(1)
     return total / jnp.maximum(weights.sum(1), 1.0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
 from predictor.buckets import LengthBuckets
 from predictor.calibration import softmax
@@ -47,8 +48,12 @@ class Evaluation:
         )
 
 
-def evaluate(buckets: LengthBuckets, logits: np.ndarray, lengths: np.ndarray) -> Evaluation:
-    """Evaluate logits [requests, buckets] against true output lengths, int [requests]."""
+def evaluate(
+    buckets: LengthBuckets,
+    logits: Float[np.ndarray, "requests buckets"],
+    lengths: Int[np.ndarray, " requests"],
+) -> Evaluation:
+    """Evaluate logits against true output lengths."""
     probabilities = softmax(logits)
     right = buckets.bucket_of(lengths)
     likeliest = probabilities.argmax(1)
@@ -66,7 +71,7 @@ def evaluate(buckets: LengthBuckets, logits: np.ndarray, lengths: np.ndarray) ->
 
 
 def miss_rates(
-    predicted: LengthDistributions, lengths: np.ndarray, levels: Sequence[float]
+    predicted: LengthDistributions, lengths: Int[np.ndarray, " requests"], levels: Sequence[float]
 ) -> list[float]:
     """Return the share of requests that outgrow their quantile, for each level."""
     return [float((lengths > predicted.quantile(level)).mean()) for level in levels]
@@ -94,7 +99,7 @@ def milliseconds_a_prompt(
 
 
 def _reliability(
-    confidence: np.ndarray, is_right: np.ndarray
+    confidence: Float[np.ndarray, " requests"], is_right: Bool[np.ndarray, " requests"]
 ) -> tuple[tuple[float, float, float], ...]:
     index = np.minimum((confidence * _RELIABILITY_BINS).astype(int), _RELIABILITY_BINS - 1)
     return tuple(

@@ -13,6 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tokenizers
 from flax import nnx
+from jaxtyping import Array, Bool, Float32, Int
 from tqdm import tqdm
 
 from predictor.buckets import LengthBuckets
@@ -111,22 +112,28 @@ class LengthPredictor:
         """Return a new module with the serving parameters, which the caller may change."""
         return self._merged(self.params)
 
-    def apply(self, params: Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-        """Return logits, float32 [texts, buckets], without dropout; a pure function, for `jax.jit`.
+    def apply(
+        self,
+        params: Params,
+        tokens: Int[Array, "texts tokens"],
+        mask: Bool[Array, "texts tokens"],
+    ) -> Float32[Array, "texts buckets"]:
+        """Return logits without dropout; a pure function, for `jax.jit`.
 
         Args:
           params: the function is differentiable in these.
-          tokens: int32 [texts, tokens].
-          mask: bool [texts, tokens], False for padding.
+          mask: False for padding.
         """
         return self._merged(params)(tokens, mask)
 
-    def logits(self, prompts: Sequence[str]) -> np.ndarray:
-        """Return logits before calibration, float32 [prompts, buckets]."""
+    def logits(self, prompts: Sequence[str]) -> Float32[np.ndarray, "prompts buckets"]:
+        """Return logits before calibration."""
         return self.logits_of(self.encoder.tokens(prompts))
 
-    def logits_of(self, tokens: Sequence[np.ndarray], params: Params | None = None) -> np.ndarray:
-        """Return logits of tokenized texts before calibration, float32 [texts, buckets].
+    def logits_of(
+        self, tokens: Sequence[np.ndarray], params: Params | None = None
+    ) -> Float32[np.ndarray, "texts buckets"]:
+        """Return logits of tokenized texts before calibration.
 
         Args:
           tokens: token ids from `encoder`.
@@ -135,8 +142,10 @@ class LengthPredictor:
         params = self.params if params is None else params
         return _in_batches(lambda *batch: self._logits(params, *batch), tokens, self.buckets.num)
 
-    def embeddings(self, prompts: Sequence[str], params: Params | None = None) -> np.ndarray:
-        """Return the encoder's hidden states, averaged over tokens, float32 [prompts, hidden_size].
+    def embeddings(
+        self, prompts: Sequence[str], params: Params | None = None
+    ) -> Float32[np.ndarray, "prompts hidden_size"]:
+        """Return the encoder's hidden states, averaged over tokens.
 
         Args:
           params: by default those that serve.
@@ -238,7 +247,12 @@ class LengthPredictor:
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(self._graphdef, state, self._rest, copy=True)
 
-    def _pooled(self, params: Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    def _pooled(
+        self,
+        params: Params,
+        tokens: Int[Array, "texts tokens"],
+        mask: Bool[Array, "texts tokens"],
+    ) -> Float32[Array, "texts hidden_size"]:
         return mean_pooled(self._merged(params).encoder(tokens, mask), mask)
 
 
@@ -259,8 +273,8 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 def _in_batches(
     compute: Callable[..., jax.Array], tokens: Sequence[np.ndarray], width: int
-) -> np.ndarray:
-    """Apply `compute` to batches of texts of similar lengths; returns float32 [texts, width]."""
+) -> Float32[np.ndarray, "texts width"]:
+    """Apply `compute` to batches of texts of similar lengths."""
     order = np.argsort([len(ids) for ids in tokens], kind="stable")
     out = np.zeros((len(tokens), width), np.float32)
     for start in range(0, len(order), _BATCHES[-1]):

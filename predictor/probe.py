@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float, Float32
 from safetensors.numpy import load_file, save_file
 
 from predictor.buckets import LengthBuckets
@@ -54,7 +55,7 @@ class ProbeConfig:
 
 @final
 class ProbeHead(nnx.Module):
-    """A map from activations [rows, width] to logits of remaining length [rows, buckets].
+    """A map from activations to logits of remaining length.
 
     Attributes:
       mean, scale: float32 [width]; they standardise the activations and are not trained.
@@ -67,7 +68,7 @@ class ProbeHead(nnx.Module):
         self.up = nnx.Linear(config.width, inner, rngs=rngs) if config.hidden_size else None
         self.out = nnx.Linear(inner, num_buckets, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "rows width"]) -> Float32[Array, "rows buckets"]:
         """Compute in float32, for activations of any type."""
         x = (x.astype(jnp.float32) - self.mean[...]) * self.scale[...]
         if self.up is not None:
@@ -116,20 +117,24 @@ class LengthProbe:
         """Buckets of remaining length."""
         return self.refinement.buckets
 
-    def apply(self, params: Params, activations: jax.Array) -> jax.Array:
-        """Return logits, float32 [rows, buckets], of activations [rows, width]; for `jax.jit`."""
+    def apply(
+        self, params: Params, activations: Float[Array, "rows width"]
+    ) -> Float32[Array, "rows buckets"]:
+        """Return the logits of activations; a pure function, for `jax.jit`."""
         flat = [
             (path, variable.replace(params[".".join(map(str, path))]))
             for path, variable in nnx.to_flat_state(self._state)
         ]
         return nnx.merge(self._graphdef, nnx.from_flat_state(flat))(activations)
 
-    def logits(self, activations: np.ndarray) -> np.ndarray:
-        """Return logits before calibration, float32 [rows, buckets]."""
+    def logits(
+        self, activations: Float[np.ndarray, "rows width"]
+    ) -> Float32[np.ndarray, "rows buckets"]:
+        """Return logits before calibration."""
         return np.asarray(self._logits(self.params, activations))
 
-    def predict(self, activations: np.ndarray) -> LengthDistributions:
-        """Return the distributions of remaining length given single readings [rows, width]."""
+    def predict(self, activations: Float[np.ndarray, "rows width"]) -> LengthDistributions:
+        """Return the distributions of remaining length given single readings."""
         logits = self.logits(activations) / self.refinement.temperature
         return LengthDistributions(self.buckets, softmax(logits))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from jaxtyping import Float
 
 from predictor.buckets import LengthBuckets
 from predictor.distribution import LengthDistributions
@@ -79,12 +80,11 @@ class _Prediction:
     """A method's predictions of remaining length.
 
     Attributes:
-      probabilities: float [readings, buckets].
-      expected: float [readings], in tokens.
+      expected: remaining length, in tokens.
     """
 
-    probabilities: np.ndarray
-    expected: np.ndarray
+    probabilities: Float[np.ndarray, "readings buckets"]
+    expected: Float[np.ndarray, " readings"]
 
     @classmethod
     def of(cls, lengths: LengthDistributions) -> _Prediction:

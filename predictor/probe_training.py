@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jaxtyping import Array, Float, Float32, Int
 from tqdm import tqdm
 
 from predictor.buckets import LengthBuckets
@@ -32,21 +33,20 @@ class Readings:
     """Activations along several answers, at the end of each prompt and at intervals from there.
 
     Attributes:
-      activations: float32 [readings, width].
-      answer: int [readings], the index of each reading's answer, sorted.
-      elapsed: int [readings], tokens generated before the reading; 0 at the prompt's end, and
+      answer: the index of each reading's answer, sorted.
+      elapsed: tokens generated before the reading; 0 at the prompt's end, and
         increasing within an answer.
-      lengths: int [answers], output length of each answer in tokens.
+      lengths: output length of each answer in tokens.
     """
 
-    activations: np.ndarray
-    answer: np.ndarray
-    elapsed: np.ndarray
-    lengths: np.ndarray
+    activations: Float32[np.ndarray, "readings width"]
+    answer: Int[np.ndarray, " readings"]
+    elapsed: Int[np.ndarray, " readings"]
+    lengths: Int[np.ndarray, " answers"]
 
     @property
-    def remaining(self) -> np.ndarray:
-        """Remaining length of each reading's answer in tokens, int [readings], 1 or more."""
+    def remaining(self) -> Int[np.ndarray, " readings"]:
+        """Remaining length of each reading's answer in tokens, 1 or more."""
         return self.lengths[self.answer] - self.elapsed
 
 
@@ -87,7 +87,9 @@ def train_probe(
     return LengthProbe(config, head, refinement, calibration), history
 
 
-def weighed(refinement: Refinement, held_out: Readings, logits: np.ndarray) -> Refinement:
+def weighed(
+    refinement: Refinement, held_out: Readings, logits: Float[np.ndarray, "readings buckets"]
+) -> Refinement:
     """Return `refinement` with the exponents of the lowest cross-entropy on held-out answers."""
     right = refinement.buckets.bucket_of(held_out.remaining)
     first = refinement.first(None, len(held_out.lengths))
@@ -105,7 +107,10 @@ def weighed(refinement: Refinement, held_out: Readings, logits: np.ndarray) -> R
 
 
 def _standardising(
-    config: ProbeConfig, num_buckets: int, activations: np.ndarray, seed: int
+    config: ProbeConfig,
+    num_buckets: int,
+    activations: Float[np.ndarray, "readings width"],
+    seed: int,
 ) -> ProbeHead:
     """Return an untrained head that standardises by the activations' mean and deviation."""
     head = ProbeHead(config, num_buckets, rngs=nnx.Rngs(seed))
@@ -165,13 +170,18 @@ def _fit(
 
 @nnx.jit
 def _step(
-    head: ProbeHead, optimizer: nnx.Optimizer, activations: jax.Array, labels: jax.Array
-) -> jax.Array:
+    head: ProbeHead,
+    optimizer: nnx.Optimizer,
+    activations: Float[Array, "rows width"],
+    labels: Int[Array, " rows"],
+) -> Float32[Array, ""]:
     loss, gradients = nnx.value_and_grad(_loss)(head, activations, labels)
     optimizer.update(head, gradients)
     return loss
 
 
-def _loss(head: ProbeHead, activations: jax.Array, labels: jax.Array) -> jax.Array:
+def _loss(
+    head: ProbeHead, activations: Float[Array, "rows width"], labels: Int[Array, " rows"]
+) -> Float32[Array, ""]:
     """Return the mean cross-entropy in nats."""
     return optax.softmax_cross_entropy_with_integer_labels(head(activations), labels).mean()

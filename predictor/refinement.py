@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from predictor.buckets import LengthBuckets
 from predictor.calibration import softmax
@@ -38,7 +39,7 @@ class Refinement:
     """
 
     buckets: LengthBuckets
-    marginal: np.ndarray
+    marginal: Float[np.ndarray, " buckets"]
     temperature: float = 1.0
     belief_weight: float = 1.0
     reading_weight: float = 1.0
@@ -56,8 +57,10 @@ class Refinement:
                 "pass numbers over 0"
             )
 
-    def first(self, lengths: LengthDistributions | None, num: int = 1) -> np.ndarray:
-        """Return the distributions before any reading, [sequences, buckets].
+    def first(
+        self, lengths: LengthDistributions | None, num: int = 1
+    ) -> Float[np.ndarray, "sequences buckets"]:
+        """Return the distributions before any reading.
 
         Args:
           lengths: predicted output lengths; None for the marginal.
@@ -67,27 +70,27 @@ class Refinement:
             return np.tile(self.marginal, (num, 1))
         return lengths.remaining(0, self.buckets)
 
-    def moved_on(self, prior: np.ndarray, passed: np.ndarray) -> np.ndarray:
-        """Return the distributions after `passed` more tokens, [sequences, buckets].
+    def moved_on(
+        self, prior: Float[np.ndarray, "sequences buckets"], passed: Int[np.ndarray, " sequences"]
+    ) -> Float[np.ndarray, "sequences buckets"]:
+        """Return the distributions after `passed` more tokens.
 
         A distribution whose longest length has passed is replaced by the marginal.
-
-        Args:
-          prior: float [sequences, buckets].
-          passed: int [sequences].
         """
         moved = LengthDistributions(self.buckets, prior).remaining(passed, self.buckets)
         is_over = np.asarray(passed) >= self.buckets.max_length
         return np.where(is_over[:, None], self.marginal, moved)
 
-    def refined(self, prior: np.ndarray, passed: np.ndarray, logits: np.ndarray) -> np.ndarray:
-        """Return the distributions after `passed` more tokens and a reading, [sequences, buckets].
+    def refined(
+        self,
+        prior: Float[np.ndarray, "sequences buckets"],
+        passed: Int[np.ndarray, " sequences"],
+        logits: Float[np.ndarray, "sequences buckets"],
+    ) -> Float[np.ndarray, "sequences buckets"]:
+        """Return the distributions after `passed` more tokens and a reading.
 
         Args:
-          prior: float [sequences, buckets].
-          passed: int [sequences].
-          logits: float [sequences, buckets], from the probe. A row that is not finite is no
-            reading.
+          logits: from the probe. A row that is not finite is no reading.
 
         Raises:
           ValueError: `logits` and `prior` differ in shape.
@@ -105,15 +108,18 @@ class Refinement:
         return np.where(is_usable, posterior, moved)
 
     def along(
-        self, logits: np.ndarray, answer: np.ndarray, elapsed: np.ndarray, first: np.ndarray
-    ) -> np.ndarray:
-        """Return the distributions after each reading of several answers, [readings, buckets].
+        self,
+        logits: Float[np.ndarray, "readings buckets"],
+        answer: Int[np.ndarray, " readings"],
+        elapsed: Int[np.ndarray, " readings"],
+        first: Float[np.ndarray, "answers buckets"],
+    ) -> Float[np.ndarray, "readings buckets"]:
+        """Return the distributions after each reading of several answers.
 
         Args:
-          logits: float [readings, buckets].
-          answer: int [readings], the index of each reading's answer, sorted.
-          elapsed: int [readings], tokens generated before the reading; increasing within an answer.
-          first: float [answers, buckets], the distributions before any reading.
+          answer: the index of each reading's answer, sorted.
+          elapsed: tokens generated before the reading; increasing within an answer.
+          first: the distributions before any reading.
         """
         prior, at = np.array(first, np.float64), np.zeros(len(first), np.int64)
         after = np.zeros_like(logits, np.float64)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from jaxtyping import Int32
 
 
 @final
@@ -16,13 +17,13 @@ class Observation:
     """One answered prompt.
 
     Attributes:
-      tokens: int32 [tokens], the prompt as the predictor's encoder tokenizes it.
+      tokens: the prompt as the predictor's encoder tokenizes it.
       length: number of tokens of the answer.
       bucket: the bucket of `length`.
       predicted: the bucket that was predicted as likeliest.
     """
 
-    tokens: np.ndarray
+    tokens: Int32[np.ndarray, " tokens"]
     length: int
     bucket: int
     predicted: int

@@ -14,6 +14,7 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Float32, Int
 from tqdm import tqdm
 
 from predictor.buckets import LengthBuckets
@@ -169,11 +170,11 @@ class _Judge:
 def _step(
     model: LengthClassifier,
     optimizer: nnx.Optimizer,
-    tokens: jax.Array,
-    mask: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array,
-) -> jax.Array:
+    tokens: Int[Array, "rows width"],
+    mask: Bool[Array, "rows width"],
+    labels: Int[Array, " rows"],
+    weights: Float[Array, " rows"],
+) -> Float[Array, ""]:
     def loss_of(model: LengthClassifier) -> jax.Array:
         each = optax.softmax_cross_entropy_with_integer_labels(model(tokens, mask), labels)
         return (each * weights).sum() / jnp.maximum(weights.sum(), 1e-6)
@@ -205,11 +206,13 @@ def _decays(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
-def _labels(buckets: LengthBuckets, examples: Sequence[Example]) -> np.ndarray:
+def _labels(buckets: LengthBuckets, examples: Sequence[Example]) -> Int[np.ndarray, " examples"]:
     return buckets.bucket_of([example.output_length for example in examples])
 
 
-def _weights(labels: np.ndarray, num: int, weigh_classes: bool) -> np.ndarray:
+def _weights(
+    labels: Int[np.ndarray, " examples"], num: int, weigh_classes: bool
+) -> Float32[np.ndarray, " examples"]:
     if not weigh_classes:
         return np.ones(len(labels), np.float32)
     counts = np.bincount(labels, minlength=num)

@@ -25,6 +25,8 @@ from predictor import LengthBuckets, Refinement
 
 # Steps that may pass in a row without any sequence computing or getting a token.
 MAX_IDLE_STEPS = 4
+# Times in a row that a policy may leave the device idle on purpose.
+MAX_WAITS = 100
 BUCKETS = LengthBuckets.equal_width(40, 4)
 PROBED = LengthBuckets.logarithmic(30, 5)
 REFINEMENT = Refinement(
@@ -268,7 +270,7 @@ class Trace:
         arriving, sequences = list(self.requests), []
         self.asked, self.num_gaps, self.num_reopened = [], 0, 0
         answered: set[int] = set()
-        idle = 0
+        idle = num_waits = 0
         while arriving or engine.has_work:
             if arriving and rng.random() < 0.4:
                 self.asked.append(arriving.pop(0))
@@ -291,8 +293,12 @@ class Trace:
                     disk.flush()  # which takes no time on the virtual clock
             elif engine.has_work and engine.idle_until_s is not None:
                 clock.advance_to(engine.idle_until_s)
-                idle = -1
-            idle = 0 if _advancement(sequences) != before or not engine.has_work else idle + 1
+                idle, num_waits = -1, num_waits + 1
+            if _advancement(sequences) != before or not engine.has_work:
+                idle = num_waits = 0
+            else:
+                idle += 1
+            self._require(num_waits <= MAX_WAITS, "the policy waits without end")
             self._require(idle <= MAX_IDLE_STEPS, "nothing advances")
         engine.close(is_whole=True)
         self.counters = engine.scheduler.counters()

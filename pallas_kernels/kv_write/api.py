@@ -6,10 +6,12 @@ from functools import partial
 from typing import Literal
 
 import jax
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import dispatch
 from pallas_kernels.kv_write import reference, triton, xla
 from pallas_kernels.kv_write.rotary import RopeTables
+from pallas_kernels.kv_write.written import Written
 
 Implementation = Literal["reference", "xla", "triton", "triton_interpreted"]
 
@@ -25,24 +27,24 @@ IMPLEMENTATIONS = tuple(_IMPLEMENTATIONS)
 
 
 def rotate_and_write(
-    qkv: jax.Array,
+    qkv: Float[Array, "tokens kv_heads columns head_dim"],
     tables: RopeTables | None,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
-    page: jax.Array,
-    offset: jax.Array,
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
+    page: Int[Array, " tokens"],
+    offset: Int[Array, " tokens"],
     *,
-    k_scales: jax.Array | None = None,
-    v_scales: jax.Array | None = None,
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None = None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None = None,
     implementation: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+) -> Written:
     """Rotate a step's queries and keys, and write its keys and values into the paged cache.
 
     The cache is updated in place when it is donated. The rotation is in float32.
 
     Args:
-      qkv: [tokens, kv_heads, group + 2, head_dim]: each KV head's queries, its key, its value.
+      qkv: `columns` is group + 2: each KV head's queries, its key, its value.
       tables: cosines and sines of the tokens' positions, float32 [tokens, rotated / 2] each, for
         the first `rotated` dimensions of a head; None for no rotation.
       k_pages, v_pages: [layers, pages, kv_heads, page_size, head_dim].

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Real
 
 # Dtype -> its largest number, to which a head's largest absolute value is scaled.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
-def quantize(values: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+def quantize(
+    values: Float[Array, "*heads head_dim"], dtype: jax.typing.DTypeLike
+) -> tuple[Real[Array, "*heads head_dim"], Float32[Array, "*heads"]]:
     """Quantize `values` [..., head_dim] to `dtype`; return them and their float32 scales [...].
 
     The values are approximately the quantized values times their scales.

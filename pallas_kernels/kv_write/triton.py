@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import gpu
 from pallas_kernels.kv_write.quantize import LARGEST
 from pallas_kernels.kv_write.rotary import RopeTables
+from pallas_kernels.kv_write.written import Written
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MAX_WIDTH = 256
@@ -30,18 +32,18 @@ _ROWS_A_WARP = 4
 
 
 def rotate_and_write(
-    qkv: jax.Array,
+    qkv: Float[Array, "tokens kv_heads columns head_dim"],
     tables: RopeTables | None,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
-    page: jax.Array,
-    offset: jax.Array,
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
+    page: Int[Array, " tokens"],
+    offset: Int[Array, " tokens"],
     *,
-    k_scales: jax.Array | None,
-    v_scales: jax.Array | None,
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+) -> Written:
     """See `api.rotate_and_write`.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import jax
+from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.matmul import cpu, xla
@@ -16,13 +17,13 @@ _PREFERRED = {"cpu": ("cpu",)}
 
 
 def matmul(
-    x: jax.Array,
-    weight: jax.Array,
+    x: Float[Array, "tokens in"],
+    weight: Float[Array, " rows *columns"],
     *,
     transposed: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> Float[Array, " tokens *out"]:
     """Multiply `x` with a weight, without rearranging it, and accumulate in float32 or wider.
 
     Args:

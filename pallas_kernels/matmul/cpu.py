@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels import build, dispatch
 from pallas_kernels.matmul import xla
@@ -19,8 +20,12 @@ _SOURCE = Path(__file__).with_name("cpu.cc")
 
 
 def matmul(
-    x: jax.Array, weight: jax.Array, *, transposed: bool, out_dtype: jax.typing.DTypeLike
-) -> jax.Array:
+    x: Float[Array, "tokens in"],
+    weight: Float[Array, " rows *columns"],
+    *,
+    transposed: bool,
+    out_dtype: jax.typing.DTypeLike,
+) -> Float[Array, " tokens *out"]:
     """See `api.matmul`."""
     platform = dispatch.target_platform()
     if platform != "cpu":
@@ -39,7 +44,12 @@ def matmul(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _product(target: str, transposed: bool, x: jax.Array, matrix: jax.Array) -> jax.Array:
+def _product(
+    target: str,
+    transposed: bool,
+    x: Float[Array, "tokens in"],
+    matrix: Float[Array, "rows columns"],
+) -> Float[Array, "tokens out"]:
     columns = matrix.shape[0 if transposed else 1]
     shape = jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype)
     return jax.ffi.ffi_call(target, shape)(x, matrix, transposed=transposed)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import jax
+from jaxtyping import Array, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.page_copy import reference, triton, xla
@@ -23,7 +24,7 @@ IMPLEMENTATIONS = ("reference", "xla", "triton", "triton_interpreted")
 
 
 def gather_pages(
-    pages: Pages, source: jax.Array, *, implementation: Implementation | None = None
+    pages: Pages, source: Int[Array, " count"], *, implementation: Implementation | None = None
 ) -> Pages:
     """Copy pages into new arrays, for a swap to the host or for a cache of another size.
 
@@ -47,7 +48,7 @@ def gather_pages(
 
 def scatter_pages(
     pages: Pages,
-    target: jax.Array,
+    target: Int[Array, " count"],
     values: Pages,
     *,
     implementation: Implementation | None = None,
@@ -78,8 +79,8 @@ def scatter_pages(
 
 def move_pages(
     pages: Pages,
-    source: jax.Array,
-    target: jax.Array,
+    source: Int[Array, " count"],
+    target: Int[Array, " count"],
     *,
     implementation: Implementation | None = None,
 ) -> Pages:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels import gpu
 
@@ -28,21 +29,34 @@ _BLOCK_BYTES = 8192
 _MIN_PAGE_BYTES = 256
 
 
-def gather_pages(pages: jax.Array, source: jax.Array, *, interpret: bool = False) -> jax.Array:
+def gather_pages(
+    pages: Shaped[Array, "layers pages *page"],
+    source: Int[Array, " count"],
+    *,
+    interpret: bool = False,
+) -> Shaped[Array, "layers count *page"]:
     """See `api.gather_pages`."""
     return _copy(_Operands(source=source, read=pages), interpret)
 
 
 def scatter_pages(
-    pages: jax.Array, target: jax.Array, values: jax.Array, *, interpret: bool = False
-) -> jax.Array:
+    pages: Shaped[Array, "layers pages *page"],
+    target: Int[Array, " count"],
+    values: Shaped[Array, "layers count *page"],
+    *,
+    interpret: bool = False,
+) -> Shaped[Array, "layers pages *page"]:
     """See `api.scatter_pages`."""
     return _copy(_Operands(target=target, read=values, written=pages), interpret)
 
 
 def move_pages(
-    pages: jax.Array, source: jax.Array, target: jax.Array, *, interpret: bool = False
-) -> jax.Array:
+    pages: Shaped[Array, "layers pages *page"],
+    source: Int[Array, " count"],
+    target: Int[Array, " count"],
+    *,
+    interpret: bool = False,
+) -> Shaped[Array, "layers pages *page"]:
     """See `api.move_pages`."""
     return _copy(_Operands(source=source, target=target, written=pages), interpret)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import cpu, mosaic, reference, triton, xla
@@ -32,22 +33,22 @@ jax.tree_util.register_dataclass(
 
 
 def paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
+    q: Float[Array, "tokens q_heads head_dim"],
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
     rows: Rows,
     *,
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-    alibi_slopes: jax.Array | None = None,
-    k_scales: jax.Array | None = None,
-    v_scales: jax.Array | None = None,
+    alibi_slopes: Float[Array, " q_heads"] | None = None,
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None = None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None = None,
     max_query_length: int | None = None,
     plan: Plan | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "tokens q_heads head_dim"]:
     """Compute causal grouped-query attention of a flat ragged batch over paged keys and values.
 
     A query at position p sees the keys of its sequence at positions <= p, from any row; with a

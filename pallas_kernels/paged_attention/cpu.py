@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import build, dispatch
 from pallas_kernels.paged_attention.planner import Plan
@@ -21,21 +22,21 @@ _SCALED_PAGES = ("int8", "float8_e4m3fn")
 
 
 def paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
+    q: Float[Array, "tokens q_heads head_dim"],
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
     rows: Rows,
     *,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
-    alibi_slopes: jax.Array | None,
-    k_scales: jax.Array | None,
-    v_scales: jax.Array | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     max_query_length: int | None,
     plan: Plan | None,
-) -> jax.Array:
+) -> Float[Array, "tokens q_heads head_dim"]:
     """See `api.paged_attention`. Tokens in no row get zeros.
 
     The bits of a row's output do not depend on the rest of the batch. A row that reaches outside

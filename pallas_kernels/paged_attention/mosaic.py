@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import triton
@@ -23,22 +24,22 @@ _MIN_PAGE = 16
 
 
 def paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
+    q: Float[Array, "tokens q_heads head_dim"],
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
     rows: Rows,
     *,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
-    alibi_slopes: jax.Array | None,
-    k_scales: jax.Array | None,
-    v_scales: jax.Array | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     max_query_length: int | None,
     plan: Plan | None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Float[Array, "tokens q_heads head_dim"]:
     """See `api.paged_attention`. Tokens in no row get zeros.
 
     Args:
@@ -125,7 +126,9 @@ def serves(group: int, head_dim: int, dtype: str, page_dtype: str) -> bool:
     return fits and dtype in _DTYPES and page_dtype == dtype
 
 
-def _items(tiles: jax.Array, rows: Rows, sliding_window: int | None) -> jax.Array:
+def _items(
+    tiles: Int[Array, "tiles 3"], rows: Rows, sliding_window: int | None
+) -> Int[Array, "tiles columns"]:
     """Return the plan's tiles for the current rows, int32 [tiles, len(ITEM_COLUMNS)].
 
     Rows may have shrunk or ended since the plan was made.

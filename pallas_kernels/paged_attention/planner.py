@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
+from jaxtyping import Bool, Float, Int, Int32
 
 # Costs of a merge, an item and a partial result, in units of a program's time for a block of keys.
 _MERGE_COST = 1.5
@@ -191,24 +192,24 @@ class Plan:
     keys, and of a partial result.
 
     Attributes:
-      tiles: [tiles, 3], items of the tile kernel: row, first query, number of queries; longest
+      tiles: items of the tile kernel: row, first query, number of queries; longest
         first.
-      splits: [splits, 6], items of the split kernel: row, first query, number of queries, first
+      splits: items of the split kernel: row, first query, number of queries, first
         split, end split, partial result; longest first. The partial result is the first split's,
         and the others' follow; -1 for an item with all splits of its queries, which writes the
         output itself.
-      merges: [merges, 5], items of the merge kernel: row, first query, number of queries, first
+      merges: items of the merge kernel: row, first query, number of queries, first
         partial result, number of partial results.
-      counts: [3], numbers of items in `tiles`, `splits` and `merges`.
+      counts: numbers of items in `tiles`, `splits` and `merges`.
       num_partials: size of the arrays of partial results.
     """
 
     tiling: Tiling
     num_partials: int
-    tiles: Any
-    splits: Any
-    merges: Any
-    counts: Any
+    tiles: Int32[Any, "tiles 3"]
+    splits: Int32[Any, "splits 6"]
+    merges: Int32[Any, "merges 5"]
+    counts: Int32[Any, " 3"]
 
 
 def no_work(tiling: Tiling, capacity: Capacity) -> Plan:
@@ -226,9 +227,9 @@ def plan(
     tiling: Tiling,
     capacity: Capacity,
     *,
-    query_length: np.ndarray,
-    first_position: np.ndarray,
-    context_length: np.ndarray,
+    query_length: Int[np.ndarray, " rows"],
+    first_position: Int[np.ndarray, " rows"],
+    context_length: Int[np.ndarray, " rows"],
     sliding_window: int | None = None,
 ) -> Plan:
     """Cut rows into work items.
@@ -237,7 +238,7 @@ def plan(
     decode loop that is planned for its last iteration, and rows may have ended.
 
     Args:
-      query_length, first_position, context_length: int [rows], see `Rows`.
+      query_length, first_position, context_length: see `Rows`.
       sliding_window: used to balance the work; None is correct for any model.
 
     Raises:
@@ -261,8 +262,10 @@ def plan(
     )
 
 
-def _is_tiled(tiling: Tiling, length: np.ndarray, context: np.ndarray) -> np.ndarray:
-    """Return which rows the tile kernel takes, bool [rows].
+def _is_tiled(
+    tiling: Tiling, length: Int[np.ndarray, " rows"], context: Int[np.ndarray, " rows"]
+) -> Bool[np.ndarray, " rows"]:
+    """Return which rows the tile kernel takes.
 
     The bits of a row's output depend on it, so it depends on the row and the device alone.
     """
@@ -274,22 +277,22 @@ def _is_tiled(tiling: Tiling, length: np.ndarray, context: np.ndarray) -> np.nda
 @final
 @dataclass(frozen=True)
 class _Queries:
-    """Runs of queries, and the range of keys that each run sees. All fields are int64 [runs]."""
+    """Runs of queries, and the range of keys that each run sees."""
 
-    row: np.ndarray
-    first: np.ndarray
-    count: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
+    row: Int[np.ndarray, " runs"]
+    first: Int[np.ndarray, " runs"]
+    count: Int[np.ndarray, " runs"]
+    begin: Int[np.ndarray, " runs"]
+    end: Int[np.ndarray, " runs"]
 
     @classmethod
     def of(
         cls,
-        length: np.ndarray,
-        first_position: np.ndarray,
-        context: np.ndarray,
+        length: Int[np.ndarray, " rows"],
+        first_position: Int[np.ndarray, " rows"],
+        context: Int[np.ndarray, " rows"],
         sliding_window: int | None,
-        chosen: np.ndarray,
+        chosen: Bool[np.ndarray, " rows"],
         most: int,
     ) -> _Queries:
         """Return the queries of the chosen rows, in runs of at most `most`."""
@@ -304,13 +307,13 @@ class _Queries:
             begin = np.clip(position - sliding_window + 1, 0, end)
         return cls(row, first, count, begin, end)
 
-    def columns(self) -> np.ndarray:
+    def columns(self) -> Int[np.ndarray, "runs 3"]:
         return np.stack([self.row, self.first, self.count], axis=1)
 
 
 def _best_items(
     tiling: Tiling, capacity: Capacity, queries: _Queries
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Int[np.ndarray, "items 6"], Int[np.ndarray, "merges 5"]]:
     """Return the items and merges with the earliest estimated end, of those that fit."""
     begin = queries.begin // tiling.split_keys
     end = np.maximum(-(-queries.end // tiling.split_keys), begin + 1)
@@ -333,13 +336,17 @@ def _best_items(
 @final
 @dataclass(frozen=True)
 class _Items:
-    items: np.ndarray
-    costs: np.ndarray
-    merges: np.ndarray
+    items: Int[np.ndarray, "items 6"]
+    costs: Float[np.ndarray, " items"]
+    merges: Int[np.ndarray, "merges 5"]
 
 
 def _items(
-    tiling: Tiling, queries: _Queries, begin: np.ndarray, end: np.ndarray, size: int
+    tiling: Tiling,
+    queries: _Queries,
+    begin: Int[np.ndarray, " runs"],
+    end: Int[np.ndarray, " runs"],
+    size: int,
 ) -> _Items:
     """Cut runs with more than `size` splits into items of at most `size`; others are one item."""
     num_splits = end - begin
@@ -374,7 +381,9 @@ def _cost(tiling: Tiling, items: _Items, num_partials: int) -> float:
     )
 
 
-def _padded(rows: np.ndarray, size: int, name: str) -> np.ndarray:
+def _padded(
+    rows: Int[np.ndarray, "rows columns"], size: int, name: str
+) -> Int32[np.ndarray, "size columns"]:
     if len(rows) > size:
         raise ValueError(
             f"{len(rows)} {name} are more than the plan's capacity of {size}; make a capacity for "

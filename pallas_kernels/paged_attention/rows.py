@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 import jax
+from jaxtyping import Array, Int
 
 
 @final
@@ -19,15 +20,15 @@ class Rows:
     `p % page_size`. Unused rows have `query_length == 0`.
 
     Attributes:
-      query_start: int32 [rows], index of the row's first query in the flat batch.
-      query_length: int32 [rows], number of its queries.
-      first_position: int32 [rows], position of its first query.
-      context_length: int32 [rows], keys at positions below this exist, with those of this step.
-      page_table: int32 [rows, pages]; entries past the context may be any valid page id.
+      query_start: index of the row's first query in the flat batch.
+      query_length: number of its queries.
+      first_position: position of its first query.
+      context_length: keys at positions below this exist, with those of this step.
+      page_table: entries past the context may be any valid page id.
     """
 
-    query_start: jax.Array
-    query_length: jax.Array
-    first_position: jax.Array
-    context_length: jax.Array
-    page_table: jax.Array
+    query_start: Int[Array, " rows"]
+    query_length: Int[Array, " rows"]
+    first_position: Int[Array, " rows"]
+    context_length: Int[Array, " rows"]
+    page_table: Int[Array, "rows pages"]

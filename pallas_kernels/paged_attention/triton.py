@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import dispatch, gpu
 from pallas_kernels.paged_attention.planner import Plan
@@ -26,23 +27,23 @@ _MAX_WIDTH = 256
 
 
 def paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
+    q: Float[Array, "tokens q_heads head_dim"],
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
     rows: Rows,
     *,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
-    alibi_slopes: jax.Array | None,
-    k_scales: jax.Array | None,
-    v_scales: jax.Array | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     max_query_length: int | None,
     plan: Plan | None,
     interpret: bool = False,
-    tiled: jax.Array | None = None,
-) -> jax.Array:
+    tiled: Float[Array, "tokens q_heads head_dim"] | None = None,
+) -> Float[Array, "tokens q_heads head_dim"]:
     """See `api.paged_attention`. Tokens in no row get zeros.
 
     Args:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels.paged_attention.planner import Plan
 from pallas_kernels.paged_attention.rows import Rows
@@ -30,21 +31,21 @@ _MASKED = -1e30
 
 
 def paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
+    q: Float[Array, "tokens q_heads head_dim"],
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
     rows: Rows,
     *,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
-    alibi_slopes: jax.Array | None,
-    k_scales: jax.Array | None,
-    v_scales: jax.Array | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     max_query_length: int | None,
     plan: Plan | None,
-) -> jax.Array:
+) -> Float[Array, "tokens q_heads head_dim"]:
     """See `api.paged_attention`."""
     del plan  # only the GPU kernels use it
     tokens, num_heads, head_dim = q.shape
@@ -76,12 +77,14 @@ def paged_attention(
 class _Options:
     sliding_window: int | None
     soft_cap: float | None
-    alibi_slopes: jax.Array | None  # [kv_heads, group]
-    k_scales: jax.Array | None  # [layers, pages, kv_heads, page_size]
-    v_scales: jax.Array | None
+    alibi_slopes: Float32[Array, "kv_heads group"] | None
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None
 
 
-def _single_token_rows(q: jax.Array, rows: Rows, attend) -> jax.Array:
+def _single_token_rows(
+    q: Float32[Array, "rows kv_heads group head_dim"], rows: Rows, attend: Any
+) -> Float32[Array, "rows kv_heads group head_dim"]:
     """Attend for rows of one query each, in blocks of rows; unused rows read nothing.
 
     Blocks run one after another, each up to the longest context of its own rows.
@@ -116,7 +119,9 @@ def _single_token_rows(q: jax.Array, rows: Rows, attend) -> jax.Array:
     return out[:num_rows, 0]
 
 
-def _mixed_rows(q: jax.Array, rows: Rows, attend) -> jax.Array:
+def _mixed_rows(
+    q: Float32[Array, "tokens kv_heads group head_dim"], rows: Rows, attend: Any
+) -> Float32[Array, "tokens kv_heads group head_dim"]:
     """Attend for rows of any length.
 
     Args:
@@ -166,16 +171,16 @@ def _mixed_rows(q: jax.Array, rows: Rows, attend) -> jax.Array:
 
 
 def _attend(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
+    q: Float32[Array, "blocks queries kv_heads group head_dim"],
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
     options: _Options,
-    position: jax.Array,
-    context: jax.Array,
-    page_table: jax.Array,
+    position: Int[Array, "blocks queries"],
+    context: Int[Array, " blocks"],
+    page_table: Int[Array, "blocks row_pages"],
     split_tokens: int,
-) -> jax.Array:
+) -> Float32[Array, "blocks queries kv_heads group head_dim"]:
     """Attend for several blocks of queries, each over the pages of one sequence.
 
     Args:

@@ -143,6 +143,7 @@ def test_a_donated_cache_is_written_in_place():
     assert [x.unsafe_buffer_pointer() for x in written[1:3]] == before
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_contradictory_shapes_are_refused():
     """Shapes that cannot belong together, and unknown implementations, are errors that say so."""
     inputs = make_inputs(TEST_SHAPES[0], seed=0)

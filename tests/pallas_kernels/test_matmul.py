@@ -108,6 +108,7 @@ def test_under_a_mesh_xla_serves():
     assert "custom-call" in product.lower(x, weight).compile().as_text()
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_shapes_that_contradict_each_other_are_refused():
     """The error names both shapes and the orientation."""
     x, weight = _draw(4, 32, 8, False)

@@ -356,6 +356,7 @@ def test_a_plan_of_other_heads_is_refused():
         attend(plan=_plan(q, q[None, :, :, None], rows))
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_contradictory_shapes_are_refused():
     """Shapes that cannot belong together, and unknown implementations, are errors that say so."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=9)

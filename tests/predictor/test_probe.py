@@ -148,9 +148,10 @@ def test_readings_that_say_nothing_change_nothing():
     beliefs /= beliefs.sum(1, keepdims=True)
     logits = np.zeros((3, BUCKETS.num))
     logits[0, 2], logits[1, 3] = np.nan, np.inf
-    np.testing.assert_allclose(FLAT.refined(beliefs, np.zeros(3), logits), beliefs)
+    np.testing.assert_allclose(FLAT.refined(beliefs, np.zeros(3, int), logits), beliefs)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_readings_of_another_probe_are_refused():
     """Rather than weighed in by chance."""
     with pytest.raises(ValueError, match="one row per sequence"):
@@ -164,7 +165,7 @@ def test_a_wrong_belief_is_overcome():
     logits = np.zeros((1, BUCKETS.num))
     logits[0, -1] = 6.0
     for _ in range(4):
-        beliefs = FLAT.refined(beliefs, np.zeros(1), logits)
+        beliefs = FLAT.refined(beliefs, np.zeros(1, int), logits)
     assert beliefs[0, -1] > 0.9
 
 
