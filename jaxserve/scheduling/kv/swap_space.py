@@ -45,6 +45,10 @@ class SwapSpace:
         num_pages = self.num_pages_out + self.num_pages_in
         return num_pages * self._costs.page_s + self.num_recomputed * self._costs.token_s
 
+    def decide_by(self, costs: SwapCosts | None) -> None:
+        """Take these costs from here on."""
+        self._costs = costs
+
     def save(self, sequence: Sequence) -> None:
         """Have the next plan copy a sequence's pages to the host, or drop its KV.
 
