@@ -52,22 +52,6 @@ class Branch:
     tip: CachedPage | None = None
     is_running: bool = False
 
-    def begin(self) -> None:
-        """A sequence of the conversation runs from here on."""
-        self.is_running = True
-
-    def touch(self, now_s: float) -> None:
-        """The conversation is active now."""
-        self.last_active_s = now_s
-
-    def rest(self) -> None:
-        """No sequence of the conversation runs any more."""
-        self.is_running = False
-
-    def extend(self, tip: CachedPage) -> None:
-        """The chain goes up to this page."""
-        self.tip = tip
-
     @property
     def counts(self) -> bool:
         return self.is_running or (self.tip is not None and self.tip.is_resident)

@@ -53,8 +53,7 @@ def _plan(cache: PageCache, free_share: float = 0.0) -> tuple[tuple, tuple]:
 def _go_on(pages: list[CachedPage], now_s: float) -> None:
     """Their conversation is active again."""
     for page in pages:
-        page.branches[-1].touch(now_s)
-        page.join(page.branches[-1])
+        page.branches[-1].begin([page], now_s)
 
 
 def _on_host(cache: PageCache, clock: Clock, num: int = 10) -> list[CachedPage]:

@@ -33,10 +33,6 @@ class SwapSpace:
         self._host = host
         self._saved: list[tuple[Sequence, PageCopies]] = []
 
-    def decide_by(self, costs: SwapCosts | None) -> None:
-        """Decide between copying and recomputing by these costs, from here on."""
-        self._costs = costs
-
     @property
     def penalty_s(self) -> float:
         """Seconds of the device that preemptions took, by the measured costs; 0 without them."""
