@@ -63,6 +63,7 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     from jaxserve import Runtime, SamplingParams
     from jaxserve.execution.staged import Pass
     from jaxserve.models.families.llama import Llama
+    from jaxserve.steps.sampling.variants import Variant
     from sharding import StagePlan
 
     config = _config(options)
@@ -85,7 +86,7 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "step_s": _median_step_s(rt),
         }
         if not isinstance(plan, StagePlan):
-            mixed, decode = executor.compiled_steps()
+            mixed, decode = executor.compiled_steps(Variant.GREEDY)
             shards = 1 if plan is None else plan.shape["tensor"]
             result["decode"] = _tensor_traffic(decode, config, options.rows, shards)
             return result

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import final
 
 import jax
@@ -16,7 +17,8 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.engine.recorder import StepRecord
 from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
 from jaxserve.models.families.llama import LlamaConfig
-from jaxserve.steps.sampling.sampler import SamplingNeeds, sample
+from jaxserve.steps.sampling.sampler import sample
+from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import empty_slots
 from pallas_kernels import Rows, matmul
 
@@ -169,6 +171,6 @@ def _attention_s(
 
 def _sampling_s(config: LlamaConfig, engine: EngineConfig, batch_size: int) -> float:
     slots = jax.tree.map(lambda leaf: leaf[:batch_size], empty_slots(engine))
-    needs = SamplingNeeds(*(jnp.bool_(False) for _ in fields(SamplingNeeds)))
     logits = jax.random.normal(jax.random.key(0), (batch_size, config.vocab_size))
-    return seconds(jax.jit(sample), logits, slots.sampling, slots.tokens, slots.length, needs)
+    step = jax.jit(partial(sample, variant=Variant.GREEDY))
+    return seconds(step, logits, slots.sampling, slots.tokens, slots.length)

@@ -9,7 +9,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RESTORES
 
 # A step that brings some pages itself takes memory, and time on the link, for this many.
-_MAX_COMING_PAGES = 64
+_MAX_INCOMING_PAGES = 64
 
 
 def _ladder(largest: int, *, smallest: int, ratio: int = 4) -> tuple[int, ...]:
@@ -101,11 +101,11 @@ class EngineConfig:
         return self.restore in ("prefetch", "both")
 
     @property
-    def num_coming_pages(self) -> int:
+    def num_incoming_pages(self) -> int:
         """Pages that a mixed step can bring from the host itself, a layer at a time; or 0."""
         if self.restore not in ("per_layer", "both"):
             return 0
-        return min(_MAX_COMING_PAGES, self.max_pages_per_sequence)
+        return min(_MAX_INCOMING_PAGES, self.max_pages_per_sequence)
 
     @property
     def max_length(self) -> int:

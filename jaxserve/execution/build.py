@@ -215,7 +215,10 @@ def _build_stages(
     programs = programs_for(optimistic)
     for i, (pool, program) in enumerate(zip(pools, programs, strict=True)):
         embed = None if i == 0 else model_config.hidden_size
-        steps = program.compiled_stage_steps(own[i], pool.abstract(optimistic), embed)
+        is_last = i == len(parts) - 1
+        steps = program.compiled_stage_steps(
+            own[i], pool.abstract(optimistic), embed, samples=is_last
+        )
         sizes.append(pool.plan(step_bytes=largest_step_bytes(steps)))
     size = min(sizes, key=lambda each: each.num_pages)
     if size.num_pages < optimistic:

@@ -9,7 +9,7 @@ import jax
 from jaxserve.execution.host_pages import HostPages, gathered
 from jaxserve.memory.relocation import Moves, page_sources
 from jaxserve.models.batch import KVCache
-from jaxserve.models.coming import ComingPages
+from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.plan import PageCopies
 
 
@@ -43,9 +43,9 @@ class DevicePages:
         if back:
             self.cache = self._host.swap_in(self.cache, back)
 
-    def coming(self, back: PageCopies, count: int) -> ComingPages:
+    def incoming(self, back: PageCopies, count: int) -> IncomingPages:
         """Up to `count` copies back from the host, for a step to make."""
-        return self._host.coming(self.cache, back, count)
+        return self._host.incoming(self.cache, back, count)
 
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""

@@ -16,9 +16,11 @@ from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import Row, StepPlan
-from jaxserve.steps.functions import MixedBatch, Outputs
+from jaxserve.steps.batches import MixedBatch
+from jaxserve.steps.outputs import Outputs
+from jaxserve.steps.packing import pack_window
 from jaxserve.steps.programs import Programs
-from jaxserve.steps.sampling.sampler import SamplingNeeds
+from jaxserve.steps.sampling.variants import Variant
 
 
 @final
@@ -46,7 +48,7 @@ class DeviceStage:
         self.params = params
         self.slots = DeviceSlots(programs.config, programs.place.whole)
         self.pages = DevicePages(cache, programs.place.pages)
-        self._coming: deque[_Sampled] = deque()
+        self._incoming: deque[_Sampled] = deque()
 
     def edit(self, plan: StepPlan) -> None:
         """What the plan does to the slots before its rows."""
@@ -57,7 +59,7 @@ class DeviceStage:
         target[[*plan.releases, *taken]] = skip
         for origin, to in plan.moves:
             target[origin] = to
-        for sampled in self._coming:
+        for sampled in self._incoming:
             sampled.index = target[sampled.index]
         with self.programs.place.in_force():
             self.slots.apply(plan)
@@ -74,24 +76,22 @@ class DeviceStage:
             )
         return hidden, row_hidden
 
-    def decode(
-        self, rows: Sequence[Row], start: int, size: int, inputs: jax.Array | None
-    ) -> jax.Array:
-        """Where the newest tokens of the slots from `start` on end in this stage [size, E].
+    def decode(self, rows: Sequence[Row], window: range, inputs: jax.Array | None) -> jax.Array:
+        """Where the newest tokens of a window's slots end in this stage [R, E].
 
         Args:
-          rows: of these slots, where they stand now.
+          rows: the slots of the window that take part, and where they stand now.
         """
-        self._take_in(np.arange(start, start + size))
+        self._take_in(np.array([row.slot for row in rows], np.int32))
         with self.programs.place.in_force():
             self.pages.cache, hidden = self.programs.stage_decode(
                 self.params,
                 self.pages.cache,
                 self.slots.state,
-                np.int32(start),
-                self.programs.plan_decode(rows, start, size),
+                np.int32(window.start),
+                pack_window(window, rows),
+                self.programs.plan_decode(rows, window),
                 self._moved(inputs),
-                num_rows=size,
             )
         return hidden
 
@@ -101,28 +101,29 @@ class DeviceStage:
         index: np.ndarray,
         outputs: Outputs,
         iteration: int,
-        needs: SamplingNeeds,
+        variant: Variant,
     ) -> tuple[Outputs, jax.Array, jax.Array]:
         """On the last stage: `steps.stage_head`. Returns outputs, tokens and which are finite."""
         with self.programs.place.in_force():
             self.slots.state, outputs, token, finite = self.programs.stage_head(
-                self.params, self.slots.state, hidden, index, outputs, np.int32(iteration), needs
+                *(self.params, self.slots.state, hidden, index, outputs, np.int32(iteration)),
+                variant=variant,
             )
         return outputs, token, finite
 
     def send(self, index: np.ndarray, token: jax.Array, finite: jax.Array) -> None:
         """On the other stages: what was sampled for the slots at `index`."""
         token, finite = jax.device_put((token, finite), self.programs.place.whole)
-        self._coming.append(_Sampled(index, token, finite))
+        self._incoming.append(_Sampled(index, token, finite))
 
-    def no_outputs(self, num_rows: int, num_iterations: int) -> Outputs:
+    def no_outputs(self, num_rows: int, num_iterations: int, variant: Variant) -> Outputs:
         with self.programs.place.in_force():
-            return self.programs.no_outputs(num_rows, num_iterations)
+            return self.programs.no_outputs(num_rows, num_iterations, variant)
 
     def catch_up(self) -> None:
         """Take in everything that was sent."""
-        while self._coming:
-            self._append(self._coming.popleft())
+        while self._incoming:
+            self._append(self._incoming.popleft())
 
     def resize(self, num_pages: int, moves: Moves) -> None:
         """See `Executor.resize`."""
@@ -141,17 +142,17 @@ class DeviceStage:
 
     def delete(self) -> None:
         """Give back cache and slots."""
-        self._coming.clear()
+        self._incoming.clear()
         self.pages.delete()
         self.slots.delete()
 
     def _take_in(self, slots: np.ndarray) -> None:
         """What was sent for these slots, and everything before it."""
         last = max(
-            (i for i, s in enumerate(self._coming) if np.isin(s.index, slots).any()), default=-1
+            (i for i, s in enumerate(self._incoming) if np.isin(s.index, slots).any()), default=-1
         )
         for _ in range(last + 1):
-            self._append(self._coming.popleft())
+            self._append(self._incoming.popleft())
 
     def _append(self, sampled: _Sampled) -> None:
         with self.programs.place.in_force():

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.models.batch import KVCache
-from jaxserve.models.coming import ComingPages
+from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.plan import PageCopies
 from jaxserve.steps.placement import staging_place
 from pallas_kernels import gather_pages, scatter_pages
@@ -71,7 +71,7 @@ class HostPages:
             cache = self._scatter(cache, ids, self._read(cache, some, PAGES_A_CALL))
         return cache
 
-    def coming(self, cache: KVCache, copies: PageCopies, count: int) -> ComingPages:
+    def incoming(self, cache: KVCache, copies: PageCopies, count: int) -> IncomingPages:
         """Up to `count` (host page, device page), for a step that brings so many itself."""
         self.settle(wait=True)
         self._allocate(jax.tree.leaves(cache))
@@ -79,7 +79,7 @@ class HostPages:
         target[: len(copies)] = [page for _, page in copies]
         values = self._read(cache, copies, count)
         staged = jax.device_put(values, staging_place(self._place))
-        return ComingPages(target, staged)  # pyright: ignore[reportArgumentType]
+        return IncomingPages(target, staged)  # pyright: ignore[reportArgumentType]
 
     def _read(self, cache: KVCache, copies: PageCopies, count: int) -> KVCache:
         """`count` pages as the cache has them: those of the copies, then any."""

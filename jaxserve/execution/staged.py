@@ -22,10 +22,16 @@ from jaxserve.memory.relocation import Moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
 from jaxserve.scheduling.kv.costs import SwapCosts
-from jaxserve.scheduling.plan import Needs, Row, StepPlan
-from jaxserve.steps.functions import Outputs
-from jaxserve.steps.packing import pack_needs, pack_rows, pack_sampling, sampling_first
-from jaxserve.steps.sampling.sampler import SamplingNeeds
+from jaxserve.scheduling.plan import Row, StepPlan
+from jaxserve.steps.outputs import Outputs
+from jaxserve.steps.packing import (
+    decode_window,
+    pack_rows,
+    pack_window,
+    sampling_first,
+    sampling_slots,
+)
+from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
 from predictor import Refinement
 
 
@@ -99,7 +105,8 @@ class StagedExecutor:
         with self._compilations.watch(plan):
             for stage in self._stages:
                 stage.edit(plan)
-            return self._decode(plan) if plan.is_decode_loop else self._mixed(plan)
+            needs = self._stages[-1].slots.needs(plan.rows)
+            return self._decode(plan, needs) if plan.is_decode_loop else self._mixed(plan, needs)
 
     def fitted(self, params: Any) -> list[Any]:
         """See `ModelExecutor`: each stage's part."""
@@ -120,7 +127,8 @@ class StagedExecutor:
         self._raise_if_closed()
         return [
             stage.programs.compiled_stage_steps(
-                stage.params, stage.pages.cache, self._embed if i else None
+                *(stage.params, stage.pages.cache, self._embed if i else None),
+                samples=stage is self._stages[-1],
             )
             for i, stage in enumerate(self._stages)
         ]
@@ -162,7 +170,7 @@ class StagedExecutor:
 
     # ---- steps ----
 
-    def _mixed(self, plan: StepPlan) -> DeviceHandle:
+    def _mixed(self, plan: StepPlan, needs: SamplingNeeds) -> DeviceHandle:
         # One batch where somebody asks for the log-probabilities of a prompt: then its spans are
         # those of the step.
         wants_prompts = any(row.wants_prompt_logprobs for row in plan.rows)
@@ -170,7 +178,6 @@ class StagedExecutor:
         if not wants_prompts:
             smallest = self.config.token_buckets[0]
             batches = list(_cut(batches[0], self._micro_batches, smallest))
-        needs = pack_needs(plan.needs)
         outputs: list[Outputs] = []
         output_rows = np.full(len(plan.rows), -1, np.int32)
         prompt_part = None
@@ -188,42 +195,49 @@ class StagedExecutor:
             if wants_prompts:
                 prompt_part = self._prompt_part(batch, starts, packed, hidden)
             if samples:
-                index = pack_sampling(self.config, rows)
-                none = self._stages[-1].no_outputs(len(index), 1)
-                outputs.append(self._sample(marker, index, none, 0, needs))
+                index = sampling_slots(self.config, rows, needs.variant)
+                none = self._stages[-1].no_outputs(len(index), 1, needs.variant)
+                outputs.append(self._sample(marker, index, none, 0, needs.variant))
                 sampling = [i for i, row in batch if row.samples]
                 output_rows[sampling] = num_outputs + np.arange(len(sampling))
                 num_outputs += len(index)
         marker = outputs[-1].tokens if outputs else marker
-        return DeviceHandle(plan, marker, outputs, output_rows, prompt_part)
+        return DeviceHandle(plan, needs, marker, outputs, output_rows, prompt_part)
 
-    def _decode(self, plan: StepPlan) -> DeviceHandle:
-        size = plan.window_size // gcd(plan.window_size, self._micro_batches)
-        window = range(plan.window_start, plan.window_start + plan.window_size)
-        live = {(row.slot - window.start) // size for row in plan.rows}
-        starts = [window.start + batch * size for batch in sorted(live)]
-        last = self._stages[-1]
-        outputs = [last.no_outputs(size, self.config.max_decode_iterations) for _ in starts]
-        needs = pack_needs(plan.needs)
+    def _decode(self, plan: StepPlan, needs: SamplingNeeds) -> DeviceHandle:
+        whole = decode_window(self.config, plan, needs.variant)
+        size = self._micro_batch_size(len(whole))
+        live = sorted({(row.slot - whole.start) // size for row in plan.rows})
+        windows = [whole[batch * size : (batch + 1) * size] for batch in live]
+        last, num_iterations = self._stages[-1], self.config.max_decode_iterations
+        outputs = [last.no_outputs(size, num_iterations, needs.variant) for _ in windows]
         for iteration in range(plan.num_iterations):
-            for batch, start in enumerate(starts):
+            for batch, window in enumerate(windows):
                 rows = [
                     replace(row, start=row.start + iteration)
                     for row in plan.rows
-                    if start <= row.slot < start + size
+                    if row.slot in window
                 ]
-                self._tell(range(start, start + size), size, samples=True)
+                self._tell(window, size, samples=True)
                 hidden = None
                 for stage in self._stages:
-                    hidden = stage.decode(rows, start, size, hidden)
-                index = np.arange(start, start + size, dtype=np.int32)
-                outputs[batch] = self._sample(hidden, index, outputs[batch], iteration, needs)
-        place = {start: batch * size for batch, start in enumerate(starts)}
-        output_rows = [
-            place[row.slot - (row.slot - window.start) % size] + (row.slot - window.start) % size
-            for row in plan.rows
-        ]
-        return DeviceHandle(plan, outputs[-1].tokens, outputs, np.array(output_rows, np.int32))
+                    hidden = stage.decode(rows, window, hidden)
+                index = np.where(pack_window(window, rows), window, self.config.max_slots)
+                index = index.astype(np.int32)
+                outputs[batch] = self._sample(
+                    hidden, index, outputs[batch], iteration, needs.variant
+                )
+        place = {
+            slot: batch * size + i
+            for batch, window in enumerate(windows)
+            for i, slot in enumerate(window)
+        }
+        output_rows = np.array([place[row.slot] for row in plan.rows], np.int32)
+        return DeviceHandle(plan, needs, outputs[-1].tokens, outputs, output_rows)
+
+    def _micro_batch_size(self, num_slots: int) -> int:
+        """Slots of a micro-batch of a window with so many."""
+        return num_slots // gcd(num_slots, self._micro_batches)
 
     def _sample(
         self,
@@ -231,10 +245,10 @@ class StagedExecutor:
         index: np.ndarray,
         outputs: Outputs,
         iteration: int,
-        needs: SamplingNeeds,
+        variant: Variant,
     ) -> Outputs:
-        """Sample on the last stage and tell the others."""
-        outputs, token, finite = self._stages[-1].sample(hidden, index, outputs, iteration, needs)
+        """Sample on the last stage and send the tokens to the others."""
+        outputs, token, finite = self._stages[-1].sample(hidden, index, outputs, iteration, variant)
         for stage in self._stages[:-1]:
             stage.send(index, token, finite)
         return outputs
@@ -265,22 +279,22 @@ class StagedExecutor:
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
         """See `ModelExecutor`."""
         config = self.config
-        sizes = sorted({size // gcd(size, self._micro_batches) for size in config.slot_buckets})
         steps: list[tuple[str, Callable[[], Any]]] = [
             ("slot edits", self._warm_edits),
             *(
                 (f"mixed step, {num} tokens", partial(self._warm_mixed, num))
                 for num in reversed(config.token_buckets)
             ),
-            *(
-                (f"sampling, {num} rows", partial(self._warm_head, num))
-                for num in reversed(config.head_buckets)
-            ),
-            *(
-                (f"decoding, {num} slots", partial(self._warm_decode, num))
-                for num in reversed(sizes)
-            ),
         ]
+        for variant in Variant:
+            name = variant.name.lower()
+            for num in reversed(variant.sizes(config.head_buckets)):
+                step = partial(self._warm_head, variant, num)
+                steps.append((f"{name} sampling, {num} rows", step))
+            sizes = {self._micro_batch_size(num) for num in variant.sizes(config.slot_buckets)}
+            for num in sorted(sizes, reverse=True):
+                step = partial(self._warm_decode, variant, num)
+                steps.append((f"{name} decoding, {num} slots", step))
         return [(name, self._idly(step)) for name, step in steps]
 
     def finish_warmup(self) -> None:
@@ -317,20 +331,22 @@ class StagedExecutor:
         self._prompt_part((), (), batch, hidden)
         return row_hidden
 
-    def _warm_head(self, num_rows: int) -> None:
+    def _warm_head(self, variant: Variant, num_rows: int) -> None:
         hidden = self._warm_mixed(self.config.token_buckets[0])
-        self._warm_sampling(hidden, num_rows, 1)
+        self._warm_sampling(hidden, variant, num_rows, 1)
 
-    def _warm_decode(self, num_rows: int) -> None:
+    def _warm_decode(self, variant: Variant, num_rows: int) -> None:
         hidden = None
         for stage in self._stages:
-            hidden = stage.decode((), 0, num_rows, hidden)
-        self._warm_sampling(hidden, num_rows, self.config.max_decode_iterations)
+            hidden = stage.decode((), range(num_rows), hidden)
+        self._warm_sampling(hidden, variant, num_rows, self.config.max_decode_iterations)
 
-    def _warm_sampling(self, hidden: Any, num_rows: int, num_iterations: int) -> None:
+    def _warm_sampling(
+        self, hidden: Any, variant: Variant, num_rows: int, num_iterations: int
+    ) -> None:
         index = np.full(num_rows, self.config.max_slots, np.int32)
-        none = self._stages[-1].no_outputs(num_rows, num_iterations)
-        self._sample(hidden, index, none, 0, pack_needs(Needs()))
+        none = self._stages[-1].no_outputs(num_rows, num_iterations, variant)
+        self._sample(hidden, index, none, 0, variant)
 
 
 def _shard_bytes(cache: KVCache) -> int:

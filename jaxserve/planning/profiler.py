@@ -28,7 +28,7 @@ from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.planning.origin import Origin
 from jaxserve.planning.step_times import Curve, StepTimes
-from jaxserve.scheduling.plan import Admission, Needs, Row, StepPlan
+from jaxserve.scheduling.plan import Admission, Row, StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.steps.slots import ADMISSIONS_A_CALL
 
@@ -284,7 +284,6 @@ def _plan(**fields: Any) -> StepPlan:
         "num_iterations": 1,
         "window_start": 0,
         "window_size": 0,
-        "needs": Needs(),
     }
     return StepPlan(**{**nothing, **fields})
 

@@ -55,19 +55,6 @@ class Row:
         return self.max_new_tokens > 0
 
 
-@final
-@dataclass(frozen=True)
-class Needs:
-    """What some row of a step asks of the sampler; what nobody asks for is not computed."""
-
-    random: bool = False
-    truncation: bool = False
-    penalties: bool = False
-    constraints: bool = False
-    logprobs: bool = False
-    top_logprobs: bool = False
-
-
 # (from, to), in the order in which they are made.
 PageCopies = tuple[tuple[int, int], ...]
 
@@ -110,7 +97,6 @@ class StepPlan:
     num_iterations: int = 1
     window_start: int = 0
     window_size: int = 0
-    needs: Needs = Needs()
     group: int = 0
 
     @property

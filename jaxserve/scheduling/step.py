@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxserve.scheduling.forecast import Forecast
 from jaxserve.scheduling.kv.manager import KVManager
-from jaxserve.scheduling.plan import Admission, Needs, Row, StepPlan
+from jaxserve.scheduling.plan import Admission, Row, StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.queues import Queues
 from jaxserve.scheduling.sequence import Sequence
@@ -192,7 +192,6 @@ class Step:
             num_iterations=self._num_iterations,
             window_start=window_start,
             window_size=window_size,
-            needs=_needs(self.sequences),
         )
 
     def _row(self, sequence: Sequence, span: tuple[int, int], max_new_tokens: int) -> Row:
@@ -287,18 +286,4 @@ def _admission(sequence: Sequence) -> Admission:
         sample_index=sequence.sample_index,
         tokens=np.asarray(sequence.known_tokens, np.int32),
         max_length=sequence.max_length,
-    )
-
-
-def _needs(sequences: Seq[Sequence]) -> Needs:
-    params = [sequence.request.params for sequence in sequences]
-    return Needs(
-        random=any(not p.is_greedy for p in params),
-        truncation=any(not p.is_greedy and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
-        penalties=any(
-            p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params
-        ),
-        constraints=any(p.logit_bias or p.min_tokens for p in params),
-        logprobs=any(p.logprobs is not None for p in params),
-        top_logprobs=any(p.logprobs for p in params),
     )

@@ -23,13 +23,15 @@ from jaxserve.models.batch import empty_cache
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.order.fcfs import FCFS
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import Admission, Row, StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs, largest_step_bytes
+from jaxserve.steps.sampling.variants import Variant
+from tests.planning.step_times import plan
 from tests.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts, tiny_llama
 
 CONFIG = EngineConfig(
@@ -185,6 +187,59 @@ def test_sampled_tokens_depend_on_seed_and_position_only(executor):
         assert not set(early) & set(range(8))
 
 
+@pytest.mark.parametrize("preset", ["concurrent_instances", "fastertransformer", "vllm_like"])
+def test_neighbours_with_other_needs_change_no_token(executor, requests, alone, preset):
+    """Greedy, random, penalized and scored requests side by side have the tokens they have alone.
+
+    Together they are decoded in wider windows, with slots inside that belong to other steps.
+    """
+    kinds = [
+        GREEDY,
+        replace(GREEDY, temperature=0.8, top_p=0.9),
+        replace(GREEDY, repetition_penalty=1.3),
+        replace(GREEDY, temperature=1.0, logprobs=2),
+    ]
+    mixed = [replace(each, params=kinds[i % len(kinds)]) for i, each in enumerate(requests[:16])]
+    wanted = [_serve(executor, PRESETS["orca"], [request])[0].output for request in mixed]
+    assert wanted[::4] == alone[:16:4] and wanted[1::4] != alone[1:16:4]
+    rng = random.Random(preset)
+    sequences = _serve(executor, PRESETS[preset], mixed, arrive=lambda: rng.random() < 0.3)
+    assert [s.output for s in sequences] == wanted
+    assert [len(s.logprobs) for s in sequences] == [0, 0, 0, GREEDY.max_tokens] * 4
+
+
+@pytest.mark.parametrize(
+    ("params", "logprobs", "top"),
+    [
+        (dict(), False, False),
+        (dict(temperature=1.0), False, False),
+        (dict(frequency_penalty=1.0), False, False),
+        (dict(logprobs=0), True, False),
+        (dict(temperature=1.0, logprobs=1), True, True),
+    ],
+)
+def test_only_log_probabilities_of_the_steps_own_rows_are_read(executor, params, logprobs, top):
+    """Another slot's request that returns some does not bring them into a step without it."""
+    tokens = np.array([1, 2, 3], np.int32)
+    admissions = tuple(
+        Admission(slot, _request(slot, tokens.tolist(), each), 0, tokens, MAX_CONTEXT)
+        for slot, each in enumerate([SamplingParams(**params), SamplingParams(logprobs=3)])
+    )
+    pages = tuple((slot, 0, 1 + slot) for slot in range(2))
+    rows = (Row(0, 0, 0, 3, samples=True), Row(1, 1, 0, 3, samples=False))
+    steps = [
+        plan(rows, admissions=admissions, page_updates=pages),
+        plan((Row(0, 0, 3, 1, samples=True),), num_iterations=2, window_size=1),
+    ]
+    try:
+        for result in [executor.submit(step).collect() for step in steps]:
+            assert result.num_tokens[0] > 0
+            assert (result.logprobs is not None) == logprobs
+            assert (result.top_ids is not None) == (result.top_logprobs is not None) == top
+    finally:
+        executor.submit(plan((), releases=(0, 1), window_size=1)).collect()
+
+
 def test_samples_of_one_prompt_differ_and_are_reproducible(executor):
     """Each of n samples has its own random stream; sharing prompt pages does not change it."""
     prompt = random_prompts(1, seed=9, longest=60)[0] * 2
@@ -224,20 +279,24 @@ def test_logprobs_do_not_depend_on_chunks_or_batch(executor):
             assert [t for t, _ in a.top] == [t for t, _ in b.top]
 
 
-def test_nothing_compiles_over_a_random_workload(executor):
-    """After warm-up a random workload with arrivals, cancellations and all options is quiet."""
+@pytest.mark.parametrize("preset", ["vllm_like", "concurrent_instances"])
+def test_nothing_compiles_over_a_random_workload(executor, preset):
+    """After warm-up a random workload with arrivals, cancellations and all options is quiet.
+
+    Costly options are rare enough that steps of every variant occur.
+    """
     rng = random.Random(0)
     before = executor.num_compilations
-    engine = Engine(executor, PRESETS["vllm_like"], WallClock())
+    engine = Engine(executor, PRESETS[preset], WallClock())
     sequences: list[Sequence] = []
     for i, prompt in enumerate(random_prompts(80, seed=3)):
         params = SamplingParams(
             max_tokens=rng.randint(1, 40),
             temperature=rng.choice([0.0, 1.0]),
             top_p=rng.choice([0.9, 1.0]),
-            logprobs=rng.choice([None, 2]),
+            logprobs=rng.choice([None] * 9 + [2]),
             prompt_logprobs=rng.choice([None, 1]),
-            repetition_penalty=rng.choice([1.0, 1.2]),
+            repetition_penalty=rng.choice([1.0] * 9 + [1.2]),
         )
         sequences += engine.add(_request(i, prompt, params))
         for _ in range(rng.randint(0, 4)):
@@ -304,3 +363,20 @@ def test_no_copy_of_the_cache_in_any_step(layout):
     small_bytes, small_needs = needed(1000)
     large_bytes, large_needs = needed(20000)
     assert large_needs - small_needs < 0.01 * (large_bytes - small_bytes)
+
+
+def test_the_costliest_variant_takes_the_most_memory():
+    """So the page pool, which is sized by it, leaves room for the others."""
+    model = tiny_llama()
+    graphdef, params = nnx.split(model)
+    place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    programs = Programs(graphdef, CONFIG, model.config, "float32", place)
+    cache = jax.eval_shape(
+        lambda: empty_cache(model.config, 100, CONFIG.page_size, jnp.float32, "unrolled")
+    )
+    needed = [
+        largest_step_bytes(programs.compiled_steps(params, cache, variant)[1:])
+        for variant in Variant
+    ]
+    assert needed == sorted(needed)
+    assert largest_step_bytes(programs.compiled_steps(params, cache)[1:]) == needed[-1]

@@ -97,7 +97,7 @@ class Watched:
             for left, came in zip(self._on_host[host_page], self._contents(page), strict=True):
                 assert left.tobytes() == came.tobytes()
         self.counts["restored"] += len(plan.swaps_in)
-        self.counts["in steps"] += self._executor._num_coming(plan)
+        self.counts["in steps"] += self._executor._num_incoming(plan)
         rows = Counter(row.slot for row in plan.rows)
         self.counts["several rows"] += max(rows.values()) > 1
         return handle
@@ -178,7 +178,7 @@ def test_conversations_have_the_tokens_of_fresh_runs(executor, name):
     config = executor.config
     assert (counts["prefetched"] > 0) == (config.prefetches and num_host > 0), counts
     if num_host == 60:  # others bring less at once than a copy before the step does
-        assert (counts["in steps"] > 0) == (config.num_coming_pages > 0), counts
+        assert (counts["in steps"] > 0) == (config.num_incoming_pages > 0), counts
 
 
 def test_measuring_copies_leaves_the_pages_of_others_alone(executor):

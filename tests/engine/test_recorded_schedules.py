@@ -39,7 +39,7 @@ class Plans:
         self.seen.append(
             (
                 self._clock.now(),
-                (plan.index, plan.num_iterations, plan.window_start, plan.window_size, plan.needs),
+                (plan.index, plan.num_iterations, plan.window_start, plan.window_size),
                 (plan.releases, plan.moves, plan.rows, plan.page_updates, admissions),
             )
         )

@@ -45,7 +45,7 @@ def test_pages_come_back_from_the_host_layer_by_layer(expected):
     with Runtime(tiny_llama(), **options) as rt:
         make_copies_free(rt)
         assert _talk(rt) == expected[0] == _talk(rt)
-        assert rt.stats().num_pages_in > 0 and rt.config.num_coming_pages == 16
+        assert rt.stats().num_pages_in > 0 and rt.config.num_incoming_pages == 16
     with pytest.raises(InvalidConfigError, match=r"restore='later' .*'on_admission', 'prefetch'"):
         Runtime(tiny_llama(), **OPTIONS, restore="later")
 

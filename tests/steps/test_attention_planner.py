@@ -49,10 +49,10 @@ def test_plans_are_of_the_rows_of_the_step():
     mixed = planner.mixed(batch)
     assert set(mixed.splits[: mixed.counts[1], 0]) == {0}
     assert mixed.tiles[: mixed.counts[0], [0, 2]].tolist() == [[1, 12]] + [[1, 32]] * 9
-    decode = planner.decode(rows[:1], 2, 2, num_iterations=8)
+    decode = planner.decode(rows[:1], range(2, 4), num_iterations=8)
     chunks = decode.splits[: decode.counts[1]]
     assert set(chunks[:, 0]) == {1} and chunks[:, 4].max() == -(-(1530 + 8) // 512)
-    none = planner.decode((), 0, 2)
+    none = planner.decode((), range(2))
     assert not np.any(none.counts) and none.splits.shape == decode.splits.shape
 
 

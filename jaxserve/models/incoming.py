@@ -14,7 +14,7 @@ from jaxserve.models.batch import KVCache
 @final
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ComingPages:
+class IncomingPages:
     """Pages whose keys and values a layer gets just before it attends (thesis, section 3.4.3.3).
 
     Attributes:

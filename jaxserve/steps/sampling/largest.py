@@ -1,18 +1,18 @@
-"""The largest entries of each row, exactly, in one pass over a wide vocabulary."""
+"""The largest entries of each row, exact, in one pass over a wide vocabulary."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-# Entries a block; one pass takes each block's maximum, the rest looks at few blocks.
+# Entries of a block: one pass takes the maximum of each, the rest reads few blocks.
 _BLOCK = 64
 
 
 def argmax(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # f32 [R, V]
-    """The index (i32 [R], lowest of equals) and value (f32 [R]) of each row's maximum.
+    """Return the index (i32 [R], lowest of equals) and value (f32 [R]) of each row's maximum.
 
-    Any index below V, and any value, for a row that holds a NaN.
+    A row that holds a NaN gives any index below V and any value.
     """
     blocks = _blocks(x, -jnp.inf)
     maxima = jnp.max(blocks, axis=-1)
@@ -23,10 +23,10 @@ def argmax(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # f32 [R, V]
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:  # f32 [R, V]
-    """As `jax.lax.top_k`: values and indices [R, k], largest first, lower index first of equals.
+    """Return values and indices [R, k] as `jax.lax.top_k`: largest first, lower index of equals.
 
-    The k largest entries lie in the k blocks with the largest maxima. Those blocks stay in index
-    order, so that equal entries keep theirs. Rows that hold a NaN give arbitrary values.
+    The k largest entries lie in the k blocks with the largest maxima. The blocks stay in index
+    order, so that equal entries do too. A row that holds a NaN gives arbitrary values.
     """
     num_blocks = -(-x.shape[1] // _BLOCK)
     if k >= num_blocks:
