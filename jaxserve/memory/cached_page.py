@@ -56,6 +56,31 @@ class Branch:
     def counts(self) -> bool:
         return self.is_running or (self.tip is not None and self.tip.is_resident)
 
+    def begin(self, cached: Sequence[CachedPage], now_s: float) -> None:
+        """Be active now, with these pages up to the tip."""
+        self.last_active_s = now_s
+        for page in cached:
+            page.join(self)
+            self.tip = page
+
+    def run(self) -> None:
+        """A sequence continues it."""
+        self.is_running = True
+
+    def grow_to(self, page: CachedPage) -> None:
+        """Have its tip there."""
+        self.tip = page
+
+    def rest(self, now_s: float | None = None) -> None:
+        """No sequence continues it any more.
+
+        Args:
+          now_s: when it was active until now; None where its pages are not right.
+        """
+        self.is_running = False
+        if now_s is not None:
+            self.last_active_s = now_s
+
 
 @final
 @dataclass(eq=False, slots=True)

@@ -164,7 +164,7 @@ class PageCache:
             self._put_under(key, page)
             self._host_memory.write_host_page(self._set_host_page(page), contents)
         page.join(branch)
-        branch.tip = page
+        branch.grow_to(page)
         return True
 
     # ---- what goes ----

@@ -329,7 +329,7 @@ class KVManager:
 
     def swap_by(self, costs: SwapCosts | None) -> None:
         """Decide between copying and recomputing by these costs, from here on."""
-        self._swap_space.costs = costs
+        self._swap_space.decide_by(costs)
         self._values.copy_by(_copy_s(costs))
 
     def clear(self, suffix: bytes = b"") -> None:

@@ -126,7 +126,7 @@ class PrefixCacheManager:
             self.num_hit_on_disk += len(came & loaded) * self._page_size
             self._count(sequence, len(found), len(came - loaded))
             kv.branch = self._continue(cached)
-            kv.branch.is_running = True
+            kv.branch.run()
         return list(enumerate(pages))
 
     def _find(self, sequence: Sequence) -> list[CachedPage]:
@@ -157,10 +157,7 @@ class PrefixCacheManager:
         branches = [] if last is None else last.branches
         ended_there = [each for each in branches if each.tip is last and not each.is_running]
         branch = ended_there[-1] if ended_there else Branch(self._now())
-        branch.last_active_s = self._now()
-        for page in cached:
-            page.join(branch)
-            branch.tip = page
+        branch.begin(cached, self._now())
         return branch
 
     # ---- while they run ----
@@ -188,7 +185,7 @@ class PrefixCacheManager:
         if page is None:
             page = self._cache.add(device_page, index, key, branch)
         if key is not None:
-            branch.tip = page
+            branch.grow_to(page)
         return page
 
     # ---- sequences that go ----
@@ -209,8 +206,7 @@ class PrefixCacheManager:
             unnamed = range(kv.num_cached, full)
             kv.unnamed += [self._add_page(sequence, i, None) for i in unnamed]
         assert kv.branch is not None
-        kv.branch.is_running = False
-        kv.branch.last_active_s = self._now()
+        kv.branch.rest(self._now())
         for device_page in kv.table.pages:
             page = self._cache.on_page(device_page)
             if page is not None:
@@ -241,7 +237,7 @@ class PrefixCacheManager:
             if page is not None and self._cache.pool.refcount(device_page) == 1:
                 self._cache.evict(page)
         if kv.branch is not None:
-            kv.branch.is_running = False
+            kv.branch.rest()
         kv.num_cached = 0
 
     def _keys(self, sequence: Sequence) -> Seq[bytes]:

@@ -21,13 +21,12 @@ class SwapSpace:
         orders of magnitude on what was measured so far.
 
     Attributes:
-      costs: as given, or as `KVManager.value_by` was told since.
       num_pages_out, num_pages_in: pages copied.
       num_recomputed: tokens whose KV was dropped, and computed again.
     """
 
     def __init__(self, host: HostPool | None, costs: SwapCosts | None):
-        self.costs = costs
+        self._costs = costs
         self.num_pages_out = 0
         self.num_pages_in = 0
         self.num_recomputed = 0
@@ -37,10 +36,14 @@ class SwapSpace:
     @property
     def penalty_s(self) -> float:
         """Seconds of the device that preemptions took, by the measured costs; 0 without them."""
-        if self.costs is None:
+        if self._costs is None:
             return 0.0
         num_pages = self.num_pages_out + self.num_pages_in
-        return num_pages * self.costs.page_s + self.num_recomputed * self.costs.token_s
+        return num_pages * self._costs.page_s + self.num_recomputed * self._costs.token_s
+
+    def decide_by(self, costs: SwapCosts | None) -> None:
+        """Take these costs from here on."""
+        self._costs = costs
 
     def save(self, sequence: Sequence) -> None:
         """Have the next plan copy a sequence's pages to the host, or drop its KV.
@@ -110,7 +113,7 @@ class SwapSpace:
         host = self._host
         if host is None or not 0 < num_pages <= host.num_free:
             return None
-        if self.costs is None:
+        if self._costs is None:
             return host
-        pays = 2 * num_pages * self.costs.page_s <= num_tokens * self.costs.token_s
+        pays = 2 * num_pages * self._costs.page_s <= num_tokens * self._costs.token_s
         return host if pays else None
