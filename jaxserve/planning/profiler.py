@@ -209,7 +209,10 @@ class _Bench:
         first = _SHORT_TOKENS - 1
         return self._time(
             [
-                _plan(rows=tuple(Row(i, i, first + step, 1, samples) for i in range(size)))
+                # Rows that do not sample leave their slots as they are.
+                _plan(
+                    rows=tuple(Row(i, i, first + step * samples, 1, samples) for i in range(size))
+                )
                 for step in range(_TIMED_STEPS + 1)
             ]
         )

@@ -25,7 +25,10 @@ class AttentionPlanner:
     def __init__(self, config: EngineConfig, tiling: Tiling, sliding_window: int | None):
         self._config = config
         self._tiling = tiling
-        self._sliding_window = sliding_window
+        # Contexts are planned at their longest. Where one is shorter, for steps in flight have
+        # delivered less or a loop is at its beginning, its window begins before the planned one.
+        slack = 2 * config.max_decode_iterations
+        self._sliding_window = None if sliding_window is None else sliding_window + slack
 
     @classmethod
     def of(

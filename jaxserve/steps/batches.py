@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import jax
@@ -14,6 +14,7 @@ from jaxserve.models.batch import AttentionBatch, KVCache
 from jaxserve.models.decoder import Tap
 from jaxserve.models.incoming import IncomingPages
 from jaxserve.steps.probing import Probe
+from jaxserve.steps.slots import SlotState
 from pallas_kernels import Rows
 from pallas_kernels.paged_attention import Plan
 
@@ -28,7 +29,8 @@ class MixedBatch:
 
     Attributes:
       token_row: int32 [T], row of each token; S for padding.
-      slot, start, query_start, query_length: int32 [S].
+      slot, start, query_start, query_length: int32 [S]; see `where_slots_are` for `start`.
+      samples: bool [S], rows that end at their slot's newest token.
     """
 
     token_row: jax.Array
@@ -36,6 +38,19 @@ class MixedBatch:
     start: jax.Array
     query_start: jax.Array
     query_length: jax.Array
+    samples: jax.Array
+
+
+def where_slots_are(batch: MixedBatch, slots: SlotState) -> tuple[MixedBatch, jax.Array]:
+    """Return the rows where their slots really are, and which of them are live, bool [S].
+
+    A plan is an upper bound. Where a slot has fewer tokens than its row was planned for, a row that
+    samples ends at the newest token that there is, and a row that does not sample is inert.
+    """
+    length = slots.length[batch.slot]
+    ends = jnp.where(batch.samples, length, batch.start + batch.query_length)
+    start = jnp.maximum(ends - batch.query_length, 0)
+    return replace(batch, start=start), ~slots.done[batch.slot] & (ends <= length)
 
 
 def positions_and_slots(batch: MixedBatch) -> tuple[jax.Array, jax.Array]:

@@ -17,6 +17,7 @@ from jaxserve.steps.batches import (
     positions_and_slots,
     tap,
     tapped,
+    where_slots_are,
 )
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.prompt_logprobs import prompt_logprobs
@@ -44,9 +45,10 @@ def mixed_body(
       what the probe reads there [S, E], None without one.
     """
     model = nnx.merge(graphdef, params)
+    batch, live = where_slots_are(batch, slots)
     positions, slot = positions_and_slots(batch)
-    valid = (batch.token_row < config.max_slots) & ~slots.done[slot]
-    live = ~slots.done[batch.slot]
+    is_padding = batch.token_row >= config.max_slots
+    valid = ~is_padding & live[jnp.where(is_padding, 0, batch.token_row)]
     attention = attention_batch(
         config,
         positions=positions,
@@ -80,6 +82,7 @@ def score_prompts(
     Shapes are those of `prompt_logprobs`.
     """
     model = nnx.merge(graphdef, params)
+    batch, _ = where_slots_are(batch, slots)
     positions, slot = positions_and_slots(batch)
     successors = jnp.minimum(positions + 1, config.max_context - 1)
     return prompt_logprobs(model.logits, hidden, slots.tokens[slot, successors])

@@ -30,15 +30,17 @@ def pack_rows(
     size = num_tokens or bucket(max(1, sum(row.num_tokens for row in rows)), config.token_buckets)
     token_row = np.full(size, num_slots, np.int32)
     slot, start, query_start, length = np.zeros((4, num_slots), np.int32)
+    samples = np.zeros(num_slots, np.bool_)
     used = 0
     starts = []
     for i, row in enumerate(rows):
         token_row[used : used + row.num_tokens] = i
         slot[i], start[i], query_start[i], length[i] = row.slot, row.start, used, row.num_tokens
+        samples[i] = row.samples
         starts.append(used)
         used += row.num_tokens
     # NumPy arrays, which jit turns into device arrays.
-    batch: Any = MixedBatch(token_row, slot, start, query_start, length)  # pyright: ignore[reportArgumentType]
+    batch: Any = MixedBatch(token_row, slot, start, query_start, length, samples)  # pyright: ignore[reportArgumentType]
     return batch, starts
 
 

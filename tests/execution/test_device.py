@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -95,8 +95,9 @@ def _request(number: int, prompt, params: SamplingParams, stop_token_ids=()) -> 
 
 def _serve(executor, policy: Policy, requests, *, num_pages=None, arrive=None) -> list[Sequence]:
     """All sequences, ended; `arrive(i)` steps pass before request i comes."""
-    config = executor.config if num_pages is None else replace(CONFIG, num_pages=num_pages)
-    engine = Engine(_SmallerPool(executor, config), policy, WallClock())
+    if num_pages is not None:
+        executor = _SmallerPool(executor, replace(CONFIG, num_pages=num_pages))
+    engine = Engine(executor, policy, WallClock())
     sequences: list[Sequence] = []
     waiting = list(requests)
     while waiting or engine.has_work:
@@ -158,6 +159,56 @@ def test_same_tokens_after_preemption(executor, requests, alone, num_pages):
     sequences = _serve(executor, PRESETS["vllm_like"], requests[:24], num_pages=num_pages)
     assert sum(s.num_preemptions for s in sequences) > 0
     assert [s.output for s in sequences] == alone[:24]
+
+
+@dataclass
+class _StopsEarly(_SmallerPool):
+    """The same executor, but loops end before they have run as often as was planned."""
+
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def submit(self, plan: StepPlan):
+        if plan.is_decode_loop:
+            plan = replace(plan, num_iterations=self.rng.randint(0, plan.num_iterations))
+        return self.executor.submit(plan)
+
+
+@pytest.mark.parametrize("preset", ["vllm_like", "orca", "s3", "auto", "fastertransformer"])
+def test_same_tokens_when_steps_deliver_less_than_planned(executor, requests, alone, preset):
+    """The next step is submitted before that is known; rows go on where their slots really are."""
+    rng = random.Random(preset)
+    config = replace(CONFIG, num_pages=60)
+    sequences = _serve(
+        _StopsEarly(executor, config),
+        PRESETS[preset],
+        requests[:24],
+        arrive=lambda: rng.random() < 0.3,
+    )
+    assert [s.output for s in sequences] == alone[:24]
+    assert sum(s.falls_short for s in sequences) > 10
+
+
+def test_a_row_beyond_its_slot_is_inert(executor, requests):
+    """It writes to the null page alone; one that samples ends at the newest token that there is."""
+    request = requests[0]
+    prompt = np.asarray(request.prompt, np.int32)
+    num = len(prompt)
+    pages = tuple((0, index, 1 + index) for index in range(MAX_CONTEXT // CONFIG.page_size))
+    admission = Admission(0, request, 0, prompt, MAX_CONTEXT)
+    prefill = plan(
+        admissions=(admission,), page_updates=pages, rows=(Row(0, 0, 0, num, max_new_tokens=1),)
+    )
+    first = executor.submit(prefill).collect().tokens[0, 0]
+    before = jax.tree.map(np.array, executor._pages.cache)
+    beyond = plan(rows=(Row(0, 0, num - 2, 8, max_new_tokens=0),))
+    assert executor.submit(beyond).collect().num_tokens.tolist() == [0]
+    for old, new in zip(*map(jax.tree.leaves, (before, executor._pages.cache)), strict=True):
+        np.testing.assert_array_equal(old[:, 1:], np.asarray(new)[:, 1:])
+    late = plan(rows=(Row(0, 0, num + 5, 1, max_new_tokens=1),))
+    second = executor.submit(late).collect().tokens[0, 0]
+    executor.submit(plan((), releases=(0,))).collect()
+    (wanted,) = _serve(executor, PRESETS["orca"], [request])
+    assert [first, second] == wanted.output[:2]
 
 
 def test_sampled_tokens_depend_on_seed_and_position_only(executor):
