@@ -181,7 +181,7 @@ class _Bench:
 
     def _decode(self, size: int, context: int, room: int) -> float:
         self.reset([context] * size, room)
-        rows = tuple(Row(slot, slot, 0, 1, True) for slot in range(size))
+        rows = tuple(Row(slot, slot, 0, 1, self._num_iterations) for slot in range(size))
         step = _plan(rows=rows, num_iterations=self._num_iterations, window_size=size)
         return self._time([step] * (_TIMED_STEPS + 1))
 
@@ -200,19 +200,19 @@ class _Bench:
 
     def _body(self, lengths: Sequence[int], start: int) -> float:
         self.reset([start + n + 1 for n in lengths])
-        rows = tuple(Row(i, i, start, n, False) for i, n in enumerate(lengths))
+        rows = tuple(Row(i, i, start, n, 0) for i, n in enumerate(lengths))
         return self._time([_plan(rows=rows)] * (_TIMED_STEPS + 1))
 
     def _rows_of_one(self, size: int, samples: bool) -> float:
         """Time mixed steps of `size` decode rows, with or without sampling."""
-        self.reset([_SHORT_TOKENS] * size, _SHORT_TOKENS + _TIMED_STEPS + 1)
+        # Rows that sample lengthen their slots; for others, which a device computes only inside of
+        # what their slots hold, the slots are as long as that from the start.
+        longest = _SHORT_TOKENS + _TIMED_STEPS + 1
+        self.reset([_SHORT_TOKENS if samples else longest] * size, longest)
         first = _SHORT_TOKENS - 1
         return self._time(
             [
-                # Rows that do not sample leave their slots as they are.
-                _plan(
-                    rows=tuple(Row(i, i, first + step * samples, 1, samples) for i in range(size))
-                )
+                _plan(rows=tuple(Row(i, i, first + step, 1, int(samples)) for i in range(size)))
                 for step in range(_TIMED_STEPS + 1)
             ]
         )
