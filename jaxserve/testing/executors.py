@@ -35,6 +35,10 @@ class ExecutorWrapper:
     def __init__(self, inner: Any):
         self.inner = inner
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what the other executor has beyond the protocol, its parameters for one."""
+        return getattr(self.inner, name)
+
     def submit(self, plan: StepPlan) -> StepHandle:
         return self.inner.submit(plan)
 
