@@ -199,10 +199,10 @@ def test_a_row_beyond_its_slot_is_inert(executor, requests):
         admissions=(admission,), page_updates=pages, rows=(Row(0, 0, 0, num, max_new_tokens=1),)
     )
     first = executor.submit(prefill).collect().tokens[0, 0]
-    before = jax.tree.map(np.array, executor._pages.cache)
+    before = jax.tree.map(np.array, executor.pages.cache)
     beyond = plan(rows=(Row(0, 0, num - 2, 8, max_new_tokens=0),))
     assert executor.submit(beyond).collect().num_tokens.tolist() == [0]
-    for old, new in zip(*map(jax.tree.leaves, (before, executor._pages.cache)), strict=True):
+    for old, new in zip(*map(jax.tree.leaves, (before, executor.pages.cache)), strict=True):
         np.testing.assert_array_equal(old[:, 1:], np.asarray(new)[:, 1:])
     late = plan(rows=(Row(0, 0, num + 5, 1, max_new_tokens=1),))
     second = executor.submit(late).collect().tokens[0, 0]
