@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -22,20 +21,21 @@ def test_a_policy_that_keeps_pages_is_checked_with_conversations():
     """By name or as an object; the counts say that something was at stake."""
     checked = check_policy("pensieve", num_traces=6)
     assert checked == check_policy(PRESETS["pensieve"], num_traces=6)
-    assert checked.num_traces == 6 and checked.num_preemptions > 0 and checked.num_found > 0
+    assert checked.num_traces == 6 and checked.num_preemptions > 0 and checked.num_prefix_hit > 0
     assert checked.num_tokens > checked.num_requests > 6
     other = check_policy("pensieve", num_traces=6, first_seed=6)
     assert other.num_requests != checked.num_requests
-    assert check_policy("vllm_like", num_traces=3).num_found == 0
+    assert check_policy("vllm_like", num_traces=3).num_prefix_hit == 0
 
 
 @dataclass(frozen=True)
 class Idle:
     """An iteration shape that lets nothing run."""
 
-    keeps_finished_rows: ClassVar[bool] = False
+    def new_state(self) -> None:
+        return None
 
-    def select(self, step) -> None:
+    def select(self, step, state: None) -> None:
         step.wait_until(step.now_s + 1e-3)
 
 
@@ -50,10 +50,11 @@ def test_a_policy_that_lets_nothing_run_is_found():
 class Meddling:
     """An iteration shape that changes tokens that have come."""
 
-    keeps_finished_rows: ClassVar[bool] = False
+    def new_state(self) -> None:
+        return None
 
-    def select(self, step) -> None:
-        PRESETS["vllm_like"].iteration.select(step)
+    def select(self, step, state: None) -> None:
+        PRESETS["vllm_like"].iteration.select(step, state)
         for sequence in step.running:
             if len(sequence.output) > 3:
                 sequence.output[-1] += 1
