@@ -82,9 +82,9 @@ class SamplingNeeds:
     @classmethod
     def union(cls, needs: Iterable[SamplingNeeds]) -> SamplingNeeds:
         """Return the needs of several rows together; without rows, those of a greedy one."""
-        needs = set(needs) | {cls()}
-        return cls(
-            max(each.variant for each in needs),
-            any(each.logprobs for each in needs),
-            any(each.top_logprobs for each in needs),
-        )
+        needs = list(needs)
+        variant = max((each.variant for each in needs), default=Variant.GREEDY)
+        if variant is not Variant.FULL:
+            return cls(variant)
+        logprobs = any(each.logprobs for each in needs)
+        return cls(variant, logprobs, any(each.top_logprobs for each in needs))
