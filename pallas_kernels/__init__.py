@@ -1,6 +1,6 @@
-"""Attention over paged, non-contiguous KV and the few other device kernels.
+"""Device kernels: attention over paged, non-contiguous KV, and a few others.
 
-Each operation is a folder: its public signature, a slow and obvious reference, its
+Each operation is a folder with its public signature, a slow and obvious reference, its
 implementations, and the named shapes that tests and benchmarks share.
 """
 

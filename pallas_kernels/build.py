@@ -1,10 +1,10 @@
-"""Compiling the C++ kernels on first use, and registering them with XLA.
+"""Compilation of the C++ kernels on first use, and their registration with XLA.
 
-A kernel is compiled once a machine: the library's name in the cache folder is a hash of everything
-that went into it. The file ends in a digest of its own bytes, for loading half a library can kill
-the process; a damaged one is compiled anew. Folder: `$PALLAS_KERNELS_CACHE`, else
-`$JAXSERVE_CACHE/kernels`, else `~/.cache/jaxserve/kernels`; a temporary one where that cannot be
-written.
+A kernel is compiled once per machine. The library's name in the cache folder is a hash of all
+inputs of the compilation. The file ends in a digest of its own bytes, since loading a truncated
+library can kill the process; a damaged library is compiled again. The cache folder is the first of
+`$PALLAS_KERNELS_CACHE`, `$JAXSERVE_CACHE/kernels` and `~/.cache/jaxserve/kernels` that is set; if
+it is not writable, a temporary folder.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _NATIVE = {"x86_64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu
 
 _logger = logging.getLogger(__name__)
 _lock = threading.Lock()
-# What became of each (source, symbol): the name of its FFI target, or why there is none.
+# (source, symbol) -> the name of its FFI target, or the error that prevents one.
 _targets: dict[tuple[Path, str], str | NotImplementedError] = {}
 
 
 def cpu_target(source: Path, symbol: str) -> str:
-    """The XLA FFI target (platform "cpu") that serves the handler `symbol` of a C++ file.
+    """Return the XLA FFI target (platform "cpu") of the handler `symbol` of a C++ file.
 
-    The first call of a process loads the library, compiling it if no earlier process did, and
-    registers it; later calls return the same name, or raise the same error.
+    The first call in a process loads the library, compiles it if the cache does not have it, and
+    registers it. Later calls return the same name or raise the same error.
 
     Raises:
-      NotImplementedError: there is no compiler, it failed, or what it made cannot be loaded; also
-        logged as a warning, once.
+      NotImplementedError: there is no compiler, it failed, or its library cannot be loaded; the
+        reason is also logged once, as a warning.
     """
     with _lock:
         key = (source, symbol)
@@ -61,46 +61,50 @@ def cpu_target(source: Path, symbol: str) -> str:
 
 
 def load_symbol(source: Path, symbol: str) -> tuple[Path, Any]:
-    """The library of a C++ file and its function `symbol`; one that does not load is made anew.
+    """Return the library of a C++ file and its function `symbol`.
+
+    A library that does not load is compiled again once.
 
     Raises:
-      NotImplementedError: as `compile_library`, or the new library does not load either.
+      NotImplementedError: see `compile_library`, or the new library does not load either.
     """
     library = compile_library(source)
     try:
         return library, getattr(ctypes.CDLL(str(library)), symbol)
     except (OSError, AttributeError) as error:
         _logger.warning("%s; compiling %s again", error, source.name)
-    library = compile_library(source, anew=True)
+    library = compile_library(source, force=True)
     try:
-        # Spelled otherwise: for a path that it knows, the loader returns the library it has.
+        # Another spelling of the path: for a known path, the loader returns the library it has.
         return library, getattr(ctypes.CDLL(f"{library.parent}/./{library.name}"), symbol)
     except (OSError, AttributeError) as error:
         raise NotImplementedError(f"{library} cannot be loaded: {error}") from error
 
 
-def compile_library(source: Path, *, anew: bool = False) -> Path:
-    """The compiled library of a C++ file, from the cache folder if it is there and whole.
+def compile_library(source: Path, *, force: bool = False) -> Path:
+    """Return the compiled library of a C++ file, from the cache folder if it is there and intact.
 
-    `anew` compiles whatever is there.
+    Safe for concurrent processes: each compiles into its own file and renames it into place.
 
-    Processes may race: each compiles into a file of its own and renames it into place.
+    Args:
+      force: compile even if the cache has an intact library.
 
     Raises:
-      NotImplementedError: there is no compiler, it failed, or it took over `COMPILE_TIMEOUT_S`.
+      NotImplementedError: there is no compiler, it failed, or it took longer than
+        `COMPILE_TIMEOUT_S`.
     """
     compiler = _find_compiler()
     native = _NATIVE.get(platform.machine())
     flags = (*_FLAGS, *((native,) if native else ()))
-    made_of = (
+    inputs = (
         *(path.read_text() for path in (source, *sorted(_INCLUDE.glob("*.h")))),
-        *(compiler, _compiler_version(compiler), *flags),
+        *(compiler, _compiler_version(compiler, os.stat(compiler).st_mtime_ns), *flags),
         *(version("jaxlib"), _cpu_model()),
     )
-    digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
+    digest = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
     folder = _cache_folder()
     library = folder / f"{source.parent.name}-{source.stem}-{digest}.so"
-    if not anew and _is_whole(library):
+    if not force and _is_intact(library):
         return library
     handle, scratch = tempfile.mkstemp(dir=folder, prefix=f"{library.stem}-", suffix=".tmp")
     os.close(handle)
@@ -111,28 +115,28 @@ def compile_library(source: Path, *, anew: bool = False) -> Path:
             command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
         )
         if done.returncode:
-            said = "\n".join(done.stderr.strip().splitlines()[-20:])
-            raise NotImplementedError(f"{compiler} failed with {done.returncode}: {said}")
+            tail = "\n".join(done.stderr.strip().splitlines()[-20:])
+            raise NotImplementedError(f"{compiler} failed with {done.returncode}: {tail}")
         with open(scratch, "r+b") as file:
             file.write(hashlib.sha256(file.read()).digest())
         os.replace(scratch, library)
     except subprocess.TimeoutExpired as error:
-        raise NotImplementedError(f"{compiler} took over {COMPILE_TIMEOUT_S} s") from error
+        raise NotImplementedError(f"{compiler} took longer than {COMPILE_TIMEOUT_S} s") from error
     finally:
         Path(scratch).unlink(missing_ok=True)
     return library
 
 
 def _register(library: Path, handler: Any, symbol: str) -> str:
-    # The hash in the name keeps an executable of XLA's persistent cache from calling another
-    # version of the handler than the one it was compiled for.
+    # With the hash in its name, an executable from XLA's persistent cache cannot call another
+    # version of the handler than the one that it was compiled for.
     target = f"pallas_kernels.{symbol}.{library.stem.rsplit('-', 1)[1]}"
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu", api_version=1)
     return target
 
 
-def _is_whole(library: Path) -> bool:
-    """Whether the file is there and ends in the digest of what comes before."""
+def _is_intact(library: Path) -> bool:
+    """Return whether the file exists and ends in the digest of its other bytes."""
     try:
         content = library.read_bytes()
     except OSError:
@@ -141,8 +145,13 @@ def _is_whole(library: Path) -> bool:
 
 
 @functools.cache
-def _compiler_version(compiler: str) -> str:
-    """What it says of itself: an upgrade keeps the path."""
+def _compiler_version(compiler: str, changed_ns: int) -> str:
+    """Return what the compiler says of itself: an upgrade keeps the path.
+
+    Args:
+      changed_ns: when its file was last changed.
+    """
+    del changed_ns  # a key of the cache
     try:
         done = subprocess.run(
             [compiler, "--version"], capture_output=True, text=True, timeout=30, check=False
@@ -180,7 +189,7 @@ def _cache_folder() -> Path:
 
 
 def _cpu_model() -> str:
-    """What `-march=native` depends on: a folder may be shared between machines."""
+    """Return what `-march=native` depends on, since machines may share a cache folder."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Every call of every GPU kernel that is lowered and compiled before it is shipped."""
+"""The calls of the GPU kernels that are lowered and compiled before a release."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Configuration(Protocol):
 
     @property
     def kernels(self) -> frozenset[str]:
-        """Names of all kernels that serve it."""
+        """The names of the kernels that serve the call."""
         ...
 
     @property
     def donated(self) -> tuple[str, ...]:
-        """Its arguments that have to be written in place."""
+        """The names of the arguments that must be written in place."""
         ...
 
     def call(self) -> tuple[Any, dict[str, Any]]:
-        """A function to jit, and its abstract arguments."""
+        """Return a function for `jax.jit` and its abstract arguments."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Tracing and lowering for a GPU that is not there, to test what would be compiled for it."""
+"""Tracing and lowering for a GPU on a machine without one, for tests of the compiled code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ H100_CORES = 132
 
 @contextmanager
 def targeting(device: str = H100) -> Iterator[None]:
-    """What is traced in the block is for this GPU; lower it with `lowering_platforms=("cuda",)`."""
+    """Trace for this GPU inside the block; lower with `lowering_platforms=("cuda",)`."""
     kind = AbstractDevice(device_kind=device, num_cores=None, platform="cuda")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
         yield

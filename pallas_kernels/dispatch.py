@@ -1,4 +1,4 @@
-"""Which implementation of an operation serves a call: chosen when it is traced, and kept."""
+"""The choice of an operation's implementation, made and recorded when a call is traced."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import jax
+import numpy as np
 
 _Result = TypeVar("_Result")
 
@@ -17,10 +18,10 @@ _logger = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What serves an operation on arrays of these shapes.
+    """The implementation that serves an operation on arrays of certain shapes.
 
     Attributes:
-      reason: why, and why those that would have been preferred refused.
+      reason: why it was chosen, or why the preferred implementations refused.
       shapes: of the arrays, such as "q float32[8, 9, 64], k_pages float32[30, 257, 3, 32, 64]".
     """
 
@@ -31,12 +32,12 @@ class Choice:
     shapes: str
 
 
-# In the order in which they were made; a dictionary, for its keys.
+# An ordered set: choice -> None.
 _choices: dict[Choice, None] = {}
 
 
 def choices() -> tuple[Choice, ...]:
-    """Every choice that this process has made, oldest first, each once."""
+    """Return the distinct choices of this process, oldest first."""
     return tuple(_choices)
 
 
@@ -47,27 +48,28 @@ def call(
     implementation: str | None,
     **arguments,
 ) -> _Result:
-    """The result of the first of the platform's preferred implementations that can serve the call.
+    """Call the first preferred implementation that can serve the arguments, and return its result.
 
     Args:
-      operation: for the log.
-      implementations: by name; each raises NotImplementedError, saying why, for what it cannot do.
-      preferred: by platform, names in order; where a platform is missing, or all refuse, "xla".
-      implementation: use this one, whatever is preferred; of several, with commas between them,
-        the first that can.
+      operation: name for the log.
+      implementations: name -> function, which raises `NotImplementedError` with the reason for
+        arguments that it cannot serve.
+      preferred: platform -> names in order of preference. "xla" follows the last of them, and
+        serves a platform that is missing.
+      implementation: overrides the preference; one name, or several separated by commas.
 
     Raises:
-      NotImplementedError: no implementation that was asked for can serve this case.
-      ValueError: there is no such implementation.
+      NotImplementedError: none of the names in `implementation` can serve the arguments.
+      ValueError: a name in `implementation` is unknown.
     """
     platform = target_platform()
     if implementation is not None:
-        names, why = tuple(implementation.split(",")), "asked for"
+        names, why = tuple(implementation.split(",")), "requested"
         unknown = [name for name in names if name not in implementations]
         if unknown:
             raise ValueError(
-                f"implementation={implementation!r}: {unknown[0]!r} is unknown; give one of "
-                f"{tuple(implementations)}, or several with commas between them"
+                f"implementation={implementation!r}: {unknown[0]!r} is unknown; pass one of "
+                f"{tuple(implementations)}, or several separated by commas"
             )
     else:
         names, why = preferred.get(platform, ()), "the first choice"
@@ -78,7 +80,7 @@ def call(
         except NotImplementedError as error:
             if implementation == name:
                 raise
-            refused.append(f"{name} cannot: {error}")
+            refused.append(f"{name} refused: {error}")
         else:
             record(operation, name, "; ".join(refused) or why, **arguments)
             return out
@@ -89,10 +91,9 @@ def call(
 
 
 def target_platform() -> str:
-    """What is compiled for: "cpu", "cuda" and so on.
+    """Return the platform that is compiled for, such as "cpu" or "cuda".
 
-    That is JAX's default back end, or the device of the abstract mesh in force, for compiling
-    where there is no such device.
+    That is the device of the current abstract mesh (see `cross`), or else JAX's default back end.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
@@ -100,7 +101,7 @@ def target_platform() -> str:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Of the GPU that is compiled for, such as (9, 0); None where it is not at hand."""
+    """Return the compute capability of this machine's GPU, such as (9, 0); None without a GPU."""
     capability = getattr(jax.devices()[0], "compute_capability", None)
     if capability is None:
         return None
@@ -109,7 +110,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def is_partitioned() -> bool:
-    """Whether what is traced now is for XLA to cut over a mesh; inside `shard_map` it is not."""
+    """Return whether XLA will partition the current trace over a mesh; False inside `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return False
@@ -121,11 +122,11 @@ def is_partitioned() -> bool:
 
 
 def record(operation: str, name: str, reason: str, **arguments: Any) -> None:
-    """Remember a choice, and log it the first time."""
+    """Record a choice, and log it the first time."""
     shapes = ", ".join(
         f"{argument} {value.dtype.name}{list(value.shape)}"
         for argument, value in arguments.items()
-        if hasattr(value, "shape") and hasattr(value, "dtype")
+        if isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray))
     )
     platform = target_platform()
     choice = Choice(operation, name, platform, reason, shapes)

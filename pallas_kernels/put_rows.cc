@@ -1,4 +1,4 @@
-// Writing rows into an array in place on the CPU, as an XLA custom call whose output is its input.
+// Writes rows into an array in place on the CPU: an XLA custom call whose output is its input.
 
 #include <cstdint>
 #include <cstring>
@@ -9,12 +9,12 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// out = array, but with rows[i] as its row number place[i]; places outside are left out.
+// out = array, except that its row number place[i] is rows[i]; numbers out of range are skipped.
 ffi::Error put_rows(ffi::AnyBuffer array, ffi::BufferR1<ffi::S32> place, ffi::AnyBuffer rows,
                     ffi::Result<ffi::AnyBuffer> out) {
   const int64_t count = place.element_count();
   if (count == 0 || rows.size_bytes() % count || rows.element_type() != array.element_type())
-    return ffi::Error::InvalidArgument("put_rows: no such rows");
+    return ffi::Error::InvalidArgument("put_rows: rows do not fit place and array");
   const int64_t size = rows.size_bytes() / count;
   const int64_t num_rows = array.size_bytes() / size;
   char* to = static_cast<char*>(out->untyped_data());

@@ -1,21 +1,26 @@
-"""Writing rows of float8 arrays in place on a CPU, where XLA would compute all of it in float16."""
+"""Writes of rows into float8 arrays in place on a CPU.
+
+XLA's own scatter would convert the whole array to float16 and back.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import jax
+from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels import build, dispatch
 
 _SOURCE = Path(__file__).with_suffix(".cc")
 
 
-def serves(array: jax.Array) -> bool:
-    """Whether `put_rows` is how to write into `array`, where this is traced.
+def serves(array: Shaped[Array, ...]) -> bool:
+    """Return whether `put_rows` should write into `array`, in the current trace.
 
-    False where XLA does well by itself, for an array that XLA cuts over a mesh, and where there is
-    no compiler, which is logged as a warning.
+    False for dtypes that XLA scatters well, for other platforms, for an array that XLA partitions
+    over a mesh, for 2^31 elements or more, and without a C++ compiler, which is logged as a
+    warning.
     """
     if not array.dtype.name.startswith("float8") or dispatch.target_platform() != "cpu":
         return False
@@ -28,13 +33,15 @@ def serves(array: jax.Array) -> bool:
     return True
 
 
-def put_rows(array: jax.Array, place: jax.Array, rows: jax.Array) -> jax.Array:
-    """`array` with other rows at some places, in place when it is donated.
+def put_rows(
+    array: Shaped[Array, "*all"], place: Int[Array, " count"], rows: Shaped[Array, " count *row"]
+) -> Shaped[Array, "*all"]:
+    """Return `array` with some rows replaced; in place when it is donated.
 
     Args:
-      array: [..., *row], one that this `serves`.
-      place: int32 [count], numbers of rows as they lie in memory; those outside are left out.
-      rows: [count, *row], of the same dtype.
+      array: [..., *row]; `serves(array)` must hold.
+      place: int32 [count], row numbers in memory order; numbers out of range are skipped.
+      rows: [count, *row], of the array's dtype.
     """
     call = jax.ffi.ffi_call(
         build.cpu_target(_SOURCE, "PutRows"),

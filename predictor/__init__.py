@@ -1,12 +1,12 @@
-"""How long will the answer be: a package of its own, useful without the runtime.
+"""Prediction of output lengths; usable without the runtime.
 
-`LengthPredictor` is a BERT-family encoder with a head over length buckets (S3, section 3.1), which
-`train` trains; its distributions can be conditioned on tokens that have come
-(`LengthDistributions`) and turned into reservations that keep a promised miss rate (`Calibration`).
-`LengthProbe` reads what is left of an answer off the served model's own activations.
-`OnlineLearner` goes on training it with the answers that come.
+`LengthPredictor` is a BERT-family encoder with a head over length buckets (S3, section 3.1), and
+`train` trains it. Its distributions can be conditioned on the tokens generated so far
+(`LengthDistributions`) and turned into reservations with a stated miss rate (`Calibration`).
+`LengthProbe` predicts the remaining length from the served model's own activations.
+`OnlineLearner` continues to train a predictor on the answers that are served.
 
-Names are imported on first use, so that buckets, distributions and calibration do without JAX.
+Names are imported on first use, so that buckets, distributions and calibration work without JAX.
 """
 
 from __future__ import annotations

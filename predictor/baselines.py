@@ -1,4 +1,4 @@
-"""Honest baselines: what any predictor has to beat."""
+"""Baselines that a predictor must beat."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from predictor.buckets import LengthBuckets
 
@@ -17,28 +18,29 @@ _ROUNDS = 300
 
 @final
 class Majority:
-    """The lengths that came, whatever is asked."""
+    """A baseline that predicts the training lengths' distribution for every prompt."""
 
     def __init__(self, buckets: LengthBuckets):
         self._buckets = buckets
         self._logits = np.zeros(buckets.num)
 
-    def fit(self, prompts: Sequence[str], lengths: np.ndarray) -> Majority:
+    def fit(self, prompts: Sequence[str], lengths: Int[np.ndarray, " prompts"]) -> Majority:
         counts = np.bincount(self._buckets.bucket_of(lengths), minlength=self._buckets.num)
         self._logits = np.log((counts + 1.0) / (counts.sum() + self._buckets.num))
         return self
 
-    def logits(self, prompts: Sequence[str]) -> np.ndarray:
-        """float [prompts, buckets]."""
+    def logits(self, prompts: Sequence[str]) -> Float[np.ndarray, "prompts buckets"]:
+        """Return logits."""
         return np.tile(self._logits, (len(prompts), 1))
 
 
 @final
 class Linear:
-    """Multinomial logistic regression on features of the prompts, standardised.
+    """Multinomial logistic regression on standardised features of the prompts.
 
     Args:
-      features: from prompts to float [prompts, features]: their lengths, or mean-pooled embeddings.
+      features: maps prompts to float [prompts, features], such as their lengths or mean-pooled
+        embeddings.
     """
 
     def __init__(self, buckets: LengthBuckets, features: Features):
@@ -47,13 +49,13 @@ class Linear:
         self._weights = np.zeros((0, buckets.num))
         self._mean = self._scale = np.zeros(0)
 
-    def fit(self, prompts: Sequence[str], lengths: np.ndarray) -> Linear:
-        """By full-batch gradient descent with Nesterov's momentum: the loss is convex."""
+    def fit(self, prompts: Sequence[str], lengths: Int[np.ndarray, " prompts"]) -> Linear:
+        """Fit by full-batch gradient descent with Nesterov momentum; the loss is convex."""
         x = self._features(prompts)
         self._mean, self._scale = x.mean(0), x.std(0) + 1e-8
         x = self._standardised(x)
         wanted = np.eye(self._buckets.num)[self._buckets.bucket_of(lengths)]
-        # The loss is no steeper than half the largest eigenvalue of the features' second moment.
+        # The loss's curvature is at most half the largest eigenvalue of the second moment of x.
         rate = 2.0 / (np.linalg.eigvalsh(x.T @ x / len(x))[-1] + _RIDGE)
         weights = ahead = np.zeros((x.shape[1], self._buckets.num))
         for step in range(_ROUNDS):
@@ -67,15 +69,17 @@ class Linear:
         self._weights = weights
         return self
 
-    def logits(self, prompts: Sequence[str]) -> np.ndarray:
-        """float [prompts, buckets]."""
+    def logits(self, prompts: Sequence[str]) -> Float[np.ndarray, "prompts buckets"]:
+        """Return logits."""
         return self._standardised(self._features(prompts)) @ self._weights
 
-    def _standardised(self, x: np.ndarray) -> np.ndarray:
+    def _standardised(
+        self, x: Float[np.ndarray, "prompts features"]
+    ) -> Float[np.ndarray, "prompts columns"]:
         return np.concatenate([(x - self._mean) / self._scale, np.ones((len(x), 1))], axis=1)
 
 
-def prompt_lengths(prompts: Sequence[str]) -> np.ndarray:
-    """Characters and words, and their logarithms: float [prompts, 4]."""
+def prompt_lengths(prompts: Sequence[str]) -> Float[np.ndarray, "prompts 4"]:
+    """Return the numbers of characters and words and their logarithms."""
     counts = np.asarray([(len(p), len(p.split())) for p in prompts], np.float64).reshape(-1, 2)
     return np.concatenate([counts, np.log1p(counts)], axis=1)

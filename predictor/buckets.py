@@ -1,4 +1,4 @@
-"""Length buckets: what the predictor chooses between (S3, section 3.1)."""
+"""Length buckets, the predictor's classes (S3, section 3.1)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from jaxtyping import Float
 
 NUM_BUCKETS = 10
 KINDS = ("equal", "log", "quantile")
@@ -15,10 +16,10 @@ KINDS = ("equal", "log", "quantile")
 @final
 @dataclass(frozen=True)
 class LengthBuckets:
-    """Ranges of output lengths: bucket i has those over `edges[i]`, up to `edges[i + 1]`.
+    """Ranges of output lengths: bucket i holds lengths in (edges[i], edges[i + 1]].
 
     Attributes:
-      edges: tokens, increasing from 0; one more than there are buckets.
+      edges: int [buckets + 1], in tokens, strictly increasing from 0.
     """
 
     edges: tuple[int, ...]
@@ -26,31 +27,34 @@ class LengthBuckets:
     def __post_init__(self) -> None:
         edges = self.edges
         if len(edges) < 2 or edges[0] != 0 or any(a >= b for a, b in zip(edges, edges[1:])):  # noqa: B905
-            raise ValueError(f"edges={edges}: give 0 and then larger and larger lengths")
+            raise ValueError(f"edges={edges} are not allowed; pass 0 and then increasing lengths")
 
     @classmethod
     def of(
         cls, kind: str, lengths: Sequence[int], max_length: int, num: int = NUM_BUCKETS
     ) -> LengthBuckets:
-        """By name: equal (as in the paper), log or quantile; only the last looks at the lengths.
+        """Make buckets of a kind by its name: equal (as in the paper), log or quantile.
+
+        Args:
+          lengths: output lengths; only quantile buckets depend on them.
 
         Raises:
-          ValueError: another name; or see the methods below.
+          ValueError: `kind` is unknown, or see the methods below.
         """
         if kind not in KINDS:
-            raise ValueError(f"buckets={kind!r}; give one of {', '.join(KINDS)}")
+            raise ValueError(f"buckets={kind!r} is unknown; pass one of {', '.join(KINDS)}")
         if kind == "quantile":
             return cls.quantiles(lengths, max_length, num)
         return (cls.equal_width if kind == "equal" else cls.logarithmic)(max_length, num)
 
     @classmethod
     def equal_width(cls, max_length: int, num: int = NUM_BUCKETS) -> LengthBuckets:
-        """As in the paper: each a `num`-th of the longest length."""
+        """Make buckets of width `max_length / num`, as in the paper."""
         return cls._rounded(np.linspace(0, max_length, num + 1), max_length, num)
 
     @classmethod
     def logarithmic(cls, max_length: int, num: int = NUM_BUCKETS) -> LengthBuckets:
-        """Each about as many times longer than the one before: short answers told apart better."""
+        """Make buckets whose edges grow by a constant factor; short lengths get narrow buckets."""
         edges = np.concatenate([[0], np.geomspace(max_length ** (1 / num), max_length, num)])
         return cls._rounded(edges, max_length, num)
 
@@ -58,11 +62,17 @@ class LengthBuckets:
     def quantiles(
         cls, lengths: Sequence[int], max_length: int, num: int = NUM_BUCKETS
     ) -> LengthBuckets:
-        """Each with about as many of these lengths; fewer buckets where many are equal."""
+        """Make buckets that hold about equal shares of `lengths`.
+
+        There are fewer than `num` buckets when many lengths are equal.
+        """
         if not len(lengths):
-            raise ValueError("no lengths to take quantiles of")
+            raise ValueError("quantile buckets need lengths, and there are none; pass at least 1")
         if num < 1 or max_length < 1:
-            raise ValueError(f"{num} buckets of lengths up to {max_length}: give each a length")
+            raise ValueError(
+                f"num={num} buckets of lengths up to {max_length} are not allowed; pass 1 or more "
+                "of both"
+            )
         inner = np.quantile(np.minimum(lengths, max_length), np.arange(1, num) / num)
         edges = [0]
         for edge in (*np.ceil(inner).astype(int), max_length):
@@ -71,10 +81,15 @@ class LengthBuckets:
         return cls(tuple(edges))
 
     @classmethod
-    def _rounded(cls, edges: np.ndarray, max_length: int, num: int) -> LengthBuckets:
-        """Whole numbers, each bucket with one length at least."""
+    def _rounded(
+        cls, edges: Float[np.ndarray, " edges"], max_length: int, num: int
+    ) -> LengthBuckets:
+        """Round edges to whole numbers so that each bucket holds at least one length."""
         if num < 1 or max_length < num:
-            raise ValueError(f"{num} buckets of lengths up to {max_length}: give each a length")
+            raise ValueError(
+                f"num={num} buckets of lengths up to {max_length} are not allowed; pass at least 1 "
+                "and at most max_length"
+            )
         least = np.arange(num + 1)
         whole = np.maximum(np.round(edges).astype(int), least)
         whole = np.minimum(np.maximum.accumulate(whole - least) + least, max_length - num + least)
@@ -86,19 +101,19 @@ class LengthBuckets:
 
     @property
     def max_length(self) -> int:
-        """The longest length of the last bucket; longer ones count as this."""
+        """The longest length of the last bucket; longer lengths count as this one."""
         return self.edges[-1]
 
     def bucket_of(self, lengths: np.ndarray | Sequence[int] | int) -> np.ndarray:
-        """Buckets (int64) of lengths of any shape."""
+        """Return the bucket of each length, int64, in the shape of `lengths`."""
         clipped = np.clip(lengths, 1, self.max_length)
         return np.searchsorted(self.edges, clipped, side="left") - 1
 
     def upper(self, buckets: np.ndarray | int) -> np.ndarray:
-        """The longest length of each bucket: what S3 reserves."""
+        """Return the longest length of each bucket, which S3 reserves."""
         return np.asarray(self.edges)[np.asarray(buckets) + 1]
 
     def middle(self, buckets: np.ndarray | int) -> np.ndarray:
-        """The mean length of each bucket, its lengths taken as equally likely."""
+        """Return the mean length of each bucket, with its lengths equally likely."""
         edges, index = np.asarray(self.edges), np.asarray(buckets)
         return (edges[index] + 1 + edges[index + 1]) / 2

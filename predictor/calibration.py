@@ -1,4 +1,4 @@
-"""Making probabilities mean what they say, and reservations keep what they promise."""
+"""Calibration of probabilities, and of reservations to a stated miss rate."""
 
 from __future__ import annotations
 
@@ -7,62 +7,76 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from predictor.buckets import LengthBuckets
 from predictor.distribution import LengthDistributions
 
 _TEMPERATURES = (0.05, 20.0)
 _ROUNDS = 60
-# A level just over another.
+# Added to a level, to be strictly over it.
 _OVER = 1e-6
 
 
 @final
 @dataclass(frozen=True)
 class Calibration:
-    """What was learned on held-out requests.
+    """A temperature and conformal levels, fitted on held-out requests.
 
     Attributes:
       temperature: logits are divided by it (Guo et al., arXiv:1706.04599).
-      levels: float [requests], sorted: what the predicted distribution gave to lengths shorter than
-        the one that came. A reservation at a level is outgrown where this reaches it, so the
-        conformal quantile is the level that a promise needs (distributional conformal prediction,
-        Chernozhukov et al., arXiv:1909.07889).
+      levels: sorted: the probability that the prediction gave to lengths shorter
+        than the true one. A request outgrows a reservation at level q when its own level is q or
+        more, so a conformal quantile of `levels` is the level for a miss rate (distributional
+        conformal prediction, Chernozhukov et al., arXiv:1909.07889).
     """
 
     temperature: float
-    levels: np.ndarray
+    levels: Float[np.ndarray, " requests"]
 
     @classmethod
-    def fit(cls, buckets: LengthBuckets, logits: np.ndarray, lengths: np.ndarray) -> Calibration:
-        """Of held-out logits [requests, buckets] and the lengths that came, int [requests]."""
+    def fit(
+        cls,
+        buckets: LengthBuckets,
+        logits: Float[np.ndarray, "requests buckets"],
+        lengths: Int[np.ndarray, " requests"],
+    ) -> Calibration:
+        """Fit to held-out logits and true output lengths."""
         if len(logits) != len(lengths) or not len(lengths):
-            raise ValueError(f"{len(logits)} predictions for {len(lengths)} lengths; give some")
+            raise ValueError(
+                f"{len(logits)} predictions for {len(lengths)} lengths are not allowed; pass at "
+                "least one of each, and equally many"
+            )
         temperature = _best_temperature(logits, buckets.bucket_of(lengths))
         predicted = LengthDistributions(buckets, softmax(logits / temperature))
         return cls(temperature, np.sort(predicted.cdf(np.asarray(lengths) - 1)))
 
     def level(self, miss_rate: float) -> float:
-        """The level whose quantile at most `miss_rate` of requests outgrow.
+        """Return the level whose quantile at most a share `miss_rate` of requests outgrows.
 
-        The promise holds on average over draws of held-out and new requests alike. 1, the longest
-        length, where too few were held out to promise anything less.
+        The share is an average over draws of both held-out and new requests. The level is 1, which
+        stands for the longest length, when too few requests were held out for a lower one.
         """
         if not 0.0 < miss_rate < 1.0:
-            raise ValueError(f"miss_rate={miss_rate}: give a share between 0 and 1")
+            raise ValueError(f"miss_rate={miss_rate} is not allowed; pass a share between 0 and 1")
         rank = math.ceil((len(self.levels) + 1) * (1.0 - miss_rate))
         return 1.0 if rank > len(self.levels) else min(1.0, float(self.levels[rank - 1]) + _OVER)
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Along the last axis, in float64."""
+def softmax(logits: Float[np.ndarray, "*rows buckets"]) -> Float[np.ndarray, "*rows buckets"]:
+    """Return the softmax along the last axis, in float64."""
     logits = np.asarray(logits, np.float64)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
 
 
-def _best_temperature(logits: np.ndarray, buckets: np.ndarray) -> float:
-    """That of the least cross-entropy, by golden section over its logarithm: it has one minimum."""
+def _best_temperature(
+    logits: Float[np.ndarray, "requests buckets"], buckets: Int[np.ndarray, " requests"]
+) -> float:
+    """Return the temperature of the lowest cross-entropy.
+
+    Golden-section search over its logarithm; the cross-entropy has one minimum.
+    """
     logits = np.asarray(logits, np.float64)
     index = np.arange(len(buckets))
 

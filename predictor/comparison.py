@@ -1,4 +1,4 @@
-"""A predictor beside the baselines, all given the same chances on the same requests."""
+"""Comparison of a predictor with the baselines on the same requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from predictor.data import Example, clipped, columns
 from predictor.distribution import LengthDistributions
 from predictor.evaluation import Evaluation, evaluate
 
-# Miss rates that reservations are held to.
+# The target miss rates of the comparison's reservations.
 PROMISES = (0.05, 0.1, 0.2, 0.3)
 
 Logits = Callable[[Sequence[str]], np.ndarray]
@@ -24,13 +24,13 @@ Logits = Callable[[Sequence[str]], np.ndarray]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One predictor's figures on the requests of a test.
+    """One predictor's figures on test requests.
 
     Attributes:
-      evaluation: after calibration.
-      missed: by promised miss rate, the share of requests that outgrew their reservations.
-      reserved: by promised miss rate, the mean reservation in tokens: of two that keep their
-        promise, the lower is the better predictor.
+      evaluation: figures after calibration.
+      missed: target miss rate -> share of requests that outgrew their reservations.
+      reserved: target miss rate -> mean reservation in tokens. Of two predictors that meet the
+        target, the one with the lower mean is better.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Contender:
     reserved: dict[float, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the evaluation's figures on top, promises by their text."""
+        """Return a dictionary for JSON; the evaluation's figures are at its top level."""
         figures = vars(self.evaluation) | {
             "calibration_error": self.evaluation.calibration_error,
             "promises": {
@@ -57,7 +57,7 @@ def contender(
     test: Sequence[Example],
     calibration: Calibration,
 ) -> Contender:
-    """The figures of whatever gives logits [prompts, buckets]."""
+    """Return the figures of a function from prompts to logits [prompts, buckets]."""
     prompts, lengths = columns(test)
     scaled = logits(prompts) / calibration.temperature
     predicted = LengthDistributions(buckets, softmax(scaled))
@@ -80,23 +80,26 @@ def compare(
     *,
     calibration: Calibration | None = None,
 ) -> list[Contender]:
-    """A predictor, and after it the baselines: majority, prompt length, linear on embeddings.
+    """Return the figures of a predictor, then of the baselines.
+
+    The baselines are majority, prompt length, and linear on embeddings. In all three sets of
+    examples, a length over the buckets' longest counts as the longest.
 
     Args:
-      logits: the predictor's.
-      features: what the linear baseline sees: embeddings of the encoder before it was trained.
-      learned: what the baselines learn from, and the predictor did.
-      held_out: calibrates every one of them.
-      test: as all of these, longer answers count as the longest length.
-      calibration: the predictor's own, to be measured in place of a new one.
+      logits: the predictor's function from prompts to logits [prompts, buckets].
+      features: the linear baseline's features: embeddings of the encoder before it was trained.
+      learned: examples that the baselines learn from, and the predictor learned from.
+      held_out: examples that calibrate each of them.
+      test: examples that the figures are of.
+      calibration: the predictor's calibration; by default it is fitted on `held_out`.
 
     Raises:
-      ValueError: one of the three is empty.
+      ValueError: one of the three sets is empty.
     """
     if not (learned and held_out and test):
         raise ValueError(
             f"{len(learned)} examples to learn from, {len(held_out)} held out and {len(test)} to "
-            "test on; give some of each"
+            "test on are not allowed; pass at least one of each"
         )
     learned, held_out, test = (
         clipped(part, buckets.max_length) for part in (learned, held_out, test)
@@ -106,12 +109,12 @@ def compare(
         "prompt length": Linear(buckets, prompt_lengths),
         "linear on embeddings": Linear(buckets, features),
     }
-    all_of_them: dict[str, Logits] = {"predictor": logits} | {
+    contenders: dict[str, Logits] = {"predictor": logits} | {
         name: baseline.fit(*columns(learned)).logits for name, baseline in baselines.items()
     }
     prompts, lengths = columns(held_out)
     done = []
-    for name, own in all_of_them.items():
+    for name, own in contenders.items():
         fitted = calibration if name == "predictor" else None
         fitted = fitted or Calibration.fit(buckets, own(prompts), lengths)
         done.append(contender(name, buckets, own, test, fitted))

@@ -1,4 +1,4 @@
-"""Prompts and the lengths of their answers: reading, writing, splitting, batching."""
+"""Reading, writing, splitting and batching of prompts and their output lengths."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from typing import Protocol, TypeVar, final
 
 import numpy as np
 import tokenizers
+from jaxtyping import Bool, Int, Int32
 
-# Sizes that batches are padded to, in tokens: each is compiled once.
+# Widths in tokens that batches are padded to; each is compiled once.
 TOKEN_BUCKETS = (32, 64, 128, 256, 512)
 
 
 @final
 @dataclass(frozen=True)
 class Example:
-    """One prompt, and how many tokens its answer had.
+    """A prompt and the number of tokens of its answer.
 
     Attributes:
-      conversation: what prompts must not be torn apart from; by default the prompt itself.
+      conversation: id of the prompt's conversation, which a split keeps whole; "" stands for a
+        conversation of this prompt alone.
     """
 
     prompt: str
@@ -31,14 +33,14 @@ class Example:
 
     def __post_init__(self) -> None:
         if self.output_length < 1:
-            raise ValueError(f"output_length={self.output_length}; an answer has a token at least")
+            raise ValueError(f"output_length={self.output_length} is not allowed; pass 1 or more")
 
 
 def read_jsonl(path: Path) -> Iterator[Example]:
-    """Lines of {"prompt": text, "output_length": tokens, "conversation": id or absent}.
+    """Read lines of {"prompt": text, "output_length": tokens, "conversation": optional id}.
 
     Raises:
-      ValueError: naming the file and the line that is not such an object.
+      ValueError: a line is not such an object; the message names the file and the line.
     """
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -59,24 +61,24 @@ def read_jsonl(path: Path) -> Iterator[Example]:
 
 
 def write_jsonl(path: Path, examples: Iterable[Example]) -> None:
-    """What `read_jsonl` reads."""
+    """Write examples in the format that `read_jsonl` reads."""
     with path.open("w", encoding="utf-8") as file:
         for example in examples:
             file.write(json.dumps(vars(example), ensure_ascii=False) + "\n")
 
 
-def columns(examples: Sequence[Example]) -> tuple[list[str], np.ndarray]:
-    """Prompts, and output lengths, int [examples]."""
+def columns(examples: Sequence[Example]) -> tuple[list[str], Int[np.ndarray, " examples"]]:
+    """Return the prompts and the output lengths."""
     return [e.prompt for e in examples], np.asarray([e.output_length for e in examples])
 
 
 def clipped(examples: Iterable[Example], max_length: int) -> list[Example]:
-    """Answers that would be longer end at `max_length`, as they do where they are served."""
+    """Return examples with output lengths of at most `max_length`, as serving limits them."""
     return [replace(one, output_length=min(one.output_length, max_length)) for one in examples]
 
 
 class Splittable(Protocol):
-    """What has a place in a split, by its conversation's name or else by its prompt."""
+    """An example that a split assigns by its conversation's id, or by its prompt without one."""
 
     @property
     def conversation(self) -> str: ...
@@ -89,9 +91,12 @@ _T = TypeVar("_T", bound=Splittable)
 
 
 def split(examples: Sequence[_T], *, held_out: float, seed: int = 0) -> tuple[list[_T], list[_T]]:
-    """Those to learn from and those held out, conversations left whole.
+    """Split examples into those to learn from and those held out; conversations stay whole.
 
-    A conversation's side depends on its name and the seed alone, so more data moves none over.
+    A conversation's side depends on its id and the seed alone, so added data moves no conversation.
+
+    Args:
+      held_out: share of the conversations, between 0 and 1.
     """
     learned, kept, rest = _split(examples, (held_out, 0.0), seed)
     assert not rest
@@ -101,10 +106,10 @@ def split(examples: Sequence[_T], *, held_out: float, seed: int = 0) -> tuple[li
 def split_in_three(
     examples: Sequence[_T], *, held_out: float, seed: int = 0
 ) -> tuple[list[_T], list[_T], list[_T]]:
-    """As `split`: to learn from, to stop early and calibrate by, and to test on.
+    """Split as `split` does, into examples to learn from, to calibrate with, and to test on.
 
     Args:
-      held_out: share of each of the latter two; under a half.
+      held_out: share of each of the last two, between 0 and a half.
     """
     return _split(examples, (held_out, held_out), seed)
 
@@ -112,10 +117,12 @@ def split_in_three(
 def _split(
     examples: Sequence[_T], shares: tuple[float, float], seed: int
 ) -> tuple[list[_T], list[_T], list[_T]]:
-    """What is left over, and the two shares."""
+    """Return the examples in neither share, then those in each share."""
     if not 0.0 < shares[0] < 1.0 or sum(shares) >= 1.0:
         largest = "1" if not shares[1] else "a half"
-        raise ValueError(f"held_out={shares[0]}: give a share between 0 and {largest}")
+        raise ValueError(
+            f"held_out={shares[0]} is not allowed; pass a share between 0 and {largest}"
+        )
     sides: tuple[list[_T], list[_T], list[_T]] = ([], [], [])
     for example in examples:
         name = f"{seed}:{example.conversation or example.prompt}".encode()
@@ -126,9 +133,9 @@ def _split(
 
 @final
 class PromptEncoder:
-    """Prompts as padded arrays of tokens.
+    """A tokenizer of prompts.
 
-    Long prompts lose their middle: what is asked for stands at the beginning or at the end.
+    A prompt that is too long loses its middle, since the question is at its beginning or its end.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, max_tokens: int):
@@ -137,13 +144,13 @@ class PromptEncoder:
         self._tokenizer.no_truncation()
         self.max_tokens = max_tokens
 
-    def tokens(self, prompts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids (int32) of each prompt, at most `max_tokens`."""
+    def tokens(self, prompts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        """Return the token ids of each prompt, at most `max_tokens` of them."""
         encoded = self._tokenizer.encode_batch(list(prompts))
         return [self.shortened(np.asarray(one.ids, np.int32)) for one in encoded]
 
-    def shortened(self, ids: np.ndarray) -> np.ndarray:
-        """Token ids (int32) without those in the middle that are too many."""
+    def shortened(self, ids: Int32[np.ndarray, " tokens"]) -> Int32[np.ndarray, " kept"]:
+        """Return `ids` without the middle tokens that exceed `max_tokens`."""
         if len(ids) <= self.max_tokens:
             return ids
         head = self.max_tokens // 2
@@ -151,31 +158,35 @@ class PromptEncoder:
 
 
 def width_of(num_tokens: int) -> int:
-    """The smallest bucket that holds a text."""
+    """Return the smallest of `TOKEN_BUCKETS` that holds a text; `num_tokens` if none does."""
     return next((size for size in TOKEN_BUCKETS if num_tokens <= size), num_tokens)
 
 
 def padded(
     tokens: Sequence[np.ndarray], num_rows: int, width: int | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """int32 tokens and bool mask [num_rows, width]; by default as wide as the longest needs."""
+) -> tuple[Int32[np.ndarray, "rows width"], Bool[np.ndarray, "rows width"]]:
+    """Return tokens and a mask, padded to the same width.
+
+    Args:
+      width: by default `width_of` the longest text.
+    """
     width = width or width_of(max((len(ids) for ids in tokens), default=1))
     ids, mask = np.zeros((num_rows, width), np.int32), np.zeros((num_rows, width), bool)
     for row, own in enumerate(tokens):
         ids[row, : len(own)], mask[row, : len(own)] = own, True
-    # A row without tokens attends to its padding: to nothing at all would not be a number.
+    # A row without tokens attends to one padding token: attention to none would give NaN.
     mask[len(tokens) :, 0] = True
     return ids, mask
 
 
 def shuffled_batches(
-    lengths: np.ndarray, batch_size: int, random: np.random.Generator, pool: int = 20
+    lengths: Int[np.ndarray, " texts"], batch_size: int, random: np.random.Generator, pool: int = 20
 ) -> list[np.ndarray]:
-    """Indices of batches in random order, each of texts of about the same length.
+    """Return the indices of each batch, in random order; texts of a batch have similar lengths.
 
     Args:
-      lengths: int [texts].
-      pool: batches that are drawn together and then sorted by length.
+      lengths: in tokens.
+      pool: number of batches that are drawn together and then sorted by length.
     """
     order = random.permutation(len(lengths))
     batches: list[np.ndarray] = []

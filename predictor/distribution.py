@@ -1,7 +1,7 @@
-"""Lengths as distributions over buckets, and what is left of them after some tokens.
+"""Distributions of output lengths over buckets, and of remaining lengths after t tokens.
 
-Within a bucket all lengths are taken as equally likely. After t tokens without an end, what was
-shorter is ruled out and the rest renormalised: P(L | L > t). All is vectorised over sequences.
+All lengths within a bucket are equally likely. After t tokens without an end, lengths up to t are
+ruled out and the rest is renormalised: P(L | L > t). Everything is vectorised over sequences.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import final
 
 import numpy as np
+from jaxtyping import Float, Int, Int64
 
 from predictor.buckets import LengthBuckets
 
-# Under this much probability left, the prediction was wrong: nothing is known but the elapsed time.
+# With less probability left than this, the prediction counts as refuted.
 _NOTHING_LEFT = 1e-6
 
 
@@ -21,14 +22,16 @@ class LengthDistributions:
     """Predicted output lengths of sequences.
 
     Args:
-      probabilities: float [sequences, buckets], rows that sum to 1. Rows with anything but finite
-        numbers count as knowing nothing.
+      probabilities: float [sequences, buckets]; rows are normalised. A row that has negative or
+        non-finite numbers, or only zeros, is replaced by equal probabilities.
     """
 
     def __init__(self, buckets: LengthBuckets, probabilities: np.ndarray):
         given = np.asarray(probabilities, np.float64)
         if given.ndim != 2 or given.shape[1] != buckets.num:
-            raise ValueError(f"probabilities{given.shape}: expected [sequences, {buckets.num}]")
+            raise ValueError(
+                f"probabilities{given.shape} are not allowed; expected [sequences, {buckets.num}]"
+            )
         usable = np.isfinite(given).all(1) & (given >= 0).all(1) & (given.sum(1) > 0)
         given = np.where(usable[:, None], given, 1.0)
         self.buckets = buckets
@@ -39,28 +42,36 @@ class LengthDistributions:
     def __len__(self) -> int:
         return len(self.probabilities)
 
-    def after(self, elapsed: np.ndarray | int) -> np.ndarray:
-        """P(bucket | longer than `elapsed`) [sequences, buckets]; `elapsed` int [sequences]."""
+    def after(
+        self, elapsed: Int[np.ndarray, " sequences"] | int
+    ) -> Float[np.ndarray, "sequences buckets"]:
+        """Return P(bucket | L > elapsed)."""
         return self._after(self._column(elapsed))[0]
 
-    def expected_remaining(self, elapsed: np.ndarray | int = 0) -> np.ndarray:
-        """E(L - t | L > t) in tokens [sequences]; 1 past the longest length."""
+    def expected_remaining(
+        self, elapsed: Int[np.ndarray, " sequences"] | int = 0
+    ) -> Float[np.ndarray, " sequences"]:
+        """Return E(L - t | L > t) in tokens; 1 from the longest length on."""
         t = self._column(elapsed)
         left, low = self._after(t)
         mean = (low + 1 + self._high) / 2
         return np.where(t[:, 0] >= self.buckets.max_length, 1.0, (left * (mean - t)).sum(1))
 
-    def quantile(self, level: float | np.ndarray, elapsed: np.ndarray | int = 0) -> np.ndarray:
-        """The shortest lengths that a share `level` of those over `elapsed` do not outgrow.
+    def quantile(
+        self,
+        level: float | Float[np.ndarray, " sequences"],
+        elapsed: Int[np.ndarray, " sequences"] | int = 0,
+    ) -> Int64[np.ndarray, " sequences"]:
+        """Return the smallest lengths q with P(L <= q | L > elapsed) >= level.
 
-        int64 [sequences]; at least one token more than `elapsed`.
+        They are at least `elapsed + 1`.
         """
         t = self._column(elapsed)
         left, low = self._after(t)
         reached = np.cumsum(left, axis=1)
         level = np.broadcast_to(np.asarray(level, np.float64), len(self))[:, None]
         bucket = np.argmax(reached >= level - 1e-12, axis=1)[:, None]
-        # A level that rounding keeps from being reached is reached in the last bucket.
+        # A level that is not reached because of rounding is in the last bucket.
         bucket = np.where(reached[:, -1:] < level - 1e-12, self.buckets.num - 1, bucket)
 
         def at(array: np.ndarray) -> np.ndarray:
@@ -71,8 +82,10 @@ class LengthDistributions:
         length = np.ceil(at(low) + share * (at(self._high) - at(low)) - 1e-9)
         return np.maximum(length, t[:, 0] + 1).astype(np.int64)
 
-    def survival(self, elapsed: np.ndarray | int, more: np.ndarray) -> np.ndarray:
-        """P(L > t + m | L > t) [sequences, times] for `more` tokens m, float [times]."""
+    def survival(
+        self, elapsed: Int[np.ndarray, " sequences"] | int, more: Float[np.ndarray, " times"]
+    ) -> Float[np.ndarray, "sequences times"]:
+        """Return P(L > t + m | L > t) for `more` tokens m."""
         t = self._column(elapsed)
         left, low = self._after(t)
         ends = (t + more)[:, None, :]
@@ -80,25 +93,27 @@ class LengthDistributions:
         over = np.clip((self._high[:, None] - ends) / width, 0.0, 1.0)
         return (left[:, :, None] * over).sum(1)
 
-    def remaining(self, elapsed: np.ndarray | int, buckets: LengthBuckets) -> np.ndarray:
-        """P(L - t in bucket | L > t) [sequences, buckets], on buckets of what is left.
+    def remaining(
+        self, elapsed: Int[np.ndarray, " sequences"] | int, buckets: LengthBuckets
+    ) -> Float[np.ndarray, "sequences buckets"]:
+        """Return P(L - t in bucket | L > t), on buckets of remaining length.
 
-        What is over the longest of them counts as that.
+        A remaining length over the longest of `buckets` counts as the longest.
         """
         alive = self.survival(elapsed, np.asarray(buckets.edges, np.float64))
         alive[:, 0], alive[:, -1] = 1.0, 0.0
         return -np.diff(alive, axis=1)
 
-    def cdf(self, lengths: np.ndarray) -> np.ndarray:
-        """P(L <= length) of each sequence's own length [sequences]."""
+    def cdf(self, lengths: Int[np.ndarray, " sequences"]) -> Float[np.ndarray, " sequences"]:
+        """Return P(L <= length) for each sequence's own length."""
         return 1.0 - (self.probabilities * self._share_over(self._column(lengths))).sum(1)
 
     def _after(self, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What is left of each bucket, and where that begins [sequences, buckets]."""
+        """Return P(bucket | L > t) and each bucket's lower edge after t, [sequences, buckets]."""
         over = self._share_over(t)
         left = self.probabilities * over
         total = left.sum(1, keepdims=True)
-        # A refuted prediction: all lengths that are left, equally likely.
+        # After a refuted prediction, all lengths that are left are equally likely.
         flat = over * (self._high - self._low)
         flat[:, -1] += flat.sum(1) == 0
         left = np.where(total < _NOTHING_LEFT, flat, left)
@@ -106,7 +121,7 @@ class LengthDistributions:
         return left / left.sum(1, keepdims=True), low
 
     def _share_over(self, t: np.ndarray) -> np.ndarray:
-        """Share of each bucket's lengths that are over t."""
+        """Return the share of each bucket's lengths that are over t."""
         return np.clip((self._high - t) / (self._high - self._low), 0.0, 1.0)
 
     def _column(self, values: np.ndarray | int) -> np.ndarray:

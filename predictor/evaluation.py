@@ -1,4 +1,4 @@
-"""How good predictions are: of buckets, of lengths, and of their own confidence."""
+"""Figures of merit of predictions: of buckets, of lengths, and of their confidence."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
 from predictor.buckets import LengthBuckets
 from predictor.calibration import softmax
@@ -22,13 +23,14 @@ class Evaluation:
     """Figures on held-out requests.
 
     Attributes:
-      accuracy: share whose likeliest bucket is the right one.
-      wrong_by: mean distance in buckets of the others (the paper's second figure); 0 if none.
-      error_tokens: mean absolute difference between the expected length and the one that came.
-      under_prediction: share that outgrew its likeliest bucket, which S3 would preempt.
+      accuracy: share of requests whose likeliest bucket is the right one.
+      wrong_by: mean distance in buckets of the other requests (the paper's second figure); 0
+        without such requests.
+      error_tokens: mean absolute difference between expected and true length.
+      under_prediction: share of requests that outgrew their likeliest bucket; S3 preempts these.
       cross_entropy: mean, in nats.
-      reliability: (mean confidence, share right, share of requests) of each bin of confidence that
-        has any.
+      reliability: (mean confidence, accuracy, share of requests) of each non-empty bin of
+        confidence.
     """
 
     accuracy: float
@@ -41,11 +43,17 @@ class Evaluation:
     @property
     def calibration_error(self) -> float:
         """Expected difference between confidence and accuracy (Naeini et al. 2015)."""
-        return sum(share * abs(said - right) for said, right, share in self.reliability)
+        return sum(
+            share * abs(confidence - accuracy) for confidence, accuracy, share in self.reliability
+        )
 
 
-def evaluate(buckets: LengthBuckets, logits: np.ndarray, lengths: np.ndarray) -> Evaluation:
-    """Of logits [requests, buckets] and the lengths that came, int [requests]."""
+def evaluate(
+    buckets: LengthBuckets,
+    logits: Float[np.ndarray, "requests buckets"],
+    lengths: Int[np.ndarray, " requests"],
+) -> Evaluation:
+    """Evaluate logits against true output lengths."""
     probabilities = softmax(logits)
     right = buckets.bucket_of(lengths)
     likeliest = probabilities.argmax(1)
@@ -63,9 +71,9 @@ def evaluate(buckets: LengthBuckets, logits: np.ndarray, lengths: np.ndarray) ->
 
 
 def miss_rates(
-    predicted: LengthDistributions, lengths: np.ndarray, levels: Sequence[float]
+    predicted: LengthDistributions, lengths: Int[np.ndarray, " requests"], levels: Sequence[float]
 ) -> list[float]:
-    """Share of requests that outgrow the quantile of each level."""
+    """Return the share of requests that outgrow their quantile, for each level."""
     return [float((lengths > predicted.quantile(level)).mean()) for level in levels]
 
 
@@ -76,7 +84,7 @@ def milliseconds_a_prompt(
     *,
     repeats: int = 9,
 ) -> float:
-    """Median over batches of these prompts, after one that compiles."""
+    """Return the median time per prompt in ms, over `repeats` batches after one that compiles."""
     batches = [
         [prompts[(start + i) % len(prompts)] for i in range(batch_size)]
         for start in range(0, (repeats + 1) * batch_size, batch_size)
@@ -91,7 +99,7 @@ def milliseconds_a_prompt(
 
 
 def _reliability(
-    confidence: np.ndarray, is_right: np.ndarray
+    confidence: Float[np.ndarray, " requests"], is_right: Bool[np.ndarray, " requests"]
 ) -> tuple[tuple[float, float, float], ...]:
     index = np.minimum((confidence * _RELIABILITY_BINS).astype(int), _RELIABILITY_BINS - 1)
     return tuple(

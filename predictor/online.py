@@ -1,7 +1,8 @@
-"""Learning from the answers as they come, beside serving (S3, section 3.1: the supervisor).
+"""Online training on served answers, in the background (S3, section 3.1: the supervisor).
 
-Steps change a copy of the parameters. Every so often the copy is compared with those that serve, on
-recent requests that were never learned from, and takes their place if it does no worse.
+Training steps change a copy of the parameters. Every `OnlineConfig.adopt_every` steps the copy is
+compared with the serving parameters on recent held-out requests, and replaces them unless its loss
+is higher.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ _log = logging.getLogger(__name__)
 
 FOLDER = "online"
 _STATE, _OBSERVATIONS, _DESCRIPTION = "state", "observations.npz", "online.json"
-# Observations that are looked at before anything else may be done.
+# Observations that one piece of "digest" work takes from the inbox.
 _DIGESTED = 64
-# How fast the memory of a slow piece of work fades.
+# Factor by which the estimated cost of a kind of work falls, at most, from one piece to the next.
 _FADE = 0.9
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class OnlineConfig:
-    """How to learn beside serving.
+    """The settings of online training.
 
     Attributes:
-      max_share: most of the time that passes that may be spent learning.
-      burst_s: seconds of learning that may be saved up while there is nothing to learn.
-      max_epochs: how often each observation is learned from, on average, at most.
+      max_share: maximum share of wall time that is spent learning.
+      burst_s: maximum seconds of unspent learning time that are saved up.
+      max_epochs: maximum number of times that an observation is learned from, on average.
       capacity, favour: see `ReplayBuffer`.
-      adopt_every: steps between two comparisons with the parameters that serve.
-      holdout_every: each so manieth observation is held out, never learned from.
-      holdout_size: the newest of these that are kept.
-      min_holdout: with fewer there is no comparison.
-      patience: comparisons in a row that the copy may lose before it is dropped.
+      adopt_every: steps between two comparisons with the serving parameters.
+      holdout_every: every n-th observation is held out and never learned from.
+      holdout_size: maximum number of held-out observations; the newest are kept.
+      min_holdout: number of held-out observations below which no comparison is made.
+      patience: number of consecutive lost comparisons after which the copy is discarded.
     """
 
     max_share: float = 0.01
@@ -73,31 +74,33 @@ class OnlineConfig:
             *("min_holdout", "patience"),
         ):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; give 1 or more")
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed; pass 1 or more")
         if self.holdout_every < 2:
             raise ValueError(
-                f"holdout_every={self.holdout_every}; give 2 or more, or nothing is learned from"
+                f"holdout_every={self.holdout_every} is not allowed; pass 2 or more, so that "
+                "something is left to learn from"
             )
         if self.min_holdout > self.holdout_size:
             raise ValueError(
-                f"min_holdout={self.min_holdout} is over holdout_size={self.holdout_size}"
+                f"min_holdout={self.min_holdout} is not allowed; pass at most "
+                f"holdout_size={self.holdout_size}"
             )
         if not 0.0 < self.max_share <= 1.0 or self.learning_rate <= 0.0:
             raise ValueError(
-                f"max_share={self.max_share} must be a share, and "
-                f"learning_rate={self.learning_rate} over 0"
+                f"max_share={self.max_share} and learning_rate={self.learning_rate} are not "
+                "allowed; pass a share over 0 and at most 1, and a rate over 0"
             )
 
 
 @final
 @dataclass
 class Counters:
-    """What was done since the beginning, restarts included.
+    """Counters of all online training, across `save` and `load`.
 
     Attributes:
-      mispredicted: observations whose likeliest bucket was not theirs.
+      mispredicted: observations whose likeliest bucket was wrong.
       rejections: comparisons that the copy lost.
-      seconds: spent learning, start-up left out.
+      seconds: time spent learning, without start-up.
     """
 
     observed: int = 0
@@ -111,7 +114,14 @@ class Counters:
 @final
 @dataclass
 class _Progress:
-    """Where it is: observations sorted, those to learn from, the last comparison's step."""
+    """The learner's position.
+
+    Attributes:
+      num_seen: observations taken from the inbox.
+      num_learned: observations of these that went to the replay buffer.
+      compared_at: step of the last comparison.
+      lost_in_a_row: consecutive comparisons that the copy lost.
+    """
 
     num_seen: int = 0
     num_learned: int = 0
@@ -121,9 +131,10 @@ class _Progress:
 
 @final
 class OnlineLearner:
-    """Goes on training a predictor with what is observed.
+    """A trainer that fits a predictor to observed answers while the predictor serves.
 
-    Without `start`, nothing happens but by `step_once`. `with` starts and closes it.
+    `start` trains in a background thread; without it, only `step_once` trains. As a context manager
+    it starts on entry and closes on exit.
     """
 
     def __init__(self, predictor: LengthPredictor, config: OnlineConfig = OnlineConfig()):
@@ -146,22 +157,22 @@ class OnlineLearner:
 
     @property
     def counters(self) -> Counters:
-        """A copy."""
+        """A copy of the counters."""
         return replace(self._counters)
 
     @property
     def is_learning(self) -> bool:
-        """Whether the thread runs: it was started, not closed, and has not failed."""
+        """Whether the training thread runs: started, not closed, and not failed."""
         return self._thread is not None and self._thread.is_alive() and not self._has_failed
 
     def observe(self, prompt: str | np.ndarray, length: int, predicted: int | None = None) -> None:
-        """Take note of an answer that has ended; at once, from any thread, without ever raising.
+        """Record a finished answer. Thread-safe; returns at once and never raises.
 
         Args:
-          prompt: its text, or its tokens as the predictor's encoder gives them.
-          length: tokens of the answer. Under 1, the observation is passed over.
-          predicted: the bucket that was thought likeliest; by default it is predicted again, which
-            takes time from learning.
+          prompt: the prompt's text, or its tokens from the predictor's encoder.
+          length: number of tokens of the answer; an observation with less than 1 is ignored.
+          predicted: the bucket that was predicted as likeliest; by default it is predicted again,
+            which takes time from learning.
         """
         try:
             if length < 1 or self._stop.is_set() or self._has_failed:
@@ -176,10 +187,10 @@ class OnlineLearner:
                 self._counters.observed += 1
             self._wake.set()
         except Exception:
-            _log.debug("an observation was passed over", exc_info=True)
+            _log.debug("an observation was ignored", exc_info=True)
 
     def start(self) -> None:
-        """Compile, and learn from now on in a thread of its own."""
+        """Compile, then start the training thread."""
         if self._thread is not None:
             return
         step_s, logits_s = self._candidate.warm_up()
@@ -195,7 +206,7 @@ class OnlineLearner:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Stop learning, and wait for the step that runs; what was learned stays adopted."""
+        """Stop learning after the current step. The parameters adopted so far keep serving."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
@@ -210,9 +221,9 @@ class OnlineLearner:
         self.close()
 
     def step_once(self) -> bool:
-        """One step now, in this thread, with everything observed so far, whatever it costs.
+        """Take one step in this thread, on everything observed so far, without a time budget.
 
-        Compares, and adopts or not, where it is time to. False if there was nothing to learn.
+        A comparison follows when it is due. Return False if there was nothing to learn from.
         """
         with self._working:
             while self._inbox:
@@ -225,12 +236,15 @@ class OnlineLearner:
             return True
 
     def holdout_loss(self) -> float:
-        """Mean cross-entropy of the serving parameters on what is held out, calibrated on it."""
+        """Return the serving parameters' mean cross-entropy on the held-out observations.
+
+        The logits are calibrated on the same observations.
+        """
         with self._working:
             return self._candidate.judged(self.predictor.params, self._holdout)[0]
 
     def save(self, folder: str | Path) -> None:
-        """Write the predictor as it serves, and beside it all that `load` needs to go on."""
+        """Write the serving predictor and the state that `load` needs to continue."""
         folder = Path(folder).absolute()
         with self._working:
             while self._inbox:
@@ -252,13 +266,13 @@ class OnlineLearner:
 
     @classmethod
     def load(cls, folder: str | Path, config: OnlineConfig | None = None) -> OnlineLearner:
-        """Go on where `save` was; a folder with a predictor alone begins anew.
+        """Continue from what `save` wrote, or start new from a folder with only a predictor.
 
         Args:
           config: by default the one that was saved.
 
         Raises:
-          ValueError: there is no predictor.
+          ValueError: the folder has no predictor.
         """
         folder = Path(folder).absolute()
         predictor, own = LengthPredictor.load(folder), folder / FOLDER
@@ -277,7 +291,7 @@ class OnlineLearner:
         learner._candidate.restore(leaves)
         return learner
 
-    # What follows runs under `_working`, or before the thread does.
+    # The methods below run under `_working`, or before the thread starts.
 
     def _run(self) -> None:
         budget = Budget(self.config.max_share, at_s=time.perf_counter(), most_s=self.config.burst_s)
@@ -296,7 +310,7 @@ class OnlineLearner:
                 with self._working:
                     budget = budget.spent(begin_s, self._timed(work))
         except Exception:
-            _log.exception("learning ends here; the predictor goes on as it is")
+            _log.exception("online training has stopped; the predictor keeps its parameters")
             self._has_failed = True
 
     def _next(self) -> str | None:
@@ -307,7 +321,7 @@ class OnlineLearner:
         return "learn" if self._may_learn() else None
 
     def _timed(self, work: str) -> float:
-        """Do it; the seconds it took."""
+        """Do a piece of work and return the seconds it took."""
         todo: dict[str, Callable[[], None]] = {
             "digest": self._digest,
             "learn": self._learn,
@@ -321,7 +335,7 @@ class OnlineLearner:
         return cost_s
 
     def _digest(self) -> None:
-        """Sort the oldest of the inbox into what is learned from and what is held out."""
+        """Move the oldest observations of the inbox to the replay buffer or the held-out set."""
         with self._observing:
             num = min(len(self._inbox), _DIGESTED)
             given = [self._inbox.popleft() for _ in range(num)]
@@ -359,7 +373,7 @@ class OnlineLearner:
         return is_due and len(self._holdout) >= self.config.min_holdout
 
     def _compare(self) -> None:
-        """Adopt the copy, calibrated anew, if it does no worse on what is held out."""
+        """Recalibrate the copy, and adopt it unless its held-out loss is higher."""
         self._progress.compared_at = self._counters.steps
         kept = list(self._holdout)
         serving_loss, _ = self._candidate.judged(self.predictor.params, kept)

@@ -1,4 +1,4 @@
-"""How much time may be spent beside the real work: a token bucket of seconds."""
+"""A time budget for background work: a token bucket of seconds."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import final
 @final
 @dataclass(frozen=True)
 class Budget:
-    """Seconds to spend, which come in as a share of the time that passes.
+    """A budget of seconds that grows by a share of the time that passes.
 
-    What is asked and answered here are numbers: the clock is the caller's. Whoever never spends
-    more than was announced to `wait_s` has spent at most `share` of all time since `at_s`; what
-    was spent beyond it is waited for before anything else.
+    The caller passes times; this class reads no clock. If no work costs more than was passed to
+    `wait_s`, the time spent since `at_s` is at most `share` of the time passed. Time spent beyond
+    that is a debt, which delays the next work.
 
     Attributes:
-      share: of the time that passes, over 0 and at most 1.
-      at_s: the time at which there were `level_s` to spend; under 0 is a debt.
-      most_s: more is not saved up, except for one thing that costs more.
+      share: earned seconds per second, over 0 and at most 1.
+      at_s: time at which the budget was `level_s`.
+      level_s: seconds available at `at_s`; negative is a debt.
+      most_s: maximum of the budget, except for a single piece of work that costs more.
     """
 
     share: float
@@ -28,14 +29,14 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.share <= 1.0:
-            raise ValueError(f"share={self.share}: give a share over 0, at most 1")
+            raise ValueError(f"share={self.share} is not allowed; pass a share over 0, at most 1")
 
     def wait_s(self, now_s: float, cost_s: float) -> float:
-        """Seconds from now until something of this cost may begin; 0 if it may now."""
+        """Return the seconds from `now_s` until work of this cost may begin."""
         return max(0.0, (cost_s - self._level_s(now_s, cost_s)) / self.share)
 
     def spent(self, begin_s: float, cost_s: float) -> Budget:
-        """What is left after something that began then and took this long."""
+        """Return the budget after work that began at `begin_s` and took `cost_s`."""
         level_s = self._level_s(begin_s, cost_s) - cost_s
         return replace(self, at_s=begin_s, level_s=level_s)
 

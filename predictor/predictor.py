@@ -1,4 +1,4 @@
-"""The predictor: from prompts to distributions of output lengths, and to reservations."""
+"""The length predictor, from prompts to distributions of output lengths and to reservations."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tokenizers
 from flax import nnx
+from jaxtyping import Array, Bool, Float32, Int
 from tqdm import tqdm
 
 from predictor.buckets import LengthBuckets
@@ -24,17 +25,17 @@ from predictor.weights import config_of, load_encoder
 
 DESCRIPTION, TOKENIZER, PARAMS = "predictor.json", "tokenizer.json", "params"
 MAX_TOKENS = 256
-# Prompts that are computed together; fewer are padded to the next of these.
+# Batch sizes; a smaller batch is padded to the next of these.
 _BATCHES = (1, 8, 64)
 
-# Nested dictionaries of float32 arrays, as `nnx.to_pure_dict` gives them.
+# Nested dictionaries of float32 arrays, as `nnx.to_pure_dict` returns them.
 Params = dict[str, Any]
 
 
 @final
 @dataclass(frozen=True)
 class _Serving:
-    """What answers now: never changed, only replaced as a whole."""
+    """The parameters and calibration that serve; immutable, and replaced as a whole."""
 
     params: Params
     calibration: Calibration | None
@@ -42,10 +43,12 @@ class _Serving:
 
 @final
 class LengthPredictor:
-    """Predicts how many tokens an answer will have; safe to share between threads.
+    """A predictor of an answer's number of tokens. Thread-safe.
 
     Args:
-      model: gives its parameters; it is not kept.
+      model: its parameters are taken; the module itself is not kept.
+      max_tokens: prompts with more tokens lose their middle.
+      calibration: the calibration of these parameters, if there is one.
     """
 
     def __init__(
@@ -76,10 +79,10 @@ class LengthPredictor:
         seed: int = 0,
         max_tokens: int = MAX_TOKENS,
     ) -> LengthPredictor:
-        """Around a pre-trained encoder of a Hugging Face folder, its head still to be trained.
+        """Make a predictor with a Hugging Face folder's encoder and an untrained head.
 
         Raises:
-          ValueError: see `load_encoder`; or the folder has no tokenizer.json.
+          ValueError: see `load_encoder`, or the folder has no tokenizer.json.
         """
         folder = Path(folder)
         config = config_of(folder)
@@ -89,48 +92,60 @@ class LengthPredictor:
 
     @property
     def params(self) -> Params:
-        """The parameters that serve; whoever has them may keep them, and nobody changes them."""
+        """The parameters that serve. They are never changed in place."""
         return self._serving.params
 
     @property
     def calibration(self) -> Calibration | None:
-        """None until it was calibrated."""
+        """The serving parameters' calibration; None before the first."""
         return self._serving.calibration
 
     def adopt(self, params: Params, calibration: Calibration | None) -> None:
-        """Serve with these from the next prediction on; both change at once, for every thread.
+        """Serve with these from the next prediction on. The change is atomic for all threads.
 
         Args:
-          calibration: of these parameters; None if there is none yet.
+          calibration: the calibration of `params`, if there is one.
         """
         self._serving = _Serving(params, calibration)
 
     def module(self) -> LengthClassifier:
-        """The model with the parameters that serve, as a module of the caller's own."""
+        """Return a new module with the serving parameters, which the caller may change."""
         return self._merged(self.params)
 
-    def apply(self, params: Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-        """float32 [texts, buckets] of int32 tokens and bool mask [texts, tokens]; to be compiled.
+    def apply(
+        self,
+        params: Params,
+        tokens: Int[Array, "texts tokens"],
+        mask: Bool[Array, "texts tokens"],
+    ) -> Float32[Array, "texts buckets"]:
+        """Return logits without dropout; a pure function, for `jax.jit`.
 
-        Differentiable in `params`. Without dropout.
+        Args:
+          params: the function is differentiable in these.
+          mask: False for padding.
         """
         return self._merged(params)(tokens, mask)
 
-    def logits(self, prompts: Sequence[str]) -> np.ndarray:
-        """float32 [prompts, buckets], before calibration."""
+    def logits(self, prompts: Sequence[str]) -> Float32[np.ndarray, "prompts buckets"]:
+        """Return logits before calibration."""
         return self.logits_of(self.encoder.tokens(prompts))
 
-    def logits_of(self, tokens: Sequence[np.ndarray], params: Params | None = None) -> np.ndarray:
-        """float32 [texts, buckets] of token ids, by these parameters or by those that serve.
+    def logits_of(
+        self, tokens: Sequence[np.ndarray], params: Params | None = None
+    ) -> Float32[np.ndarray, "texts buckets"]:
+        """Return logits of tokenized texts before calibration.
 
         Args:
-          tokens: as `encoder` gives them.
+          tokens: token ids from `encoder`.
+          params: by default those that serve.
         """
         params = self.params if params is None else params
         return _in_batches(lambda *batch: self._logits(params, *batch), tokens, self.buckets.num)
 
-    def embeddings(self, prompts: Sequence[str], params: Params | None = None) -> np.ndarray:
-        """float32 [prompts, hidden_size], the encoder's hidden states averaged over the tokens.
+    def embeddings(
+        self, prompts: Sequence[str], params: Params | None = None
+    ) -> Float32[np.ndarray, "prompts hidden_size"]:
+        """Return the encoder's hidden states, averaged over tokens.
 
         Args:
           params: by default those that serve.
@@ -140,7 +155,7 @@ class LengthPredictor:
         return _in_batches(lambda *batch: self._embeddings(params, *batch), tokens, width)
 
     def warm_up(self, *, progress: bool = True) -> None:
-        """Compile for every batch size and length of prompts, so that nobody waits for it later."""
+        """Compile for every batch size and padded prompt length, so that no prediction compiles."""
         widths = sorted({width_of(min(w, self.encoder.max_tokens)) for w in TOKEN_BUCKETS})
         shapes = [(size, width) for size in _BATCHES for width in widths]
         bar = tqdm(shapes, desc="compiling predictor", leave=False, delay=2, disable=not progress)
@@ -149,20 +164,20 @@ class LengthPredictor:
             self.logits_of([one] * size)
 
     def predict(self, prompts: Sequence[str]) -> LengthDistributions:
-        """The distribution of each prompt's output length, calibrated if it was."""
+        """Return the distribution of each prompt's output length, calibrated if possible."""
         return self._predict(self._serving, prompts)
 
     def calibrate(self, prompts: Sequence[str], lengths: Sequence[int] | np.ndarray) -> Calibration:
-        """Learn the temperature and the promises from prompts that were held out of training."""
+        """Fit a calibration to held-out prompts and their output lengths, adopt and return it."""
         fitted = Calibration.fit(self.buckets, self.logits(prompts), np.asarray(lengths))
         self.adopt(self.params, fitted)
         return fitted
 
     def reserve(self, prompt: str, *, miss_rate: float = 0.1) -> int:
-        """A length that at most `miss_rate` of requests outgrow.
+        """Return a length in tokens that at most a share `miss_rate` of requests outgrows.
 
         Raises:
-          ValueError: it was not calibrated.
+          ValueError: the predictor is not calibrated.
         """
         serving = self._serving
         if serving.calibration is None:
@@ -173,7 +188,7 @@ class LengthPredictor:
         return int(self._predict(serving, [prompt]).quantile(level)[0])
 
     def save(self, folder: str | Path) -> None:
-        """Write everything that `load` needs; a predictor that is there is replaced."""
+        """Write everything that `load` needs. A predictor in the folder is overwritten."""
         folder, serving = Path(folder).absolute(), self._serving
         folder.mkdir(parents=True, exist_ok=True)
         with ocp.StandardCheckpointer() as checkpointer:
@@ -193,10 +208,10 @@ class LengthPredictor:
 
     @classmethod
     def load(cls, folder: str | Path) -> LengthPredictor:
-        """What `save` wrote.
+        """Load what `save` wrote.
 
         Raises:
-          ValueError: there is no predictor.
+          ValueError: the folder has no predictor.
         """
         folder = Path(folder).absolute()
         if not (folder / DESCRIPTION).is_file():
@@ -232,19 +247,24 @@ class LengthPredictor:
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(self._graphdef, state, self._rest, copy=True)
 
-    def _pooled(self, params: Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    def _pooled(
+        self,
+        params: Params,
+        tokens: Int[Array, "texts tokens"],
+        mask: Bool[Array, "texts tokens"],
+    ) -> Float32[Array, "texts hidden_size"]:
         return mean_pooled(self._merged(params).encoder(tokens, mask), mask)
 
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Of tokenizer.json in a folder.
+    """Read tokenizer.json of a folder.
 
     Raises:
-      ValueError: there is none, or it cannot be read.
+      ValueError: the file is missing or cannot be read.
     """
     path = folder / TOKENIZER
     if not path.is_file():
-        raise ValueError(f"{folder} has no {TOKENIZER}")
+        raise ValueError(f"{folder} has no {TOKENIZER}; pass a folder with a fast tokenizer")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises bare exceptions
@@ -253,8 +273,8 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 def _in_batches(
     compute: Callable[..., jax.Array], tokens: Sequence[np.ndarray], width: int
-) -> np.ndarray:
-    """float32 [texts, width], texts of about one length computed together."""
+) -> Float32[np.ndarray, "texts width"]:
+    """Apply `compute` to batches of texts of similar lengths."""
     order = np.argsort([len(ids) for ids in tokens], kind="stable")
     out = np.zeros((len(tokens), width), np.float32)
     for start in range(0, len(order), _BATCHES[-1]):

@@ -1,7 +1,8 @@
-"""A small head that reads the remaining length of an answer off the served model's activations.
+"""A small head that predicts an answer's remaining length from the served model's activations.
 
-The residual stream behind a middle layer knows where an answer stands (TRAIL, arXiv:2410.01035). It
-is on the device anyway, so a reading costs one small product a token, and no forward pass.
+The residual stream after a middle layer holds information about the remaining length (TRAIL,
+arXiv:2410.01035). It is on the device already, so a reading costs one small product per token and
+no forward pass.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float, Float32
 from safetensors.numpy import load_file, save_file
 
 from predictor.buckets import LengthBuckets
@@ -24,19 +26,19 @@ from predictor.refinement import Refinement
 
 DESCRIPTION, PARAMS = "probe.json", "probe.safetensors"
 
-# By name: float32 arrays.
+# Name -> float32 array.
 Params = dict[str, Any]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
-    """Where a probe looks, and its size.
+    """The position and size of a probe.
 
     Attributes:
-      layer: how many of the model's layers lie before the place where it reads.
-      width: of the activations there.
-      hidden_size: units between; 0 for a linear head.
+      layer: the probe reads the residual stream after this number of the model's layers.
+      width: width of the activations there.
+      hidden_size: units of the hidden layer; 0 for a linear head.
     """
 
     layer: int
@@ -46,17 +48,17 @@ class ProbeConfig:
     def __post_init__(self) -> None:
         if self.layer < 1 or self.width < 1 or self.hidden_size < 0:
             raise ValueError(
-                f"layer={self.layer}, width={self.width} must be 1 or more, "
-                f"hidden_size={self.hidden_size} 0 or more"
+                f"layer={self.layer}, width={self.width} and hidden_size={self.hidden_size} are "
+                "not allowed; layer and width must be 1 or more, hidden_size 0 or more"
             )
 
 
 @final
 class ProbeHead(nnx.Module):
-    """Activations [rows, width], standardised, to logits of remaining length [rows, buckets].
+    """A map from activations to logits of remaining length.
 
     Attributes:
-      mean, scale: float32 [width], of the activations that it was trained on; not trained.
+      mean, scale: float32 [width]; they standardise the activations and are not trained.
     """
 
     def __init__(self, config: ProbeConfig, num_buckets: int, *, rngs: nnx.Rngs):
@@ -66,8 +68,8 @@ class ProbeHead(nnx.Module):
         self.up = nnx.Linear(config.width, inner, rngs=rngs) if config.hidden_size else None
         self.out = nnx.Linear(inner, num_buckets, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """In float32, whatever the activations are."""
+    def __call__(self, x: Float[Array, "rows width"]) -> Float32[Array, "rows buckets"]:
+        """Compute in float32, for activations of any type."""
         x = (x.astype(jnp.float32) - self.mean[...]) * self.scale[...]
         if self.up is not None:
             x = jax.nn.gelu(self.up(x))
@@ -76,12 +78,12 @@ class ProbeHead(nnx.Module):
 
 @final
 class LengthProbe:
-    """A head with its parameters, and what its readings are worth.
+    """A probe's head with its parameters and the refinement that weighs its readings.
 
     Args:
-      head: gives its parameters; it is not kept.
-      refinement: how its readings change beliefs; its buckets are the head's.
-      calibration: of single readings; None if it was not calibrated.
+      head: its parameters are taken; the module itself is not kept.
+      refinement: updates remaining-length distributions by readings; its buckets are the head's.
+      calibration: the calibration of single readings, if there is one.
     """
 
     def __init__(
@@ -112,28 +114,32 @@ class LengthProbe:
 
     @property
     def buckets(self) -> LengthBuckets:
-        """Of remaining lengths."""
+        """Buckets of remaining length."""
         return self.refinement.buckets
 
-    def apply(self, params: Params, activations: jax.Array) -> jax.Array:
-        """float32 logits [rows, buckets] of activations [rows, width]; to be compiled."""
+    def apply(
+        self, params: Params, activations: Float[Array, "rows width"]
+    ) -> Float32[Array, "rows buckets"]:
+        """Return the logits of activations; a pure function, for `jax.jit`."""
         flat = [
             (path, variable.replace(params[".".join(map(str, path))]))
             for path, variable in nnx.to_flat_state(self._state)
         ]
         return nnx.merge(self._graphdef, nnx.from_flat_state(flat))(activations)
 
-    def logits(self, activations: np.ndarray) -> np.ndarray:
-        """float32 [rows, buckets], before calibration."""
+    def logits(
+        self, activations: Float[np.ndarray, "rows width"]
+    ) -> Float32[np.ndarray, "rows buckets"]:
+        """Return logits before calibration."""
         return np.asarray(self._logits(self.params, activations))
 
-    def predict(self, activations: np.ndarray) -> LengthDistributions:
-        """Remaining lengths, of single readings [rows, width]."""
+    def predict(self, activations: Float[np.ndarray, "rows width"]) -> LengthDistributions:
+        """Return the distributions of remaining length given single readings."""
         logits = self.logits(activations) / self.refinement.temperature
         return LengthDistributions(self.buckets, softmax(logits))
 
     def save(self, folder: str | Path) -> None:
-        """Write everything that `load` needs; a probe that is there is replaced."""
+        """Write everything that `load` needs. A probe in the folder is overwritten."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_file({k: np.asarray(v) for k, v in self.params.items()}, folder / PARAMS)
@@ -147,10 +153,10 @@ class LengthProbe:
 
     @classmethod
     def load(cls, folder: str | Path) -> LengthProbe:
-        """What `save` wrote.
+        """Load what `save` wrote.
 
         Raises:
-          ValueError: there is no probe, or its files do not belong together.
+          ValueError: the folder has no probe, or its files do not belong together.
         """
         folder = Path(folder)
         if not (folder / DESCRIPTION).is_file() or not (folder / PARAMS).is_file():
@@ -173,6 +179,9 @@ class LengthProbe:
         probe = cls(config, head, refinement, calibration)
         params = load_file(folder / PARAMS)
         if {k: v.shape for k, v in params.items()} != {k: v.shape for k, v in probe.params.items()}:
-            raise ValueError(f"{folder}: {PARAMS} is not of the probe in {DESCRIPTION}")
+            raise ValueError(
+                f"{folder}: {PARAMS} does not belong to the probe in {DESCRIPTION}; save the probe "
+                "again"
+            )
         probe.params = {name: jnp.asarray(value) for name, value in params.items()}
         return probe

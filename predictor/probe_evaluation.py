@@ -1,4 +1,4 @@
-"""How well what is left of answers is known, by how many tokens have come."""
+"""Evaluation of predicted remaining lengths, by the number of tokens generated so far."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from jaxtyping import Float
 
 from predictor.buckets import LengthBuckets
 from predictor.distribution import LengthDistributions
@@ -17,12 +18,13 @@ from predictor.probe_training import Readings
 @final
 @dataclass(frozen=True, kw_only=True)
 class RemainingFigures:
-    """Of one way to predict, over the answers that had not ended after `elapsed` tokens.
+    """One method's figures, over the answers that were longer than `elapsed` tokens.
 
     Attributes:
-      elapsed: None for all readings together.
+      elapsed: tokens generated so far; None for all readings together.
+      num: number of readings.
       error_tokens: mean absolute difference between expected and true remaining length.
-      accuracy: share whose likeliest bucket of remaining length was the right one.
+      accuracy: share of readings whose likeliest bucket of remaining length is the right one.
       cross_entropy: mean, in nats.
     """
 
@@ -40,51 +42,57 @@ def compare_remaining(
     elapsed: Sequence[int],
     predicted: Mapping[str, LengthDistributions] | None = None,
 ) -> list[RemainingFigures]:
-    """Survival alone, single readings, and readings weighed into beliefs.
+    """Return the figures of survival alone, of single readings, and of refined predictions.
 
     Args:
-      test: of answers that the probe has not seen.
-      elapsed: tokens that had come where figures are wanted; those at which nothing was read, or
-        to which no answer came, are left out.
-      predicted: output lengths of the test's answers by name, such as an encoder's: each is
-        compared too, with survival alone and as what readings refine. The marginal always is.
+      test: readings along answers that the probe was not trained on.
+      elapsed: numbers of generated tokens to give figures for; a number without readings is
+        omitted.
+      predicted: name -> predicted output lengths of the test's answers, such as an encoder's. Each
+        is evaluated with survival alone and refined by readings; the marginal always is.
     """
     refinement, logits = probe.refinement, probe.logits(test.activations)
     marginal = LengthDistributions(refinement.buckets, refinement.marginal[None])
-    ways = {"single readings": _Known.of(probe.predict(test.activations))}
+    methods = {"single readings": _Prediction.of(probe.predict(test.activations))}
     for name, lengths in {"marginal": marginal, **(predicted or {})}.items():
         first = np.broadcast_to(lengths.probabilities, (len(test.lengths), lengths.buckets.num))
         after = LengthDistributions(lengths.buckets, first[test.answer])
-        ways[f"{name}, survival"] = _Known(
+        methods[f"{name}, survival"] = _Prediction(
             after.remaining(test.elapsed, refinement.buckets),
             after.expected_remaining(test.elapsed),
         )
-        believed = refinement.first(LengthDistributions(lengths.buckets, first))
-        refined = refinement.along(logits, test.answer, test.elapsed, believed)
-        ways[f"{name}, refined"] = _Known.of(LengthDistributions(refinement.buckets, refined))
+        prior = refinement.first(LengthDistributions(lengths.buckets, first))
+        refined = refinement.along(logits, test.answer, test.elapsed, prior)
+        methods[f"{name}, refined"] = _Prediction.of(
+            LengthDistributions(refinement.buckets, refined)
+        )
     return [
         figures
-        for name, known in ways.items()
+        for name, prediction in methods.items()
         for at in (*elapsed, None)
-        if (figures := _figures(name, refinement.buckets, known, test, at)) is not None
+        if (figures := _figures(name, refinement.buckets, prediction, test, at)) is not None
     ]
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Known:
-    """Of each reading: probabilities [readings, buckets], and expected tokens [readings]."""
+class _Prediction:
+    """A method's predictions of remaining length.
 
-    probabilities: np.ndarray
-    expected: np.ndarray
+    Attributes:
+      expected: remaining length, in tokens.
+    """
+
+    probabilities: Float[np.ndarray, "readings buckets"]
+    expected: Float[np.ndarray, " readings"]
 
     @classmethod
-    def of(cls, lengths: LengthDistributions) -> _Known:
+    def of(cls, lengths: LengthDistributions) -> _Prediction:
         return cls(lengths.probabilities, lengths.expected_remaining())
 
 
 def _figures(
-    name: str, buckets: LengthBuckets, known: _Known, test: Readings, at: int | None
+    name: str, buckets: LengthBuckets, prediction: _Prediction, test: Readings, at: int | None
 ) -> RemainingFigures | None:
     is_wanted = np.full(len(test.elapsed), True) if at is None else test.elapsed == at
     rows = np.flatnonzero(is_wanted)
@@ -92,13 +100,13 @@ def _figures(
         return None
     remaining = np.minimum(test.remaining[rows], buckets.max_length)
     right = buckets.bucket_of(remaining)
-    probabilities = known.probabilities[rows]
+    probabilities = prediction.probabilities[rows]
     of_right = np.maximum(probabilities[np.arange(len(rows)), right], 1e-12)
     return RemainingFigures(
         name=name,
         elapsed=at,
         num=len(rows),
-        error_tokens=float(np.abs(known.expected[rows] - remaining).mean()),
+        error_tokens=float(np.abs(prediction.expected[rows] - remaining).mean()),
         accuracy=float((probabilities.argmax(1) == right).mean()),
         cross_entropy=float(-np.log(of_right).mean()),
     )

@@ -1,4 +1,4 @@
-"""Training a probe in optax, from activations along answers that have ended."""
+"""Training of a probe with optax, on activations along finished answers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jaxtyping import Array, Float, Float32, Int
 from tqdm import tqdm
 
 from predictor.buckets import LengthBuckets
@@ -19,33 +20,33 @@ from predictor.refinement import Refinement
 from predictor.training import History, TrainingConfig, adamw
 
 TRAINING = TrainingConfig(batch_size=256, learning_rate=1e-3, num_epochs=30, patience=4)
-# Exponents that are tried on what was held out.
+# The grid of exponents that are tried on held-out readings.
 _BELIEF_WEIGHTS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 _READING_WEIGHTS = (0.2, 0.4, 0.6, 0.8, 1.0)
-# Standard deviations under this share of the mean one are taken for it.
+# Standard deviations are raised to at least this share of their mean.
 _LEAST_SCALE = 1e-3
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Readings:
-    """What there is to read along some answers: at a prompt's end, and every few tokens from there.
+    """Activations along several answers, at the end of each prompt and at intervals from there.
 
     Attributes:
-      activations: float32 [readings, width].
-      answer: int [readings], whose they are, from 0 on, sorted.
-      elapsed: int [readings], tokens that had come; 0 at the prompt's end, rising in an answer.
-      lengths: int [answers], tokens that came in the end.
+      answer: the index of each reading's answer, sorted.
+      elapsed: tokens generated before the reading; 0 at the prompt's end, and
+        increasing within an answer.
+      lengths: output length of each answer in tokens.
     """
 
-    activations: np.ndarray
-    answer: np.ndarray
-    elapsed: np.ndarray
-    lengths: np.ndarray
+    activations: Float32[np.ndarray, "readings width"]
+    answer: Int[np.ndarray, " readings"]
+    elapsed: Int[np.ndarray, " readings"]
+    lengths: Int[np.ndarray, " answers"]
 
     @property
-    def remaining(self) -> np.ndarray:
-        """Tokens still to come [readings], 1 or more."""
+    def remaining(self) -> Int[np.ndarray, " readings"]:
+        """Remaining length of each reading's answer in tokens, 1 or more."""
         return self.lengths[self.answer] - self.elapsed
 
 
@@ -59,20 +60,20 @@ def train_probe(
     interval: int = 16,
     progress: bool = True,
 ) -> tuple[LengthProbe, History]:
-    """Train until `held_out` gets no better; calibrate, and learn how to weigh readings, by it.
+    """Train until the loss on `held_out` stops falling; then fit calibration and exponents to it.
 
     Args:
-      buckets: of remaining lengths.
-      interval: tokens between readings, as the runtime is to take them and these were taken.
+      buckets: buckets of remaining length.
+      interval: tokens between readings, in this data and later in the runtime.
 
     Raises:
-      ValueError: nothing to learn from, nothing held out, or activations of another width.
+      ValueError: one of the two sets is empty, or its activations have another width.
     """
     for part in (learned, held_out):
         if part.activations.shape[1:] != (config.width,) or not len(part.activations):
             raise ValueError(
-                f"activations{part.activations.shape}: expected some of width {config.width}, "
-                "to learn from and held out"
+                f"activations{part.activations.shape} are not allowed; pass [readings, "
+                f"{config.width}] with at least one reading to learn from and one held out"
             )
     head = _standardising(config, buckets.num, learned.activations, training.seed)
     history = _fit(head, buckets, learned, held_out, training, progress)
@@ -86,8 +87,10 @@ def train_probe(
     return LengthProbe(config, head, refinement, calibration), history
 
 
-def weighed(refinement: Refinement, held_out: Readings, logits: np.ndarray) -> Refinement:
-    """With the exponents of the least cross-entropy along answers that were held out."""
+def weighed(
+    refinement: Refinement, held_out: Readings, logits: Float[np.ndarray, "readings buckets"]
+) -> Refinement:
+    """Return `refinement` with the exponents of the lowest cross-entropy on held-out answers."""
     right = refinement.buckets.bucket_of(held_out.remaining)
     first = refinement.first(None, len(held_out.lengths))
 
@@ -104,9 +107,12 @@ def weighed(refinement: Refinement, held_out: Readings, logits: np.ndarray) -> R
 
 
 def _standardising(
-    config: ProbeConfig, num_buckets: int, activations: np.ndarray, seed: int
+    config: ProbeConfig,
+    num_buckets: int,
+    activations: Float[np.ndarray, "readings width"],
+    seed: int,
 ) -> ProbeHead:
-    """An untrained head that standardises by the mean and deviation of these."""
+    """Return an untrained head that standardises by the activations' mean and deviation."""
     head = ProbeHead(config, num_buckets, rngs=nnx.Rngs(seed))
     mean = activations.mean(0, dtype=np.float64)
     deviation = activations.std(0, dtype=np.float64)
@@ -124,7 +130,7 @@ def _fit(
     config: TrainingConfig,
     progress: bool,
 ) -> History:
-    """Train the head in place, up to the epoch after which it did best on what was held out."""
+    """Train the head in place, and leave it with the parameters of the best held-out loss."""
     labels = buckets.bucket_of(learned.remaining).astype(np.int32)
     judged = jnp.asarray(held_out.activations), jnp.asarray(buckets.bucket_of(held_out.remaining))
     num, size = len(labels), config.batch_size
@@ -144,7 +150,7 @@ def _fit(
             order = np.random.default_rng((config.seed, epoch)).permutation(num)
             losses = []
             for start in range(0, num, size):
-                # The last batch is filled up from the first: one shape is compiled.
+                # The last batch is filled up from the first, so that one shape is compiled.
                 batch = np.take(order, range(start, start + size), mode="wrap")
                 some = jnp.asarray(learned.activations[batch]), jnp.asarray(labels[batch])
                 losses.append(_step(head, optimizer, *some))
@@ -164,13 +170,18 @@ def _fit(
 
 @nnx.jit
 def _step(
-    head: ProbeHead, optimizer: nnx.Optimizer, activations: jax.Array, labels: jax.Array
-) -> jax.Array:
+    head: ProbeHead,
+    optimizer: nnx.Optimizer,
+    activations: Float[Array, "rows width"],
+    labels: Int[Array, " rows"],
+) -> Float32[Array, ""]:
     loss, gradients = nnx.value_and_grad(_loss)(head, activations, labels)
     optimizer.update(head, gradients)
     return loss
 
 
-def _loss(head: ProbeHead, activations: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean cross-entropy."""
+def _loss(
+    head: ProbeHead, activations: Float[Array, "rows width"], labels: Int[Array, " rows"]
+) -> Float32[Array, ""]:
+    """Return the mean cross-entropy in nats."""
     return optax.softmax_cross_entropy_with_integer_labels(head(activations), labels).mean()

@@ -1,10 +1,10 @@
-"""What is believed of answers' remaining lengths, refined by what a probe reads as tokens come.
+"""Bayesian refinement of predicted remaining lengths by a probe's readings.
 
-A belief is a distribution over buckets of remaining length, as of some number of output tokens.
-Between two readings it is moved on by the tokens that came: what would have ended is ruled out. A
-reading is then weighed in, as in TRAIL's Bayesian filter (arXiv:2410.01035, section 3.2); but
-readings of one answer are far from independent, so that both sides have exponents, which are
-learned from answers that were held out.
+The state is a distribution over buckets of remaining length, after some number of output tokens.
+Between two readings the tokens generated since shift it and rule out lengths that have passed. A
+reading then updates it as in TRAIL's Bayesian filter (arXiv:2410.01035, section 3.2). Readings of
+one answer are not independent, so the prior and the reading each have an exponent, fitted on
+held-out answers.
 """
 
 from __future__ import annotations
@@ -13,31 +13,33 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from predictor.buckets import LengthBuckets
 from predictor.calibration import softmax
 from predictor.distribution import LengthDistributions
 
-# Of a bucket that was believed impossible: enough for a few readings to bring it back.
+# The least prior probability of a bucket, so that a few readings can raise it again.
 _LEAST = 1e-4
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Refinement:
-    """How beliefs change. NumPy only, so that a scheduler can do without JAX.
+    """The update of remaining-length distributions. NumPy only, for use in the scheduler.
 
     Attributes:
-      buckets: of remaining lengths.
-      marginal: float [buckets], of whole answers: what is believed where nothing was predicted.
+      buckets: buckets of remaining length.
+      marginal: float [buckets], the distribution of whole output lengths; the prior of a sequence
+        without a prediction.
       temperature: logits are divided by it; see `Calibration`.
-      belief_weight, reading_weight: exponents of what was believed and of what is read; (1, 1) is
-        TRAIL's filter, (0, 1) forgets everything but the newest reading.
+      belief_weight, reading_weight: exponents of the prior and of the reading; (1, 1) is TRAIL's
+        filter, (0, 1) uses the newest reading alone.
       interval: tokens from one reading to the next.
     """
 
     buckets: LengthBuckets
-    marginal: np.ndarray
+    marginal: Float[np.ndarray, " buckets"]
     temperature: float = 1.0
     belief_weight: float = 1.0
     reading_weight: float = 1.0
@@ -46,69 +48,85 @@ class Refinement:
     def __post_init__(self) -> None:
         if np.shape(self.marginal) != (self.buckets.num,):
             raise ValueError(
-                f"marginal{np.shape(self.marginal)}: expected [{self.buckets.num}], one a bucket"
+                f"marginal{np.shape(self.marginal)} is not allowed; pass [{self.buckets.num}], one "
+                "probability per bucket"
             )
         if self.interval < 1 or self.temperature <= 0.0:
             raise ValueError(
-                f"interval={self.interval} and temperature={self.temperature} must be over 0"
+                f"interval={self.interval} and temperature={self.temperature} are not allowed; "
+                "pass numbers over 0"
             )
 
-    def first(self, lengths: LengthDistributions | None, num: int = 1) -> np.ndarray:
-        """Before any reading [sequences, buckets], from predicted output lengths or from none.
+    def first(
+        self, lengths: LengthDistributions | None, num: int = 1
+    ) -> Float[np.ndarray, "sequences buckets"]:
+        """Return the distributions before any reading.
 
         Args:
-          num: of sequences, where nothing was predicted of them.
+          lengths: predicted output lengths; None for the marginal.
+          num: number of sequences, if `lengths` is None.
         """
         if lengths is None:
             return np.tile(self.marginal, (num, 1))
         return lengths.remaining(0, self.buckets)
 
-    def moved_on(self, beliefs: np.ndarray, passed: np.ndarray) -> np.ndarray:
-        """Beliefs [sequences, buckets] after `passed` more tokens (int [sequences]).
+    def moved_on(
+        self, prior: Float[np.ndarray, "sequences buckets"], passed: Int[np.ndarray, " sequences"]
+    ) -> Float[np.ndarray, "sequences buckets"]:
+        """Return the distributions after `passed` more tokens.
 
-        One that is refuted, since more came than it thought possible, gives way to the marginal.
+        A distribution whose longest length has passed is replaced by the marginal.
         """
-        moved = LengthDistributions(self.buckets, beliefs).remaining(passed, self.buckets)
+        moved = LengthDistributions(self.buckets, prior).remaining(passed, self.buckets)
         is_over = np.asarray(passed) >= self.buckets.max_length
         return np.where(is_over[:, None], self.marginal, moved)
 
-    def refined(self, beliefs: np.ndarray, passed: np.ndarray, logits: np.ndarray) -> np.ndarray:
-        """Beliefs [sequences, buckets], moved on by `passed` tokens, after a reading.
+    def refined(
+        self,
+        prior: Float[np.ndarray, "sequences buckets"],
+        passed: Int[np.ndarray, " sequences"],
+        logits: Float[np.ndarray, "sequences buckets"],
+    ) -> Float[np.ndarray, "sequences buckets"]:
+        """Return the distributions after `passed` more tokens and a reading.
 
         Args:
-          logits: float [sequences, buckets], the probe's. Rows that are not finite say nothing.
+          logits: from the probe. A row that is not finite is no reading.
 
         Raises:
-          ValueError: there are not so many.
+          ValueError: `logits` and `prior` differ in shape.
         """
-        if np.shape(logits) != np.shape(beliefs):
+        if np.shape(logits) != np.shape(prior):
             raise ValueError(
-                f"logits{np.shape(logits)} of beliefs{np.shape(beliefs)}: not one each"
+                f"logits{np.shape(logits)} do not fit prior{np.shape(prior)}; pass one row per "
+                "sequence"
             )
-        moved = self.moved_on(beliefs, passed)
+        moved = self.moved_on(prior, passed)
         is_usable = np.isfinite(logits).all(1, keepdims=True)
         read = np.where(is_usable, logits, 0.0) / self.temperature
-        known = np.log(np.maximum(moved, _LEAST))
-        weighed = softmax(self.belief_weight * known + self.reading_weight * read)
-        return np.where(is_usable, weighed, moved)
+        log_prior = np.log(np.maximum(moved, _LEAST))
+        posterior = softmax(self.belief_weight * log_prior + self.reading_weight * read)
+        return np.where(is_usable, posterior, moved)
 
     def along(
-        self, logits: np.ndarray, answer: np.ndarray, elapsed: np.ndarray, first: np.ndarray
-    ) -> np.ndarray:
-        """Beliefs [readings, buckets] right after each reading of several answers.
+        self,
+        logits: Float[np.ndarray, "readings buckets"],
+        answer: Int[np.ndarray, " readings"],
+        elapsed: Int[np.ndarray, " readings"],
+        first: Float[np.ndarray, "answers buckets"],
+    ) -> Float[np.ndarray, "readings buckets"]:
+        """Return the distributions after each reading of several answers.
 
         Args:
-          logits: float [readings, buckets].
-          answer: int [readings], from 0 on, sorted.
-          elapsed: int [readings], tokens that had come; rising within an answer.
-          first: float [answers, buckets], before any reading.
+          answer: the index of each reading's answer, sorted.
+          elapsed: tokens generated before the reading; increasing within an answer.
+          first: the distributions before any reading.
         """
-        beliefs, at = np.array(first, np.float64), np.zeros(len(first), np.int64)
+        prior, at = np.array(first, np.float64), np.zeros(len(first), np.int64)
         after = np.zeros_like(logits, np.float64)
         number = np.arange(len(answer)) - np.searchsorted(answer, answer)
-        for turn in range(int(number.max(initial=-1)) + 1):
-            rows = np.flatnonzero(number == turn)
-            who = answer[rows]
-            after[rows] = self.refined(beliefs[who], elapsed[rows] - at[who], logits[rows])
-            beliefs[who], at[who] = after[rows], elapsed[rows]
+        for index in range(int(number.max(initial=-1)) + 1):
+            rows = np.flatnonzero(number == index)
+            own = answer[rows]
+            after[rows] = self.refined(prior[own], elapsed[rows] - at[own], logits[rows])
+            prior[own], at[own] = after[rows], elapsed[rows]
         return after

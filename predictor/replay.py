@@ -1,4 +1,4 @@
-"""What was seen lately, to learn from again: mispredicted answers first (S3, section 3.1)."""
+"""A replay buffer of recent answers that favours mispredicted ones (S3, section 3.1)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from jaxtyping import Int32
 
 
 @final
@@ -16,13 +17,13 @@ class Observation:
     """One answered prompt.
 
     Attributes:
-      tokens: int32, the prompt as the predictor's encoder gives it.
-      length: tokens of the answer.
-      bucket: that it belongs to.
-      predicted: bucket that was thought likeliest.
+      tokens: the prompt as the predictor's encoder tokenizes it.
+      length: number of tokens of the answer.
+      bucket: the bucket of `length`.
+      predicted: the bucket that was predicted as likeliest.
     """
 
-    tokens: np.ndarray
+    tokens: Int32[np.ndarray, " tokens"]
     length: int
     bucket: int
     predicted: int
@@ -34,17 +35,19 @@ class Observation:
 
 @final
 class ReplayBuffer:
-    """The newest observations, those that were predicted rightly thinned out.
+    """A buffer of the newest observations, with fewer of the correctly predicted ones.
 
     Args:
-      capacity: most observations; then the oldest leave.
-      favour: 1 or more. Once it is full, only one in `favour` of those that were predicted rightly
-        is kept, and each is drawn `favour` times less often.
+      capacity: maximum number of observations; beyond it, the oldest is removed.
+      favour: 1 or more. A full buffer keeps one in `favour` of the correctly predicted
+        observations, and a sample draws each of them `favour` times less often.
     """
 
     def __init__(self, capacity: int, favour: float = 2.0):
         if capacity < 1 or favour < 1.0:
-            raise ValueError(f"capacity={capacity} and favour={favour}: give 1 or more of both")
+            raise ValueError(
+                f"capacity={capacity} and favour={favour} are not allowed; pass 1 or more of both"
+            )
         self.capacity = capacity
         self.favour = favour
         self._items: deque[Observation] = deque(maxlen=capacity)
@@ -56,24 +59,24 @@ class ReplayBuffer:
         return iter(self._items)
 
     def add(self, observation: Observation, random: np.random.Generator) -> None:
-        """Keep it, or not; deterministic under the generator's state."""
+        """Add an observation, or drop it; deterministic given the generator's state."""
         is_full = len(self._items) == self.capacity
         if not is_full or observation.is_wrong or random.random() * self.favour < 1.0:
             self._items.append(observation)
 
     def sample(self, num: int, random: np.random.Generator) -> list[Observation]:
-        """`num` of them, some perhaps more than once."""
+        """Draw `num` observations with replacement."""
         weights = np.asarray([self.favour if item.is_wrong else 1.0 for item in self._items])
         drawn = random.choice(len(weights), num, p=weights / weights.sum())
         return [self._items[index] for index in drawn]
 
     def restore(self, observations: Iterable[Observation]) -> None:
-        """Hold these instead, oldest first."""
+        """Replace the content by these observations, oldest first."""
         self._items = deque(observations, maxlen=self.capacity)
 
 
 def pack(observations: Iterable[Observation], prefix: str) -> dict[str, np.ndarray]:
-    """Arrays that `unpack` makes the same observations of, their names beginning with `prefix`."""
+    """Return arrays for `unpack`; their names begin with `prefix`."""
     kept = list(observations)
     numbers = [(len(o.tokens), o.length, o.bucket, o.predicted) for o in kept]
     return {
@@ -83,7 +86,7 @@ def pack(observations: Iterable[Observation], prefix: str) -> dict[str, np.ndarr
 
 
 def unpack(arrays: Mapping[str, np.ndarray], prefix: str) -> list[Observation]:
-    """What `pack` was given."""
+    """Return the observations that `pack` was given."""
     numbers = arrays[f"{prefix}_numbers"]
     tokens = np.split(arrays[f"{prefix}_tokens"], np.cumsum(numbers[:, 0])[:-1])
     return [

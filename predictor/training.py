@@ -1,4 +1,4 @@
-"""Fine-tuning the predictor in optax."""
+"""Fine-tuning of the predictor with optax."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Float32, Int
 from tqdm import tqdm
 
 from predictor.buckets import LengthBuckets
@@ -25,14 +26,15 @@ from predictor.predictor import LengthPredictor
 @final
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How to fine-tune.
+    """The settings of fine-tuning.
 
     Attributes:
       warmup: share of all steps in which the learning rate rises; then it falls to 0 (cosine).
-      weigh_classes: rare buckets count more, in inverse proportion to how often they come.
-      dtype: that the encoder computes in, such as "bfloat16"; by default that on GPUs and float32
-        elsewhere. Parameters, optimizer and what is held out are float32 all the same.
-      patience: epochs without a better held-out loss after which training ends.
+      weigh_classes: weigh examples in inverse proportion to the frequency of their bucket.
+      dtype: type of the encoder's computation in training steps, "float32" or "bfloat16"; by
+        default bfloat16 on GPUs and float32 elsewhere. Parameters, optimizer state and evaluation
+        are float32.
+      patience: training ends after this number of epochs without a better held-out loss.
     """
 
     batch_size: int = 32
@@ -53,19 +55,20 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_epochs", "patience"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; give 1 or more")
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed; pass 1 or more")
         if not 0.0 <= self.warmup < 1.0 or self.learning_rate <= 0.0:
             raise ValueError(
-                f"warmup={self.warmup} must be a share, learning_rate={self.learning_rate} over 0"
+                f"warmup={self.warmup} and learning_rate={self.learning_rate} are not allowed; "
+                "pass a share from 0 to under 1, and a rate over 0"
             )
         if self.dtype not in (None, "float32", "bfloat16"):
-            raise ValueError(f"dtype={self.dtype!r}; give 'float32' or 'bfloat16'")
+            raise ValueError(f"dtype={self.dtype!r} is not allowed; pass 'float32' or 'bfloat16'")
 
 
 @final
 @dataclass
 class History:
-    """Mean cross-entropy an epoch, of what was learned from and of what was held out."""
+    """The mean cross-entropy of each epoch, on training and on held-out examples."""
 
     losses: list[float] = field(default_factory=list)
     held_out_losses: list[float] = field(default_factory=list)
@@ -85,20 +88,22 @@ def train(
     mesh: Mesh | None = None,
     progress: bool = True,
 ) -> History:
-    """Train until `held_out` gets no better; then the predictor adopts the best parameters.
+    """Train until the loss on `held_out` stops falling, and adopt the best parameters.
 
-    Its calibration is dropped: it was of other parameters. Until then it predicts as before.
+    The predictor serves with its old parameters until the end. It is then without a calibration,
+    since the old one was fitted to other parameters.
 
     Args:
-      checkpoints: folder for the state after every epoch; training goes on from the last one there.
-      mesh: batches are shared out over its `data` axis.
+      checkpoints: folder for the state after every epoch; training continues from its last one.
+      mesh: each batch is split over its `data` axis.
 
     Raises:
-      ValueError: nothing to learn from, or nothing held out.
+      ValueError: there are no training examples or no held-out examples.
     """
     if not examples or not held_out:
         raise ValueError(
-            f"{len(examples)} examples and {len(held_out)} held out; give some of both"
+            f"{len(examples)} examples and {len(held_out)} held out are not allowed; pass at least "
+            "one of each"
         )
     tokens = predictor.encoder.tokens([example.prompt for example in examples])
     labels = _labels(predictor.buckets, examples)
@@ -147,7 +152,7 @@ def train(
 
 @final
 class _Judge:
-    """How well parameters do on what is held out."""
+    """An evaluation of parameters on held-out examples."""
 
     def __init__(self, predictor: LengthPredictor, held_out: Sequence[Example]):
         self._predictor = predictor
@@ -155,7 +160,7 @@ class _Judge:
         self._labels = _labels(predictor.buckets, held_out)
 
     def loss(self, params: nnx.State) -> float:
-        """Mean cross-entropy."""
+        """Return the mean cross-entropy in nats."""
         logits = self._predictor.logits_of(self._tokens, nnx.to_pure_dict(params))
         each = optax.softmax_cross_entropy_with_integer_labels(logits, self._labels)
         return float(np.mean(np.asarray(each)))
@@ -165,11 +170,11 @@ class _Judge:
 def _step(
     model: LengthClassifier,
     optimizer: nnx.Optimizer,
-    tokens: jax.Array,
-    mask: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array,
-) -> jax.Array:
+    tokens: Int[Array, "rows width"],
+    mask: Bool[Array, "rows width"],
+    labels: Int[Array, " rows"],
+    weights: Float[Array, " rows"],
+) -> Float[Array, ""]:
     def loss_of(model: LengthClassifier) -> jax.Array:
         each = optax.softmax_cross_entropy_with_integer_labels(model(tokens, mask), labels)
         return (each * weights).sum() / jnp.maximum(weights.sum(), 1e-6)
@@ -182,7 +187,7 @@ def _step(
 def adamw(
     learning_rate: optax.ScalarOrSchedule, *, clip_norm: float = 1.0, weight_decay: float = 0.01
 ) -> optax.GradientTransformation:
-    """What encoders are fine-tuned with: gradients clipped by their norm, matrices alone decay."""
+    """Return AdamW with gradients clipped by their global norm and weight decay on matrices."""
     return optax.chain(
         optax.clip_by_global_norm(clip_norm),
         optax.adamw(learning_rate, weight_decay=weight_decay, mask=_decays),
@@ -197,15 +202,17 @@ def _optimizer(config: TrainingConfig, num_steps: int) -> optax.GradientTransfor
 
 
 def _decays(params: Any) -> Any:
-    """Matrices decay; biases and norms do not."""
+    """Return True for matrices, and False for biases and norms."""
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
-def _labels(buckets: LengthBuckets, examples: Sequence[Example]) -> np.ndarray:
+def _labels(buckets: LengthBuckets, examples: Sequence[Example]) -> Int[np.ndarray, " examples"]:
     return buckets.bucket_of([example.output_length for example in examples])
 
 
-def _weights(labels: np.ndarray, num: int, weigh_classes: bool) -> np.ndarray:
+def _weights(
+    labels: Int[np.ndarray, " examples"], num: int, weigh_classes: bool
+) -> Float32[np.ndarray, " examples"]:
     if not weigh_classes:
         return np.ones(len(labels), np.float32)
     counts = np.bincount(labels, minlength=num)
@@ -213,12 +220,12 @@ def _weights(labels: np.ndarray, num: int, weigh_classes: bool) -> np.ndarray:
 
 
 def _params(model: LengthClassifier) -> nnx.State:
-    """A copy that training does not change."""
+    """Return a copy of the parameters, which training does not change."""
     return jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
 
 
 def _placer(mesh: Mesh | None, objects: Any) -> Callable[..., tuple[Any, ...]]:
-    """Puts a batch's arrays on the mesh, after everything else was copied to all of it."""
+    """Copy `objects` to every device of the mesh; return a function that splits a batch over it."""
     if mesh is None:
         return lambda *arrays: arrays
     state = nnx.state(objects)
@@ -229,7 +236,7 @@ def _placer(mesh: Mesh | None, objects: Any) -> Callable[..., tuple[Any, ...]]:
 
 @final
 class _Store:
-    """The state after every epoch, in Orbax; does nothing without a folder."""
+    """An Orbax store of the state after every epoch; without a folder it does nothing."""
 
     def __init__(self, folder: Path | None, model: LengthClassifier, optimizer: nnx.Optimizer):
         self._objects = (model, optimizer)
@@ -239,7 +246,11 @@ class _Store:
             self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def restore(self, history: History, best: nnx.State) -> tuple[History, nnx.State, int]:
-        """What was saved last, with model and optimizer set to it, and the epoch to go on with."""
+        """Restore the last saved state into model and optimizer.
+
+        Return its history, its best parameters, and the number of the next epoch; without a saved
+        state, the arguments and 0.
+        """
         if self._manager is None or (epoch := self._manager.latest_step()) is None:
             return history, best, 0
         state = nnx.state(self._objects)
@@ -271,7 +282,7 @@ class _Store:
 
 
 def _plain(state: nnx.State) -> list[Any]:
-    """Arrays alone, in the state's order; random keys as numbers."""
+    """Return the state's arrays in its order, with random keys as their data."""
     return [jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in jax.tree.leaves(state)]
 
 

@@ -1,4 +1,4 @@
-"""Encoder weights from Hugging Face folders, without PyTorch."""
+"""Loading of encoder weights from Hugging Face folders, without PyTorch."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _DISTILBERT = {
 
 
 def config_of(folder: Path) -> EncoderConfig:
-    """The encoder's configuration in a Hugging Face folder.
+    """Read the encoder's configuration from a Hugging Face folder.
 
     Raises:
-      ValueError: there is none, or it is of another kind of model.
+      ValueError: config.json is missing, or its model type is not supported.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(
-            f"{folder} has no config.json; give a folder of a BERT or DistilBERT model"
+            f"{folder} has no config.json; pass the folder of a BERT or DistilBERT model"
         )
     return EncoderConfig.from_hf(json.loads(path.read_text(encoding="utf-8")))
 
@@ -53,11 +53,14 @@ def load_encoder(encoder: Encoder, folder: Path) -> None:
     """Set the encoder's parameters to those of model.safetensors.
 
     Raises:
-      ValueError: the file is missing, or lacks tensors, or has them in other shapes; all are named.
+      ValueError: the file is missing, or tensors are missing or have other shapes; the message
+        lists all of them.
     """
     path = folder / "model.safetensors"
     if not path.is_file():
-        raise ValueError(f"{folder} has no model.safetensors")
+        raise ValueError(
+            f"{folder} has no model.safetensors; pass the folder of a BERT or DistilBERT model"
+        )
     problems: list[str] = []
     with safe_open(path, framework="numpy") as file:
         names = {_without_prefix(name): name for name in file.keys()}  # noqa: SIM118

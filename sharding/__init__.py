@@ -1,4 +1,4 @@
-"""Device meshes, the rules that place arrays on them, and start-up over several processes."""
+"""Device meshes, the rules that place arrays on them, and the start-up of several processes."""
 
 from sharding.mesh import MESH_AXES, check_tensor_axis, make_mesh
 from sharding.process_group import JoinError, ProcessGroup

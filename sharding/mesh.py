@@ -1,4 +1,4 @@
-"""Device meshes: `data` x `stage` x `tensor`, in this order."""
+"""Device meshes with the axes `data`, `stage` and `tensor`, in this order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MESH_AXES = ("data", "stage", "tensor")
 
 
 def check_tensor_axis(mesh: Mesh, *, num_heads: int, num_kv_heads: int, num_mlp_parts: int) -> None:
-    """Whether a model's layers can be shared out over the mesh's `tensor` axis.
+    """Check that the mesh's `tensor` axis can split a model's layers.
 
-    KV heads must divide among the shards, or the shards among the KV heads, each of which is then
-    held by several.
+    The number of KV heads must be a multiple of the number of shards or divide it; in the second
+    case several shards hold a copy of each KV head.
 
     Raises:
-      ValueError: saying which sizes can be used.
+      ValueError: the axis does not fit; the message lists the sizes that do.
     """
 
     def fits(shards: int) -> bool:
@@ -31,7 +31,7 @@ def check_tensor_axis(mesh: Mesh, *, num_heads: int, num_kv_heads: int, num_mlp_
         allowed = [size for size in range(1, num_heads + 1) if fits(size)]
         raise ValueError(
             f"a tensor axis of {shards} does not divide {num_heads} query heads, {num_kv_heads} KV "
-            f"heads and an MLP of {num_mlp_parts} parts; use one of {allowed}"
+            f"heads and {num_mlp_parts} MLP parts; use one of {allowed}"
         )
 
 
@@ -42,20 +42,20 @@ def make_mesh(
     tensor: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh over the first `data * stage * tensor` devices (JAX's own order by default).
+    """Make a mesh over the first `data * stage * tensor` of `devices` (default: `jax.devices()`).
 
     Raises:
-      ValueError: a size below 1, or more devices asked for than there are.
+      ValueError: a size is below 1, or there are too few devices.
     """
     sizes = {"data": data, "stage": stage, "tensor": tensor}
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"mesh axis {name}={size!r} is not allowed; give a whole number >= 1")
+            raise ValueError(f"mesh axis {name}={size!r} is not allowed; pass a whole number >= 1")
     available = list(jax.devices() if devices is None else devices)
     needed = data * stage * tensor
     if needed > len(available):
         raise ValueError(
-            f"mesh {sizes} needs {needed} devices, but there are {len(available)} "
-            f"({available[0].platform if available else 'none'}); lower an axis"
+            f"mesh {sizes} needs {needed} devices, but only {len(available)} are available "
+            f"({available[0].platform if available else 'none'}); reduce the size of an axis"
         )
     return Mesh(np.asarray(available[:needed]).reshape(data, stage, tensor), MESH_AXES)

@@ -1,4 +1,4 @@
-"""The processes of one job as each of them sees them: connected, so that none outlives another."""
+"""A process's view of its job: connections to the other processes, and a common end."""
 
 from __future__ import annotations
 
@@ -19,20 +19,25 @@ import jax
 
 LEADER = 0
 EXIT_LOST = 1
-# A host that vanished without a word is noticed after this long at the latest.
+# A connection to a host that stopped responding fails after this long at the latest.
 _SILENCE_S = 20
 _PROBE_S = 5
+# A JAX error may be the effect of another process's death; the leader then reports that first.
 _OTHERS_FIRST_S = 2
 
 
 class JoinError(RuntimeError):
-    """Processes that cannot work together: they did not come together, or are not all free."""
+    """The processes of a job cannot work together: one is missing, has left, or is in use."""
 
 
 @final
 @dataclass(frozen=True)
 class _Message:
-    """`work` is for the process's own code, the others are about the process that sends them."""
+    """A message between processes.
+
+    `work` carries content for the receiver's own code. `leave` and `fail` report that the sender
+    wants to end, or cannot continue.
+    """
 
     kind: Literal["work", "leave", "fail"]
     content: Any = None
@@ -40,18 +45,19 @@ class _Message:
 
 @final
 class ProcessGroup:
-    """The processes of a job and this one's place among them. Process 0 leads.
+    """The processes of a job and this process's id among them. Process 0 is the leader.
 
-    The leader is connected with every other process, and a thread watches each connection. Where
-    another process ends without a word, or reports that it failed, this one prints one line to
-    stderr and ends with exit code 1, whatever it was doing: its main thread may be waiting for
-    that process inside a collective, where no exception could reach it.
+    The leader has a connection to every follower, and a thread watches each connection. When
+    another process dies or reports a failure, this process prints one line to stderr and exits
+    with code 1 at once: its main thread may be waiting for that process inside a collective,
+    where no exception could reach it.
 
-    `join` makes it.
+    `join` makes the group.
 
     Args:
-      connections: process id -> connection; of all others on the leader, else of the leader.
-      hosts: process id -> name of its host; of as many processes as are known.
+      connections: process id -> connection: every follower's on the leader, the leader's on a
+        follower.
+      hosts: process id -> host name, of the processes whose host is known.
     """
 
     def __init__(
@@ -85,18 +91,18 @@ class ProcessGroup:
     def is_leader(self) -> bool:
         return self.process_id == LEADER
 
-    # ---- what the processes tell one another ----
+    # ---- messages ----
 
     def broadcast(self, content: Any) -> None:
-        """Leader: send to every other process; anything that can be pickled."""
+        """Send `content`, which must be picklable, to every follower. Leader only."""
         self._tell(_Message("work", content))
 
     def receive(self) -> Any:
-        """Follower: wait for what the leader sends next."""
+        """Wait for the leader's next `broadcast` and return its content. Followers only."""
         return self._inbox[LEADER].get()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every process's value, by process id; all processes must call it, in the same order."""
+        """Return every process's value, by process id. All processes call it, in the same order."""
         if not self.is_leader:
             self._tell(_Message("work", value))
             return self.receive()
@@ -104,24 +110,24 @@ class ProcessGroup:
         self.broadcast(values)
         return values
 
-    # ---- together or not at all ----
+    # ---- common failure ----
 
     @contextmanager
     def reporting_failure(self) -> Iterator[None]:
-        """A block that ends the other processes when it fails."""
+        """A block whose failure ends the other processes too."""
         try:
             yield
         except BaseException as error:
             if isinstance(error, jax.errors.JaxRuntimeError):
-                # Perhaps only because another process died: then its end is what to tell, and the
-                # leader, which notices it at once, ends this process meanwhile.
+                # Another process may have died and caused this error. The leader notices that at
+                # once and ends this process with the true reason during this wait.
                 time.sleep(_OTHERS_FIRST_S)
             self.fail(f"{type(error).__name__}: {error}".rstrip(": "))
             raise
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A block that all processes go through, waiting for one another; none can leave in it."""
+        """A block that all processes run, with collectives inside; none may leave during it."""
         before = self._needs_others
         self._needs_others = True
         try:
@@ -132,14 +138,14 @@ class ProcessGroup:
             self._needs_others = before
 
     def claim(self) -> None:
-        """Take the group for one use, until `release`; on the leader, the others must stay.
+        """Reserve the group for one use, until `release`. Followers of a claimed group must stay.
 
         Raises:
-          JoinError: it is taken, or a process has left already.
+          JoinError: the group is in use, or a process has left.
         """
         if self._is_claimed:
             raise JoinError(
-                "these processes serve a model together already; close that runtime first"
+                "these processes already serve a model together; close that runtime first"
             )
         self._check_complete()
         self._is_claimed = True
@@ -150,7 +156,7 @@ class ProcessGroup:
         self._is_claimed = self._needs_others = False
 
     def fail(self, reason: str) -> None:
-        """Tell the other processes that this one cannot go on; they end, this one is left to."""
+        """Report that this process cannot continue: the other processes end, this one goes on."""
         if not self._has_failed:
             self._has_failed = True
             self._send(_Message("fail", f"{self._name(self.process_id)} failed: {reason}"))
@@ -158,13 +164,14 @@ class ProcessGroup:
     # ---- the end ----
 
     def before_leaving(self, close: Callable[[], object]) -> None:
-        """Call `close` when this process ends, before it says so to the others."""
+        """Register `close` to be called when this process ends, before the others are told."""
         self._closers.append(close)
 
     def leave(self) -> None:
-        """Wait until all processes want to end; for the end of the interpreter.
+        """Wait until all processes want to end; runs at interpreter exit.
 
-        A process that failed ends here, with exit code 1: JAX's own end would wait for the others.
+        A process that failed exits here with code 1, since JAX's own shutdown would wait for the
+        others.
         """
         for close in reversed(self._closers):
             close()
@@ -178,15 +185,15 @@ class ProcessGroup:
         for left in self._has_left.values():
             left.wait()
 
-    # ---- inside ----
+    # ---- internals ----
 
     def _check_complete(self) -> None:
         for peer, left in self._has_left.items():
             if left.is_set():
-                raise JoinError(f"{self._name(peer)} has left the job; start all anew")
+                raise JoinError(f"{self._name(peer)} has left the job; restart all processes")
 
     def _send(self, message: _Message) -> list[int]:
-        """Send to every connected process; returns those that cannot be reached."""
+        """Send to every connected process and return the ids of those that are unreachable."""
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         lost = []
         for peer, connection in self._connections.items():
@@ -216,17 +223,18 @@ class ProcessGroup:
         except (EOFError, OSError):
             if not self._has_left[peer].is_set():
                 self._end(_died(self._name(peer)))
-        except Exception as error:  # whatever reading what another version sent provokes
-            self._end(f"what {self._name(peer)} sent cannot be read ({error!r})")
+        except Exception as error:  # unpickling can raise anything, e.g. across versions
+            self._end(f"a message from {self._name(peer)} cannot be read ({error!r})")
 
     def _end(self, reason: str) -> None:
-        """End this process with one line that says why, and on the leader all the others."""
+        """Exit with one line on stderr that gives the reason; the leader ends the others too."""
         if self._has_failed:
-            return  # it says itself why it ends, and the others heard of it
-        self._ending.acquire()  # never given back: the first reason counts
+            return  # it reports its own failure, and the others know of it
+        self._ending.acquire()  # never released: only the first reason is printed
         line = (
-            f"jaxserve: {reason}. So {self._name(self.process_id)} ends too, and what was under "
-            "way is lost. Look at what that process printed last, then start all processes again.\n"
+            f"jaxserve: {reason}, so {self._name(self.process_id)} ends too and unfinished work is "
+            "lost. Read the last lines that the failed process printed, then start all processes "
+            "again.\n"
         )
         with suppress(OSError):
             os.write(2, line.encode())
@@ -246,7 +254,7 @@ class ProcessGroup:
 
 @contextmanager
 def stdout_on_stderr() -> Iterator[None]:
-    """Gloo greets on stdout before a first collective of devices; answers belong there alone."""
+    """Send stdout to stderr inside the block: Gloo prints a line before its first collective."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -262,7 +270,7 @@ def _died(name: str) -> str:
 
 
 def _notice_silence(connection: Connection) -> None:
-    """Let the kernel give up a connection whose other host does not answer, and send at once."""
+    """Make the kernel close a connection whose peer is silent, and send without delay."""
     with socket.socket(fileno=os.dup(connection.fileno())) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

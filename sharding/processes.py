@@ -1,4 +1,4 @@
-"""Start-up of one job over several processes, on one host or many."""
+"""The start-up of a job of several processes, on one host or many."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ PROCESS_ID_VARIABLE = "JAXSERVE_PROCESS_ID"
 TIMEOUT_VARIABLE = "JAXSERVE_START_TIMEOUT"
 DEFAULT_TIMEOUT_S = 120
 
-# Where a launcher that JAX recognises says how many processes it started: SLURM's srun, Open MPI.
+# Launchers that JAX recognises (SLURM's srun, Open MPI) put the number of processes here.
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-# JAX's own watch: for processes that die before they are connected, or hang as a whole.
+# JAX's own heartbeat: catches processes that die before they are connected, or hang entirely.
 _HEARTBEAT_S = 25
 # Processes end together, see `ProcessGroup.leave`; this bounds the wait for one that dies then.
 _SHUTDOWN_S = 10
-# JAX aborts the process when it has waited too long; ours comes first, and says what to do.
+# JAX aborts the process at its time limit; ours comes first, with a line that says what to do.
 _GRACE_S = 30
 _ADDRESS_BYTES = 512
 
-# One a process, as `jax.distributed` is.
+# One per process, like `jax.distributed`.
 _joined: ProcessGroup | None = None
 
 
 @final
 @dataclass(frozen=True)
 class _Place:
-    """Of this process in its job; None is for JAX to find out from the launcher."""
+    """A process's place in its job; JAX reads the fields that are None from the launcher."""
 
     coordinator: str | None
     num_processes: int | None
     process_id: int | None
 
     def __str__(self) -> str:
-        who = "this process" if self.process_id is None else f"process {self.process_id}"
-        where = "" if self.coordinator is None else f" (coordinator {self.coordinator})"
-        return f"{who} of {self.num_processes or 'several'}{where}"
+        name = "this process" if self.process_id is None else f"process {self.process_id}"
+        address = "" if self.coordinator is None else f" (coordinator {self.coordinator})"
+        return f"{name} of {self.num_processes or 'several'}{address}"
 
 
 def join(
@@ -69,24 +69,25 @@ def join(
     *,
     timeout_s: float | None = None,
 ) -> ProcessGroup | None:
-    """Make this process one of a job's; returns when all have come, and None for a job of one.
+    """Join this process to a job, and return when all of its processes have joined.
 
-    What is not given is taken from `JAXSERVE_COORDINATOR`, `JAXSERVE_NUM_PROCESSES` and
-    `JAXSERVE_PROCESS_ID`, then from the launcher (SLURM's srun, Open MPI). Where the script has
-    called `jax.distributed.initialize` itself, its processes are taken as they are. Call it before
-    anything else that uses JAX; a second call returns what the first one did.
+    Return None for a job of one process. An argument that is None is read from
+    `JAXSERVE_COORDINATOR`, `JAXSERVE_NUM_PROCESSES` or `JAXSERVE_PROCESS_ID`, then from the
+    launcher (SLURM's srun, Open MPI). If the script has called `jax.distributed.initialize`
+    itself, the job consists of those processes. Call this before anything else that uses JAX;
+    a second call returns the result of the first.
 
-    Afterwards the processes live and die together, see `ProcessGroup`. One that waits for the
-    others in vain prints a line to stderr and ends with exit code 1.
+    From then on the end of one process ends all, see `ProcessGroup`. A process that waits longer
+    than the timeout prints one line to stderr and exits with code 1.
 
     Args:
-      coordinator: host and port, a free one, of process 0; the same for all.
-      process_id: from 0; process 0 leads.
-      timeout_s: how long to wait for the others; by default `JAXSERVE_START_TIMEOUT`, or 120.
+      coordinator: host and free port on process 0, the same on all processes.
+      process_id: from 0; process 0 is the leader.
+      timeout_s: how long to wait for the others; the default is `JAXSERVE_START_TIMEOUT`, or 120.
 
     Raises:
-      ValueError: settings that are missing, malformed or contradict each other.
-      JoinError: the processes did not come together.
+      ValueError: a setting is missing or malformed, or settings contradict each other.
+      JoinError: the processes could not connect.
     """
     global _joined
     if _joined is not None:
@@ -94,7 +95,7 @@ def join(
             process_id not in (None, _joined.process_id)
         ):
             raise ValueError(
-                f"this process has joined already, as process {_joined.process_id} of "
+                f"this process has already joined as process {_joined.process_id} of "
                 f"{_joined.num_processes}; it cannot join again with other numbers"
             )
         return _joined
@@ -110,15 +111,15 @@ def join(
             return None
         with stdout_on_stderr():
             _joined = _connect(place.coordinator)
-    atexit.register(_joined.leave)  # runs before JAX's own end, registered at its import
+    atexit.register(_joined.leave)  # runs before JAX's own handler, registered at its import
     return _joined
 
 
 def group_over(mesh: Mesh | None) -> ProcessGroup | None:
-    """The processes that a mesh's devices belong to; None where all are this process's own.
+    """Return the group of the processes that own a mesh's devices; None if this one owns all.
 
     Raises:
-      ValueError: the mesh leaves out some of the job's processes.
+      ValueError: the mesh has devices of some, but not all, of the job's processes.
       JoinError: see `join`.
     """
     if mesh is None or jax.process_count() == 1:
@@ -129,9 +130,9 @@ def group_over(mesh: Mesh | None) -> ProcessGroup | None:
     left_out = sorted(set(range(jax.process_count())) - on_mesh)
     if left_out:
         raise ValueError(
-            f"the mesh {dict(mesh.shape)} has no device of process(es) {left_out}, but a model is "
-            f"served by one process or by all: make it {len(jax.devices())} devices large, one "
-            "of this process's own devices, or start fewer processes"
+            f"the mesh {dict(mesh.shape)} has no device of process(es) {left_out}. A model is "
+            f"served by one process or by all of them: use a mesh of all {len(jax.devices())} "
+            "devices, use a mesh of this process's own devices, or start fewer processes"
         )
     return join()
 
@@ -142,7 +143,7 @@ def _place(
     process_id: int | None,
     environ: Mapping[str, str],
 ) -> _Place | None:
-    """Where this process stands; None for a job of one."""
+    """Return this process's place in its job; None for a job of one process."""
     if coordinator is None:
         coordinator = environ.get(COORDINATOR_VARIABLE)
     if num_processes is None:
@@ -158,16 +159,16 @@ def _place(
         return None
     if missing and not is_launched:
         raise ValueError(
-            f"{', '.join(missing)} missing: several processes need coordinator (host:port of "
-            f"process 0), num_processes and process_id, given or as {COORDINATOR_VARIABLE}, "
-            f"{NUM_PROCESSES_VARIABLE} and {PROCESS_ID_VARIABLE}; one process needs none of them"
+            f"{', '.join(missing)} missing. A job of several processes needs coordinator "
+            "(host:port of process 0), num_processes and process_id; pass them or set "
+            f"{COORDINATOR_VARIABLE}, {NUM_PROCESSES_VARIABLE} and {PROCESS_ID_VARIABLE}"
         )
     if coordinator is not None:
         host, _, port = coordinator.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-            raise ValueError(f"coordinator={coordinator!r} is not allowed; give host:port")
+            raise ValueError(f"coordinator={coordinator!r} is not allowed; pass host:port")
     if num_processes is not None and num_processes < 1:
-        raise ValueError(f"num_processes={num_processes} is not allowed; give at least 1")
+        raise ValueError(f"num_processes={num_processes} is not allowed; pass at least 1")
     if process_id is not None and not 0 <= process_id < (num_processes or process_id + 1):
         raise ValueError(
             f"process_id={process_id} of num_processes={num_processes} is not allowed; ids go "
@@ -181,7 +182,7 @@ def _whole(environ: Mapping[str, str], name: str) -> int | None:
     if text is None:
         return None
     if not text.strip().isdigit():
-        raise ValueError(f"{name}={text!r} is not allowed; give a whole number")
+        raise ValueError(f"{name}={text!r} is not allowed; set a whole number")
     return int(text)
 
 
@@ -190,12 +191,12 @@ def _timeout(given_s: float | None) -> float:
         set_s = _whole(os.environ, TIMEOUT_VARIABLE)
         given_s = DEFAULT_TIMEOUT_S if set_s is None else set_s
     if given_s < 1:
-        raise ValueError(f"a start-up timeout of {given_s} s is not allowed; give at least 1")
+        raise ValueError(f"a start-up timeout of {given_s} s is not allowed; set at least 1")
     return given_s
 
 
 def _initialize(place: _Place, timeout_s: float) -> None:
-    # Its handler would take SIGTERM for advice to save a checkpoint, and the process would stay.
+    # Its handler treats SIGTERM as a notice to save a checkpoint, and the process would not end.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -206,23 +207,23 @@ def _initialize(place: _Place, timeout_s: float) -> None:
             heartbeat_timeout_seconds=_HEARTBEAT_S,
             shutdown_timeout_seconds=_SHUTDOWN_S,
         )
-    except RuntimeError as error:  # also XLA's own
+    except RuntimeError as error:  # XLA's errors are of this class too
         raise JoinError(
             f"{place} could not join the others ({str(error).splitlines()[0]}); call "
-            "sharding.join() before anything else that uses JAX, with a coordinator whose port is "
-            "free"
+            "sharding.join() before anything else that uses JAX, and choose a coordinator port "
+            "that is free"
         ) from error
 
 
 @contextmanager
 def _within(timeout_s: float, place: _Place) -> Iterator[None]:
-    """A block that ends the process if it takes longer: inside, JAX waits, or aborts itself."""
+    """A block that ends the process after `timeout_s`: JAX, inside, would wait or abort."""
 
     def give_up() -> None:
         line = (
-            f"jaxserve: {place} has waited {timeout_s:g} s for the others in vain. See whether all "
-            "were started, with the same coordinator and number, whether they can reach it, and "
-            f"what they printed; {TIMEOUT_VARIABLE} sets how long to wait.\n"
+            f"jaxserve: {place} waited {timeout_s:g} s, but not all processes joined. Check that "
+            "all were started with the same coordinator and number of processes, that they can "
+            f"reach it, and what they printed; {TIMEOUT_VARIABLE} sets how long to wait.\n"
         )
         os.write(2, line.encode())
         os._exit(EXIT_LOST)
@@ -237,7 +238,7 @@ def _within(timeout_s: float, place: _Place) -> Iterator[None]:
 
 
 def _connect(coordinator: str | None) -> ProcessGroup:
-    """Connect the leader with all others; where, they learn from one broadcast over the devices."""
+    """Connect the leader with all followers; a broadcast over the devices sends its address."""
     process_id, num_processes = jax.process_index(), jax.process_count()
     own_host = socket.gethostname()
     host = own_host if coordinator is None else coordinator.rpartition(":")[0]
@@ -250,8 +251,8 @@ def _connect(coordinator: str | None) -> ProcessGroup:
         except (OSError, EOFError, AuthenticationError) as error:
             raise JoinError(
                 f"process {process_id} of {num_processes} cannot reach process 0 at {host}:{port} "
-                f"({error}); give a coordinator address that it can reach, and let the network "
-                "pass any port between the hosts"
+                f"({error}); use a coordinator address that it can reach, and open all ports "
+                "between the hosts"
             ) from error
         return ProcessGroup(
             process_id,
@@ -270,7 +271,7 @@ def _connect(coordinator: str | None) -> ProcessGroup:
 
 
 def _shared(address: tuple[str, int, bytes] | None) -> tuple[str, int, bytes]:
-    """The leader's address and key, on every process; `address` is None on the others."""
+    """Return the leader's address and key on every process; followers pass None."""
     data = np.zeros(_ADDRESS_BYTES, np.uint8)
     if address is not None:
         pickled = pickle.dumps(address)
@@ -281,7 +282,7 @@ def _shared(address: tuple[str, int, bytes] | None) -> tuple[str, int, bytes]:
 def _accept(
     listener: Listener, own_host: str, num_processes: int
 ) -> tuple[dict[int, Connection], dict[int, str]]:
-    """Connections and host names of all followers, in whatever order they come."""
+    """Accept all followers, in any order, and return their connections and host names."""
     connections: dict[int, Connection] = {}
     hosts: dict[int, str] = {}
     while len(connections) < num_processes - 1:
@@ -290,6 +291,6 @@ def _accept(
             peer, host = connection.recv()
             connection.send(own_host)
         except (AuthenticationError, EOFError, ConnectionError):
-            continue  # a stranger, or one that died: then the others do not get far either
+            continue  # not a process of this job, or one that died: the start-up timeout ends it
         connections[peer], hosts[peer] = connection, host
     return connections, hosts

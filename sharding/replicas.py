@@ -1,4 +1,4 @@
-"""The replicas of a mesh: what lies at each index of its `data` axis."""
+"""The replicas of a mesh: one at each index of its `data` axis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DATA = "data"
 
 
 def replica_meshes(mesh: Mesh) -> list[Mesh]:
-    """A mesh for each index of the `data` axis: the same axes, `data` of size 1."""
+    """Return a mesh for each index of the `data` axis: the same axes, with `data` of size 1."""
     axis = mesh.axis_names.index(DATA)
     return [
         Mesh(np.take(mesh.devices, [index], axis), mesh.axis_names, axis_types=mesh.axis_types)
@@ -21,10 +21,10 @@ def replica_meshes(mesh: Mesh) -> list[Mesh]:
 
 
 def split_replicas(tree: Any) -> list[Any]:
-    """A pytree of arrays for each replica of the mesh that `tree` is on, sharing its buffers.
+    """Return a pytree of arrays for each replica of `tree`'s mesh; they share its buffers.
 
-    What is not on a mesh with a `data` axis comes back as it is, alone in the list; so does a tree
-    with an array that is itself split over `data`: there are no whole replicas of it.
+    The result is `[tree]` when the mesh has no `data` axis of at least 2, and when an array is
+    split over `data`, since there are then no whole replicas of it.
     """
     leaves, structure = jax.tree.flatten(tree)
     shardings = [leaf.sharding for leaf in leaves]
@@ -37,7 +37,7 @@ def split_replicas(tree: Any) -> list[Any]:
 
 
 def _is_replicated(sharding: Any) -> bool:
-    """Whether it gives each index of a `data` axis of at least 2 the same."""
+    """Return whether every index of a `data` axis of at least 2 holds the same values."""
     if not isinstance(sharding, NamedSharding) or sharding.mesh.shape.get(DATA, 1) == 1:
         return False
     return not any(DATA in (axes if isinstance(axes, tuple) else (axes,)) for axes in sharding.spec)

@@ -1,4 +1,4 @@
-"""Which mesh axis each logical axis of a parameter or cache is split over: the one place."""
+"""The rules that map logical axes of parameters and caches to mesh axes, in one place."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-# A size that its mesh axis does not divide is replicated: fewer KV heads than shards, and
-# vocabularies such as GPT-2's 50257.
+# These are replicated when their size is not a multiple of the mesh axis's: fewer KV heads than
+# shards, and vocabularies such as GPT-2's 50257.
 REPLICATED_IF_UNEVEN = ("kv_heads", "vocab")
 
-# Logical axis -> mesh axis; None is replicated.
+# Logical axis -> mesh axis; None means replicated.
 DEFAULT_RULES: Mapping[str, str | None] = MappingProxyType(
     {
         "vocab": "tensor",
@@ -31,10 +31,10 @@ DEFAULT_RULES: Mapping[str, str | None] = MappingProxyType(
 def partition_spec(
     logical_axes: Sequence[str | None], rules: Mapping[str, str | None] = DEFAULT_RULES
 ) -> PartitionSpec:
-    """The mesh axes of an array whose dimensions carry these logical names (None: unnamed).
+    """Return the mesh axes of an array whose dimensions have these logical names (None: unnamed).
 
     Raises:
-      ValueError: a name that the rules do not know, or a mesh axis used for two dimensions.
+      ValueError: the rules lack a name, or two dimensions map to one mesh axis.
     """
     unknown = [axis for axis in logical_axes if axis is not None and axis not in rules]
     if unknown:
@@ -43,8 +43,8 @@ def partition_spec(
     used = [axis for axis in mesh_axes if axis is not None]
     if len(set(used)) != len(used):
         raise ValueError(
-            f"logical axes {tuple(logical_axes)} map to mesh axes {tuple(mesh_axes)}: a mesh axis "
-            "can split one dimension only; rename one or change the rules"
+            f"logical axes {tuple(logical_axes)} map to mesh axes {tuple(mesh_axes)}, but a mesh "
+            "axis can split one dimension only; rename a logical axis or change the rules"
         )
     return PartitionSpec(*mesh_axes)
 
@@ -55,15 +55,20 @@ def named_sharding(
     logical_axes: Sequence[str | None],
     rules: Mapping[str, str | None] = DEFAULT_RULES,
 ) -> NamedSharding:
-    """Where an array of this shape lives on `mesh`.
+    """Return the sharding of an array of this shape on `mesh`.
 
-    Mesh axes that `mesh` lacks replicate, as do those of `REPLICATED_IF_UNEVEN`.
+    A dimension is replicated when `mesh` lacks its axis, and when it is one of
+    `REPLICATED_IF_UNEVEN` and its size is not a multiple of the axis's.
 
     Raises:
-      ValueError: the names do not fit the shape, or a dimension does not divide by its mesh axis.
+      ValueError: the number of names differs from the number of dimensions, or another dimension
+        is not a multiple of its mesh axis's size.
     """
     if len(logical_axes) != len(shape):
-        raise ValueError(f"logical axes {tuple(logical_axes)} do not fit the shape {tuple(shape)}")
+        raise ValueError(
+            f"logical axes {tuple(logical_axes)} do not fit the shape {tuple(shape)}; pass one per "
+            "dimension"
+        )
     entries = [axis if axis in mesh.shape else None for axis in partition_spec(logical_axes, rules)]
     for i, (size, name, axis) in enumerate(zip(shape, logical_axes, entries, strict=True)):
         if axis is None or size % mesh.shape[axis] == 0:
@@ -72,7 +77,7 @@ def named_sharding(
             entries[i] = None
         else:
             raise ValueError(
-                f"logical axis {name!r} of size {size} does not divide by mesh axis {axis!r} of "
+                f"logical axis {name!r} of size {size} is not a multiple of mesh axis {axis!r} of "
                 f"size {mesh.shape[axis]}; use a mesh whose {axis!r} size divides it"
             )
     return NamedSharding(mesh, PartitionSpec(*entries))
@@ -81,13 +86,13 @@ def named_sharding(
 def state_shardings(
     state: nnx.State, mesh: Mesh, rules: Mapping[str, str | None] = DEFAULT_RULES
 ) -> nnx.State:
-    """The NamedSharding of every variable of `state` (abstract or not), in the same structure.
+    """Return the `NamedSharding` of every variable of `state`, in the same structure.
 
-    Variables say their axes in the metadata `logical_axes`, a tuple with one name (or None) a
-    dimension; those without it are replicated.
+    `state` may be abstract. A variable's metadata `logical_axes` is a tuple with one name or None
+    per dimension; a variable without it is replicated.
 
     Raises:
-      ValueError: as `named_sharding`, naming the variable.
+      ValueError: see `named_sharding`; the message names the variable.
     """
 
     def place(path: tuple[object, ...], variable: nnx.Variable) -> nnx.Variable:
@@ -102,9 +107,9 @@ def state_shardings(
 
 
 def placed(tree: Any, shardings: Any) -> Any:
-    """`tree` where `shardings` (one, or one a leaf) say; arrays that are there are not copied.
+    """Place `tree` by `shardings` (one, or one per leaf), without copying arrays that are in place.
 
-    Where they reach over several processes, each of them gives the same values and keeps its part.
+    For shardings over several processes, each process passes the same values and keeps its shard.
     """
     if isinstance(shardings, Sharding):
         return jax.tree.map(lambda x: _put(x, shardings), tree)
@@ -115,10 +120,10 @@ def _put(x: Any, sharding: Sharding) -> jax.Array:
     is_own = not isinstance(x, jax.Array) or x.is_fully_addressable
     if sharding.is_fully_addressable or not is_own:
         return jax.device_put(x, sharding)
-    values = np.asarray(x)  # device_put would send it to all processes, to compare
+    values = np.asarray(x)  # device_put would send them to all processes, to compare
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """A whole copy on every device of `mesh`."""
+    """Return the sharding that puts a whole copy on every device of `mesh`."""
     return NamedSharding(mesh, PartitionSpec())

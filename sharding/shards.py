@@ -1,4 +1,4 @@
-"""Code that works on one shard of the `tensor` axis at a time, on a mesh or without one."""
+"""Code that runs on each shard of the `tensor` axis, with a mesh or without one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TENSOR = "tensor"
 
 
 def num_tensor_shards() -> int:
-    """Of the mesh that is in force where this is traced; 1 without one."""
+    """Return the number of tensor shards of the current mesh during tracing; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else mesh.shape.get(TENSOR, 1)
 
@@ -20,9 +20,9 @@ def num_tensor_shards() -> int:
 def over_tensor(
     function: Callable[..., Any], *, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """`function` on each shard of the mesh in force, or as it is where nothing is shared out.
+    """Map `function` over the tensor shards of the current mesh; with one shard, return it as is.
 
-    Kernels are called this way: XLA cannot cut them.
+    Kernels are called this way, since XLA cannot partition them.
     """
     if num_tensor_shards() == 1:
         return function
@@ -30,10 +30,10 @@ def over_tensor(
 
 
 def sum_over_tensor(x: jax.Array, num_shards: int) -> jax.Array:
-    """Within `over_tensor`: the sum of all shards' `x`."""
+    """Return the sum of `x` over all shards. Only inside `over_tensor`."""
     return x if num_shards == 1 else lax.psum(x, TENSOR)
 
 
 def tensor_index(num_shards: int) -> int | jax.Array:
-    """Within `over_tensor`: which shard this is."""
+    """Return the index of this shard. Only inside `over_tensor`."""
     return 0 if num_shards == 1 else lax.axis_index(TENSOR)

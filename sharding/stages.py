@@ -1,7 +1,7 @@
-"""Stage plans: consecutive layers on devices of their own, each stage with its own shards.
+"""Stage plans: consecutive layers, each stage on its own devices.
 
-A stage has its own tensor-parallel degree, so that partial tensor parallelism (section 4 of the
-ExeGPT paper) is a plan like any other.
+Each stage has its own tensor-parallel degree, so that a plan can express partial tensor
+parallelism (ExeGPT, section 4).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sharding.mesh import make_mesh
 @final
 @dataclass(frozen=True)
 class Stage:
-    """Layers `layers` (a range of their numbers) on `mesh`, shared out over its `tensor` axis."""
+    """A range of layers on a mesh, split over its `tensor` axis."""
 
     mesh: Mesh
     layers: range
@@ -34,10 +34,11 @@ class Stage:
 @final
 @dataclass(frozen=True)
 class StagePlan:
-    """Stages in the order in which tokens pass through them.
+    """The stages of a model, in the order of their layers.
 
     Attributes:
-      micro_batches: that a step is cut into, so that several stages work at once: a power of two.
+      micro_batches: number of parts of a step, so that several stages work at the same time; a
+        power of two.
     """
 
     stages: tuple[Stage, ...]
@@ -52,38 +53,38 @@ class StagePlan:
         micro_batches: int | None = None,
         devices: Sequence[Any] | None = None,
     ) -> Self:
-        """A plan over as many devices as it needs, in JAX's own order by default.
+        """Make a plan over the first devices of `devices` (default: `jax.devices()`).
 
         Args:
-          num_layers: of each stage.
-          tensor: shards of each stage, or of all of them.
-          micro_batches: as many as stages by default, rounded up to a power of two.
+          num_layers: number of layers of each stage.
+          tensor: number of shards of each stage, or one number for all stages.
+          micro_batches: by default the number of stages, rounded up to a power of two.
 
         Raises:
-          ValueError: a number below 1, lists of different lengths, or too few devices.
+          ValueError: a number is below 1, the lists differ in length, or there are too few devices.
         """
         shards = [tensor] * len(num_layers) if isinstance(tensor, int) else list(tensor)
         numbers = [*num_layers, *shards]
         if not num_layers or any(isinstance(n, bool) or int(n) != n or n < 1 for n in numbers):
             raise ValueError(
-                f"stages with {list(num_layers)} layers and {shards} shards are not allowed; give "
+                f"stages with {list(num_layers)} layers and {shards} shards are not allowed; pass "
                 "a whole number of at least 1 for each"
             )
         if len(shards) != len(num_layers):
             raise ValueError(
-                f"{len(num_layers)} stages, but {len(shards)} numbers of shards; give one a stage, "
-                "or one for all"
+                f"{len(num_layers)} stages, but {len(shards)} numbers of shards; pass one per "
+                "stage, or one for all"
             )
         available = list(jax.devices() if devices is None else devices)
         if sum(shards) > len(available):
             raise ValueError(
                 f"stages with {shards} shards need {sum(shards)} devices, but there are "
-                f"{len(available)}; lower a number of shards"
+                f"{len(available)}; reduce the number of shards"
             )
         micro_batches = micro_batches or 1 << (len(shards) - 1).bit_length()
         if micro_batches < 1 or micro_batches & (micro_batches - 1):
             raise ValueError(
-                f"micro_batches={micro_batches} is not allowed; give a power of two: 1, 2, 4, ..."
+                f"micro_batches={micro_batches} is not allowed; pass a power of two: 1, 2, 4, ..."
             )
         bounds = zip(accumulate(num_layers, initial=0), accumulate(num_layers), strict=False)
         parts = zip(accumulate(shards, initial=0), accumulate(shards), strict=False)
@@ -102,12 +103,13 @@ class StagePlan:
 
 
 def stages_of(mesh: Mesh | StagePlan | None, num_layers: int) -> StagePlan | None:
-    """The stage plan that is meant for a model of `num_layers`; None where there is none.
+    """Return the stage plan of a model with `num_layers`; None if `mesh` has a single stage.
 
-    A mesh with a `stage` axis longer than 1 means as many stages, their layers as even as can be.
+    A mesh whose `stage` axis is longer than 1 gives one stage per index. The stages' numbers of
+    layers differ by at most 1.
 
     Raises:
-      ValueError: more stages than layers.
+      ValueError: there are more stages than layers.
     """
     if not isinstance(mesh, Mesh):
         return mesh
@@ -115,7 +117,10 @@ def stages_of(mesh: Mesh | StagePlan | None, num_layers: int) -> StagePlan | Non
     if size == 1:
         return None
     if size > num_layers:
-        raise ValueError(f"a stage axis of {size} is more than the model's {num_layers} layers")
+        raise ValueError(
+            f"a stage axis of {size} is more than the model's {num_layers} layers; use a mesh with "
+            "fewer stages"
+        )
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index("stage"), 0)
     return StagePlan.of(
         [num_layers // size + (i < num_layers % size) for i in range(size)],

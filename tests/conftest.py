@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.common import shapes
 
 # Executables stay between runs and are shared by parallel workers; read by JAX at its import.
 os.environ.setdefault(
@@ -24,14 +27,33 @@ os.environ.setdefault(
 )
 
 
+# Before any module that is checked is imported.
+if shapes.is_available():
+    shapes.install()
+
+
+def pytest_report_header() -> str:
+    """Say whether array shapes are checked."""
+    if shapes.is_available():
+        return f"shapes: checked in {', '.join(shapes.CHECKED)}"
+    return "shapes: not checked, as beartype is not installed (the extra `test` has it)"
+
+
 # Files that take a minute or more go first, so that no worker is left alone with one at the end.
-LONG = ("test_notebooks.py", "test_processes.py", "test_fleet.py", "test_stages.py")
+LONG = ("test_notebooks.py", "test_processes.py", "test_fleet.py", "test_staged.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, in that order; otherwise as collected."""
     order = {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+
+
+@pytest.fixture
+def unchecked_shapes() -> Iterator[None]:
+    """Shapes are not checked in the test, which is about errors that functions raise themselves."""
+    with shapes.unchecked():
+        yield
 
 
 @pytest.fixture(scope="session")

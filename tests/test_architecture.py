@@ -1,17 +1,15 @@
-"""The house stays as DESIGN.md section 2 draws it: who may import whom."""
+"""The house stays as docs/architecture.md draws it: what may import, write and ask what."""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.architecture import imports, ownership, wiring
+from tests.architecture.sources import ROOT, sources_of
 
 # Package -> those of ours that it may import.
 PACKAGES = {
@@ -21,19 +19,6 @@ PACKAGES = {
     "jaxserve": {"predictor", "pallas_kernels", "sharding"},
 }
 VISITORS = ("scripts", "benchmarks", "notebooks", "tests")
-
-# Who may know how long a measured answer will be: never a policy, but one that is called an oracle.
-KNOW_FORCED_LENGTHS = {
-    "core/request.py",
-    "core/sampling_params.py",
-    "execution/simulated.py",
-    "steps/slots.py",
-    "scheduling/admission/oracle.py",
-    "scheduling/plan.py",
-    "scheduling/scheduler.py",
-    "workload/item.py",
-    "workload/recorded.py",
-}
 
 # Rooms of jaxserve/, top to bottom; a module imports from its own room and from rows below.
 ROWS = (
@@ -55,14 +40,54 @@ ROWS = (
     ("workload",),
     ("core",),
 )
-ROW_OF = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
+
+# Who may know how long a measured answer will be: never a policy, but one that is called an oracle.
+KNOW_FORCED_LENGTHS = {
+    "core/request.py",
+    "core/sampling_params.py",
+    "execution/simulated.py",
+    "steps/slots.py",
+    "scheduling/admission/oracle.py",
+    "scheduling/plan.py",
+    "scheduling/scheduler.py",
+    "workload/item.py",
+    "workload/recorded.py",
+}
+
+# Class -> modules beside its own that write its attributes, all of its room. The rest of the
+# house changes an object by its methods.
+WRITERS = {
+    # A step donates the buffers and gives new ones back; the executor that runs the step puts them
+    # in.
+    "DevicePages": {"jaxserve/execution/device.py", "jaxserve/execution/device_stage.py"},
+    "DeviceSlots": {"jaxserve/execution/device.py", "jaxserve/execution/device_stage.py"},
+    # A cached page is a record of the page cache, which alone knows where the page lies.
+    "CachedPage": {"jaxserve/memory/page_cache.py"},
+    # Only the scheduler writes a sequence (docs/architecture.md), also through its queues, and when
+    # it takes a step's arrays apart.
+    "Sequence": {
+        "jaxserve/scheduling/scheduler.py",
+        "jaxserve/scheduling/queues.py",
+        "jaxserve/scheduling/step.py",
+        "jaxserve/scheduling/collect.py",
+    },
+    "SequenceTimes": {"jaxserve/scheduling/scheduler.py", "jaxserve/scheduling/queues.py"},
+    # Only the KV manager, whose parts are the prefix cache and the swap space, writes the KV state.
+    "SequenceKV": {
+        "jaxserve/scheduling/kv/manager.py",
+        "jaxserve/scheduling/kv/prefix_cache.py",
+        "jaxserve/scheduling/kv/swap_space.py",
+    },
+}
 
 CORE_DEPENDENCIES = {
     *("jax", "flax", "optax", "orbax", "numpy", "transformers", "safetensors", "tokenizers"),
-    *("tqdm", "rich", "typer", "matplotlib"),
+    *("tqdm", "rich", "typer", "matplotlib", "jaxtyping"),
     *("jaxlib", "ml_dtypes"),  # parts of JAX
 }
-ARRAY_DEPENDENCIES = {"jax", "flax", "optax", "orbax", "numpy", "jaxlib", "ml_dtypes"}
+ARRAY_DEPENDENCIES = {
+    *("jax", "flax", "optax", "orbax", "numpy", "jaxlib", "ml_dtypes", "jaxtyping"),
+}
 THIRD_PARTY = {
     "predictor": ARRAY_DEPENDENCIES | {"safetensors", "tokenizers", "tqdm"},
     "pallas_kernels": ARRAY_DEPENDENCIES,
@@ -72,143 +97,176 @@ THIRD_PARTY = {
 JAX_FREE_ROOMS = ("scheduling", "memory", "core", "workload")
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "transformers", "pallas_kernels"}
 
+MAX_LINES = 400
+# A C++ kernel is one file, as the compiler and the cache of compiled kernels want it.
+MAY_BE_LONG = {
+    "pallas_kernels/matmul/cpu.cc",
+    "pallas_kernels/paged_attention/cpu.cc",
+}
 
-@dataclass(frozen=True)
-class Import:
-    """One imported dotted name, where it stands, and whether it runs when the module does."""
+# "path name" -> reason. A private name of others that a file may use.
+MAY_REACH = {
+    "sharding/process_group.py _exit": "os._exit, which Python documents under this name",
+    "sharding/processes.py _exit": "os._exit, which Python documents under this name",
+}
+_EVICTS = "evicts pages anywhere in contexts, which no user can"
+_WAITS = "a disk that hangs: the bound on waiting, and the thread that is left behind"
+_RUNS = "one run of a peer in its own process, whose result is made up"
+TESTS_MAY_REACH = {
+    "tests/benchmarks/decode/test_choices.py _print_table": "a table for the eye, without a run",
+    "tests/benchmarks/kernels/test_tune.py _entries": "tilings are read once a process",
+    "tests/benchmarks/offline/test_peers.py _run_once": _RUNS,
+    "tests/execution/test_kept_pages_on_device.py _cache": _EVICTS,
+    "tests/execution/test_kept_pages_on_device.py _kv": _EVICTS,
+    "tests/execution/test_kept_pages_on_device.py _num_incoming": "pages that a step brings itself",
+    "tests/memory/test_disk_tier.py _wait_until": _WAITS,
+    "tests/memory/test_disk_tier.py _thread": _WAITS,
+    "tests/models/test_store.py _checkpointer": "a checkpoint that fails to be written",
+    "tests/pallas_kernels/test_mosaic.py _src": "JAX's interpreter says there what it supports",
+    "tests/runtime/test_kept_pages.py _cache": _EVICTS,
+    "tests/runtime/test_kept_pages.py _kv": _EVICTS,
+    "tests/runtime/test_kept_pages.py _replicas": _EVICTS,
+    "tests/scheduling/test_prefix_cache.py _cache": "the prefix cache of an engine is the subject",
+    "tests/scheduling/test_prefix_cache.py _kv": "the prefix cache of an engine is the subject",
+}
+# "path name" -> reason. A name that a test may replace.
+TESTS_MAY_PATCH = {
+    "tests/benchmarks/kernels/test_kernels.py paged_attention": "a peer's kernel without its GPU",
+    "tests/benchmarks/kernels/test_kernels.py default_backend": "a peer's kernel without its GPU",
+    "tests/benchmarks/kernels/test_peers.py chosen": "peers that are installed nowhere",
+    "tests/benchmarks/kernels/test_tune.py TUNED": "a file of the test's own",
+    "tests/benchmarks/offline/test_peers.py _run_once": _RUNS,
+    "tests/cli/test_cli_predictor.py logits_of": "interrupts a training in its middle",
+    "tests/memory/gate.py ?": "reads and writes that wait until the test says so",
+    "tests/memory/test_disk_tier.py PATIENCE_S": _WAITS,
+    "tests/memory/test_disk_tier.py _wait_until": _WAITS,
+    "tests/models/test_registry.py copyfileobj": "a disk that is full in the middle of a download",
+    "tests/models/test_store.py _checkpointer": "a checkpoint that fails to be written",
+}
+# Class -> tests that write its attributes.
+TESTS_MAY_ASSIGN = {
+    # As a step does, which donates the buffers and gives new ones back.
+    "DevicePages": {"tests/execution/test_page_copies.py"},
+    # Another base under the same adapters.
+    "AdaptedWeight": {"tests/models/test_linear.py"},
+    # Reads that wait or find nothing.
+    "PageFiles": {"tests/scheduling/test_kept_pages.py"},
+}
 
-    name: str
-    where: str
-    at_module_level: bool
-
-    @property
-    def top(self) -> str:
-        return self.name.partition(".")[0]
-
-
-def _modules(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).rglob("*.py"))
-
-
-def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-
-
-def _imports(path: Path) -> Iterator[Import]:
-    """Every import of a module, absolute names; those for type checkers alone are left out."""
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-
-    def walk(node: ast.AST, at_module_level: bool) -> Iterator[Import]:
-        for child in ast.iter_child_nodes(node):
-            where = f"{path.relative_to(ROOT)}:{getattr(child, 'lineno', '?')}"
-            if isinstance(child, ast.Import):
-                for alias in child.names:
-                    yield Import(alias.name, where, at_module_level)
-            elif isinstance(child, ast.ImportFrom):
-                base = child.module or ""
-                if child.level:
-                    above = package[: len(package) - child.level + 1]
-                    base = ".".join((*above, *filter(None, [base])))
-                for alias in child.names:
-                    yield Import(f"{base}.{alias.name}", where, at_module_level)
-            elif _is_type_checking(child):
-                for other in child.orelse:  # type: ignore[attr-defined]
-                    yield from walk(other, at_module_level)
-            else:
-                inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-                yield from walk(child, at_module_level and not inside)
-
-    yield from walk(ast.parse(path.read_text(encoding="utf-8")), True)
-
-
-def _ours() -> set[str]:
-    return {*PACKAGES, *VISITORS}
-
-
-def _room(module: Path) -> str | None:
-    """The room of a module of jaxserve/; None for the package's own `__init__`."""
-    parts = module.relative_to(ROOT / "jaxserve").with_suffix("").parts
-    return None if parts == ("__init__",) else parts[0]
+HOUSE = sources_of(*PACKAGES)
+TESTS = sources_of("tests")
+CLASSES = ownership.classes_of(HOUSE)
+REPLACEABLE = ownership.classes_of(HOUSE, with_methods=True)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_packages_import_only_along_the_arrows(package: str):
-    """Each top-level package imports none of ours but those its arrow points to."""
-    wrong = [
-        f"{found.where} imports {found.name}"
-        for module in _modules(package)
-        for found in _imports(module)
-        if found.top in _ours() - PACKAGES[package] - {package}
-    ]
-    assert not wrong, "\n".join(wrong)
+def _none(found: Iterable[object]) -> None:
+    """Fail with one line for each thing that was found."""
+    lines = [str(one) for one in found]
+    if lines:
+        pytest.fail("\n".join(lines), pytrace=False)
+
+
+def test_packages_import_only_along_the_arrows():
+    """Each top-level package imports none of ours except those that its arrow points to."""
+    arrows = PACKAGES | {visitor: set() for visitor in VISITORS}
+    _none(imports.off_the_arrows(HOUSE, arrows))
 
 
 def test_rooms_import_only_from_rows_below():
     """A module of jaxserve imports from its own room, or from rooms further down."""
-    wrong = []
-    for module in _modules("jaxserve"):
-        room = _room(module)
-        if room is None:
-            continue
-        for found in _imports(module):
-            parts = found.name.split(".")
-            # `from jaxserve import __version__` and the lazy names of jaxserve/__init__ have no
-            # row; only the top of the house may reach for them.
-            if parts[0] != "jaxserve":
-                continue
-            other = parts[1] if len(parts) > 1 and parts[1] in ROW_OF else "__main__"
-            is_version = parts[1:] == ["__version__"]
-            if other != room and ROW_OF[other] <= ROW_OF[room] and not is_version:
-                wrong.append(f"{found.where} ({room}) imports {found.name} ({other})")
-    assert not wrong, "\n".join(wrong)
+    _none(imports.upward(HOUSE, ROWS))
+
+
+def test_no_modules_import_each_other():
+    """No module needs itself through others, at run time, in a function, or for type checkers."""
+    _none(imports.circles(HOUSE))
+
+
+def test_every_room_has_its_row():
+    """Nothing stands in jaxserve/ that the map of the house does not place."""
+    rooms = {source.room for source in HOUSE} - {None}
+    assert rooms <= {room for rooms in ROWS for room in rooms}
+
+
+def test_rooms_do_not_write_each_others_objects():
+    """An attribute is assigned in the room of its class; other rooms call a method."""
+    stores = ownership.foreign_stores(HOUSE, CLASSES, {})
+    _none(ownership.across_rooms(stores))
+
+
+def test_modules_do_not_write_each_others_objects():
+    """Inside a room, an attribute is assigned in its class's module, or by a writer named here."""
+    _none(ownership.foreign_stores(HOUSE, CLASSES, WRITERS))
+
+
+def test_objects_say_what_they_can():
+    """Nothing asks an executor or a service for its class, or any object for an attribute."""
+    _none(wiring.probes(HOUSE))
+
+
+def test_private_names_are_used_by_their_own():
+    """No module uses a private name of another module or of another class's object."""
+    _none(wiring.private_reaches(HOUSE, MAY_REACH))
+
+
+def test_tests_use_public_names():
+    """A test that needs a private name tests what no user can see."""
+    _none(wiring.private_reaches(TESTS, TESTS_MAY_REACH))
+
+
+def test_tests_replace_nothing():
+    """Slow, faulty and watched parts are passed in, not patched in; see `jaxserve.testing`."""
+    _none(wiring.patches(TESTS, TESTS_MAY_PATCH))
+    _none(ownership.foreign_stores(TESTS, REPLACEABLE, TESTS_MAY_ASSIGN))
+
+
+def test_modules_are_short():
+    """No module of the wheel is longer than `MAX_LINES` lines, kernels in C++ excepted."""
+    suffixes = (".py", ".cc", ".h")
+    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*"))
+    lengths = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for path in paths
+        if path.suffix in suffixes
+    }
+    _none(wiring.too_long(lengths, MAX_LINES, MAY_BE_LONG))
 
 
 def test_forced_lengths_are_hidden_from_policies():
     """Only what carries out or checks an answer's end names its forced length."""
-    for module in _modules("jaxserve"):
-        text = module.read_text(encoding="utf-8")
-        if "forced_length" in text or "end_length" in text:
-            assert str(module.relative_to(ROOT / "jaxserve")) in KNOW_FORCED_LENGTHS, module
-
-
-def test_every_room_has_its_row():
-    """Nothing stands in jaxserve/ that DESIGN.md does not place."""
-    rooms = {_room(module) for module in _modules("jaxserve")} - {None}
-    assert rooms <= set(ROW_OF)
+    for source in HOUSE:
+        if "forced_length" in source.text or "end_length" in source.text:
+            if source.package == "jaxserve" and source.room != "testing":
+                assert source.path.removeprefix("jaxserve/") in KNOW_FORCED_LENGTHS, source.path
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_third_party_imports_are_core_dependencies(package: str):
     """At module level only core dependencies are imported; extras wait until they are used."""
     allowed = THIRD_PARTY[package] | set(PACKAGES) | set(sys.stdlib_module_names)
-    wrong = [
+    _none(
         f"{found.where} imports {found.name}"
-        for module in _modules(package)
-        for found in _imports(module)
-        if found.at_module_level and found.top not in allowed
-    ]
-    assert not wrong, "\n".join(wrong)
+        for source in HOUSE
+        for found in source.imports
+        if source.package == package and found.at_module_level and not found.for_type_checkers
+        if found.top not in allowed
+    )
 
 
 @pytest.mark.parametrize("room", JAX_FREE_ROOMS)
 def test_bookkeeping_names_no_jax(room: str):
     """The rooms that promise to do without JAX import nothing that brings it along."""
-    wrong = [
+    _none(
         f"{found.where} imports {found.name}"
-        for module in _modules(f"jaxserve/{room}")
-        for found in _imports(module)
-        if found.top in JAX_PACKAGES
-    ]
-    assert not wrong, "\n".join(wrong)
+        for source in HOUSE
+        for found in source.imports
+        if source.room == room and found.top in JAX_PACKAGES and not found.for_type_checkers
+    )
 
 
 def test_bookkeeping_loads_no_jax():
     """Importing every module of the JAX-free rooms leaves JAX out of the process."""
-    modules = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for room in JAX_FREE_ROOMS
-        for path in _modules(f"jaxserve/{room}")
-    ]
+    modules = [source.module for source in HOUSE if source.room in JAX_FREE_ROOMS]
     program = (
         "import importlib, sys\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"

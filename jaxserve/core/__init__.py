@@ -1,1 +1,1 @@
-"""Requests, completions, settings, errors, time: what every other room speaks about."""
+"""The types that all other rooms share: requests, completions, settings, errors, clocks."""

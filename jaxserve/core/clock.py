@@ -1,4 +1,4 @@
-"""Time, injected: the engine never asks the operating system what time it is."""
+"""Clocks. The engine reads time from a clock that it is given, never from the system."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol, final
 
 
 class Clock(Protocol):
-    """Seconds since an arbitrary origin; never goes back."""
+    """A source of time, in seconds since an arbitrary origin; it never goes back."""
 
     def now(self) -> float: ...
 
@@ -22,7 +22,7 @@ class WallClock:
 
 @final
 class VirtualClock:
-    """A clock that moves only when told to: the simulated executor's."""
+    """A clock that only `advance_to` moves; the simulated executor uses it."""
 
     def __init__(self, start_s: float = 0.0):
         self._now_s = start_s
@@ -31,5 +31,5 @@ class VirtualClock:
         return self._now_s
 
     def advance_to(self, time_s: float) -> None:
-        """Move to `time_s`; earlier times leave the clock as it is."""
+        """Move to `time_s`, unless it is in the past."""
         self._now_s = max(self._now_s, time_s)

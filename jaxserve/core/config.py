@@ -1,4 +1,4 @@
-"""Settings of an engine: frozen, validated once, shared by device and simulated executors."""
+"""The settings of an engine: frozen, validated once, shared by all executors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import final
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RESTORES
 
-# A step that brings some pages itself takes memory, and time on the link, for this many.
-_MAX_COMING_PAGES = 64
+# Maximum number of pages that a mixed step copies from the host; it takes memory for all of them.
+_MAX_INCOMING_PAGES = 64
 
 
 def _ladder(largest: int, *, smallest: int, ratio: int = 4) -> tuple[int, ...]:
-    """Sizes from `largest` down by `ratio` to about `smallest`, increasing.
+    """Return increasing sizes that end in `largest`, each about `ratio` times the one before.
 
-    Coarse on purpose: every size is an executable to compile and keep.
+    The first is at least `smallest`, if `largest` is. The steps are coarse because every size is an
+    executable to compile and keep.
     """
     sizes = [largest]
     while sizes[-1] // ratio >= smallest:
@@ -26,23 +27,23 @@ def _ladder(largest: int, *, smallest: int, ratio: int = 4) -> tuple[int, ...]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Sizes that executables are compiled for.
+    """The sizes that executables are compiled for.
 
     Attributes:
-      page_size: tokens a page.
-      num_pages: pages of the pool, the null page (page 0) included.
-      max_slots: sequences that run at once.
-      max_context: most tokens of prompt and output together of one sequence.
-      max_step_tokens: most tokens of one mixed step (prefill chunks and decode rows).
-      max_decode_iterations: most iterations of one on-device decode loop.
-      token_buckets: compiled sizes of a mixed step; empty for a default ladder.
-      slot_buckets: compiled sizes of the decode window; likewise.
-      head_buckets: compiled sizes of the sampling head of a mixed step; likewise.
-      attention: implementation of paged attention, or several with commas between them; None for
-        the platform's choice.
-      num_host_pages: pages of host memory for the KV of preempted sequences.
-      restore: when pages come back from the host, see `RuntimeOptions`.
-      kv_dtype: of the pages, see `RuntimeOptions`; None for the parameters' own.
+      page_size: tokens per page.
+      num_pages: pages of the pool, with the null page (page 0).
+      max_slots: maximum number of sequences that run at once.
+      max_context: maximum number of tokens of a sequence, prompt and output together.
+      max_step_tokens: maximum number of tokens of a mixed step (prefill chunks and decode rows).
+      max_decode_iterations: maximum number of iterations of an on-device decode loop.
+      token_buckets: compiled sizes of a mixed step; empty for default sizes.
+      slot_buckets: compiled sizes of the decode window; empty for default sizes.
+      head_buckets: compiled sizes of the sampling head of a mixed step; empty for default sizes.
+      attention: implementation of paged attention, or several separated by commas; None for the
+        platform's choice.
+      num_host_pages: pages of host memory for KV that leaves the device.
+      restore: when pages are copied back from the host, see `RuntimeOptions`.
+      kv_dtype: dtype of the pages, see `RuntimeOptions`; None for the model's dtype.
     """
 
     page_size: int = 32
@@ -62,20 +63,24 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("page_size", "max_slots", "max_context", "max_decode_iterations"):
             if getattr(self, name) < 1:
-                raise InvalidConfigError(f"{name}={getattr(self, name)} must be at least 1")
+                raise InvalidConfigError(
+                    f"{name}={getattr(self, name)} is not allowed; pass at least 1"
+                )
         if self.num_pages < 2:
             raise InvalidConfigError(
-                f"num_pages={self.num_pages}: the pool needs the null page and at least one more; "
-                "give more kv_memory"
+                f"num_pages={self.num_pages} is too small; the pool needs the null page and at "
+                "least one more, so pass more kv_memory"
             )
         if self.num_host_pages < 0:
-            raise InvalidConfigError(f"num_host_pages={self.num_host_pages} is below 0")
+            raise InvalidConfigError(
+                f"num_host_pages={self.num_host_pages} is not allowed; pass at least 0"
+            )
         if self.restore not in RESTORES:
-            raise InvalidConfigError(f"restore={self.restore!r} is unknown; give one of {RESTORES}")
+            raise InvalidConfigError(f"restore={self.restore!r} is unknown; pass one of {RESTORES}")
         if self.max_step_tokens < self.max_slots:
             raise InvalidConfigError(
-                f"max_step_tokens={self.max_step_tokens} is less than max_slots={self.max_slots}: "
-                "one step must be able to decode every slot; raise it or lower max_slots"
+                f"max_step_tokens={self.max_step_tokens} is less than max_slots={self.max_slots}, "
+                "but a step must be able to decode every slot; raise it or lower max_slots"
             )
         defaults = {
             "token_buckets": _ladder(self.max_step_tokens, smallest=64, ratio=2),
@@ -89,7 +94,9 @@ class EngineConfig:
             sizes = getattr(self, name) or ladder
             object.__setattr__(self, name, sizes)
             if list(sizes) != sorted(set(sizes)) or sizes[0] < 1 or sizes[-1] != top:
-                raise InvalidConfigError(f"{name}={sizes} must be increasing and end with {top}")
+                raise InvalidConfigError(
+                    f"{name}={sizes} is not allowed; pass increasing sizes that end with {top}"
+                )
 
     @property
     def max_pages_per_sequence(self) -> int:
@@ -97,37 +104,44 @@ class EngineConfig:
 
     @property
     def prefetches(self) -> bool:
-        """Whether pages of waiting sequences come back from the host before their turn."""
+        """Whether pages of waiting sequences are copied back from the host before admission."""
         return self.restore in ("prefetch", "both")
 
     @property
-    def num_coming_pages(self) -> int:
-        """Pages that a mixed step can bring from the host itself, a layer at a time; or 0."""
+    def num_incoming_pages(self) -> int:
+        """Maximum number of pages that a mixed step copies from the host layer by layer, or 0."""
         if self.restore not in ("per_layer", "both"):
             return 0
-        return min(_MAX_COMING_PAGES, self.max_pages_per_sequence)
+        return min(_MAX_INCOMING_PAGES, self.max_pages_per_sequence)
 
     @property
     def max_length(self) -> int:
-        """Most tokens of one sequence that the context and the pool hold."""
+        """Maximum number of tokens of a sequence that fit in the context and in the pool."""
         return min(self.max_context, (self.num_pages - 1) * self.page_size)
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Longest prompt that leaves room for one output token, in the context and in the pool."""
+        """Maximum number of prompt tokens; one output token must fit beside them."""
         return self.max_length - 1
 
 
 def fine_slot_buckets(max_slots: int) -> tuple[int, ...]:
-    """1, 4, 8, 12, 16, 24, 32, 48, 64, ...: of those over 8, under a third can be empty."""
+    """Return 1, 4, 8, 12, 16, 24, 32, 48, 64, ... up to `max_slots`.
+
+    In a bucket over 8, less than a third of the slots is empty.
+    """
     powers = [2**i for i in range(2, max_slots.bit_length())]
     between = [power * 3 // 2 for power in powers if power >= 8]
     return tuple(sorted({1, *powers, *(size for size in between if size < max_slots), max_slots}))
 
 
 def bucket(size: int, buckets: tuple[int, ...]) -> int:
-    """The smallest of `buckets` (increasing) that holds `size`."""
+    """Return the smallest of `buckets` (increasing) that is at least `size`.
+
+    Raises:
+      InvalidConfigError: `size` is over the largest bucket.
+    """
     for candidate in buckets:
         if size <= candidate:
             return candidate
-    raise InvalidConfigError(f"size {size} is over the largest bucket {buckets[-1]}")
+    raise InvalidConfigError(f"size {size} is not allowed; the largest bucket is {buckets[-1]}")

@@ -1,9 +1,9 @@
-"""Every error that jaxserve raises on purpose.
+"""The errors that jaxserve raises on purpose.
 
 A message says what was given, what is allowed, and what to do.
 
     JaxserveError
-    ├── InvalidRequestError        this request alone is refused
+    ├── InvalidRequestError        only this request is refused
     │   ├── EmptyPromptError
     │   ├── PromptTooLongError         longer than the context, or than the whole page pool
     │   │   └── ConversationTooLongError   its history leaves no room for the next answer
@@ -15,25 +15,25 @@ A message says what was given, what is allowed, and what to do.
     │   ├── UnsupportedModelError      an architecture or option that no family here implements
     │   └── CheckpointError            every problem of a checkpoint, collected
     ├── DownloadError              a file could not be fetched, or is not the published one
-    ├── ModelCacheError            the model cache cannot be written (disk full, read-only)
+    ├── ModelCacheError            the model cache cannot be read or written
     ├── DeviceMemoryError          weights or page pool do not fit
     ├── InvalidConfigError         a runtime, policy or mesh setting
-    ├── InvalidProfileError        step times measured on something else, or unreadable
-    ├── MissingExtraError          an optional package; names the extra to install
+    ├── InvalidProfileError        step times that are unreadable, or measured on something else
+    ├── MissingExtraError          an optional package is missing; names the extra to install
     ├── CompilationAfterWarmupError  strict mode: something compiled after warm-up
-    ├── ProcessGroupError          several processes that do not fit, or the wrong one was asked
-    ├── ConversationError          a turn of a conversation that did not come about
+    ├── ProcessGroupError          processes that differ, or a call on the wrong process
+    ├── ConversationError          a turn of a conversation failed
     │   ├── UnknownConversationError   never begun, deleted, or dropped by the journal's limits
     │   ├── ConversationBusyError      its last turn is still being answered
-    │   ├── ConversationConflictError  another process, or runtime, has changed it meanwhile
-    │   ├── OtherModelError            its tokens are another vocabulary's
-    │   ├── TurnCancelledError         the answer was cut off; the turn is forgotten
+    │   ├── ConversationConflictError  changed by another process or runtime
+    │   ├── OtherModelError            its tokens are of another vocabulary
+    │   ├── TurnCancelledError         the answer was cut off; the turn is dropped
     │   │   └── TurnTimeoutError
     │   └── JournalError               the journal cannot be read or written
-    │       ├── JournalLockedError         by another process
+    │       ├── JournalLockedError         locked by another process
     │       └── JournalVersionError        written by a newer jaxserve
-    ├── EngineFailedError          the device or the loop failed; ends whatever was running
-    ├── ReplicaDiedError           a fleet's replicas died under a request, twice; or none is left
+    ├── EngineFailedError          the device or the loop failed; all running requests end with it
+    ├── ReplicaDiedError           two replicas of a fleet died under a request, or none is left
     └── RuntimeClosedError
 """
 
@@ -44,21 +44,21 @@ from typing import Any
 
 
 class JaxserveError(Exception):
-    """Base of every error that jaxserve raises on purpose."""
+    """The base of the errors that jaxserve raises on purpose."""
 
 
 class InvalidRequestError(JaxserveError, ValueError):
-    """A request that cannot be served as given; its neighbours are unaffected."""
+    """A request that cannot be served as given; other requests are not affected."""
 
 
 class EmptyPromptError(InvalidRequestError):
-    """A prompt without a single token."""
+    """A prompt without tokens."""
 
 
 class PromptTooLongError(InvalidRequestError):
     """A prompt that leaves no room for one output token, in the context or in the page pool.
 
-    Also of a running request, together with its answer so far, when the pool is made too small.
+    A running request ends with this when the pool becomes too small for its prompt and output.
     """
 
 
@@ -66,9 +66,9 @@ class ConversationTooLongError(PromptTooLongError):
     """A conversation whose next prompt leaves no room for an answer.
 
     Attributes:
-      num_history_tokens: of the turns before.
-      num_new_tokens: that the new messages come to.
-      max_prompt_tokens: that leave room for one output token.
+      num_history_tokens: tokens of the earlier turns.
+      num_new_tokens: tokens that the new messages add.
+      max_prompt_tokens: maximum number of prompt tokens, see `EngineConfig`.
     """
 
     def __init__(
@@ -80,11 +80,10 @@ class ConversationTooLongError(PromptTooLongError):
         self.max_prompt_tokens = max_prompt_tokens
         room = max(0, max_prompt_tokens - num_history_tokens)
         super().__init__(
-            f"conversation {id!r} has {num_history_tokens} tokens of history and this turn adds "
-            f"{num_new_tokens}; at most {max_prompt_tokens} leave room for an answer in this "
-            f"runtime's context and page pool, so {room} are left for a turn. Say less, go on from "
-            "an earlier turn (fork(num_turns)), begin a new conversation, or raise max_context or "
-            "kv_memory"
+            f"conversation {id!r} has {num_history_tokens} tokens of history, and this turn adds "
+            f"{num_new_tokens}. This runtime's context and page pool allow {max_prompt_tokens}, "
+            f"which leaves {room} for a turn. Send less, continue from an earlier turn "
+            "(fork(num_turns)), begin a new conversation, or raise max_context or kv_memory"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -97,15 +96,15 @@ class TokenOutOfRangeError(InvalidRequestError):
 
 
 class InvalidSamplingParamsError(InvalidRequestError):
-    """Sampling parameters out of range, or that contradict each other."""
+    """Sampling parameters that are out of range or contradict each other."""
 
 
 class NumericalError(JaxserveError, ArithmeticError):
-    """The model's logits for this request were not finite."""
+    """A request for which the model's logits were not finite."""
 
 
 class ModelError(JaxserveError):
-    """A model that cannot be found, understood or read."""
+    """A model that cannot be found or loaded."""
 
 
 class UnknownModelError(ModelError):
@@ -113,13 +112,14 @@ class UnknownModelError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """An architecture, or an option of one, that no model family here implements."""
+    """An architecture, or an option of one, that no model family implements."""
 
 
 class CheckpointError(ModelError):
-    """A checkpoint that does not hold what its configuration promises.
+    """A checkpoint whose tensors do not match its configuration.
 
-    `problems` lists every missing, surplus, misshapen or unreadable tensor, not just the first.
+    Attributes:
+      problems: every tensor that is missing, surplus, unreadable or of a wrong shape.
     """
 
     def __init__(self, where: str, problems: Sequence[str], remedy: str):
@@ -136,15 +136,15 @@ class CheckpointError(ModelError):
 
 
 class DownloadError(JaxserveError):
-    """A file that pip could not fetch, or that is not the one that was published."""
+    """A file that pip could not fetch, or that differs from the published one."""
 
 
 class ModelCacheError(JaxserveError, OSError):
-    """The model cache cannot be written or read."""
+    """A model cache that cannot be read or written."""
 
 
 class DeviceMemoryError(JaxserveError, MemoryError):
-    """Weights, step temporaries and page pool do not fit in the device's memory."""
+    """Weights, step temporaries and page pool that do not fit in the device's memory."""
 
 
 class InvalidConfigError(JaxserveError, ValueError):
@@ -152,11 +152,11 @@ class InvalidConfigError(JaxserveError, ValueError):
 
 
 class InvalidProfileError(JaxserveError, ValueError):
-    """Measured step times that cannot be read, or belong to another model, device or config."""
+    """Measured step times that are unreadable or of another model, device or configuration."""
 
 
 class MissingExtraError(JaxserveError, ImportError):
-    """An optional package is not installed."""
+    """An optional package that is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str):
         super().__init__(
@@ -172,68 +172,68 @@ class MissingExtraError(JaxserveError, ImportError):
 
 
 class CompilationAfterWarmupError(JaxserveError):
-    """Strict mode only: an executable was compiled while serving."""
+    """A compilation after warm-up, in strict mode."""
 
 
 class ProcessGroupError(JaxserveError):
-    """Processes that did not come together, or a call that another of them would have to get."""
+    """Processes whose settings differ, or a call that another process must make."""
 
 
 class ConversationError(JaxserveError):
-    """A turn that did not come about; the conversation is as it was before."""
+    """A turn that failed; the conversation is unchanged."""
 
 
 class UnknownConversationError(ConversationError, KeyError):
-    """No conversation of this id: never begun, deleted, or dropped by the journal's limits."""
+    """A conversation id that is unknown: never begun, deleted, or dropped by journal limits."""
 
     __str__ = Exception.__str__  # KeyError would show the message in quotes
 
 
 class ConversationBusyError(ConversationError):
-    """A conversation whose last turn is still being answered: turns come one after the other."""
+    """A conversation whose last turn is still being answered; turns cannot overlap."""
 
 
 class ConversationConflictError(ConversationError):
-    """A conversation that another process, or another runtime, has changed in the meantime."""
+    """A conversation that another process or runtime has changed since it was read."""
 
 
 class OtherModelError(ConversationError, ValueError):
-    """A conversation in the tokens of another vocabulary, or made with another chat template."""
+    """A conversation with tokens of another vocabulary, or with another chat template."""
 
 
 class TurnCancelledError(ConversationError):
-    """An answer that was cut off, by `cancel` or by closing the runtime."""
+    """An answer that was cut off by `cancel` or by the close of the runtime."""
 
 
 class TurnTimeoutError(TurnCancelledError, TimeoutError):
-    """An answer that did not come in time."""
+    """An answer that was not complete within its timeout."""
 
     def __init__(self, id: str, timeout_s: float | None, num_tokens: int):
         super().__init__(
-            f"conversation {id!r} had no answer after {timeout_s} s, only {num_tokens} tokens of "
-            "one; it is as it was before this turn. Give a longer timeout_s, or a lower max_tokens"
+            f"conversation {id!r} has no answer after {timeout_s} s, only {num_tokens} tokens of "
+            "it. The conversation is unchanged; pass a longer timeout_s or a lower max_tokens"
         )
 
 
 class JournalError(ConversationError, OSError):
-    """A journal of conversations that cannot be read or written: disk full, read-only, damaged."""
+    """A journal of conversations that cannot be read or written."""
 
 
 class JournalLockedError(JournalError):
-    """Another process holds the journal, longer than one waits."""
+    """A journal that another process kept locked beyond the waiting time."""
 
 
 class JournalVersionError(JournalError):
-    """A journal that a newer jaxserve has written."""
+    """A journal that a newer version of jaxserve wrote."""
 
 
 class EngineFailedError(JaxserveError):
-    """The device or the engine's loop failed; every running request ended with this."""
+    """The device or the engine's loop failed; every running request ends with this."""
 
 
 class ReplicaDiedError(JaxserveError):
-    """A replica's process is gone, and so is whatever it was answering."""
+    """A replica's process died, and the answers that it was computing are lost."""
 
 
 class RuntimeClosedError(JaxserveError):
-    """The runtime was closed; its device memory is gone."""
+    """The runtime is closed, and its device memory is freed."""

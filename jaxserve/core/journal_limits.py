@@ -1,4 +1,4 @@
-"""How much of conversations is kept, and for how long."""
+"""Limits on the number, size and age of the conversations in a journal."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from jaxserve.core.sizes import parse_bytes
 @final
 @dataclass(frozen=True, kw_only=True)
 class JournalLimits:
-    """Beyond these, whole conversations are dropped, those first that were used longest ago.
+    """The limits of a journal. Beyond them, the least recently used conversations are dropped.
 
-    An eighth of the limit is freed at once, since wiping what was dropped rewrites the file. A
-    conversation with a turn under way, and the one just written, are never dropped.
+    Dropping frees an eighth of a limit at once, since erasing rewrites the file. A conversation
+    that is being answered, and the one just written, are never dropped.
 
     Attributes:
-      max_conversations: kept at once.
-      max_bytes: of the journal's file, or memory, in bytes or as "256MiB". 9 bytes a token of
-        English and 200 a turn are about right.
-      max_age_s: since a conversation's last turn; None for ever. Looked at when the journal is
-        opened, and now and then as turns are written.
+      max_conversations: maximum number of conversations.
+      max_bytes: maximum size of the journal's file or memory, in bytes or as "256MiB". A token of
+        English takes about 9 bytes, a turn about 200.
+      max_age_s: maximum time since a conversation's last turn; None for no limit. It is checked
+        when the journal is opened and at some of the writes.
 
     Raises:
-      InvalidConfigError
+      InvalidConfigError: a limit is out of range.
     """
 
     max_conversations: int = 10_000
@@ -36,14 +36,17 @@ class JournalLimits:
     def __post_init__(self) -> None:
         if not isinstance(self.max_conversations, int) or self.max_conversations < 1:
             raise InvalidConfigError(
-                f"max_conversations={self.max_conversations!r}; give a whole number of at least 1"
+                f"max_conversations={self.max_conversations!r} is not allowed; pass a whole number "
+                "of at least 1"
             )
         object.__setattr__(self, "max_bytes", parse_bytes(self.max_bytes))
         age_s = self.max_age_s
         if age_s is not None and not (isinstance(age_s, int | float) and 0 < age_s < math.inf):
-            raise InvalidConfigError(f"max_age_s={age_s!r}; give seconds above 0, or None")
+            raise InvalidConfigError(
+                f"max_age_s={age_s!r} is not allowed; pass seconds above 0, or None"
+            )
 
     @property
     def num_bytes(self) -> int:
-        """`max_bytes` as a number."""
+        """`max_bytes` in bytes."""
         return int(self.max_bytes)

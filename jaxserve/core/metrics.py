@@ -1,4 +1,4 @@
-"""Figures of a finished run, computed from its completions alone."""
+"""Figures of a finished run, computed from its completions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from jaxserve.core.request import Completion
 
 
 def summarise(completions: Sequence[Completion], wall_s: float) -> dict[str, object]:
-    """Throughput and latency of completions that took `wall_s` seconds together.
+    """Return throughput and latency figures of completions that took `wall_s` seconds in all.
 
-    Rates count output tokens of every sample. `time_per_output_token_s` is the time between the
-    first and the last token over the tokens after the first, of requests with two or more;
-    `normalised_latency_s` is the whole latency over all output tokens.
+    Rates count the output tokens of all samples. `time_per_output_token_s` is the time from the
+    first to the last token divided by the number of tokens after the first, for requests with at
+    least two. `normalised_latency_s` is the latency divided by the number of output tokens.
     """
     done = [item for item in completions if item.error is None]
     num_output = sum(len(sample.token_ids) for item in done for sample in item.samples)
@@ -52,9 +52,10 @@ def goodput(
     max_first_token_s: float = float("inf"),
     max_time_per_output_token_s: float = float("inf"),
 ) -> dict[str, float]:
-    """Share of requests within both bounds, and how many of those were answered a second.
+    """Return the share of requests within both bounds, and their number per second.
 
-    A failed request is outside; an answer of one token has no time per output token to exceed.
+    A failed request is not within the bounds. An answer of one token has no time per output token
+    and is within that bound.
     """
     num_within = sum(
         item.error is None
@@ -68,7 +69,7 @@ def goodput(
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, median, 90th and 99th percentile; None for no values."""
+    """Return mean, median, 90th and 99th percentile; None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -81,7 +82,7 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:
-    """Linear interpolation between the two nearest ranks."""
+    """Return a percentile by linear interpolation between the two nearest ranks."""
     position = share * (len(ordered) - 1)
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
@@ -89,7 +90,7 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def _normalised_latency_s(item: Completion) -> float | None:
-    """Seconds from arrival to end, over the output tokens (as ORCA and vLLM report it)."""
+    """Return seconds from arrival to end per output token, as ORCA and vLLM report it."""
     num_output = sum(len(sample.token_ids) for sample in item.samples)
     latency_s = item.timing.latency_s
     return latency_s / num_output if latency_s is not None and num_output else None

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it."""
+"""The requests that enter the engine and the completions that leave it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt on its way through the engine. Immutable; `Sequence` is what moves.
+    """A prompt and its parameters. Immutable; a `Sequence` holds the state of its execution.
 
     Attributes:
       id: unique within an engine.
       prompt: token ids, at least one.
-      params: already validated.
-      arrival_s: engine clock at submission, seconds.
-      priority: higher goes first under the priority order.
-      deadline_s: engine clock by which it should end; breaks ties of priority.
-      conversation_id: whose turn this is; None for nobody's. For reports and recordings: what a
-        cache has of it is told from its tokens.
-      prediction: of its output length; None where nobody predicted it.
+      params: validated sampling parameters.
+      arrival_s: time of submission on the engine's clock.
+      priority: under the priority order, higher priorities run first.
+      deadline_s: time on the engine's clock by which it should end; breaks ties of priority.
+      conversation_id: the conversation that this is a turn of, if any. It serves reports and
+        recordings only; prefix caches compare tokens.
+      prediction: predicted output length, if there is one.
       stop_token_ids: `params.stop_token_ids` and, unless ignored, the model's end tokens.
-      seed: `params.seed`, or one drawn by the runtime.
+      seed: `params.seed`, or a seed drawn by the runtime.
     """
 
     id: str
@@ -45,9 +45,9 @@ class Request:
     prediction: LengthPrediction | None = None
 
     def end_length(self, max_length: int, sample_index: int) -> int:
-        """Prompt and output tokens at which a sample limited to `max_length` ends.
+        """Return the number of prompt and output tokens at which a sample ends at the latest.
 
-        For executors and for what they delivered; a policy that asks would know the future.
+        Only executors and the engine may call this: a policy must not know forced lengths.
         """
         forced = self.params.forced_lengths
         if forced is None:
@@ -56,14 +56,14 @@ class Request:
 
 
 def drawn_seed(seed: int, number: int) -> int:
-    """The seed of request `number` that brings none, in a runtime or fleet whose own is `seed`."""
+    """Return the seed of request `number` without a seed, in a runtime or fleet with `seed`."""
     return (seed * 0x85EBCA6B + number * 0xC2B2AE35 + 1) % 2**32
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """Log-probability of one token and of the likeliest ones at its position (natural log)."""
+    """The natural log-probability of a token, and those of the likeliest at its position."""
 
     token_id: int
     logprob: float
@@ -73,7 +73,7 @@ class TokenLogprob:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """When things happened, in seconds on the engine's clock; None for never."""
+    """The times of a request's events on the engine's clock; None if an event did not happen."""
 
     arrival_s: float
     admitted_s: float | None = None
@@ -95,8 +95,9 @@ class Timing:
 class Sample:
     """One generated continuation.
 
-    `token_ids` includes the stop token that ended it, as a trainer needs it. `text` ends before
-    a stop string; tokens are never split, so the last one may reach past `text`.
+    Attributes:
+      text: ends before a stop string. Tokens are not split, so the last one may reach past it.
+      token_ids: with the stop token that ended the sample, which a trainer needs.
     """
 
     text: str
@@ -108,10 +109,9 @@ class Sample:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """The answer to one prompt: `params.n` samples; the usual single one has shortcuts.
+    """The answer to one prompt: `params.n` samples, the first with shortcuts.
 
-    A request that failed has `finish_reason == "error"` and the typed `error`. `conversation_id` is
-    that of its request.
+    A request that failed has `finish_reason == "error"` and the typed `error`.
     """
 
     request_id: str

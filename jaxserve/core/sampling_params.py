@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen, and when it ends."""
+"""The sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, final
 
 from jaxserve.core.errors import InvalidSamplingParamsError
 
-# Sizes of per-slot device arrays; requests that need more are refused at construction.
+# Sizes of per-slot device arrays; parameters that need more are refused at construction.
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 128
 MAX_LOGPROBS = 20
@@ -19,38 +19,38 @@ _INT32_MAX = 2**31 - 1
 @final
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request, validated once, at construction.
+    """The sampling parameters of a request, validated at construction.
 
-    Order of application, as in vLLM: penalties, logit bias, `min_tokens`, temperature, top-k,
-    top-p over what top-k left, min-p. Tokens tied at a top-k or top-p threshold are all kept.
+    They are applied in this order, as in vLLM: penalties, logit bias, `min_tokens`, temperature,
+    top-k, top-p over the tokens that top-k kept, min-p. Tokens tied at a top-k or top-p threshold
+    are all kept.
 
     Attributes:
-      max_tokens: most output tokens; None means until the context is full.
-      min_tokens: stop tokens are forbidden before this many output tokens.
+      max_tokens: maximum number of output tokens; None for as many as the context holds.
+      min_tokens: stop tokens are forbidden before this number of output tokens.
       temperature: 0 is greedy.
       top_k: keep the k likeliest tokens; 0 keeps all.
       top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
       min_p: drop tokens less likely than this times the likeliest one, in [0, 1).
-      repetition_penalty: divides positive (multiplies negative) logits of tokens seen in prompt
-        or output; 1 is off.
+      repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
+        output; 1 is off.
       presence_penalty, frequency_penalty: subtracted once, or per occurrence, for output tokens.
-      logit_bias: token id -> added to its logit; at most 128 ids.
+      logit_bias: token id -> number added to its logit; at most 128 ids.
       seed: the random stream depends on it and on the position only, never on the batch.
-      n: independent samples of one prompt; they share the prompt's pages.
-      stop: strings that end the output; not part of it.
-      stop_token_ids: tokens that end the output beside the model's own end token; at most 16
-        in all, the model's own included.
-      ignore_eos: go on past the model's end token (it may appear in the output, as in vLLM).
-      logprobs: None for none, 0 for the sampled token's, k for the k likeliest beside it.
-        Log-probabilities are the model's own: before penalties, bias and temperature.
-      prompt_logprobs: the same for every prompt token but the first.
-      forced_length: for measurements: exactly this many output tokens, unless a stop ends them
-        before; one number for all samples, or one a sample. No policy can see it: to the scheduler
-        the answer ends as if by itself.
-      skip_special_tokens: leave special tokens out of `text`.
+      n: number of independent samples of the prompt; they share the prompt's pages.
+      stop: strings that end the output and are not part of it.
+      stop_token_ids: tokens that end the output, in addition to the model's end tokens; at most 16
+        with those.
+      ignore_eos: continue past the model's end token, which may then be in the output, as in vLLM.
+      logprobs: None for none, 0 for the sampled token's, k for the k likeliest tokens' too. They
+        are the model's log-probabilities, before penalties, bias and temperature.
+      prompt_logprobs: the same for every prompt token except the first.
+      forced_length: for measurements, the exact number of output tokens, unless a stop ends the
+        output earlier: one number for all samples, or one per sample. It is hidden from policies.
+      skip_special_tokens: omit special tokens from `text`.
 
     Raises:
-      InvalidSamplingParamsError: naming the field, what was given and what is allowed.
+      InvalidSamplingParamsError: a field is out of range; the message names it.
     """
 
     max_tokens: int | None = 256
@@ -90,7 +90,7 @@ class SamplingParams:
 
     @property
     def forced_lengths(self) -> tuple[int, ...] | None:
-        """`forced_length` of each of the n samples."""
+        """The forced length of each of the n samples, if there is one."""
         if self.forced_length is None or isinstance(self.forced_length, tuple):
             return self.forced_length
         return (self.forced_length,) * self.n
@@ -100,7 +100,7 @@ class SamplingParams:
             object.__setattr__(self, name, kind(value))
         except (TypeError, ValueError):
             raise InvalidSamplingParamsError(
-                f"{name}={value!r} is not allowed; give {allowed}"
+                f"{name}={value!r} is not allowed; pass {allowed}"
             ) from None
 
     def _check_ranges(self) -> None:
@@ -125,7 +125,7 @@ class SamplingParams:
             _whole("stop_token_ids", token_id, 0, inf)
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise InvalidSamplingParamsError(
-                f"stop={self.stop!r} holds an item that is not a non-empty string; remove it"
+                f"stop={self.stop!r} is not allowed; pass non-empty strings only"
             )
         for token_id, bias in (self.logit_bias or {}).items():
             _whole("a logit_bias token id", token_id, 0, inf)
@@ -141,7 +141,7 @@ class SamplingParams:
         if lengths is not None and len(lengths) != self.n:
             raise InvalidSamplingParamsError(
                 f"forced_length={self.forced_length} has {len(lengths)} lengths for n={self.n}; "
-                "give one a sample, or one number for all"
+                "pass one per sample, or one number for all"
             )
         if self.max_tokens is not None and max(lengths or (0,)) > self.max_tokens:
             raise InvalidSamplingParamsError(
@@ -155,13 +155,13 @@ class SamplingParams:
             )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidSamplingParamsError(
-                f"{len(self.stop_token_ids)} stop_token_ids given, at most {MAX_STOP_TOKEN_IDS} "
-                "are allowed; use `stop` strings for the rest"
+                f"{len(self.stop_token_ids)} stop_token_ids were given, and at most "
+                f"{MAX_STOP_TOKEN_IDS} are allowed; use `stop` strings for the others"
             )
         if len(self.logit_bias or ()) > MAX_LOGIT_BIAS:
             raise InvalidSamplingParamsError(
-                f"logit_bias names {len(self.logit_bias or ())} tokens, at most {MAX_LOGIT_BIAS} "
-                "are allowed; keep those that matter most"
+                f"logit_bias has {len(self.logit_bias or ())} tokens, and at most "
+                f"{MAX_LOGIT_BIAS} are allowed; keep the most important ones"
             )
 
 
@@ -173,7 +173,7 @@ def _whole(name: str, value: object, low: float, high: float, *, optional: bool 
         most = "" if high == math.inf else f" and at most {high}"
         none = ", or None" if optional else ""
         raise InvalidSamplingParamsError(
-            f"{name}={value!r} is not allowed; give a whole number of at least {low}{most}{none}"
+            f"{name}={value!r} is not allowed; pass a whole number of at least {low}{most}{none}"
         )
 
 
@@ -195,5 +195,5 @@ def _real(
     if not (above and below):
         bounds = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
         raise InvalidSamplingParamsError(
-            f"{name}={value!r} is not allowed; give a number in {bounds}"
+            f"{name}={value!r} is not allowed; pass a number in {bounds}"
         )

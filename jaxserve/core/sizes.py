@@ -1,4 +1,4 @@
-"""Sizes of memory as people write and read them."""
+"""Sizes of memory as text, such as "4GiB"."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _SPELLING = {unit.lower(): unit for unit in _UNITS}
 
 
 def parse_bytes(size: int | str) -> int:
-    """A number of bytes from 4294967296, "4GiB", "512 MiB" or "1.5GB" (powers of 1000).
+    """Parse a size such as 4294967296, "4GiB", "512 MiB" or "1.5GB" (powers of 1000) to bytes.
 
     Raises:
-      InvalidConfigError: anything else, or less than one byte.
+      InvalidConfigError: `size` is in another form, or less than one byte.
     """
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(size))
     unit = _SPELLING.get(found[2].lower()) if found else None
     num_bytes = int(float(found[1]) * _UNITS[unit]) if found and unit is not None else 0
     if num_bytes < 1:
         raise InvalidConfigError(
-            f'{size!r} is not a size of memory; give bytes, or a number and a unit such as "4GiB"'
+            f'{size!r} is not a size of memory; pass bytes, or a number and a unit such as "4GiB"'
         )
     return num_bytes
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Such as "1.5 GiB": the largest unit (powers of 1024) that leaves at least one."""
+    """Format a size such as "1.5 GiB", in the largest unit (powers of 1024) of at least 1."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

@@ -1,4 +1,4 @@
-"""What a user may hand in as a prompt, turned into validated requests."""
+"""Turns what a user gives as a prompt into validated requests."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 def as_batch(prompts: Any) -> tuple[list[Any], bool]:
-    """The prompts as a list, and whether it was a single one: a text, token ids, or a chat.
+    """Return the prompts as a list, and whether `prompts` is one prompt: text, token ids, a chat.
 
     Raises:
-      InvalidRequestError: neither a prompt nor an iterable of prompts.
+      InvalidRequestError: `prompts` is neither a prompt nor an iterable of prompts.
     """
     if isinstance(prompts, (str, Mapping)):
         return [prompts], True
@@ -42,7 +42,7 @@ def as_batch(prompts: Any) -> tuple[list[Any], bool]:
 
 
 def _is_token(item: Any) -> bool:
-    """A whole number of Python, NumPy or JAX; not an array of them."""
+    """Return whether `item` is a whole number of Python, NumPy or JAX, and not an array."""
     return (
         hasattr(item, "__index__") and not isinstance(item, bool) and getattr(item, "ndim", 0) == 0
     )
@@ -60,12 +60,12 @@ class RequestBuilder:
     """Makes requests for one model: tokenizes, adds its end tokens, checks every limit.
 
     Args:
-      tokenizer: None when the model has none; then prompts are token ids.
+      tokenizer: None restricts prompts to token ids.
       eos_token_ids: the model's end tokens.
-      vocab_size: token ids lie below it.
-      max_prompt_tokens: longest prompt that leaves room for one output token; an attribute, to
-        be set when the page pool is resized.
-      seed: of the requests that bring none.
+      vocab_size: token ids are below it.
+      max_prompt_tokens: returns the length of the longest prompt that leaves room for one output
+        token, which changes when the page pool is resized.
+      seed: of requests without a seed of their own.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class RequestBuilder:
         *,
         eos_token_ids: Sequence[int],
         vocab_size: int,
-        max_prompt_tokens: int,
+        max_prompt_tokens: Callable[[], int],
         seed: int,
     ):
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
-        self.max_prompt_tokens = max_prompt_tokens
+        self._max_prompt_tokens = max_prompt_tokens
         self._seed = seed
         self._numbers = itertools.count()
 
@@ -95,7 +95,7 @@ class RequestBuilder:
         deadline_s: float | None = None,
         conversation_id: str | None = None,
     ) -> Request:
-        """A request that the engine can serve.
+        """Return a request that the engine can serve; `Service.submit` documents the arguments.
 
         Raises:
           InvalidRequestError: one of its subclasses, for this prompt alone.
@@ -103,8 +103,8 @@ class RequestBuilder:
         number = next(self._numbers)
         if request_id is not None and request_id.startswith(_OWN_IDS):
             raise InvalidRequestError(
-                f"request_id={request_id!r}: ids that start with {_OWN_IDS!r} are made up here; "
-                "choose another"
+                f"request_id={request_id!r}: ids that start with {_OWN_IDS!r} are reserved; choose "
+                "another"
             )
         if not isinstance(priority, int):
             raise InvalidRequestError(f"priority={priority!r} is not allowed; give a whole number")
@@ -124,7 +124,7 @@ class RequestBuilder:
         )
 
     def build_item(self, item: WorkloadItem, arrival_s: float) -> Request:
-        """The request of a workload's item, which arrives at `arrival_s`.
+        """Return the request of a workload's item, which arrives at `arrival_s`.
 
         Raises:
           InvalidRequestError: one of its subclasses.
@@ -180,9 +180,10 @@ class RequestBuilder:
                 f"token id {bad[0]} ({len(bad)} such in the prompt) is outside the vocabulary of "
                 f"{self._vocab_size}; ids run from 0 to {self._vocab_size - 1}"
             )
-        if len(tokens) > self.max_prompt_tokens:
+        most = self._max_prompt_tokens()
+        if len(tokens) > most:
             raise PromptTooLongError(
-                f"the prompt has {len(tokens)} tokens; at most {self.max_prompt_tokens} leave "
+                f"the prompt has {len(tokens)} tokens; at most {most} leave "
                 "room for an answer in this runtime's context and page pool. Shorten it, or raise "
                 "max_context or kv_memory (Runtime.resize_kv)"
             )

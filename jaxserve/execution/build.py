@@ -1,4 +1,4 @@
-"""From a Flax model to a warmed-up engine: sizes, memory, executables."""
+"""Builds an executor for a Flax model: sizes, memory, executables, warm-up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.device_stage import DeviceStage
-from jaxserve.execution.leading import check_alike
+from jaxserve.execution.group import check_alike, in_group
 from jaxserve.execution.memory_plan import PoolSize, plan_host_pages, plan_pool, plan_resize
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.execution.staged import StagedExecutor
@@ -38,14 +38,14 @@ from sharding import ProcessGroup, StagePlan
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlatformDefaults:
-    """What to use where the user says nothing.
+    """Values of the options that the user does not give.
 
     Attributes:
-      dtype: of parameters, activations and, without `kv_dtype`, KV. bfloat16 is slower than float32
-        on CPUs in XLA.
+      dtype: of parameters, activations and, without `kv_dtype`, KV. XLA computes bfloat16 slower
+        than float32 on CPUs.
       layer_layout: scanning over layers measured three times slower than unrolling on the CPU.
-      has_fine_windows: whether decode windows come in `fine_slot_buckets`. From 16 rows or so an
-        empty row costs a CPU what any other does; a GPU waits for the weights.
+      has_fine_windows: whether decode windows come in `fine_slot_buckets`. On a CPU an empty row
+        costs as much as a full one from about 16 rows on; a GPU is bound by reading the weights.
       restore: see `RuntimeOptions`.
     """
 
@@ -85,7 +85,8 @@ def platform_defaults() -> PlatformDefaults:
 def enable_compilation_cache(folder: Path | None = None) -> None:
     """Keep every executable across processes, however fast it compiled.
 
-    A folder that the user gave to JAX is left as it is.
+    Args:
+      folder: where JAX was not given one by the user; a folder below the cache folder by default.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder or cache_folder() / "xla"))
@@ -102,20 +103,20 @@ def build_executor(
     stages: StagePlan | None = None,
     group: ProcessGroup | None = None,
     probe: Probe | None = None,
-) -> tuple[DeviceExecutor | StagedExecutor, PoolSize]:
-    """Size the pool, create cache and slots beside the parameters, compile.
+) -> tuple[ModelExecutor, PoolSize]:
+    """Size the page pool, create it and the slots beside the parameters, and compile.
 
     Args:
-      model_config: of the model: layers, KV heads, head_dim, dtype, max_position_embeddings.
-      stages: to cut the model into; None to leave it whole.
-      group: of all processes that the parameters lie on; each of them makes the same calls.
-      probe: of remaining lengths.
+      model_config: the model's layers, KV heads, head_dim, dtype and max_position_embeddings.
+      stages: the stages to cut the model into; None for a model in one piece.
+      group: all processes that hold the parameters, each of which makes the same calls; None where
+        this process holds them alone.
+      probe: reads remaining lengths off the activations.
 
     Raises:
-      DeviceMemoryError
-      InvalidConfigError: also where parameters have another dtype than the configuration says, the
-        processes were given different settings, or a probe does not fit the model or cannot be
-        served with it.
+      DeviceMemoryError: the device has too little memory.
+      InvalidConfigError: also where parameters have another dtype than the configuration, where the
+        processes have different settings, or where the probe does not fit the model.
     """
     names = () if options.attention is None else options.attention.split(",")
     if not set(names) <= set(IMPLEMENTATIONS):
@@ -158,8 +159,8 @@ def _build_whole(
     options: RuntimeOptions,
     group: ProcessGroup | None,
     probe: Probe | None,
-) -> tuple[DeviceExecutor, PoolSize]:
-    # Committed to where they are, as parameters of an update will be: else those would compile.
+) -> tuple[ModelExecutor, PoolSize]:
+    # Committed to their devices, as the parameters of an update are: else an update would compile.
     params = jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
     place = Placement.like(jax.tree.leaves(params)[0].sharding)
     if place.mesh is not None:
@@ -168,8 +169,8 @@ def _build_whole(
         check_alike(group, _shared_settings(model_config, place, options))
         options = replace(options, restore="on_admission")  # there is no host memory
     pages = _Pages(model_config, options, layer_layout, place)
-    # The largest steps are compiled for as many pages as fit without them: if those still fit,
-    # what was compiled to be measured is what runs.
+    # The largest steps are measured with as many pages as fit without their temporaries. If as many
+    # fit with them, the executables that were measured are the ones that run.
     optimistic = _agreed(pages.plan(step_bytes=0), group).num_pages
     draft = _engine_config(model_config, options, num_pages=optimistic)
     programs = Programs(graphdef, draft, model_config, place, probe)
@@ -185,7 +186,8 @@ def _build_whole(
     if size.num_pages != optimistic:
         programs = Programs(graphdef, config, model_config, place, probe)
     cache = pages.new(size.num_pages)
-    return DeviceExecutor(config, programs, params, cache, strict=options.strict), size
+    executor = DeviceExecutor(config, programs, params, cache, strict=options.strict)
+    return (executor if group is None else in_group(executor, group)), size
 
 
 def _build_stages(
@@ -194,7 +196,7 @@ def _build_stages(
     layer_layout: LayerLayout,
     options: RuntimeOptions,
     stages: StagePlan,
-) -> tuple[StagedExecutor, PoolSize]:
+) -> tuple[ModelExecutor, PoolSize]:
     parts = cut(model_config, stages, layer_layout)
     own = [part.params_of(params) for part in parts]
     places = [Placement.like(jax.tree.leaves(part)[0].sharding) for part in own]
@@ -202,7 +204,7 @@ def _build_stages(
         _Pages(model_config.part(part.stage.layers), options, layer_layout, place)
         for part, place in zip(parts, places, strict=True)
     ]
-    # A page is one number on all stages, so the stage with the least memory has the say.
+    # A page has one id on all stages, so the stage with the least memory limits their number.
     optimistic = min(pool.plan(step_bytes=0).num_pages for pool in pools)
 
     def programs_for(num_pages: int) -> list[Programs]:
@@ -216,7 +218,10 @@ def _build_stages(
     programs = programs_for(optimistic)
     for i, (pool, program) in enumerate(zip(pools, programs, strict=True)):
         embed = None if i == 0 else model_config.hidden_size
-        steps = program.compiled_stage_steps(own[i], pool.abstract(optimistic), embed)
+        is_last = i == len(parts) - 1
+        steps = program.compiled_stage_steps(
+            own[i], pool.abstract(optimistic), embed, samples=is_last
+        )
         sizes.append(pool.plan(step_bytes=largest_step_bytes(steps)))
     size = min(sizes, key=lambda each: each.num_pages)
     if size.num_pages < optimistic:
@@ -240,7 +245,7 @@ def _build_stages(
 @final
 @dataclass(frozen=True)
 class _Pages:
-    """The page cache of a model, or of a stage's part of it."""
+    """The page cache of a model or of one stage."""
 
     model_config: Any
     options: RuntimeOptions
@@ -248,7 +253,7 @@ class _Pages:
     place: Placement
 
     def plan(self, *, step_bytes: int) -> PoolSize:
-        """How many pages there can be beside steps of this size."""
+        """Return the size of the pool beside steps with `step_bytes` of temporaries."""
         draft = _engine_config(self.model_config, self.options, num_pages=MIN_PAGES)
         kv_memory = self.options.kv_memory
         return plan_pool(
@@ -261,7 +266,7 @@ class _Pages:
         )
 
     def plan_host(self, size: PoolSize) -> int:
-        """How many pages of the host there can be."""
+        """Return the number of pages on the host."""
         wanted = self.options.host_memory
         return plan_host_pages(
             size.page_bytes * self.place.num_shards,
@@ -270,11 +275,11 @@ class _Pages:
         )
 
     def abstract(self, num_pages: int) -> Any:
-        """Shapes and dtypes."""
+        """Return shapes and dtypes of the cache."""
         return jax.eval_shape(lambda: self._empty(num_pages))
 
     def new(self, num_pages: int) -> Any:
-        """The cache, all zeros, on its devices."""
+        """Return the cache, all zeros, on its devices."""
         return jax.jit(self._empty, static_argnums=0, out_shardings=self.place.pages)(num_pages)
 
     def _empty(self, num_pages: int) -> Any:
@@ -289,10 +294,13 @@ class _Pages:
 
 
 def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
-    """The size of the executor's pool, now `size`, if it had `kv_bytes`; see `plan_resize`.
+    """Return the size of the executor's pool after a resize to `kv_bytes`; see `plan_resize`.
+
+    Args:
+      size: of the pool now.
 
     Raises:
-      DeviceMemoryError
+      DeviceMemoryError: the pool would not fit.
     """
     config = executor.config
     return plan_resize(
@@ -305,7 +313,7 @@ def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
 
 
 def warm_up(executor: ModelExecutor, *, progress: bool) -> None:
-    """Compile every executable behind a progress bar."""
+    """Compile every executable, behind a progress bar."""
     steps = executor.warmup_steps()
     with tqdm(steps, desc="compiling", leave=False, delay=2, disable=not progress) as bar:
         for name, compile_step in bar:
@@ -317,7 +325,7 @@ def warm_up(executor: ModelExecutor, *, progress: bool) -> None:
 def _shared_settings(
     model_config: Any, place: Placement, options: RuntimeOptions
 ) -> dict[str, Any]:
-    """What every process must be given alike, by name; the policy is the leader's alone."""
+    """Return the settings, by name, that must be equal on all processes."""
     own = ("policy", "predictor", "probe", "learns", "record", "progress")
     return {
         **{name: value for name, value in vars(options).items() if name not in own},
@@ -328,7 +336,7 @@ def _shared_settings(
 
 
 def _agreed(size: PoolSize, group: ProcessGroup | None) -> PoolSize:
-    """As many pages as fit on every process."""
+    """Return the size that fits on every process."""
     if group is None:
         return size
     return replace(size, num_pages=min(group.all_gather(size.num_pages)))
@@ -359,5 +367,5 @@ def _engine_config(
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of every array in a pytree."""
+    """Return the bytes of all arrays in a pytree."""
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

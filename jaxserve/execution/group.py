@@ -1,66 +1,281 @@
-"""What leading and following executors have in common: one device executor, told by a group."""
+"""Executors of a model that several processes serve together: one leads, the others follow.
+
+All processes call the same executables in the same order. Each starts its own devices, and every
+device has the results. The leader schedules, and sends each plan to the followers before it carries
+it out itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import abc
+import enum
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self, final
 
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import InvalidConfigError, ProcessGroupError, RuntimeClosedError
 from jaxserve.execution.device import DeviceExecutor
+from jaxserve.execution.handle import DeviceHandle
+from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
+from jaxserve.scheduling.kv.costs import SwapCosts
+from jaxserve.scheduling.plan import StepPlan
+from predictor import Refinement
 from sharding import ProcessGroup
 
 
-class GroupExecutor:
-    """This process's part of a model that lies on several processes; see `ModelExecutor`.
+@final
+class Order(enum.Enum):
+    """What a leader sends beside plans: let `follow` return, or close."""
 
-    All processes call the same executables in the same order; each starts its own devices, and
-    results lie on all of them.
+    DISMISS = enum.auto()
+    CLOSE = enum.auto()
+
+
+@final
+@dataclass(frozen=True)
+class ParamsUpdated:
+    """The leader replaced the parameters for the `count`-th time. A follower must have done so."""
+
+    count: int
+
+
+class GroupExecutor(abc.ABC):
+    """This process's executor in a group; see `ModelExecutor` and `GroupRole`.
+
+    Args:
+      executor: of this process's devices; closed with this one.
     """
 
     def __init__(self, executor: DeviceExecutor, group: ProcessGroup):
-        self.config = executor.config
-        self.swap_costs = executor.swap_costs
-        self.refinement = executor.refinement
         self._executor = executor
         self._group = group
         self._num_updates = 0
 
     @property
+    def config(self) -> EngineConfig:
+        return self._executor.config
+
+    @property
+    def swap_costs(self) -> SwapCosts | None:
+        return self._executor.swap_costs
+
+    @property
+    def refinement(self) -> Refinement | None:
+        return self._executor.refinement
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """None: pages are not gathered from the shards of other processes."""
+        return None
+
+    @property
+    def group(self) -> Self:
+        return self
+
+    @property
+    def can_resize(self) -> bool:
+        """False: the processes would have to agree on the size."""
+        return False
+
+    @property
     def num_compilations(self) -> int:
-        """See `ModelExecutor`."""
         return self._executor.num_compilations
 
     @property
     def is_warm(self) -> bool:
-        """See `ModelExecutor`."""
         return self._executor.is_warm
 
     @property
     def num_buffers(self) -> int:
-        """See `ModelExecutor`."""
         return self._executor.num_buffers
 
     @property
     def device(self) -> Any:
-        """See `ModelExecutor`."""
         return self._executor.device
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
-        """See `ModelExecutor`; all processes call them, in this order."""
+        """See `ModelExecutor`. All processes call the functions, in this order."""
         return self._executor.warmup_steps()
 
     def finish_warmup(self) -> None:
-        """See `ModelExecutor`."""
         self._executor.finish_warmup()
 
     def fitted(self, params: Any) -> Any:
-        """See `ModelExecutor`."""
         return self._executor.fitted(params)
 
     def resize(self, num_pages: int, moves: Moves) -> None:
-        """Refused: the processes would have to agree on it."""
         raise InvalidConfigError(
-            "the page pool of several processes cannot be resized; close the runtime on all of "
-            "them, and make one with another kv_memory"
+            f"the page pool cannot be resized to {num_pages} pages: "
+            f"{self._group.num_processes} processes share it; close the runtime on all of them, "
+            "and create one with another kv_memory"
         )
+
+    @property
+    @abc.abstractmethod
+    def is_leader(self) -> bool: ...
+
+    @abc.abstractmethod
+    def check_leads(self) -> None: ...
+
+    @abc.abstractmethod
+    def follow(self) -> None: ...
+
+    @abc.abstractmethod
+    def dismiss(self) -> None: ...
+
+    @abc.abstractmethod
+    def submit(self, plan: StepPlan) -> DeviceHandle: ...
+
+    @abc.abstractmethod
+    def update_params(self, params: Any) -> None: ...
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+
+@final
+class LeadingExecutor(GroupExecutor):
+    """The executor of the process that schedules."""
+
+    @property
+    def is_leader(self) -> bool:
+        return True
+
+    def check_leads(self) -> None:
+        pass
+
+    def follow(self) -> None:
+        raise ProcessGroupError(
+            f"this is process {self._group.process_id} of {self._group.num_processes}, which leads "
+            "and cannot follow; call follow() where rt.is_leader is false"
+        )
+
+    def dismiss(self) -> None:
+        self._group.broadcast(Order.DISMISS)
+
+    def submit(self, plan: StepPlan) -> DeviceHandle:
+        self._group.broadcast(plan)
+        return self._executor.submit(plan)
+
+    def update_params(self, params: Any) -> None:
+        """See `ModelExecutor`. The followers must have done the same by the next plan."""
+        self._executor.update_params(params)
+        self._num_updates += 1
+        self._group.broadcast(ParamsUpdated(self._num_updates))
+
+    def close(self) -> None:
+        """Close the executors of all processes."""
+        self._group.broadcast(Order.CLOSE)
+        self._executor.close()
+        self._group.release()
+
+
+@final
+class FollowingExecutor(GroupExecutor):
+    """The executor of a process that carries out the leader's plans, and no others.
+
+    A failure ends all processes, because none can continue without this one's devices.
+    """
+
+    def __init__(self, executor: DeviceExecutor, group: ProcessGroup):
+        super().__init__(executor, group)
+        self._is_over = False
+
+    @property
+    def is_leader(self) -> bool:
+        return False
+
+    def check_leads(self) -> None:
+        raise self._refusal()
+
+    def follow(self) -> None:
+        if self._is_over:
+            raise RuntimeClosedError("the leader closed this runtime; create a new one on all")
+        with self._group.reporting_failure(), _without_interrupts():
+            self._is_over = self._carry_out() is Order.CLOSE
+
+    def dismiss(self) -> None:
+        raise self._refusal()
+
+    def submit(self, plan: StepPlan) -> DeviceHandle:
+        """Raise ProcessGroupError: plans come from the leader."""
+        raise self._refusal()
+
+    def update_params(self, params: Any) -> None:
+        """See `ModelExecutor`. Call it between two calls of `follow`, as often as the leader."""
+        self._executor.update_params(params)
+        self._num_updates += 1
+
+    def close(self) -> None:
+        """Free all device memory. Before the leader has closed this is a failure of the group."""
+        if not self._is_over:
+            self._is_over = True
+            self._group.fail("it closed its runtime before the leader did; call rt.follow() first")
+        self._executor.close()
+        self._group.release()
+
+    def _refusal(self) -> ProcessGroupError:
+        return ProcessGroupError(
+            f"this is process {self._group.process_id} of {self._group.num_processes}, which only "
+            "follows: ask the Runtime of process 0 (rt.is_leader), and call rt.follow() here"
+        )
+
+    def _carry_out(self) -> Order:
+        before: DeviceHandle | None = None
+        while not isinstance(order := self._group.receive(), Order):
+            if isinstance(order, ParamsUpdated):
+                self._check_updates(order.count)
+                continue
+            newest = self._executor.submit(order)
+            if before is not None:
+                before.collect()  # raises if the step failed
+            before = newest
+        if before is not None:
+            before.collect()
+        return order
+
+    def _check_updates(self, count: int) -> None:
+        if self._num_updates != count:
+            raise ProcessGroupError(
+                f"the leader has updated the parameters {count} times, this process "
+                f"{self._num_updates} times; let the leader call rt.dismiss_followers(), then call "
+                "rt.update_params on all processes"
+            )
+
+
+def in_group(executor: DeviceExecutor, group: ProcessGroup) -> GroupExecutor:
+    """Return `executor` in this process's role: leading in process 0, following in the others."""
+    return (LeadingExecutor if group.is_leader else FollowingExecutor)(executor, group)
+
+
+def check_alike(group: ProcessGroup, settings: dict[str, Any]) -> None:
+    """Check that `settings` are the same on all processes, which all call this.
+
+    Raises:
+      InvalidConfigError: a setting differs; raised on all processes.
+    """
+    everyones = group.all_gather(settings)
+    for process_id, theirs in enumerate(everyones):
+        for name, value in everyones[0].items():
+            if theirs[name] != value:
+                raise InvalidConfigError(
+                    f"{name} is {value!r} on process 0 and {theirs[name]!r} on process "
+                    f"{process_id}; give all processes the same model and options"
+                )
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""What the engine asks of whatever carries out its plans."""
+"""The protocols between the engine and the executors that carry out its plans."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import StepPlan, StepResult
-from jaxserve.scheduling.supervisor import SwapCosts
 from predictor import Refinement
 
 
@@ -16,45 +17,93 @@ class StepHandle(Protocol):
     """A submitted step."""
 
     def is_ready(self) -> bool:
-        """Whether `collect` would return without waiting."""
+        """Return whether `collect` would return without waiting."""
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the step and return what it delivered; call once."""
+        """Wait for the step and return its results. Call it once."""
         ...
 
 
 class Executor(Protocol):
-    """Carries out plans in the order of submission: a device, a mesh, or a simulation.
+    """Carries out plans in the order of submission: on a device, on a mesh, or in a simulation.
 
-    `submit` returns at once; a plan may be submitted before the one before it was collected.
+    `submit` returns at once. A plan may be submitted before the one before it is collected.
+    What an executor can do beyond that, it declares: `swap_costs`, `refinement`, `host_memory`.
     """
 
-    config: EngineConfig
-    swap_costs: SwapCosts | None
-    """Of bringing pages to the host and back, beside computing them anew; None if not measured."""
+    @property
+    def config(self) -> EngineConfig:
+        """Sizes of the executables and of the page pool, as of now."""
+        ...
 
-    refinement: Refinement | None
-    """What the readings of its probe are worth (`StepResult.remaining`); None without a probe."""
+    @property
+    def swap_costs(self) -> SwapCosts | None:
+        """Seconds that page copies and recomputation take; None before they are measured."""
+        ...
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """How much the probe's readings (`StepResult.remaining`) say; None without a probe."""
+        ...
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """Access to the pages on the host, for a disk tier; None without such pages."""
+        ...
 
     def submit(self, plan: StepPlan) -> StepHandle: ...
 
     def resize(self, num_pages: int, moves: Moves) -> None:
-        """Go on with another number of pages; `config` says so from then on.
+        """Continue with another number of pages, which `config` has from then on.
 
-        Every step was collected before, and none is submitted meanwhile.
+        The caller has collected every step before, and submits none meanwhile.
 
         Args:
-          moves: (from, to), pages whose contents go elsewhere; the slots' page tables follow them.
-            All others below both ends stay. What is gone then is of no further use.
+          moves: (from, to), pages whose contents move; the slots' page tables follow them. All
+            other pages below both ends stay. The contents of the rest are dropped.
 
         Raises:
           DeviceMemoryError: not enough memory; nothing has changed.
+          InvalidConfigError: the executor cannot resize its pool; see `ModelExecutor.can_resize`.
         """
         ...
 
     def close(self) -> None:
-        """Give back all device memory; nothing can be submitted afterwards."""
+        """Free all device memory. Nothing can be submitted afterwards."""
+        ...
+
+
+class GroupRole(Protocol):
+    """The part of this process in a group of processes that serve one model together.
+
+    Process 0 leads: it schedules. The others follow: they carry out the leader's plans.
+    """
+
+    @property
+    def is_leader(self) -> bool: ...
+
+    def check_leads(self) -> None:
+        """Raise ProcessGroupError where this process follows."""
+        ...
+
+    def follow(self) -> None:
+        """Carry out the leader's plans until it dismisses the followers or closes.
+
+        Ctrl-C is left to the leader meanwhile.
+
+        Raises:
+          ProcessGroupError: this process leads.
+          RuntimeClosedError: the leader has closed before.
+        """
+        ...
+
+    def dismiss(self) -> None:
+        """Let `follow` return on the other processes; the next plan waits until they follow again.
+
+        Raises:
+          ProcessGroupError: this process follows.
+        """
         ...
 
 
@@ -62,45 +111,55 @@ class ModelExecutor(Executor, Protocol):
     """An executor with a model's parameters and executables: what a `Runtime` needs."""
 
     @property
+    def group(self) -> GroupRole | None:
+        """The role of this process; None where this process alone serves the model."""
+        ...
+
+    @property
+    def can_resize(self) -> bool:
+        """Whether `resize` is supported."""
+        ...
+
+    @property
     def num_compilations(self) -> int:
-        """Executables compiled (or read from the persistent cache) by `submit`."""
+        """Executables that `submit` compiled, or read from the persistent cache."""
         ...
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
-        """(name, function) of every executable; running a function compiles it, harmlessly.
+        """Return (name, function) of every executable; calling a function compiles it.
 
-        No slot advances, and nothing but the null page is written. Call `finish_warmup` last.
+        The functions advance no slot and write to the null page only. Call `finish_warmup` last.
         """
         ...
 
     def finish_warmup(self) -> None:
-        """From here on a compilation is a stall (and in strict mode an error)."""
+        """Treat every compilation from here on as a stall, and in strict mode as an error."""
         ...
 
     @property
     def is_warm(self) -> bool:
-        """Whether everything was compiled for a cache of this size."""
+        """Whether everything is compiled for a pool of the present size."""
         ...
 
     @property
     def num_buffers(self) -> int:
-        """How often the largest buffer of the cache goes into all of it."""
+        """Size of the whole page cache, in units of its largest buffer."""
         ...
 
     @property
     def device(self) -> Any:
-        """The one whose memory limits the cache, of this process."""
+        """The jax.Device of this process whose memory limits the page cache."""
         ...
 
     def fitted(self, params: Any) -> Any:
-        """The whole model's `params` as `update_params` takes them: where the present ones are.
+        """Return the whole model's `params` as `update_params` takes them: on the same devices.
 
         Raises:
-          InvalidConfigError: they differ in structure, shape or dtype.
+          InvalidConfigError: structure, shapes or dtypes differ from those of the present ones.
           RuntimeClosedError: the executor was closed.
         """
         ...
 
     def update_params(self, params: Any) -> None:
-        """Compute from here on with other parameters, as `fitted` gives them."""
+        """Compute from here on with other parameters, which `fitted` returned."""
         ...

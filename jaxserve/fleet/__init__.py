@@ -1,6 +1,6 @@
-"""Replicas in processes of their own, on Ray, behind one `generate`."""
+"""A service of several replicas, each in a process of its own, on Ray."""
 
-from jaxserve.fleet.dispatcher import ReplicaState
 from jaxserve.fleet.fleet import Fleet
+from jaxserve.fleet.replica import ReplicaState
 
 __all__ = ["Fleet", "ReplicaState"]

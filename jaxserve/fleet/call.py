@@ -1,4 +1,4 @@
-"""A request before any replica has seen it."""
+"""A request as a fleet sends it to a replica."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any, final
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.scheduling.router import page_hashes
 
-# Of English text under the vocabularies of the models here; replicas do the tokenizing.
+# Characters of English text a token, under the vocabularies of the models here. Replicas tokenize.
 _CHARACTERS_A_TOKEN = 4
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """What is sent to a replica, and what it is routed by.
+    """A request, and what it is routed by.
 
     Attributes:
       id: unique in a fleet.
-      prompt: in plain types; it may turn out not to be one.
-      params: with a seed, so that every replica gives the same answer.
-      pages: its `page_hashes`, of tokens where they are known, else of characters.
-      num_prompt_tokens: counted, or guessed from the length of the text.
-      has_tokens: whether they are known.
-      conversation_id: whose turn it is, if anybody's.
+      prompt: in plain types; not checked, a replica does that.
+      params: with a seed, so that every replica generates the same tokens.
+      deadline_s: on the fleet's clock; None for none.
+      pages: `page_hashes` of the prompt's tokens where they are known, else of its characters.
+      num_prompt_tokens: counted, or estimated from the length of the text.
+      has_tokens: whether the prompt's tokens are known.
+      conversation_id: of the conversation that this is a turn of; None for other requests.
     """
 
     id: str
@@ -36,6 +37,7 @@ class Call:
     pages: list[int]
     num_prompt_tokens: int
     has_tokens: bool
+    deadline_s: float | None = None
     conversation_id: str | None = None
 
 
@@ -46,9 +48,10 @@ def make_call(
     *,
     priority: int,
     page_size: int,
+    deadline_s: float | None = None,
     conversation_id: str | None = None,
 ) -> Call:
-    """Whatever the user gave as a prompt; a replica judges it."""
+    """Return the call for whatever a user gives as a prompt. Raises nothing."""
     prompt = _plain(prompt)
     text = _text(prompt)
     has_tokens = text is None and isinstance(prompt, list) and _are_token_ids(prompt)
@@ -67,12 +70,13 @@ def make_call(
         pages=pages,
         num_prompt_tokens=num_tokens,
         has_tokens=has_tokens,
+        deadline_s=deadline_s,
         conversation_id=conversation_id,
     )
 
 
 def _plain(prompt: Any) -> Any:
-    """Arrays and generators as lists, numbers of any library as Python's."""
+    """Return arrays and generators as lists, and whole numbers of any library as Python's."""
     if isinstance(prompt, (str, Mapping)) or not hasattr(prompt, "__iter__"):
         return prompt
     return [_plain_item(item) for item in prompt]
@@ -90,7 +94,7 @@ def _are_token_ids(items: list[Any]) -> bool:
 
 
 def _text(prompt: Any) -> str | None:
-    """A text, or what stands for a chat: the same beginning as that of any turn before."""
+    """Return a text prompt, or a text for a chat that begins with the text of every turn before."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list) or not all(isinstance(item, Mapping) for item in prompt):

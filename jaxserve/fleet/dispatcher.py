@@ -1,4 +1,4 @@
-"""Sends requests to replicas, and again when a replica dies."""
+"""Sends requests to replicas, and sends them again when a replica dies."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import (
     EngineFailedError,
+    InvalidRequestError,
     JaxserveError,
     ReplicaDiedError,
     RuntimeClosedError,
@@ -20,40 +21,21 @@ from jaxserve.core.errors import (
 from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.engine.answers import PieceSink, failed_completion
 from jaxserve.fleet.call import Call
-from jaxserve.fleet.replica import Replica, Started
-from jaxserve.fleet.shown import Shown
+from jaxserve.fleet.replica import Replica, ReplicaState, Started
+from jaxserve.fleet.stream_replay import StreamReplay
+from jaxserve.runtime import RuntimeStats
 from jaxserve.scheduling.router import Router, answered_pages, predicted_tokens
 
 _log = logging.getLogger(__name__)
 
-# Processes of one replica that may die before they serve, in a row.
+# Processes of one replica that may die in a row before they serve.
 _MAX_STARTS = 3
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ReplicaState:
-    """One replica as it stands.
-
-    Attributes:
-      started: None while it is loading, or when it could not be replaced.
-      error: why it could not be replaced.
-      num_unfinished: requests that it is answering.
-      work: tokens that these may still take, as the router counts them.
-      num_deaths: processes that this one is the successor of.
-    """
-
-    started: Started | None
-    error: JaxserveError | None
-    num_unfinished: int
-    work: int
-    num_deaths: int
 
 
 @final
 @dataclass(eq=False)
 class _Seat:
-    """The place of one replica, which others take over when it dies."""
+    """One of the fleet's replicas; another process takes the seat when its process dies."""
 
     replica: Replica
     started: Started | None = None
@@ -65,10 +47,10 @@ class _Seat:
 @final
 @dataclass(eq=False)
 class _Open:
-    """A request without an answer, and who is working on it."""
+    """A request without a completion, and the replica that works on it."""
 
     call: Call
-    shown: Shown | None = None
+    replay: StreamReplay | None = None
     index: int | None = None
     replica: Replica | None = None
     is_cancelled: bool = False
@@ -76,13 +58,12 @@ class _Open:
 
 @final
 class Dispatcher:
-    """Answers requests from replicas that may die; its methods are safe from any thread.
+    """Answers requests with replicas that may die. Thread-safe.
 
-    What happens to a request is one coroutine, and everything that moves belongs to the thread of
-    one asyncio loop. When a replica dies its seat is taken by a new one, and its unfinished
-    requests are sent to another, each of them once: one that loses its second replica fails alone,
-    with `ReplicaDiedError`. While no replica serves, requests wait; when none ever will, they fail
-    with the reason.
+    Each request is a coroutine, and all state belongs to the thread of one asyncio loop. When a
+    replica dies, a new process takes its seat and its unfinished requests are sent to another
+    replica, each of them once: a request whose second replica dies fails with `ReplicaDiedError`.
+    While no replica serves, requests wait. When none will serve again, they fail with the reason.
 
     Args:
       make_replica: called on that thread; must not wait.
@@ -98,7 +79,8 @@ class Dispatcher:
         self._loop = asyncio.new_event_loop()
         self._news = asyncio.Event()  # set, and replaced, when a replica or a request has changed
         self._starts: set[asyncio.Task[None]] = set()
-        self._door = threading.Lock()
+        self._lock = threading.Lock()  # of the two that follow
+        self._open_ids: set[str] = set()
         self._is_closed = False
         self._seats = [_Seat(make_replica()) for _ in range(num_replicas)]
         self._thread = threading.Thread(
@@ -108,7 +90,7 @@ class Dispatcher:
 
     @property
     def replicas(self) -> tuple[ReplicaState, ...]:
-        """A snapshot."""
+        """The state of each replica, as of now."""
         return tuple(
             ReplicaState(
                 started=seat.started,
@@ -121,39 +103,81 @@ class Dispatcher:
         )
 
     def start(self) -> list[Future[Started]]:
-        """Start every replica; a future each, which raises what prevented it. Call once."""
+        """Start every replica. Call it once.
+
+        Returns:
+          A future for each, which raises the error that prevented its start.
+        """
         return [
             asyncio.run_coroutine_threadsafe(self._start(seat), self._loop) for seat in self._seats
         ]
 
+    def check_may_wait(self) -> None:
+        """Refuse to wait for replicas on the dispatcher's thread, which would wait for itself.
+
+        Raises:
+          InvalidRequestError: this is that thread.
+        """
+        if threading.current_thread() is self._thread:
+            raise InvalidRequestError(
+                "this call waits for the replicas, and was made on the thread that reads their "
+                "answers, by an on_piece or a callback of a future; make it on another thread"
+            )
+
     def submit(self, call: Call, sink: PieceSink | None = None) -> Future[Completion]:
-        """Answer a request; whatever happens to it, the future gets a completion.
+        """Answer a request.
 
         Args:
-          sink: gets the answer's pieces before, each once and an end of every sample, on the
-            dispatcher's thread, which must not wait.
+          sink: gets the pieces, each once and an end of every sample, on the dispatcher's thread,
+            which must not wait.
+
+        Returns:
+          The completion, with an error if the request fails.
 
         Raises:
           RuntimeClosedError
+          InvalidRequestError: a request with this id is still running.
         """
-        with self._door:  # what has come through is there before `close` looks
-            if self._is_closed:
-                raise RuntimeClosedError("this fleet was closed; create a new one")
-            request = _Open(call, None if sink is None else Shown(sink, call.params.n))
+        with self._lock:
+            self._raise_if_closed()
+            if call.id in self._open_ids:
+                raise InvalidRequestError(
+                    f"a request with the id {call.id!r} is still running; give another id, or none "
+                    "to have one made up"
+                )
+            self._open_ids.add(call.id)
+            request = _Open(call, None if sink is None else StreamReplay(sink, call.params.n))
             return asyncio.run_coroutine_threadsafe(self._serve(request), self._loop)
 
     def cancel(self, request_id: str) -> None:
-        """End a request as it stands; unknown or finished ones are left alone."""
-        with self._door:
+        """End a request as it stands; does nothing if it has ended or the id is unknown."""
+        with self._lock:
             if not self._is_closed:
                 asyncio.run_coroutine_threadsafe(self._cancel(request_id), self._loop)
+
+    def stats(self) -> RuntimeStats:
+        """Return the counters of the processes that serve, together; wait while none serves.
+
+        Raises:
+          RuntimeClosedError
+          ReplicaDiedError: no replica will serve again.
+          InvalidRequestError: the call is on the dispatcher's thread.
+        """
+        self.check_may_wait()
+        with self._lock:
+            self._raise_if_closed()
+            found = asyncio.run_coroutine_threadsafe(self._stats(), self._loop)
+        try:
+            return found.result()
+        except CancelledError:
+            raise RuntimeClosedError("this fleet was closed; create a new one") from None
 
     def close(self) -> None:
         """End every request that has not ended, and every replica."""
         if threading.current_thread() is self._thread:  # where a garbage collector may call it
             threading.Thread(target=self.close).start()
             return
-        with self._door:
+        with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
@@ -162,12 +186,17 @@ class Dispatcher:
         self._thread.join()
         self._loop.close()
 
+    def _raise_if_closed(self) -> None:
+        if self._is_closed:
+            raise RuntimeClosedError("this fleet was closed; create a new one")
+
     # ---- on the loop's thread ----
 
     async def _serve(self, request: _Open) -> Completion:
         completion = await self._completion(request)
-        if request.shown is not None:
-            request.shown.end(completion)
+        if request.replay is not None:
+            request.replay.end(completion)
+        self._open_ids.discard(request.call.id)
         return completion
 
     async def _completion(self, request: _Open) -> Completion:
@@ -180,8 +209,8 @@ class Dispatcher:
         except asyncio.CancelledError:
             error = RuntimeClosedError("the fleet was closed before this request had ended")
             return self._failed(call, error, arrival_s)
-        except Exception as cause:  # whoever waits, for a completion or for pieces, gets an end
-            _log.exception("request %s failed as none should", call.id)
+        except Exception as cause:  # a caller that waits must get an end
+            _log.exception("request %s failed with an unexpected error", call.id)
             error = EngineFailedError(
                 f"the fleet could not answer: {type(cause).__name__}: {cause}; report this with "
                 "the traceback of __cause__"
@@ -192,14 +221,12 @@ class Dispatcher:
             del self._requests[call.id]
 
     async def _answer(self, request: _Open) -> Completion:
-        """From the first replica that lives long enough, of at most two."""
+        """Return the completion of the first of at most two replicas that does not die."""
         died_at: int | None = None
         while not request.is_cancelled:
-            serving = [i for i, seat in enumerate(self._seats) if seat.started is not None]
-            if not serving:
-                self._raise_if_hopeless()
-                await self._news.wait()
-                continue
+            serving = await self._serving(request)
+            if request.is_cancelled:
+                break
             try:
                 return await self._ask(request, [i for i in serving if i != died_at] or serving)
             except ReplicaDiedError as error:
@@ -210,6 +237,20 @@ class Dispatcher:
                     ) from error
                 died_at = request.index
         return _cancelled(request.call, arrival_s=self._clock.now())
+
+    async def _serving(self, request: _Open | None = None) -> list[int]:
+        """Return the replicas that serve; wait while there is none, or until a cancellation.
+
+        Raises:
+          ReplicaDiedError: no replica will serve again.
+        """
+        while request is None or not request.is_cancelled:
+            serving = [i for i, seat in enumerate(self._seats) if seat.started is not None]
+            if serving:
+                return serving
+            self._raise_if_hopeless()
+            await self._news.wait()
+        return []
 
     async def _ask(self, request: _Open, among: list[int]) -> Completion:
         call = request.call
@@ -222,14 +263,13 @@ class Dispatcher:
         seat = self._seats[request.index]
         replica = request.replica = seat.replica
         seat.num_unfinished += 1
-        shown = request.shown
+        replay = request.replay
         try:
-            if shown is not None:
-                shown.begin()
-            completion = await replica.answer(call, None if shown is None else shown.show)
+            if replay is not None:
+                replay.begin()
+            completion = await replica.answer(call, None if replay is None else replay.show)
         except ReplicaDiedError as error:
-            if seat.replica is replica:
-                self._replace(request.index, error)
+            self._replace(request.index, replica, error)
             raise
         finally:
             request.replica = None
@@ -241,10 +281,30 @@ class Dispatcher:
                 self._router.remember(request.index, pages)
         return completion
 
-    def _replace(self, index: int, error: ReplicaDiedError) -> None:
+    async def _stats(self) -> RuntimeStats:
+        while True:
+            serving = await self._serving()
+            found = await asyncio.gather(*(self._stats_of(i) for i in serving))
+            parts = [part for part in found if part is not None]
+            if parts:
+                return RuntimeStats.total(parts)
+
+    async def _stats_of(self, index: int) -> RuntimeStats | None:
+        """Return the counters of a replica; None if it has died."""
+        replica = self._seats[index].replica
+        try:
+            return await replica.stats()
+        except ReplicaDiedError as error:
+            self._replace(index, replica, error)
+            return None
+
+    def _replace(self, index: int, dead: Replica, error: ReplicaDiedError) -> None:
+        """Start another process in place of a dead one; does nothing if that has been done."""
         seat = self._seats[index]
+        if seat.replica is not dead:
+            return
         _log.warning("replica %d died, and is replaced: %s", index, error)
-        seat.replica.kill()
+        dead.kill()
         self._router.forget(index)
         seat.num_deaths += 1
         seat.num_unfinished = 0
@@ -284,7 +344,7 @@ class Dispatcher:
                 f"no replica is left, and none could be replaced: {errors[0]}; create a new fleet"
             ) from errors[0]
 
-    async def _cancel(self, request_id: str) -> None:  # as `_serve`, so that it comes after it
+    async def _cancel(self, request_id: str) -> None:  # a coroutine, so that it follows `_serve`
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -311,7 +371,7 @@ class Dispatcher:
 
 
 def _cancelled(call: Call, arrival_s: float) -> Completion:
-    """Of a request that no replica was answering."""
+    """Return the completion of a request that no replica worked on."""
     sample = Sample(text="", token_ids=(), finish_reason="cancelled")
     return Completion(
         request_id=call.id,

@@ -16,51 +16,54 @@ from typing import Any, Self, final, overload
 from tqdm import tqdm
 
 from jaxserve.conversations import Conversation, Conversations, Journal
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.clock import WallClock
+from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, drawn_seed
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.engine.requests import Prompt
-from jaxserve.fleet.asker import FleetAsker
 from jaxserve.fleet.call import make_call
-from jaxserve.fleet.dispatcher import Dispatcher, ReplicaState
+from jaxserve.fleet.dispatcher import Dispatcher
 from jaxserve.fleet.ray_replica import RayReplica, import_ray
-from jaxserve.fleet.replica import Started
-from jaxserve.runtime.batches import Batch, Params
-from jaxserve.runtime.pending import Pending
+from jaxserve.fleet.replica import ReplicaState, Started
+from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.runtime import RuntimeStats
+from jaxserve.runtime.pending import Batch, Params, Pending
 from jaxserve.runtime.streams import aread, read
+from jaxserve.runtime.turn_client import ServiceTurnClient
 from jaxserve.scheduling.presets import get_policy
 
-# Of `Runtime.from_pretrained`, beside the runtime's own options.
+# Arguments of `Runtime.from_pretrained` beside the runtime's own options.
 _LOADING = ("load", "dtype")
+_OWN_IDS = "fleet-"
 
 
 @final
 class Fleet:
-    """Serves one model from several processes, on one machine or many, by way of Ray.
+    """Serves one model in several processes, on one machine or many: a `Service` on Ray.
 
-    Each replica is a `Runtime` in a Ray actor with devices of its own. A request goes where its
-    prompt's pages probably are, or to the least work (`scheduling.router`). A replica that dies is
-    replaced; what it was answering is answered by another, once. Answers are those of a single
-    runtime with the same options. Thread-safe; use as a context manager or `close` it.
+    Each replica is a `Runtime` in a Ray actor with devices of its own. A request goes to the
+    replica that probably has its prompt's pages, or to the one with the least work
+    (`scheduling.router`). A replica that dies is replaced, and another replica answers its
+    requests, once. Completions have the tokens of a single runtime with the same options.
 
     Args:
-      model: as `Runtime.from_pretrained` takes it; a path must be there on every machine.
-      replicas: how many.
+      model: as `Runtime.from_pretrained` takes it; a path must exist on every machine.
+      replicas: number of replicas.
       tensor_parallel: devices that each replica splits the model over.
-      num_cpus, num_gpus: that Ray sets aside for each replica; GPUs by default as many as it
-        splits the model over, or none where Ray has none.
-      options: `load`, `dtype`, and those of `RuntimeOptions`, but for `record` and `disk_memory`.
+      num_cpus, num_gpus: reserved by Ray for each replica. GPUs are by default as many as the
+        replica splits the model over, or none where Ray has none.
+      options: `load`, `dtype`, and those of `RuntimeOptions` except `record` and `disk_memory`.
         The journal of `conversations` is this process's.
 
-    An existing connection to Ray is used and left as it was. Without one, the cluster of
-    RAY_ADDRESS is joined or a Ray on this machine started, and left or ended by `close`.
+    An existing connection to Ray is used and left as it was. Without one, the fleet joins the
+    cluster of RAY_ADDRESS, or starts a Ray on this machine; `close` leaves or ends it.
 
     Raises:
       MissingExtraError: Ray is not installed.
-      InvalidConfigError: also when Ray has not enough CPUs or GPUs.
-      ReplicaDiedError: a replica died time and again while it was loading.
+      InvalidConfigError: also when Ray has too few CPUs or GPUs.
+      ReplicaDiedError: a replica died several times in a row while it was loading.
       ModelError, DownloadError, ModelCacheError, DeviceMemoryError
       JournalError: the journal of conversations cannot be used.
     """
@@ -83,20 +86,27 @@ class Fleet:
         )
         get_policy(self.options.policy)
         if self.options.record is not None:
-            raise InvalidConfigError("record= is for one Runtime; a fleet does not record")
+            raise InvalidConfigError(
+                f"record={str(self.options.record)!r}: a fleet does not record; use a Runtime, or "
+                "leave record out"
+            )
         if self.options.disk_memory is not None:
             raise InvalidConfigError(
-                "disk_memory= is for one Runtime; the replicas of a fleet would write to one folder"
+                f"disk_memory={self.options.disk_memory!r}: the replicas of a fleet would write to "
+                "one folder; use a Runtime, or leave disk_memory out"
             )
         for name in ("progress", "conversations", "journal_limits"):
             options.pop(name, None)
         ray = import_ray()
         self._model = model
         self._conversations: Conversations | None = None
-        self._one_opening = threading.Lock()
+        self._tokenizer: Tokenizer | None = None
+        self._has_read_tokenizer = False
+        self._reading = threading.RLock()  # of the tokenizer and, after it, the conversations
+        self._clock = WallClock()
         self._numbers = itertools.count()
         left_behind = ExitStack()
-        # Also for fleets that are dropped without `close`.
+        # For fleets that are dropped without `close`.
         self._finalizer = weakref.finalize(self, left_behind.close)
         try:
             self._journal = Journal(self.options.conversations, self.options.journal_limits)
@@ -127,8 +137,28 @@ class Fleet:
 
     @property
     def replicas(self) -> tuple[ReplicaState, ...]:
-        """How each replica stands now."""
+        """The state of each replica, as of now."""
         return self._dispatcher.replicas
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, read on this machine when it is first asked for.
+
+        Raises:
+          ModelError, DownloadError, ModelCacheError
+        """
+        from jaxserve.models.store import load_tokenizer
+
+        with self._reading:
+            if not self._has_read_tokenizer:
+                self._tokenizer = load_tokenizer(self._model, progress=self.options.progress)
+                self._has_read_tokenizer = True
+            return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._started[0].vocab_size
 
     @overload
     def generate(
@@ -140,35 +170,41 @@ class Fleet:
         self, prompts: Any, params: Params = None, *, progress: bool | None = None
     ) -> Any: ...
 
-    def generate(
-        self, prompts: Any, params: Params = None, *, progress: bool | None = None
-    ) -> Completion | list[Completion]:
-        """Answer one prompt, or a batch of them in their order, as `Runtime.generate` does.
+    def generate(self, prompts: Any, params: Params = None, *, progress: bool | None = None) -> Any:
+        """Answer one prompt, or a batch of them in their order; see `Service.generate`.
 
-        Times in a completion are on its replica's clock. One whose replicas died twice, and only
-        that one, has a `ReplicaDiedError`.
+        Times in a completion are on its replica's clock. A request that lost two replicas, and no
+        other request, has a `ReplicaDiedError`.
         """
+        self._dispatcher.check_may_wait()
         batch = Batch.of(prompts, params)
         show = self.options.progress if progress is None else progress
         return batch.wait(self._submit_batch(batch), progress=show)
 
     async def agenerate(self, prompts: Any, params: Params = None) -> Any:
-        """`generate` for asyncio; cancelling the task cancels its requests."""
+        """`generate` for asyncio. Cancelling the task cancels its requests."""
         batch = Batch.of(prompts, params)
         return await batch.await_(self._submit_batch(batch))
 
     @property
     def conversations(self) -> Conversations:
-        """Those that are kept; `conversation` opens one.
-
-        The first time, it reads the model's tokenizer on this machine.
+        """The conversations that are kept; `conversation` opens one.
 
         Raises:
-          ModelError, DownloadError, ModelCacheError
+          ModelError, DownloadError, ModelCacheError: the tokenizer cannot be read.
         """
-        with self._one_opening:
+        with self._reading:
             if self._conversations is None:
-                self._conversations = self._open_conversations()
+                most = min(started.max_prompt_tokens for started in self._started)
+                client = ServiceTurnClient(
+                    self.submit,
+                    check_may_wait=self._dispatcher.check_may_wait,
+                    max_prompt_tokens=lambda: most,
+                    progress=self.options.progress,
+                )
+                self._conversations = Conversations(
+                    self._journal, client, self.tokenizer, self.vocab_size
+                )
             return self._conversations
 
     def conversation(
@@ -178,15 +214,13 @@ class Fleet:
         system: str | None = None,
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> Conversation:
-        """Begin a conversation, or go on with one, as `Runtime.conversation` does.
+        """Begin a conversation, or continue one; see `Service.conversation`.
 
-        `send` and `stream` of it ask and remember. Its history is in this process, so that it
-        outlives any replica: each turn goes where the turns before were answered, and after a
-        death elsewhere, with the same tokens.
+        Its history is in this process, and so outlives any replica. Each turn goes to the replica
+        that answered the turns before, and after the death of that one to another, with the same
+        tokens.
 
         Raises:
-          InvalidConfigError, InvalidRequestError, OtherModelError, JournalError: as there.
-          RuntimeClosedError
           ModelError, DownloadError, ModelCacheError: the tokenizer cannot be read.
         """
         return self.conversations.open(id, system=system, messages=messages)
@@ -196,40 +230,48 @@ class Fleet:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        request_id: str | None = None,
         priority: int = 0,
+        deadline_s: float | None = None,
         conversation_id: str | None = None,
         on_piece: PieceSink | None = None,
     ) -> Pending:
-        """Hand in one request and return at once; its completion also says what is wrong with it.
+        """Submit one request, and return at once; see `Service.submit`.
 
-        Args:
-          priority: higher goes first under a priority order, on its replica.
-          conversation_id: whose turn this is, where you keep the history yourself; see
-            `conversation`.
-          on_piece: gets what `stream` would yield, on the fleet's thread, which must not wait.
+        Priorities and deadlines order the requests of each replica on its own. A request that
+        cannot be served gets a completion with the error.
 
         Raises:
+          InvalidRequestError: the id is reserved, or a request with this id is still running.
           RuntimeClosedError
         """
+        if request_id is not None and request_id.startswith(_OWN_IDS):
+            raise InvalidRequestError(
+                f"request_id={request_id!r}: ids that start with {_OWN_IDS!r} are reserved; choose "
+                "another"
+            )
         number = next(self._numbers)
         params = params or SamplingParams()
         if params.seed is None:
             params = replace(params, seed=drawn_seed(self.options.seed, number))
         call = make_call(
-            f"fleet-{number}",
+            f"{_OWN_IDS}{number}" if request_id is None else request_id,
             prompt,
             params,
             priority=priority,
             page_size=self.options.page_size,
+            deadline_s=None if deadline_s is None else self._clock.now() + deadline_s,
             conversation_id=conversation_id,
         )
         return Pending(call.id, self._dispatcher.submit(call, on_piece), self.cancel)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece]:
-        """Yield an answer piece by piece; leaving the loop early cancels the request.
+        """Yield a completion piece by piece; see `Service.stream`.
 
-        When its replica dies, it goes on where another has come as far: no token comes twice.
+        When its replica dies, another replica starts the request again, and the stream goes on
+        after the tokens that it has yielded.
         """
+        self._dispatcher.check_may_wait()
         params = params or SamplingParams()
         return read(lambda sink: self.submit(prompt, params, on_piece=sink), params.n)
 
@@ -241,11 +283,23 @@ class Fleet:
         return aread(lambda sink: self.submit(prompt, params, on_piece=sink), params.n)
 
     def cancel(self, request_id: str) -> None:
-        """End a request as it stands; one that has ended already is left alone."""
+        """End a request as it stands; does nothing if it has ended or the id is unknown."""
         self._dispatcher.cancel(request_id)
 
+    def stats(self) -> RuntimeStats:
+        """Return the counters of the processes that serve now, summed as `RuntimeStats` says.
+
+        Processes that have died are left out. Waits while no replica serves.
+
+        Raises:
+          RuntimeClosedError
+          ReplicaDiedError: no replica will serve again.
+          InvalidRequestError: the call is on the fleet's thread.
+        """
+        return self._dispatcher.stats()
+
     def close(self) -> None:
-        """End what is left, and every replica's process."""
+        """Cancel every request that has not ended, and end every replica's process."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -256,17 +310,6 @@ class Fleet:
 
     def _submit_batch(self, batch: Batch) -> list[Pending]:
         return list(map(self.submit, batch.prompts, batch.params))
-
-    def _open_conversations(self) -> Conversations:
-        from jaxserve.models.store import load_tokenizer
-
-        asker = FleetAsker(
-            self.submit,
-            max_prompt_tokens=min(started.max_prompt_tokens for started in self._started),
-            progress=self.options.progress,
-        )
-        tokenizer = load_tokenizer(self._model, progress=self.options.progress)
-        return Conversations(self._journal, asker, tokenizer, self._started[0].vocab_size)
 
     def _wait_for_replicas(self) -> list[Started]:
         starting = self._dispatcher.start()
@@ -284,7 +327,12 @@ class Fleet:
 
 
 def check_resources(has: dict[str, float], replicas: int, each: dict[str, float]) -> None:
-    """Raise InvalidConfigError if `replicas` times `each` is more than there is of a resource."""
+    """Raise InvalidConfigError if a resource is less than `replicas` times `each`.
+
+    Args:
+      has: amounts of the resources, by name.
+      each: what one replica needs.
+    """
     for name, wanted in each.items():
         if wanted * replicas > has.get(name, 0):
             raise InvalidConfigError(

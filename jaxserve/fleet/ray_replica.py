@@ -28,28 +28,29 @@ from jaxserve.fleet.replica import Started
 from jaxserve.runtime.pending import Pending
 
 if TYPE_CHECKING:
-    from jaxserve.runtime import Runtime
+    from jaxserve.runtime import Runtime, RuntimeStats
 
-# Requests that one actor takes before Ray makes others wait in front of it.
+# Requests that one actor works on at once. Ray queues the others.
 _MAX_OPEN = 4096
 
-# A runtime that has failed with one of these answers nothing any more.
+# Errors after which a runtime answers no request any more.
 _FATAL = (EngineFailedError, DeviceMemoryError, RuntimeClosedError)
 
 
 class Asked(TypedDict):
-    """What `Runtime.submit` is told of a request beside its prompt and parameters."""
+    """Arguments of `Runtime.submit` beside the prompt and its parameters."""
 
     request_id: str
     priority: int
+    deadline_s: float | None
     conversation_id: str | None
 
 
 def import_ray() -> Any:
-    """The package, which comes with an extra.
+    """Return the package `ray`, which is an extra.
 
     Raises:
-      MissingExtraError
+      MissingExtraError: it is not installed.
     """
     try:
         import ray
@@ -60,7 +61,7 @@ def import_ray() -> Any:
 
 @final
 class _Actor:
-    """A runtime in Ray's process; a method that awaits lets the others run."""
+    """A runtime in a process of Ray's, whose methods run in one event loop."""
 
     def __init__(self) -> None:
         self._runtime: Runtime | None = None
@@ -93,7 +94,7 @@ class _Actor:
     async def stream(
         self, prompt: Any, params: SamplingParams, others: Asked
     ) -> AsyncGenerator[Piece | Completion]:
-        """Pieces, and last the completion."""
+        """Yield the pieces, and then the completion."""
         news: asyncio.Queue[Piece | Completion] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -122,6 +123,10 @@ class _Actor:
             timing = Timing(arrival_s=now, finished_s=now)
             return Pending.ended(failed_completion(others["request_id"], (), error, timing))
 
+    async def stats(self) -> RuntimeStats:
+        assert self._runtime is not None
+        return self._runtime.stats()
+
     async def cancel(self, request_id: str) -> None:
         if self._runtime is not None:
             self._runtime.cancel(request_id)
@@ -129,12 +134,12 @@ class _Actor:
 
 @final
 class RayReplica:
-    """See `Replica`; Ray finds the devices, moves the data and notices deaths.
+    """A `Replica` that is a Ray actor: Ray finds devices, moves data and notices deaths.
 
     Args:
-      model, options: as `Runtime.from_pretrained` takes them; read on the actor's machine.
-      tensor_parallel: devices that the model is split over, of those that the actor gets.
-      num_cpus, num_gpus: what Ray sets aside for the actor.
+      model, options: see `Runtime.from_pretrained`; read on the actor's machine.
+      tensor_parallel: devices of the actor that the model is split over.
+      num_cpus, num_gpus: reserved for the actor.
     """
 
     def __init__(
@@ -156,11 +161,16 @@ class RayReplica:
         self._actor = make(_Actor).remote()
         return await self._result(self._actor.start.remote(*self._how))
 
-    async def answer(self, call: Call, show: PieceSink | None = None) -> Completion:
+    async def answer(self, call: Call, on_piece: PieceSink | None = None) -> Completion:
+        deadline_s = call.deadline_s
         others = Asked(
-            request_id=call.id, priority=call.priority, conversation_id=call.conversation_id
+            request_id=call.id,
+            priority=call.priority,
+            # The process has a clock of its own.
+            deadline_s=None if deadline_s is None else deadline_s - WallClock().now(),
+            conversation_id=call.conversation_id,
         )
-        method = self._actor.answer if show is None else self._actor.stream
+        method = self._actor.answer if on_piece is None else self._actor.stream
         try:
             reply = method.remote(call.prompt, call.params, others)
         except TypeError as error:
@@ -170,13 +180,16 @@ class RayReplica:
             ) from error
         try:
             completion = await (
-                self._result(reply) if show is None else self._streamed(reply, show)
+                self._result(reply) if on_piece is None else self._streamed(reply, on_piece)
             )
         except _FATAL as error:
             raise _useless(error) from error
         if isinstance(completion.error, _FATAL):
             raise _useless(completion.error) from completion.error
         return completion
+
+    async def stats(self) -> RuntimeStats:
+        return await self._result(self._actor.stats.remote())
 
     def cancel(self, request_id: str) -> None:
         if self._actor is not None:
@@ -187,16 +200,16 @@ class RayReplica:
             with suppress(self._ray.exceptions.RayError, ValueError):
                 self._ray.kill(self._actor, no_restart=True)
 
-    async def _streamed(self, replies: AsyncIterator[Any], show: PieceSink) -> Completion:
-        """What comes last; pieces before it are shown."""
+    async def _streamed(self, replies: AsyncIterator[Any], on_piece: PieceSink) -> Completion:
+        """Give the pieces to `on_piece`, and return the completion that follows them."""
         while True:
             latest = await self._result(await self._result(anext(replies)))
             if isinstance(latest, Completion):
                 return latest
-            show(latest)
+            on_piece(latest)
 
     async def _result(self, reply: Awaitable[Any]) -> Any:
-        """What a method of the actor returned, or the error that it raised, as it raised it."""
+        """Return what a method of the actor returns, or raise the error that it raises."""
         failures = self._ray.exceptions
         try:
             return await reply

@@ -1,13 +1,15 @@
-"""What a fleet asks of a replica, wherever it runs."""
+"""The protocol between a fleet and its replicas."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol, final
 
+from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import Completion
 from jaxserve.engine.answers import PieceSink
 from jaxserve.fleet.call import Call
+from jaxserve.runtime import RuntimeStats
 
 
 @final
@@ -22,32 +24,56 @@ class Started:
     vocab_size: int
 
 
-class Replica(Protocol):
-    """A runtime in a process that may die; made without waiting for it.
+@final
+@dataclass(frozen=True, kw_only=True)
+class ReplicaState:
+    """The state of one replica.
 
-    Every coroutine raises `ReplicaDiedError` when the process is gone, or is of no more use.
+    Attributes:
+      started: None while it is loading, or when it could not be replaced.
+      error: why it could not be replaced.
+      num_unfinished: requests that it works on.
+      work: tokens that these may still take, by the router's estimate.
+      num_deaths: processes of this replica that have died.
+    """
+
+    started: Started | None
+    error: JaxserveError | None
+    num_unfinished: int
+    work: int
+    num_deaths: int
+
+
+class Replica(Protocol):
+    """A runtime in a process that may die. Its constructor does not wait for the process.
+
+    Every coroutine raises `ReplicaDiedError` when the process is gone or cannot serve any more.
     """
 
     async def start(self) -> Started:
-        """Load and compile. Raises what `Runtime.from_pretrained` raises."""
+        """Load the model and compile. Raises what `Runtime.from_pretrained` raises."""
         ...
 
-    async def answer(self, call: Call, show: PieceSink | None = None) -> Completion:
-        """The completion, a failed one for a request that cannot be served.
+    async def answer(self, call: Call, on_piece: PieceSink | None = None) -> Completion:
+        """Return the completion; a failed one for a request that cannot be served.
 
         Args:
-          show: gets the pieces before, from the first token on.
+          on_piece: gets the pieces before, from the first token on.
 
         Raises:
-          InvalidRequestError: the prompt cannot even be sent.
-          EngineFailedError: a fault of the replica that it survives.
+          InvalidRequestError: the prompt cannot be sent to the process.
+          EngineFailedError: a fault that the replica survives.
         """
         ...
 
+    async def stats(self) -> RuntimeStats:
+        """Return the counters of the process."""
+        ...
+
     def cancel(self, request_id: str) -> None:
-        """Let `answer` return what there is; does not wait, and never fails."""
+        """Let `answer` return the completion as it stands. Does not wait, and never fails."""
         ...
 
     def kill(self) -> None:
-        """End the process, if it has not ended; never fails."""
+        """End the process, if it has not ended. Never fails."""
         ...

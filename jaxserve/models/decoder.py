@@ -23,9 +23,9 @@ from jax import lax
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.batch import AttentionBatch, KVCache
-from jaxserve.models.coming import ComingPages
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import PagedContext, WholeContext
+from jaxserve.models.incoming import IncomingPages
 from jaxserve.models.layers import Block, soft_capped
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
@@ -129,21 +129,21 @@ class Decoder(nnx.Module):
         batch: AttentionBatch,
         cache: KVCache,
         tap: Tap | None,
-        coming: ComingPages | None = None,
+        incoming: IncomingPages | None = None,
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
         """Return the same, and the residual stream at `tap` [rows, embed]; None without a tap.
 
         Args:
-          coming: pages that are put into the cache before it is read.
+          incoming: pages that are put into the cache before it is read.
         """
         tables = self._rope_tables(batch.positions)
         x = self._embed(inputs, batch.positions, batch.adapter) if self.has_start else inputs
         if self.layer_layout == "unrolled":
             layer_tables = [tables[rope] for rope in self.config.layer_ropes]
-            x, cache, tapped = self._unroll(x, layer_tables, batch, cache, tap, coming)
+            x, cache, tapped = self._unroll(x, layer_tables, batch, cache, tap, incoming)
         else:
             table = tables[self.config.layer_ropes[0]]
-            x, cache, tapped = self._scan(x, table, batch, cache, tap, coming)
+            x, cache, tapped = self._scan(x, table, batch, cache, tap, incoming)
         return (self._end(x, batch.adapter) if self.has_end else x), cache, tapped
 
     def whole_logits(self, tokens: jax.Array) -> jax.Array:
@@ -238,7 +238,7 @@ class Decoder(nnx.Module):
         batch: AttentionBatch,
         cache: KVCache,
         tap: Tap | None,
-        coming: ComingPages | None,
+        incoming: IncomingPages | None,
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
         assert isinstance(self.blocks, nnx.List)
         tapped = None
@@ -246,8 +246,8 @@ class Decoder(nnx.Module):
             graphdef, state = nnx.split(block)
             window = self.config.sliding_windows[layer]
             own = cache.buffer(layer)
-            if coming is not None:
-                own = coming.put(own, 0, coming.fetch(layer))
+            if incoming is not None:
+                own = incoming.put(own, 0, incoming.fetch(layer))
             x, own = _one_layer(graphdef, window, state, x, tables[layer], batch, own)
             cache = cache.with_buffer(layer, own)
             if tap is not None and tap.layer == layer + 1:
@@ -261,7 +261,7 @@ class Decoder(nnx.Module):
         batch: AttentionBatch,
         cache: KVCache,
         tap: Tap | None,
-        coming: ComingPages | None,
+        incoming: IncomingPages | None,
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
         graphdef, stacked = nnx.split(self.blocks)
         window = self.config.sliding_windows[0]
@@ -269,9 +269,9 @@ class Decoder(nnx.Module):
         def one_layer(carry, layer_and_state):
             layer, state = layer_and_state
             hidden, cache, tapped, fetched = carry
-            if coming is not None:
-                cache = coming.put(cache, layer, fetched)
-                fetched = coming.fetch(layer + 1)  # while this layer is computed
+            if incoming is not None:
+                cache = incoming.put(cache, layer, fetched)
+                fetched = incoming.fetch(layer + 1)  # while this layer is computed
             context = PagedContext(layer, tables, window, batch, cache)
             hidden = nnx.merge(graphdef, state)(hidden, context)
             if tap is not None:
@@ -280,7 +280,7 @@ class Decoder(nnx.Module):
 
         layers = jnp.arange(self.config.num_layers)
         tapped = None if tap is None else x[tap.rows]
-        fetched = None if coming is None else coming.fetch(0)
+        fetched = None if incoming is None else incoming.fetch(0)
         start = x, cache, tapped, fetched
         (x, cache, tapped, _), _ = lax.scan(one_layer, start, (layers, stacked))
         return x, cache, tapped

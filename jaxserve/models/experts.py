@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast, final
+from typing import cast, final
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,20 @@ from sharding.shards import (
     tensor_index,
 )
 
-if TYPE_CHECKING:
-    from jaxserve.models.families.moe import MoEConfig
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(DecoderConfig):
+    """A configuration with a mixture of experts in place of each MLP.
+
+    Attributes:
+      num_experts: the number of experts in a layer.
+      experts_per_token: the number of experts that each token goes to.
+      normalises_gates: whether the gates of a token's experts are scaled to a sum of one.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    normalises_gates: bool = True
 
 
 @final
@@ -42,7 +55,7 @@ class MixtureOfExperts(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
-        config = cast("MoEConfig", config)
+        config = cast(ExpertsConfig, config)
         self.config = config
         embed, mlp, experts = config.hidden_size, config.intermediate_size, config.num_experts
         self.router = new.weight(("embed", None), (embed, experts))

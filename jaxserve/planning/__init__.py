@@ -1,4 +1,4 @@
-"""What a schedule will do before it runs: measured step times, and a simulator that uses them."""
+"""Prediction of what a schedule does: measured step times, and a simulator that uses them."""
 
 from jaxserve.planning.origin import Origin
 from jaxserve.planning.profiler import measure

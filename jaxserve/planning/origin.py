@@ -1,4 +1,4 @@
-"""What step times were measured on."""
+"""The origin of measured step times: model, device, configuration and versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.host import cpu_name
 
-# Fields of a configuration that change what a compiled step does, and so its time.
+# The fields of a configuration that change a compiled step, and so its time.
 _COMPILED = (
     *("page_size", "kv_dtype", "max_context"),
     *("token_buckets", "slot_buckets", "head_buckets"),
@@ -23,13 +23,13 @@ _COMPILED = (
 @final
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What step times were measured on; they hold for nothing else.
+    """The model, device and configuration that step times were measured on.
 
     Attributes:
       model: the fields of the model's configuration by name.
       device: platform, kind and count of devices, processor and cores of the host.
-      config: what the executables were compiled for.
-      versions: of the software; for people, not compared.
+      config: the sizes that the executables were compiled for.
+      versions: software versions, for information; they are not compared.
     """
 
     model: dict[str, Any]
@@ -39,7 +39,12 @@ class Origin:
 
     @classmethod
     def of(cls, model_config: Any, params: Any, config: EngineConfig) -> Origin:
-        """Of a model's configuration (a dataclass), its parameters in place, and an engine's."""
+        """Return the origin of a model and an engine's configuration.
+
+        Args:
+          model_config: the model's configuration, a dataclass.
+          params: the parameters on their devices.
+        """
         devices = set().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(params)))
         device = next(iter(devices))
         return cls(
@@ -57,7 +62,7 @@ class Origin:
 
     @classmethod
     def from_json(cls, read: dict[str, Any]) -> Origin:
-        """From what `dataclasses.asdict` and JSON made of an origin."""
+        """Make an origin from its `dataclasses.asdict` after a round trip through JSON."""
         config: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in read["config"].items()
@@ -65,12 +70,12 @@ class Origin:
         return cls(**{**read, "config": EngineConfig(**config)})
 
     def differences(self, other: Origin) -> list[str]:
-        """Where `other` is another model, device or compiled size, in words."""
-        ours, theirs = self._compared(), other._compared()
+        """Describe the fields of model, device and compiled sizes in which `other` differs."""
+        own, others = self._compared(), other._compared()
         return [
-            f"{name} is {theirs.get(name)!r}, not {ours.get(name)!r}"
-            for name in sorted({*ours, *theirs})
-            if ours.get(name) != theirs.get(name)
+            f"{name} is {others.get(name)!r}, not {own.get(name)!r}"
+            for name in sorted({*own, *others})
+            if own.get(name) != others.get(name)
         ]
 
     def _compared(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Measures step times by driving an executor with plans of every compiled shape.
+"""Measurement of step times by running an executor on plans of every compiled shape.
 
-Steps follow one another with two in flight, as the engine submits them; what counts is the time
-from one step's end to the next one's. So the table holds what a served step takes, the host's
-part of the machine included, and needs no run of a workload to be fitted to.
+Steps run with two in flight, as the engine submits them, and the measured time is from one step's
+end to the next one's. So the table holds the time of a served step, with the load of the host, and
+is not fitted to a workload.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.host_pages import PAGES_A_CALL
+from jaxserve.execution.page_copies import PAGES_A_CALL
 from jaxserve.execution.protocol import Executor
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.planning.origin import Origin
 from jaxserve.planning.step_times import Curve, StepTimes
-from jaxserve.scheduling.plan import Admission, Needs, Row, StepPlan
+from jaxserve.scheduling.plan import Admission, Row, StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.steps.slots import ADMISSIONS_A_CALL
 
-# Timed steps of one shape in one round; the step before them fills the pipeline.
+# Timed steps of a shape per round; one untimed step before them fills the pipeline.
 _TIMED_STEPS = 3
 _SHORT_TOKENS = 16
-# A shape is timed again in the same round until it took this long, so that fast ones are not
-# judged by one moment of the machine.
+# A shape is timed repeatedly in a round for at least this long, so that short fluctuations of the
+# machine's speed average out.
 _SHAPE_S = 0.5
 _MAX_REPEATS = 8
 
@@ -44,14 +44,14 @@ _MAX_REPEATS = 8
 def measure(
     executor: Executor, origin: Origin, clock: Clock, *, rounds: int = 2, progress: bool = True
 ) -> StepTimes:
-    """Time every shape in each of several rounds; entry by entry the median of the rounds.
+    """Time every shape in several rounds, and return the median of the rounds for each entry.
 
-    Rounds spread each shape over the whole measurement, so that a machine whose speed drifts does
-    not bend the table. The executor must be idle; its slots are inert afterwards.
+    Rounds spread each shape over the whole measurement, so that a slow drift of the machine's speed
+    affects all entries alike. The executor must be idle; its slots are inert afterwards.
 
     Args:
-      origin: written into the table.
-      clock: the executor's own if it is simulated.
+      origin: origin of the returned table.
+      clock: the executor's clock if it is simulated, otherwise a `WallClock`.
     """
     bench = _Bench(executor, clock)
     shapes = bench.shapes()
@@ -78,14 +78,20 @@ def _repeated(shape: _Shape, clock: Clock) -> float:
     return statistics.median(times)
 
 
-# name -> size -> (positions attended to, seconds)
+# Name -> size -> (positions attended to, seconds).
 _Measured = defaultdict[str, defaultdict[int, list[tuple[float, float]]]]
 
 
 @final
 @dataclass(frozen=True)
 class _Shape:
-    """Something to time: its median seconds a step, at a compiled size and so many positions."""
+    """A shape to time.
+
+    Attributes:
+      size: compiled size.
+      positions: positions attended to per iteration.
+      time: measures and returns the median seconds per step.
+    """
 
     name: str
     size: int
@@ -95,7 +101,7 @@ class _Shape:
 
 @final
 class _Bench:
-    """Makes plans of one shape and times them."""
+    """A maker of plans of each shape, and their timer."""
 
     def __init__(self, executor: Executor, clock: Clock):
         self.config = executor.config
@@ -103,11 +109,11 @@ class _Bench:
         self._clock = clock
         self._live: set[int] = set()
         self._submits_s: list[float] = []
-        # Long enough to hide what surrounds the iterations, short enough for slow devices.
+        # Long enough to hide the cost around the iterations, short enough for slow devices.
         self._num_iterations = max(1, self.config.max_decode_iterations // 2)
 
     def shapes(self) -> list[_Shape]:
-        """Everything that a step can be made of."""
+        """Return the shapes of all parts of a step."""
         config = self.config
         shapes = [
             _Shape("loop", size, 0, partial(self._loop, size)) for size in config.slot_buckets
@@ -124,7 +130,7 @@ class _Bench:
         return [*shapes, *(_Shape(name, 0, 0, edit) for name, edit in self._edits().items())]
 
     def table(self, origin: Origin, measured: _Measured) -> StepTimes:
-        """Step times from one round's measurements."""
+        """Return the step times from one round's measurements."""
 
         def only(name: str, size: int = 0) -> float:
             return measured[name][size][0][1]
@@ -156,17 +162,17 @@ class _Bench:
     # ---- shapes ----
 
     def _loop(self, size: int, edits: Sequence[dict[str, Any]] = ({},)) -> float:
-        """A decode loop without an iteration."""
+        """Time a decode loop without iterations."""
         num_steps = _TIMED_STEPS + 1
         steps = [edits[i % len(edits)] for i in range(num_steps)]
         return self._time([_plan(num_iterations=0, window_size=size, **step) for step in steps])
 
     def _decode_shapes(self, size: int) -> list[_Shape]:
-        """Short, middling and the longest contexts, the same for every row of the window."""
+        """Return decode shapes with short, medium and maximum contexts, equal for all rows."""
         grown = self._num_iterations * (_TIMED_STEPS + 1)
         longest = max(1, self.config.max_context - grown - 1)
         contexts = sorted({min(_SHORT_TOKENS, longest), -(-longest // 4), longest})
-        # Of the timed iterations; the steps before them have made the contexts longer.
+        # The mean growth of the contexts in the timed iterations, with the steps before them.
         mean = (self._num_iterations * (_TIMED_STEPS + 2) - 1) / 2
         return [
             _Shape("decode", size, size * (c + mean), partial(self._decode, size, c, c + grown))
@@ -180,7 +186,7 @@ class _Bench:
         return self._time([step] * (_TIMED_STEPS + 1))
 
     def _body_shapes(self, size: int) -> list[_Shape]:
-        """Many short prompts, few long ones, and the ends of the longest."""
+        """Return shapes with many short prompts, few long prompts, and ends of the longest."""
         longest = max(1, self.config.max_context // 2)
         few = min(self.config.max_slots, -(-size // longest))
         many = min(self.config.max_slots, max(few, size // _SHORT_TOKENS))
@@ -198,12 +204,15 @@ class _Bench:
         return self._time([_plan(rows=rows)] * (_TIMED_STEPS + 1))
 
     def _rows_of_one(self, size: int, samples: bool) -> float:
-        """Mixed steps of as many decoding rows as a sampling head holds."""
+        """Time mixed steps of `size` decode rows, with or without sampling."""
         self.reset([_SHORT_TOKENS] * size, _SHORT_TOKENS + _TIMED_STEPS + 1)
         first = _SHORT_TOKENS - 1
         return self._time(
             [
-                _plan(rows=tuple(Row(i, i, first + step, 1, samples) for i in range(size)))
+                # Rows that do not sample leave their slots as they are.
+                _plan(
+                    rows=tuple(Row(i, i, first + step * samples, 1, samples) for i in range(size))
+                )
                 for step in range(_TIMED_STEPS + 1)
             ]
         )
@@ -224,7 +233,7 @@ class _Bench:
         out, back = ((NULL_PAGE, 0),) * PAGES_A_CALL, ((0, NULL_PAGE),) * PAGES_A_CALL
         swaps = [{"swaps_out": out}, {"swaps_in": back}] if self.config.num_host_pages else [{}, {}]
         return {
-            # In this order: what is brought back has to have been brought out.
+            # In this order, since a page must be swapped out before it is swapped in.
             "swap out": partial(self._loop, smallest, swaps[:1]),
             "swap in": partial(self._loop, smallest, swaps[1:]),
             "edit": partial(after_reset, [released]),
@@ -232,12 +241,15 @@ class _Bench:
             "admit and edit": partial(after_reset, [{"admissions": admissions, **released}]),
         }
 
-    # ---- driving the executor ----
+    # ---- runs on the executor ----
 
     def reset(self, contexts: Sequence[int] = (), room: int = 0) -> None:
-        """Slots 0, 1, ... hold sequences of so many tokens and pages for `room`; none other live.
+        """Put sequences of `contexts` tokens into slots 0, 1, ...; other slots are inert.
 
-        Where the pool is too small, sequences share pages: they are read and written all the same.
+        If the pool is too small, sequences share pages, which changes no time.
+
+        Args:
+          room: tokens that each sequence's pages must hold, if more than its context.
         """
         config = self.config
         num_pages = -(-max(room, *contexts, 1) // config.page_size)
@@ -255,7 +267,7 @@ class _Bench:
         self._live = set(range(len(contexts)))
 
     def _time(self, plans: Sequence[StepPlan]) -> float:
-        """Median seconds from one step's end to the next one's, two in flight."""
+        """Return the median seconds from one step's end to the next one's, with two in flight."""
         ends, newest = [], None
         for plan in plans:
             begin_s = self._clock.now()
@@ -284,7 +296,6 @@ def _plan(**fields: Any) -> StepPlan:
         "num_iterations": 1,
         "window_start": 0,
         "window_size": 0,
-        "needs": Needs(),
     }
     return StepPlan(**{**nothing, **fields})
 
@@ -302,7 +313,7 @@ def _curve(points: Iterator[tuple[float, float]] | Sequence[tuple[float, float]]
 
 
 def _planning_s(config: EngineConfig, clock: Clock) -> float:
-    """Seconds a step that the scheduler and the engine take on the host with every slot taken."""
+    """Return the seconds per step of the scheduler and the engine on the host with full slots."""
     virtual = VirtualClock()
     engine = Engine(
         SimulatedExecutor(config, virtual, reads_context=False), PRESETS["auto"], virtual

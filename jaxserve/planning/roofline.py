@@ -1,4 +1,4 @@
-"""What steps would take on a device that is only described: its rooflines, and nothing else."""
+"""Step costs on a device that is described by its rooflines."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import final
 
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.memory.eviction import RecomputeCost
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.supervisor import SwapCosts
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class DeviceRoofs:
-    """Limits of one device.
+    """The limits of a device.
 
     Attributes:
-      flops: arithmetic a second, in the model's precision.
-      memory_bytes_per_s: of device memory.
-      link_bytes_per_s: between the device and the host, in either direction.
-      memory_bytes: of the device.
-      peer_bytes_per_s: from one device of a machine to the next.
+      flops: operations per second, in the model's precision.
+      memory_bytes_per_s: bandwidth of device memory.
+      link_bytes_per_s: bandwidth between device and host, in each direction.
+      memory_bytes: size of device memory.
+      peer_bytes_per_s: bandwidth between neighbouring devices of a machine.
     """
 
     flops: float
@@ -35,11 +35,11 @@ class DeviceRoofs:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder whose heads together are as wide as its layers.
+    """The sizes of a decoder whose query heads have the width `hidden_size` together.
 
     Attributes:
-      bytes_each: of a parameter, and of an element of the KV cache.
-      group_size: query heads that share one head of keys and values.
+      bytes_each: bytes of a parameter, and of an element of the KV cache.
+      group_size: query heads per KV head.
     """
 
     num_params: float
@@ -60,23 +60,23 @@ class ModelShape:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RooflineCost:
-    """Step costs: an iteration takes the longer of its arithmetic and its memory traffic.
+    """A roofline model of steps: an iteration takes the longer of arithmetic and memory traffic.
 
-    Every iteration reads the weights once and the KV of all that its rows attend to: of a row of
-    several tokens once for all of them. Each token costs two operations a parameter, and four a
-    layer and channel for each position attended to.
+    Every iteration reads the weights once, and the KV of all positions that its rows attend to,
+    once per row. Each token costs two operations per parameter, and four per layer and channel for
+    each position attended to.
 
     Attributes:
-      page_tokens: of a page that is swapped.
-      num_stages: devices in a pipeline, each with as many layers and all of them busy. The batch
-        then is in as many parts, and a part's iteration reads all weights: in the time in which
-        every part has passed every stage, each stage has read its weights once a part.
-      num_shards: devices that share every layer (tensor parallelism). Each reads its share of the
-        weights and of the KV heads, and adds up two sums a layer with the others, by rings.
-      efficiency: share of the roofs that is reached; links are given as they are.
-      hides_copies: pages are swapped beside the computation, layer by layer (Pensieve, sections
-        3.4.3.2 and 3.4.3.3), and either direction has the link to itself; else before it, one
-        after the other.
+      page_tokens: tokens per page, for swaps.
+      num_stages: number of pipeline stages, of one group of shards each. All have equally many
+        layers and are busy. The batch is in that many parts, and each part's iteration reads all
+        weights once.
+      num_shards: number of devices that share every layer (tensor parallelism). Each reads its
+        share of the weights and of the KV heads, and takes part in two ring sums per layer.
+      efficiency: share of the compute and memory roofs that is reached; links reach theirs.
+      hides_copies: swaps overlap the computation layer by layer (Pensieve, sections 3.4.3.2 and
+        3.4.3.3), and both directions of the link at the same time; otherwise they come before it,
+        one after another.
     """
 
     model: ModelShape
@@ -93,13 +93,13 @@ class RooflineCost:
 
     @property
     def kv_tokens(self) -> int:
-        """That fit beside the weights."""
+        """Number of tokens whose KV fits in memory with the weights."""
         memory_bytes = self.num_devices * self.roofs.memory_bytes
         return int((memory_bytes - self.model.weights_bytes) // self.model.kv_bytes_per_token)
 
     @property
     def page_bytes(self) -> float:
-        """On all devices together."""
+        """Bytes of a page, on all devices together."""
         return self.page_tokens * self.model.kv_bytes_per_token
 
     def host_s(self, plan: StepPlan) -> float:
@@ -109,7 +109,7 @@ class RooflineCost:
         plan = work.plan
         num_tokens = sum(row.num_tokens for row in plan.rows)
         seconds = sum(self._iteration_s(num_tokens, attended) for attended in work.decoded)
-        if work.prefilled:  # beside the decoded rows of the same iteration
+        if work.prefilled:  # in the same iteration as the decode rows
             contexts = sum(r.start + r.num_tokens for r in plan.rows if r.num_tokens > 1)
             seconds += self._attention_s(work.prefilled, contexts)
         if self.hides_copies:
@@ -118,14 +118,14 @@ class RooflineCost:
         return seconds + self.swap_s(len(plan.swaps_out) + len(plan.swaps_in))
 
     def swap_s(self, num_pages: int) -> float:
-        """Seconds to copy so many pages to the host, or back."""
+        """Return the seconds to copy `num_pages` to the host, or back."""
         return num_pages * self.page_bytes / (self.num_devices * self.roofs.link_bytes_per_s)
 
     def chunk_cost(self, longest: int) -> RecomputeCost:
-        """Of computing a page in a full step, as a row of its own (Pensieve, eq. 3.5 and 3.6).
+        """Return the cost of computing a page in a full step (Pensieve, eq. 3.5 and 3.6).
 
         Args:
-          longest: context.
+          longest: maximum context length in tokens.
         """
 
         def seconds(context: int) -> float:
@@ -134,7 +134,7 @@ class RooflineCost:
         return RecomputeCost.profiled(seconds, longest)
 
     def swap_costs(self) -> SwapCosts:
-        """What a device would measure when it starts."""
+        """Return the swap costs that a device would measure at its start."""
         return SwapCosts(
             page_s=self.swap_s(1),
             token_s=self._token_s,
@@ -143,7 +143,7 @@ class RooflineCost:
 
     @property
     def _token_s(self) -> float:
-        """A token's arithmetic but for attention, in a step full of tokens."""
+        """Seconds per token of a full step, without attention."""
         roof = self.num_devices * self.roofs.flops
         return 2.0 * self.model.num_params / roof / self.efficiency
 
@@ -151,20 +151,20 @@ class RooflineCost:
         return self._attention_s(self.page_tokens * context, context)
 
     def _iteration_s(self, num_tokens: int, attended: int) -> float:
-        """The products with weights, their sums over the shards, and attention after them."""
+        """Return the seconds of the products with weights, the sums over shards, and attention."""
         model, roofs = self.model, self.roofs
         read_s = model.weights_bytes / self.num_shards / roofs.memory_bytes_per_s
         products_s = max(num_tokens * self._token_s, read_s / self.efficiency)
         return products_s + self._sums_s(num_tokens) + self._attention_s(attended, attended)
 
     def _sums_s(self, num_tokens: int) -> float:
-        """Two a layer over all shards; a stage is busy with its own layers."""
+        """Return the seconds of two sums per layer over the shards, per stage."""
         model, num = self.model, self.num_shards
         sent = 2.0 * (num - 1) / num * num_tokens * model.hidden_size * model.bytes_each
         return 2 * model.num_layers * sent / self.num_stages / self.roofs.peer_bytes_per_s
 
     def _attention_s(self, attended: int, num_read: int) -> float:
-        """Of tokens that attend to so many positions in all, and read the KV of `num_read`."""
+        """Return the seconds of attention to `attended` positions, reading KV of `num_read`."""
         model, roofs = self.model, self.roofs
         compute_s = 4.0 * model.num_layers * model.hidden_size * attended / roofs.flops
         read_s = num_read * model.kv_bytes_per_token / roofs.memory_bytes_per_s

@@ -1,4 +1,4 @@
-"""A whole workload on the simulated executor: the real scheduler and engine, a virtual clock."""
+"""Simulation of a workload: the real scheduler and engine, a simulated executor and clock."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jaxserve.engine.stats import EngineStats
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import StepCost
 from jaxserve.memory.eviction import RecomputeCost
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.supervisor import SwapCosts
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.conversations import FollowUp
 
@@ -33,13 +33,13 @@ _ANY_TOKEN = 2**31
 @final
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What would have happened; times in virtual seconds from the start of the run.
+    """The result of a simulation. Times are virtual seconds from the start of the run.
 
     Attributes:
-      completions: of what was answered, in the order of the items, then of what followed them;
-        their tokens mean nothing, their numbers and times do.
-      wall_s: to the last end.
-      steps, requests: what `jaxserve.report.Report` shows.
+      completions: finished requests: first the items in their order, then the follow-ups. The
+        values of their tokens have no meaning.
+      wall_s: end of the last request.
+      steps, requests: the records for a `jaxserve.report.Report`.
       stats: the engine's counters.
     """
 
@@ -64,34 +64,35 @@ def simulate(
     label: str = "simulating",
     progress: bool = True,
 ) -> Simulation:
-    """Play a workload, arrivals and all, against a policy, without a device or a model.
+    """Simulate a workload with its arrivals under a policy, without a device or a model.
 
-    Every decision is made by the code that serves on a device; only the time that passes is made
-    up, by `cost`: usually a `StepTimes`.
+    The code that serves on a device makes every decision. Only the duration of steps comes from
+    `cost`, usually a `StepTimes`.
 
     Args:
-      predictions: of each item's output length, for policies that use them.
-      follow_up: what is asked after an answer; nothing by default.
-      chunk_cost: what kept pages are valued by, see `PageCache.value_by`; by default a guess.
-      swap_costs: what a device would measure when it starts; by default swaps are taken to be
-        worth it.
-      until_s: when to stop, whatever is still to be answered.
-      label: of the progress bar.
+      predictions: the items' predicted output lengths, for policies that use them.
+      follow_up: returns the next request after an answer; by default there is none.
+      chunk_cost: cost of recomputing a page, by which cached pages are valued; by default a guess.
+      swap_costs: the swap costs that a device would measure at its start; by default a preempted
+        sequence is always swapped.
+      until_s: virtual time at which to stop, even if requests are unfinished.
+      label: label of the progress bar.
 
     Raises:
-      InvalidRequestError: an item that a runtime of this configuration would refuse.
+      InvalidRequestError: a runtime of this configuration would refuse an item.
     """
     clock = VirtualClock()
-    executor = SimulatedExecutor(config, clock, cost=cost, reads_context=False)
-    executor.swap_costs = swap_costs
+    executor = SimulatedExecutor(
+        config, clock, cost=cost, swap_costs=swap_costs, reads_context=False
+    )
     engine = Engine(executor, policy, clock)
     if chunk_cost is not None:
-        engine.scheduler.keeper.cache.value_by(chunk_cost)
+        engine.value_by(chunk_cost)
     builder = RequestBuilder(
         None,
         eos_token_ids=(),
         vocab_size=_ANY_TOKEN,
-        max_prompt_tokens=config.max_prompt_tokens,
+        max_prompt_tokens=lambda: config.max_prompt_tokens,
         seed=0,
     )
     clients = _Clients(builder, follow_up)
@@ -119,7 +120,7 @@ def simulate(
 
 
 def _wait(engine: Engine, clients: _Clients, clock: VirtualClock) -> bool:
-    """Let time pass to the next arrival or the policy's own wake-up, if nothing is to be done."""
+    """If the engine is idle, advance to the next arrival or wake-up; return whether it was."""
     wake_s = engine.idle_until_s if engine.has_work else math.inf
     if wake_s is None or wake_s <= clock.now():
         return False
@@ -130,7 +131,7 @@ def _wait(engine: Engine, clients: _Clients, clock: VirtualClock) -> bool:
 
 @final
 class _Clients:
-    """Everybody who asks: requests still to arrive, and those that wait for their answers."""
+    """The clients of a simulation: future requests, and requests that wait for their answers."""
 
     def __init__(self, builder: RequestBuilder, follow_up: FollowUp | None):
         self.answers: list[Answer] = []
@@ -141,27 +142,27 @@ class _Clients:
 
     @property
     def next_arrival_s(self) -> float:
-        """Infinity where nobody is still to arrive."""
+        """Arrival time of the next request; infinity without one."""
         return self._arriving[0][0] if self._arriving else math.inf
 
     def ask(self, item: WorkloadItem, prediction: LengthPrediction | None = None) -> None:
-        """To arrive at its time."""
+        """Add a request that arrives at its arrival time."""
         request = self._builder.build_item(item, item.arrival_s)
         heapq.heappush(self._arriving, (item.arrival_s, len(self.answers)))
         self.answers.append(Answer(replace(request, prediction=prediction)))
 
     def hand_in(self, engine: Engine, now_s: float) -> bool:
-        """Those that have arrived by now; whether there were any."""
+        """Add the requests that have arrived to the engine; return whether there were any."""
         has_news = False
         while self.next_arrival_s <= now_s:
             index = heapq.heappop(self._arriving)[1]
             answer = self._unsettled[index] = self.answers[index]
-            answer.sequences = engine.add(answer.request)
+            answer.begin(engine.add(answer.request))
             has_news = True
         return has_news
 
     def take_answers(self, keep: Callable[[Completion], None]) -> int:
-        """Let everybody with an answer go on; how many there were."""
+        """Settle finished answers, add their follow-ups, and return the number of answers."""
         settled = [index for index, answer in self._unsettled.items() if answer.settle(keep)]
         for index in settled:
             completion = self._unsettled.pop(index).future.result()

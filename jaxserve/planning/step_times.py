@@ -1,7 +1,7 @@
-"""Measured step times: a table for one model, configuration and device, interpolated.
+"""Measured step times: an interpolated table for one model, configuration and device.
 
-As ExeGPT's profiles (section 3 of the paper) the table keeps attention apart from the rest of a
-step: the rest depends on the compiled size alone, attention on the positions attended to.
+Like ExeGPT's profiles (section 3), the table separates attention, which depends on the positions
+attended to, from the rest of a step, which depends on the compiled size alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxserve.steps.slots import ADMISSIONS_A_CALL, MOVES_A_CALL, PAGE_UPDATES_A
 @final
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over positions attended to, straight between measured points and beyond them.
+    """Seconds over positions attended to, linear between measured points and beyond them.
 
     Attributes:
       points: (positions, seconds), positions strictly increasing; at least one.
@@ -38,7 +38,9 @@ class Curve:
     def __post_init__(self) -> None:
         at = [position for position, _ in self.points]
         if not at or at != sorted(set(at)):
-            raise InvalidProfileError(f"a curve's positions must increase, and not be {at}")
+            raise InvalidProfileError(
+                f"positions {at} are not allowed; those of a curve must increase strictly"
+            )
 
     def __call__(self, positions: float) -> float:
         points = self.points
@@ -53,17 +55,17 @@ class Curve:
 @final
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Seconds of everything that a step is made of; the cost of a simulated executor's steps.
+    """The seconds of each part of a step, as the cost of a simulated executor's steps.
 
     Attributes:
       decode_s: window size -> an iteration of a decode loop, over the positions its rows attend to.
-      loop_s: window size -> a decode loop around its iterations.
+      loop_s: window size -> a decode loop without its iterations.
       prefill_s: token bucket -> the body of a mixed step, over the positions that its rows of
         several tokens attend to. Rows of one token attend as in the widest decode loop.
       head_s: head bucket -> sampling in a mixed step.
-      edit_s, move_s, admit_s: one call that edits slots, compacts them, or admits into them.
-      page_out_s, page_in_s: a page that is copied to the host, or back; 0 where none can be.
-      plan_s, submit_s: what the host needs a step.
+      edit_s, move_s, admit_s: a call that edits slots, compacts them, or admits into them.
+      page_out_s, page_in_s: a page's copy to the host, or back; 0 without host memory.
+      plan_s, submit_s: the host's planning and submission of a step.
     """
 
     origin: Origin
@@ -96,7 +98,7 @@ class StepTimes:
         return edits_s + body_s(work.prefilled) + attention_s + head_s
 
     def chunk_cost(self) -> RecomputeCost:
-        """Of computing a page of a prompt in a full step (thesis, eq. 3.6)."""
+        """Return the cost of computing a page of a prompt in a full step (Pensieve, eq. 3.6)."""
         config = self.origin.config
         num_tokens = config.token_buckets[-1]
         body_s = self.prefill_s[num_tokens]
@@ -115,28 +117,22 @@ class StepTimes:
         edits_s = num_admits * self.admit_s + num_edits * self.edit_s + num_moves * self.move_s
         return swaps_s + edits_s
 
-    # ---- several into one; to a file and back ----
+    # ---- merging, saving and loading ----
 
     @classmethod
     def median(cls, measured: Sequence[StepTimes]) -> StepTimes:
-        """Entry by entry the median of tables of one origin; at least one.
+        """Return a table with the median of each entry, of at least one table of one origin.
 
         Raises:
-          InvalidProfileError: they are of different origins.
+          InvalidProfileError: the tables' origins differ.
         """
-        return cls.quantile(measured, 0.5)
-
-    @classmethod
-    def quantile(cls, measured: Sequence[StepTimes], level: float) -> StepTimes:
-        """Entry by entry a quantile, as `median`; as likely too high as too low, however few."""
         first = measured[0]
         for other in measured[1:]:
             _raise_if_foreign(other.origin, first.origin, "a table to be merged")
-        tables = [times._table() for times in measured]
-        return cls._from_table(first.origin, _quantile(tables, level))
+        return cls._from_table(first.origin, _median([times._table() for times in measured]))
 
     def save(self, path: Path) -> None:
-        """Write a JSON file for people and for `load`."""
+        """Write a JSON file, which `load` reads."""
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = {"origin": asdict(self.origin), **self._table()}
         path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
@@ -146,7 +142,7 @@ class StepTimes:
         """Read what `save` wrote.
 
         Raises:
-          InvalidProfileError: not such a file, or it was not measured on `expected`.
+          InvalidProfileError: the file has no step times, or their origin is not `expected`.
         """
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
@@ -154,7 +150,7 @@ class StepTimes:
             times = cls._from_table(origin, table)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidProfileError(
-                f"{path} does not hold step times ({type(error).__name__}: {error}); give a file "
+                f"{path} does not hold step times ({type(error).__name__}: {error}); pass a file "
                 "that StepTimes.save wrote, or measure again"
             ) from error
         if expected is not None:
@@ -162,7 +158,7 @@ class StepTimes:
         return times
 
     def _table(self) -> dict[str, Any]:
-        """Everything measured, in the types of JSON."""
+        """Return all measured entries in the types of JSON."""
         table = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "origin"}
         for name in ("decode_s", "prefill_s"):
             table[name] = {size: curve.points for size, curve in table[name].items()}
@@ -188,19 +184,19 @@ class StepTimes:
         return cls(origin=origin, **{**table, **by_size})
 
 
-def _quantile(trees: Sequence[Any], level: float) -> Any:
-    """Of nested dictionaries and lists of the same form: a quantile of each number."""
+def _median(trees: Sequence[Any]) -> Any:
+    """Return the median of each number of equally nested dictionaries and lists."""
     first = trees[0]
     if isinstance(first, dict):
-        return {key: _quantile([tree[key] for tree in trees], level) for key in first}
+        return {key: _median([tree[key] for tree in trees]) for key in first}
     if isinstance(first, list):
-        return [_quantile(items, level) for items in zip(*trees, strict=True)]
-    return float(np.quantile(trees, level, method="median_unbiased"))
+        return [_median(items) for items in zip(*trees, strict=True)]
+    return float(np.median(trees))
 
 
-def _raise_if_foreign(given: Origin, expected: Origin, what: str) -> None:
+def _raise_if_foreign(given: Origin, expected: Origin, name: str) -> None:
     differences = expected.differences(given)
     if differences:
         raise InvalidProfileError(
-            f"{what} was measured on something else: {'; '.join(differences)}; measure again"
+            f"{name} was measured on something else: {'; '.join(differences)}; measure again"
         )

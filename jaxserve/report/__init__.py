@@ -1,4 +1,4 @@
-"""Ways to look at what a runtime did: figures, tables, traces, pictures."""
+"""Reports of what a runtime did: figures, tables, traces, pictures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Report", "draw_residency"]
 
 
 def __getattr__(name: str) -> Any:
-    """Matplotlib takes a while to import, and serving does without."""
+    """Import names that need Matplotlib on first use, since its import is slow."""
     if name == "draw_residency":
         from jaxserve.report.residency import draw_residency
 

@@ -1,4 +1,4 @@
-"""What a runtime did, as figures, a table, JSON, a Perfetto trace or a picture."""
+"""The report of a runtime: figures, a table, JSON, a Perfetto trace or a picture."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 @final
 class Report:
-    """Steps and ended requests since the runtime's start (the newest 100,000 of each).
+    """The steps and ended requests since the runtime's start, the newest 100,000 of each.
 
-    Displays as a picture in a notebook; `print` gives the table.
+    A notebook displays it as a picture; `print` shows the table.
 
     Attributes:
       steps, requests: the records, oldest first. Times are on the engine's clock.
-      num_pages: of all replicas' pools, the null pages left out.
-      kernels: which implementation serves which operation and shapes in this process, and why.
-      num_sought, num_found: tokens of prompts that could have been kept, and those that were.
+      num_pages: pages of all replicas' pools, without null pages.
+      kernels: the implementation of each operation and shape in this process, with the reason.
+      num_prefix_queried: tokens of prompts, in full pages, that the prefix cache could have had.
+      num_prefix_hit: those that it had.
     """
 
     def __init__(
@@ -39,21 +40,21 @@ class Report:
         policy: str,
         num_pages: int,
         kernels: tuple[Choice, ...] = (),
-        num_sought: int = 0,
-        num_found: int = 0,
+        num_prefix_queried: int = 0,
+        num_prefix_hit: int = 0,
     ):
         self.steps = steps
         self.requests = requests
         self.policy = policy
         self.num_pages = num_pages
         self.kernels = kernels
-        self.num_sought = num_sought
-        self.num_found = num_found
+        self.num_prefix_queried = num_prefix_queried
+        self.num_prefix_hit = num_prefix_hit
 
     def figures(self) -> dict[str, Any]:
-        """Totals, rates and percentiles; times in seconds, None where nothing was recorded.
+        """Return totals, rates and percentiles; None for those without records.
 
-        Rates are over the time from the first arrival to the last end.
+        Times are in seconds. Rates are over the time from the first arrival to the last end.
         """
         timings = [request.timing for request in self.requests]
         ends = [t.finished_s for t in timings if t.finished_s is not None]
@@ -74,9 +75,11 @@ class Report:
             "num_preemptions": sum(t.num_preemptions for t in timings),
             "pages_out": sum(step.pages_out for step in self.steps),
             "pages_in": sum(step.pages_in for step in self.steps),
-            "num_sought": self.num_sought,
-            "num_found": self.num_found,
-            "hit_rate": self.num_found / self.num_sought if self.num_sought else None,
+            "num_prefix_queried": self.num_prefix_queried,
+            "num_prefix_hit": self.num_prefix_hit,
+            "hit_rate": (
+                self.num_prefix_hit / self.num_prefix_queried if self.num_prefix_queried else None
+            ),
             "padding_share": num_padding / (num_computed + num_padding) if self.steps else None,
             "host_gap_s": sum(step.host_gap_s for step in self.steps),
             "rows_a_step": spread(rows),
@@ -90,12 +93,12 @@ class Report:
         }
 
     def _served_by(self) -> dict[str, str]:
-        """By operation: what serves it, the shapes left out."""
+        """Return the implementations of each operation, for all shapes together."""
         served: dict[str, dict[str, None]] = {}
         for choice in self.kernels:
-            by = f"{choice.implementation} ({choice.reason})"
-            served.setdefault(choice.operation, {})[by] = None
-        return {operation: ", ".join(by) for operation, by in served.items()}
+            implementation = f"{choice.implementation} ({choice.reason})"
+            served.setdefault(choice.operation, {})[implementation] = None
+        return {operation: ", ".join(names) for operation, names in served.items()}
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -109,7 +112,7 @@ class Report:
         return text.getvalue().rstrip()
 
     def to_json(self) -> str:
-        """Figures, every record, and what serves each operation and shape."""
+        """Return the figures, all records, and the implementation of each operation and shape."""
         return json.dumps(
             {
                 "figures": self.figures(),
@@ -125,13 +128,13 @@ class Report:
         Path(path).write_text(json.dumps(events), encoding="utf-8")
 
     def plot(self, path: str | Path | None = None) -> Picture:
-        """Batch over time, pages over time, and the distribution of latencies.
+        """Draw the batch and the pages over time, and the distribution of latencies.
 
         Args:
-          path: also save it there; the ending says the format.
+          path: file to save the picture to; its extension selects the format.
 
         Returns:
-          What a notebook displays; its `figure` is Matplotlib's.
+          A picture that a notebook displays; its `figure` is Matplotlib's.
         """
         from jaxserve.report.picture import Picture, draw
 

@@ -1,4 +1,4 @@
-"""Where the KV of conversations lies, as a picture."""
+"""A picture of the tiers that hold the KV of conversations."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _COLOURS: dict[Tier, str] = {
 
 
 def draw_residency(contexts: Mapping[str, Sequence[Tier]]) -> Picture:
-    """A row for each context and a square for each of its pages, the first on the left.
+    """Draw a row per context and a square per page, the first page on the left.
 
     Args:
-      contexts: name -> what `Runtime.residency` says of its tokens.
+      contexts: name -> the result of `Runtime.residency` for its tokens.
     """
     longest = max((len(tiers) for tiers in contexts.values()), default=0)
     figure = Figure(figsize=(9, 1.2 + 0.28 * len(contexts)), layout="constrained")
@@ -39,7 +39,7 @@ def draw_residency(contexts: Mapping[str, Sequence[Tier]]) -> Picture:
     )  # fmt: skip
     axes.set_yticks(np.arange(len(contexts)) + 0.5, list(contexts))
     axes.invert_yaxis()
-    axes.set(xlabel="page of the context", title="where the KV lies")
+    axes.set(xlabel="page of the context", title="residency of the KV")
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     axes.legend(

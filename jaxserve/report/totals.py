@@ -1,4 +1,4 @@
-"""Replicas' steps, seen as those of one."""
+"""Sums over replicas of the values that their steps record."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxserve.engine.recorder import StepRecord
 
 
 def over_replicas(steps: Sequence[StepRecord], value: Callable[[StepRecord], int]) -> list[int]:
-    """After each step, the sum of its own value and of the other replicas' latest."""
+    """Return, for each step, the sum of its value and the other replicas' latest values."""
     latest: dict[int, int] = {}
     sums = []
     for step in steps:

@@ -1,4 +1,4 @@
-"""Chrome's trace event format, which Perfetto reads."""
+"""Records in Chrome's trace event format, which Perfetto reads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _DEVICE, _REQUESTS = 1, 2
 def trace_events(
     steps: Sequence[StepRecord], requests: Sequence[RequestRecord]
 ) -> list[dict[str, Any]]:
-    """A track of steps a replica, counters under them, and a track a request.
+    """Return a track of steps and counters per replica, and a track per request.
 
-    Times count from the earliest on.
+    Times are relative to the earliest event.
     """
     starts = [step.submitted_s for step in steps] + [r.timing.arrival_s for r in requests]
     origin_s = min(starts, default=0.0)
@@ -24,7 +24,7 @@ def trace_events(
     for step in steps:
         if step.collected_s is None:
             continue
-        # A step begins when the one before it ends: the device carries them out in order.
+        # The device runs steps in order, so a step begins when the previous one ends.
         begin_s = max(step.submitted_s, busy_until_s.get(step.replica, origin_s))
         end_s = busy_until_s[step.replica] = max(begin_s, step.collected_s)
         events.append(
@@ -52,7 +52,7 @@ def _counters(step: StepRecord, at_s: float) -> Iterator[dict[str, Any]]:
             "pages",
             {
                 "owned": step.pages_owned,
-                "promised": step.pages_promised,
+                "reserved": step.pages_reserved,
                 "cached": step.pages_cached,
             },
         ),

@@ -1,4 +1,4 @@
-"""Requests get a prediction of their answers' lengths on their way in."""
+"""Predicts the output lengths of requests before they are handed to an engine."""
 
 from __future__ import annotations
 
@@ -25,30 +25,32 @@ _log = logging.getLogger(__name__)
 
 
 class Predictor(Protocol):
-    """What a runtime asks for lengths: a `predictor.LengthPredictor`, or anything like it."""
+    """A length predictor: a `predictor.LengthPredictor`, or an object with its two members."""
 
     @property
     def calibration(self) -> Calibration | None:
-        """What promises are kept with."""
+        """Calibration of the distributions; None if they are not calibrated."""
         ...
 
     def predict(self, prompts: Sequence[str], /) -> LengthDistributions:
-        """The distribution of each prompt's output length."""
+        """Return the distribution of each prompt's output length."""
         ...
 
 
 @final
 class Forecaster:
-    """Predicts on the thread that asks, all prompts of a batch at once. Thread-safe.
+    """Predicts on the calling thread, all prompts of a batch at once. Thread-safe.
 
-    A predictor that raises leaves its requests without predictions, which policies can do with;
-    the first time is logged.
+    Where the predictor raises, requests go on without predictions, and the first error is logged.
 
     Args:
-      learner: is told of answers that have ended, and is closed with this. None learns nothing.
-      folder: where what was learned is saved then; None for nowhere.
+      tokenizer: gives the predictor the prompts' text.
+      learner: trains the predictor on requests that end; closed with this object. None leaves the
+        predictor as it is.
+      folder: where `close` saves what was learned; None saves nothing.
 
     Attributes:
+      learner: as given.
       num_failed: requests that got none for that reason.
       seconds: spent in predicting, over all threads.
     """
@@ -62,28 +64,31 @@ class Forecaster:
     ):
         self._predictor = predictor
         self._tokenizer = tokenizer
-        self._learner = learner
+        self.learner = learner
         self._folder = folder
         self.num_failed = 0
         self.seconds = 0.0
 
     @classmethod
     def of(cls, options: RuntimeOptions, policy: Policy, tokenizer: Any) -> Forecaster | None:
-        """From `predictor` and `learns`; a policy that does without is warned of.
+        """Return the forecaster that the options describe; None without `predictor`.
+
+        Logs a warning where a policy that uses predictions has no predictor.
 
         Raises:
-          InvalidConfigError: no predictor, or no tokenizer to show it prompts with.
+          InvalidConfigError: `predictor` cannot predict, or `learns` cannot train it, or there is
+            no tokenizer for the prompts' text.
         """
         given = options.predictor
         if given is None:
             if options.learns:
                 raise InvalidConfigError(
-                    "learns=True needs a predictor to go on training; give predictor="
+                    "learns=True trains a predictor, and none is given; give predictor="
                 )
-            if isinstance(policy.admission, Predicted):
+            if isinstance(policy.admission, Predicted) and options.probe is None:
                 _log.warning(
                     "policy %s has no predictor and reserves for the longest answer, as ORCA does; "
-                    "give predictor= (jaxserve predictor train)",
+                    "give predictor= (jaxserve predictor train) or probe=",
                     policy.name,
                 )
             return None
@@ -101,12 +106,12 @@ class Forecaster:
         return cls(predictor, tokenizer, learner, folder)
 
     def start(self) -> None:
-        """Begin to learn; to be closed from then on."""
-        if self._learner is not None:
-            self._learner.start()
+        """Start to train; `close` is needed from then on."""
+        if self.learner is not None:
+            self.learner.start()
 
     def with_predictions(self, requests: Sequence[Request]) -> list[Request]:
-        """The same requests, each with its prediction."""
+        """Return the same requests, each with its prediction."""
         if not requests:
             return []
         begin_s = time.perf_counter()
@@ -130,38 +135,38 @@ class Forecaster:
             self.seconds += time.perf_counter() - begin_s
 
     def append(self, request: Request, completion: Completion) -> None:
-        """Let the learner know how long a request's answers were; a `RequestLog`.
+        """Give the learner the lengths of a request's samples; see `RequestLog`.
 
-        Answers that were cancelled or failed say nothing. One that reached its limit would have
-        been longer, and is learned as long as that: so long it will be again.
+        Cancelled and failed samples are left out. A sample that reached its limit counts with the
+        length of the limit, because it will have that length again.
         """
-        if self._learner is None:
+        if self.learner is None:
             return
         for sample in completion.samples:
             if sample.finish_reason in ("stop", "length"):
                 prompt = self._tokenizer.decode(request.prompt)
-                self._learner.observe(prompt, len(sample.token_ids), _likeliest(request))
+                self.learner.observe(prompt, len(sample.token_ids), _likeliest(request))
 
     def close(self) -> None:
-        """Stop learning, and save what was learned."""
-        if self._learner is not None:
-            self._learner.close()
+        """Stop training, and save what was learned."""
+        if self.learner is not None:
+            self.learner.close()
             if self._folder is not None:
-                self._learner.save(self._folder)
+                self.learner.save(self._folder)
 
 
 def _likeliest(request: Request) -> int | None:
-    """The bucket that was thought likeliest."""
+    """Return the bucket with the highest predicted probability."""
     if request.prediction is None:
         return None
     return int(request.prediction.probabilities.argmax())
 
 
 def _loaded(given: Any, *, learns: bool) -> tuple[Any, OnlineLearner | None]:
-    """The predictor itself, and what goes on training it.
+    """Return the predictor, and the learner that trains it with `learns`.
 
     Raises:
-      InvalidConfigError: it cannot predict, or not learn.
+      InvalidConfigError: `given` cannot predict, or cannot be trained.
     """
     from predictor import LengthPredictor, OnlineLearner
 
@@ -173,31 +178,36 @@ def _loaded(given: Any, *, learns: bool) -> tuple[Any, OnlineLearner | None]:
         except ValueError as error:
             raise InvalidConfigError(f"predictor={str(given)!r}: {error}") from error
         return learner.predictor, learner
-    if not hasattr(given, "predict"):
+    if not callable(getattr(given, "predict", None)):
         raise InvalidConfigError(
-            f"predictor={given!r} cannot predict; give a predictor.LengthPredictor or a folder"
+            f"predictor={given!r} has no method `predict`; give a predictor.LengthPredictor, or "
+            "the folder of one"
         )
     if not learns:
         return given, None
     if not isinstance(given, LengthPredictor):
         raise InvalidConfigError(
-            f"learns=True trains a predictor.LengthPredictor, and predictor={given!r} is none"
+            f"learns=True cannot train predictor={given!r}; give a predictor.LengthPredictor, or "
+            "learns=False"
         )
     return given, OnlineLearner(given)
 
 
 def load_probe(given: Any) -> Probe | None:
-    """What `probe=` names: a probe, the folder of one, or None.
+    """Return the probe of the option `probe`: a probe, the folder of one, or None.
 
     Raises:
-      InvalidConfigError: there is none.
+      InvalidConfigError: `given` is none of these.
     """
-    if given is None or hasattr(given, "refinement"):
-        return given
+    if given is None:
+        return None
     if not isinstance(given, (str, Path)):
-        raise InvalidConfigError(
-            f"probe={given!r} is none; give a predictor.LengthProbe or the folder of one"
-        )
+        if getattr(given, "refinement", None) is None:
+            raise InvalidConfigError(
+                f"probe={given!r} has no `refinement`; give a predictor.LengthProbe, or the folder "
+                "of one"
+            )
+        return given
     from predictor import LengthProbe
 
     try:

@@ -1,4 +1,4 @@
-"""A checkpoint on its way into a runtime."""
+"""Loads a checkpoint for a runtime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.build import enable_compilation_cache, platform_defaults
 from jaxserve.execution.device_errors import out_of_memory_as
-from jaxserve.runtime.parts import check_early
+from jaxserve.runtime.build import check_early
 from jaxserve.runtime.processes import processes_of
 from jaxserve.scheduling.presets import get_policy
 from sharding import StagePlan
@@ -27,9 +27,9 @@ def load_for(
     dtype: str | None,
     mesh: Mesh | StagePlan | None,
 ) -> LoadedModel:
-    """The model of a runtime with these options; see `Runtime.from_pretrained`.
+    """Load the model of a runtime with these options; see `Runtime.from_pretrained`.
 
-    What a runtime would refuse is refused before anything is read.
+    Checks the options before it reads anything.
     """
     from jaxserve.models.store import load_model
 

@@ -1,4 +1,4 @@
-"""Several processes around one model: who they are, and what each does with its executor."""
+"""The processes that serve one model together."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
-from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.following import FollowingExecutor
-from jaxserve.execution.leading import LeadingExecutor
-from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.steps.placement import Placement
 from sharding import JoinError, ProcessGroup, StagePlan, group_over
 
 
 def processes_of(mesh: Mesh | StagePlan | None, params: Any = None) -> ProcessGroup | None:
-    """Those that serve on `mesh`, or where `params` are; None where this process does alone.
+    """Return the processes of `mesh`, or of the devices of `params`.
+
+    Returns:
+      None where all devices are this process's own.
 
     Raises:
-      InvalidConfigError: some of the job's processes are left out, or the mesh is one that only a
-        single process can have.
-      ProcessGroupError: they do not come together.
+      InvalidConfigError: the mesh leaves out some of the job's processes, or has stages or replicas
+        over several processes.
+      ProcessGroupError: the processes did not come together.
     """
     if mesh is None and params is not None:
         mesh = Placement.like(jax.tree.leaves(params)[0].sharding).mesh
@@ -42,22 +41,14 @@ def processes_of(mesh: Mesh | StagePlan | None, params: Any = None) -> ProcessGr
 
 
 def claim(group: ProcessGroup | None) -> None:
-    """Take the processes for one runtime, until its executor closes.
+    """Reserve the processes for one runtime, until its executor closes.
 
     Raises:
-      ProcessGroupError: they have one already, or one of them has left.
+      ProcessGroupError: they serve another runtime, or one of them has left.
     """
     if group is not None:
         with _process_errors():
             group.claim()
-
-
-def in_group(executor: ModelExecutor, group: ProcessGroup | None) -> ModelExecutor:
-    """The executor as this process is to have it: leading, following, or its own."""
-    if group is None:
-        return executor
-    assert isinstance(executor, DeviceExecutor)
-    return (LeadingExecutor if group.is_leader else FollowingExecutor)(executor, group)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The engines of one runtime, one for each replica of its parameters, behind one door."""
+"""The engines of one runtime, one for each replica of its parameters, and the router to them."""
 
 from __future__ import annotations
 
@@ -9,33 +9,23 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, final
+from typing import Literal, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidRequestError, JaxserveError, ProcessGroupError
-from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.errors import InvalidRequestError, JaxserveError
 from jaxserve.core.request import Completion
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loop import EngineLoop, Running
 from jaxserve.engine.request_log import RequestLog
-from jaxserve.execution.build import build_executor, resized, warm_up
-from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.following import FollowingExecutor
-from jaxserve.execution.leading import LeadingExecutor
 from jaxserve.execution.memory_plan import PoolSize
-from jaxserve.execution.protocol import ModelExecutor
+from jaxserve.execution.protocol import GroupRole, ModelExecutor
 from jaxserve.memory.disk_tier import DiskTier
-from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.report import Report
-from jaxserve.runtime.placing import Place
-from jaxserve.runtime.processes import in_group
-from jaxserve.scheduling.outlook import Outlook
+from jaxserve.scheduling.lengths.outlook import Outlook
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
-from jaxserve.steps.probing import Probe
 from pallas_kernels import dispatch
-from sharding import ProcessGroup, split_replicas
 
 
 @final
@@ -48,6 +38,15 @@ class Replica:
     engine: Engine
     loop: EngineLoop
 
+    def resize(self, size: PoolSize) -> None:
+        """Serve from a pool of this size; the loop must be paused.
+
+        Raises:
+          DeviceMemoryError: nothing has changed.
+        """
+        self.engine.resize(size.num_pages)
+        self.pool_size = size
+
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -57,43 +56,16 @@ class _Placed:
     work: int
 
 
-def build_executors(
-    graphdef: Any,
-    places: Sequence[Place],
-    decoder: Any,
-    options: RuntimeOptions,
-    group: ProcessGroup | None,
-    probe: Probe | None = None,
-) -> list[tuple[ModelExecutor, PoolSize]]:
-    """An executor for each place; all are closed again when one cannot be built.
-
-    Raises:
-      DeviceMemoryError, InvalidConfigError
-    """
-    with ExitStack() as if_one_fails:
-        built = []
-        for place in places:
-            executor, size = build_executor(
-                graphdef,
-                place.params,
-                decoder.config,
-                decoder.layer_layout,
-                options,
-                place.stages,
-                group,
-                probe,
-            )
-            if_one_fails.callback(executor.close)
-            built.append((in_group(executor, group), size))
-        if_one_fails.pop_all()
-    return built
-
-
 @final
 class Replicas:
-    """Routes requests to engines that answer alike. Thread-safe.
+    """Routes requests to engines with equal parameters. Thread-safe.
 
-    A failed engine fails all of them for later requests; those that run elsewhere end as usual.
+    When one engine fails, all later requests fail; requests that run on other engines end as usual.
+
+    Args:
+      executors: warm, each with the size of its page pool; closed with this object.
+      logs: get every request that ends.
+      disks: a disk tier for each executor, or none.
 
     Attributes:
       all: in the order of the mesh's `data` axis.
@@ -108,12 +80,11 @@ class Replicas:
         disks: Sequence[DiskTier] = (),
     ):
         engines = [
-            Engine(executor, policy, clock, replica=index)
-            for index, (executor, _) in enumerate(executors)
+            Engine(executor, policy, clock, replica=index, disk=disk)
+            for index, ((executor, _), disk) in enumerate(
+                zip(executors, disks or [None] * len(executors), strict=True)
+            )
         ]
-        for engine, (executor, _), disk in zip(engines, executors, disks, strict=False):
-            assert isinstance(executor, DeviceExecutor)
-            engine.use_disk(disk, executor)
         self.all = tuple(
             Replica(executor, size, engine, EngineLoop(engine, clock, logs))
             for (executor, size), engine in zip(executors, engines, strict=True)
@@ -130,21 +101,20 @@ class Replicas:
         return self.all[0]
 
     @property
-    def follower(self) -> FollowingExecutor | None:
-        """What carries out another process's plans; None where this one plans."""
-        executor = self.first.executor
-        return executor if isinstance(executor, FollowingExecutor) else None
+    def group(self) -> GroupRole | None:
+        """The role of this process; None where it serves the model alone."""
+        return self.first.executor.group
 
     def check_leads(self) -> None:
-        """Raise ProcessGroupError where this process only follows."""
-        if self.follower is not None:
-            raise ProcessGroupError(self.follower.refusal)
+        """Raise ProcessGroupError where this process follows."""
+        if self.group is not None:
+            self.group.check_leads()
 
     def check_may_wait(self) -> None:
-        """Refuse to wait for the engines on the thread of one, where that would never end.
+        """Refuse to wait for the engines on the thread of one, which would wait for itself.
 
         Raises:
-          InvalidRequestError
+          InvalidRequestError: this is the thread of an engine.
         """
         if any(replica.loop.is_here for replica in self.all):
             raise InvalidRequestError(
@@ -152,23 +122,18 @@ class Replicas:
                 "on_piece or a callback of a future; make it on another thread"
             )
 
-    def dismiss_followers(self) -> None:
-        """See `Runtime.dismiss_followers`; the loops must be paused."""
-        if isinstance(self.first.executor, LeadingExecutor):
-            self.first.executor.dismiss()
-
     @property
     def max_prompt_tokens(self) -> int:
-        """Of a prompt that any replica can take."""
+        """Length of the longest prompt that leaves room for one output token on any replica."""
         return min(replica.executor.config.max_prompt_tokens for replica in self.all)
 
     def submit(self, *answers: Answer) -> None:
-        """Hand over answers; those that go to one replica start in the same iteration.
+        """Hand answers to the engines; those on one replica start in the same iteration.
 
         Raises:
-          RuntimeClosedError, EngineFailedError: of any replica.
-          ProcessGroupError: this process only follows.
-          InvalidRequestError: a request of that id is still running.
+          RuntimeClosedError, EngineFailedError: any replica was closed or has failed.
+          ProcessGroupError: this process follows.
+          InvalidRequestError: a request with this id is still running.
         """
         self.check_leads()
         for replica in self.all:
@@ -181,14 +146,14 @@ class Replicas:
         try:
             for index, replica in enumerate(self.all):
                 replica.loop.submit(*(one.answer for one in placed if one.replica == index))
-        except JaxserveError:  # it ended since the check
+        except JaxserveError:  # the loop ended since the check
             for one in placed:
                 self.cancel(one.answer.request.id)
                 self._release(one)
             raise
 
     def cancel(self, request_id: str) -> None:
-        """End a request as it stands; unknown or finished ones are left alone."""
+        """End a request as it stands; does nothing if it has ended or the id is unknown."""
         with self._lock:
             placed = self._placed.get(request_id)
         if placed is not None:
@@ -205,57 +170,27 @@ class Replicas:
 
     @contextmanager
     def paused(self, running: Running | Literal["keep"] = "finish") -> Iterator[None]:
-        """Keep every loop from its engine for the length of the block; see `EngineLoop.paused`."""
+        """Pause every loop for the length of the block; see `EngineLoop.paused`."""
         self.check_may_wait()
         with ExitStack() as pauses:
             for replica in self.all:
                 pauses.enter_context(replica.loop.paused(running))
             yield
 
-    def update_params(self, params: Any, running: Running) -> None:
-        """See `Runtime.update_params`."""
-        parts = split_replicas(params)
-        if len(parts) != len(self.all):  # on other devices than the replicas
-            parts = [params] * len(self.all)
-        fitted = [
-            replica.executor.fitted(part) for replica, part in zip(self.all, parts, strict=True)
-        ]
-        with self.paused(running):
-            for replica, part in zip(self.all, fitted, strict=True):
-                replica.executor.update_params(part)
-                replica.engine.forget_kept_pages(keeps_disk=True)
+    @property
+    def work(self) -> tuple[int, ...]:
+        """Tokens still expected of what was submitted, by replica; all 0 when everything ended."""
+        return self._router.work
 
-    def forget_kept_pages(self, *, keeps_disk: bool = False) -> None:
-        """See `Runtime.forget_kept_pages`; the loops must be paused."""
+    def check_integrity(self) -> None:
+        """See `Runtime.check_integrity`."""
+        self.check_leads()
+        self.check_may_wait()
         for replica in self.all:
-            replica.engine.forget_kept_pages(keeps_disk=keeps_disk)
-
-    def value_by(self, cost: RecomputeCost) -> None:
-        """What chunks cost to compute anew, from here on; the loops must be paused."""
-        for replica in self.all:
-            replica.engine.scheduler.keeper.cache.value_by(cost)
-
-    def resize(self, kv_bytes: int, *, warmup: bool, progress: bool) -> None:
-        """See `Runtime.resize_kv`; the loops must be paused.
-
-        Args:
-          warmup: compile what a new size needs.
-
-        Raises:
-          DeviceMemoryError: before anything has changed, or for the replicas from the failing one
-            on.
-          InvalidConfigError: the model is served by several processes.
-        """
-        sizes = [resized(r.executor, r.pool_size, kv_bytes) for r in self.all]
-        for replica, size in zip(self.all, sizes, strict=True):
-            if size.num_pages != replica.executor.config.num_pages:
-                replica.engine.resize(size.num_pages)
-                replica.pool_size = size
-            if warmup and not replica.executor.is_warm:
-                warm_up(replica.executor, progress=progress)
+            replica.loop.ask(replica.engine.scheduler.check_integrity)
 
     def report(self) -> Report:
-        """Steps in the order of their submission, requests in that of their ends."""
+        """Return steps in the order of submission, and requests in the order of their ends."""
         recorders = [replica.engine.recorder for replica in self.all]
         steps = heapq.merge(*(r.steps for r in recorders), key=lambda step: step.submitted_s)
         requests = heapq.merge(
@@ -267,8 +202,8 @@ class Replicas:
             policy=self.first.engine.scheduler.policy.name,
             num_pages=sum(replica.executor.config.num_pages - 1 for replica in self.all),
             kernels=dispatch.choices(),
-            num_sought=sum(replica.engine.stats.num_sought for replica in self.all),
-            num_found=sum(replica.engine.stats.num_found for replica in self.all),
+            num_prefix_queried=sum(r.engine.stats.num_prefix_queried for r in self.all),
+            num_prefix_hit=sum(r.engine.stats.num_prefix_hit for r in self.all),
         )
 
     def close(self) -> None:
@@ -298,7 +233,7 @@ class Replicas:
         )
         pages = page_hashes(request.prompt, self._page_size) if len(self.all) > 1 else ()
         placed = _Placed(answer, self._router.route(pages, work), work)
-        if request.id in self._placed:  # it has ended, and its callback is still to come
+        if request.id in self._placed:  # it has ended, and its callback has not run
             self._finish(self._placed[request.id])
         self._placed[request.id] = placed
         return placed
@@ -313,7 +248,7 @@ class Replicas:
                 self._router.remember(placed.replica, answered)
 
     def _finish(self, placed: _Placed) -> None:
-        """Once for each; what comes later is ignored."""
+        """Take a request off the books; does nothing the second time."""
         if self._placed.get(placed.answer.request.id) is placed:
             del self._placed[placed.answer.request.id]
             self._router.finish(placed.replica, placed.work)

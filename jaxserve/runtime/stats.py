@@ -1,22 +1,28 @@
-"""What a runtime did, in numbers."""
+"""Counters of a runtime."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import final
 
 from jaxserve.engine.stats import EngineStats
 from jaxserve.runtime.replicas import Replicas
 
+# Fields of `RuntimeStats` that are equal for all replicas, and are not summed.
+_SIZES = {"num_pages", "page_size", "pool_bytes", "weights_bytes", "step_bytes"}
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class RuntimeStats:
-    """Counters since the start, and what memory is used for; see `EngineStats`.
+    """Counters since the start, and sizes of memory; see `EngineStats`.
 
-    Of several replicas the counters and times are added up, `max_pages_owned` is the most of any,
-    and the sizes are those of one. `predicting_s` is what predicting lengths took, on the threads
-    that asked.
+    Of several replicas, counters and times are summed, `max_pages_owned` is the maximum, and sizes
+    are those of one replica.
+
+    Attributes:
+      predicting_s: seconds that the prediction of lengths took, on the threads that submit.
     """
 
     num_steps: int
@@ -30,11 +36,11 @@ class RuntimeStats:
     num_pages_in: int
     num_pages_prefetched: int
     num_recomputed: int
-    num_sought: int
-    num_found: int
-    num_found_on_host: int
-    num_found_on_disk: int
-    num_lost: int
+    num_prefix_queried: int
+    num_prefix_hit: int
+    num_prefix_hit_on_host: int
+    num_prefix_hit_on_disk: int
+    num_evicted_tokens: int
     num_refined: int
     num_compilations: int
     busy_s: float
@@ -51,7 +57,11 @@ class RuntimeStats:
 
     @classmethod
     def of(cls, replicas: Replicas, *, weights_bytes: int, predicting_s: float) -> RuntimeStats:
-        """The engines' counters as they stand, and what else there is to know."""
+        """Return the counters of all replicas of a runtime.
+
+        Args:
+          weights_bytes: of the parameters, over all devices.
+        """
         names = {field.name for field in fields(cls)} & {
             field.name for field in fields(EngineStats)
         }
@@ -69,3 +79,11 @@ class RuntimeStats:
             weights_bytes=weights_bytes,
             step_bytes=first.pool_size.step_bytes,
         )
+
+    @classmethod
+    def total(cls, parts: Sequence[RuntimeStats]) -> RuntimeStats:
+        """Return the counters of several runtimes with the same model and options together."""
+        names = {field.name for field in fields(cls)} - _SIZES - {"max_pages_owned"}
+        sums = {name: sum(getattr(part, name) for part in parts) for name in names}
+        most = max(part.max_pages_owned for part in parts)
+        return replace(parts[0], **sums, max_pages_owned=most)

@@ -1,4 +1,4 @@
-"""Answers that are read piece by piece, in a thread or in asyncio."""
+"""Completions that are read piece by piece, on a thread or in asyncio."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ from jaxserve.core.request import Completion
 from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.runtime.pending import Pending
 
+# Submits a request whose pieces go to the sink.
 Start = Callable[[PieceSink], Pending]
 
 
 def read(start: Start, num_samples: int, timeout_s: float | None = None) -> Generator[Piece]:
-    """Start an answer when the first piece is asked for, and yield it; cancel it when left early.
+    """Yield the pieces of a request, which is submitted when the first piece is asked for.
 
-    Raises what the request failed with, at its end, or TimeoutError when that is not there in time.
+    Closing the generator early cancels the request.
+
+    Args:
+      num_samples: of the request.
+
+    Raises:
+      JaxserveError: the request failed; raised after its last piece.
+      TimeoutError: the request has not ended after `timeout_s` seconds.
     """
     end_s = _end_s(timeout_s)
     pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
@@ -47,7 +55,7 @@ async def aread(
     pieces: asyncio.Queue[Piece] = asyncio.Queue()
 
     def put(piece: Piece) -> None:
-        with suppress(RuntimeError):  # the loop was closed: nobody listens any more
+        with suppress(RuntimeError):  # the event loop was closed
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
     pending = start(put)
@@ -75,7 +83,7 @@ def _left_s(end_s: float | None) -> float | None:
 
 
 def _still_open(num_open: int, piece: Piece) -> int:
-    """How many of a request's samples are unfinished after `piece`, of `num_open` before it."""
+    """Return the number of unfinished samples after `piece`, of `num_open` before it."""
     if piece.finish_reason == "error":
         return 0
     return num_open - (piece.finish_reason is not None)

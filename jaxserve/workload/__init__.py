@@ -1,4 +1,4 @@
-"""What is asked in measurements: data sets, tasks, recorded traces, synthetic prompts."""
+"""Workloads for measurements: data sets, tasks, recorded traces, synthetic prompts."""
 
 from jaxserve.workload.item import WorkloadItem
 from jaxserve.workload.synthetic import random_items

@@ -1,4 +1,4 @@
-"""Prompts and the lengths of their answers, for a length predictor to learn from."""
+"""Prompts and their output lengths, as training data of a length predictor."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from jaxserve.workload import recorded, sharegpt
 from predictor.data import Example, read_jsonl
 
 KNOWN = (
-    "sharegpt, answered:FILE with a model's own answers to it as benchmarks.answers counts them, "
+    "sharegpt, answered:FILE with answer lengths that benchmarks.lengths.answers wrote, "
     "recorded:FILE with a file written by --record, or a file of JSON lines"
 )
 _ANSWERED = "answered:"
 _RECORDED = "recorded:"
-# Answers that ended by themselves or at their limit; the length of others says nothing.
+# Answers that stopped or reached their limit; the lengths of other answers are not used.
 _WHOLE = ("stop", "length")
 
 
 class Tokenizer(Protocol):
-    """What counts answers' tokens, and reads recorded prompts."""
+    """A tokenizer that counts the tokens of answers and decodes recorded prompts."""
 
     def encode(self, text: str, /) -> Sequence[int]: ...
 
@@ -43,23 +43,24 @@ def read(
     path: Path | None = None,
     progress: bool = True,
 ) -> list[Example]:
-    """Examples of a source, in random order.
+    """Read the examples of a source, in random order.
 
     Args:
-      source: see `KNOWN`. Of `sharegpt` every question is a prompt, without what came before it;
-        its conversation is the one that was shared. Answered are some of these questions. Of a
-        recorded run every sample is an example; prompts are read back without control tokens.
-      tokenizer: the served model's; asked for where it is needed. JSON lines need none.
-      max_examples: a random draw of so many; all if None.
-      seed: of the order and the draw.
-      path: a ShareGPT file; the published one is fetched where None.
+      source: see `KNOWN`. In `sharegpt`, every question is a prompt, without its history, and its
+        conversation is the one that was shared; `answered:` has answers to some of these questions.
+        In a recorded run, every sample is an example, and prompts are decoded without control
+        tokens.
+      tokenizer: makes the served model's tokenizer; not called for JSON lines.
+      max_examples: size of a random draw; None for all examples.
+      seed: seed of the order and the draw.
+      path: a ShareGPT file; the published one is fetched if None.
 
     Raises:
-      InvalidConfigError: an unknown source, a file that cannot be read, or no example in it.
+      InvalidConfigError: the source is unknown or cannot be read, or has no example.
       DownloadError, ModelCacheError: ShareGPT cannot be fetched.
     """
     if max_examples is not None and max_examples < 1:
-        raise InvalidConfigError(f"max_examples={max_examples}; give 1 or more")
+        raise InvalidConfigError(f"max_examples={max_examples} is not allowed; pass 1 or more")
     if source == "sharegpt":
         found = _of_sharegpt(path, tokenizer(), max_examples, seed, progress)
     elif source.startswith(_ANSWERED):
@@ -69,7 +70,7 @@ def read(
     else:
         found = _of_lines(Path(source))
     if not found:
-        raise InvalidConfigError(f"{source} holds no prompt with a whole answer; give other data")
+        raise InvalidConfigError(f"{source} has no prompt with a whole answer; pass other data")
     random.Random(seed).shuffle(found)
     return found[:max_examples]
 
@@ -79,7 +80,7 @@ def _of_sharegpt(
 ) -> list[Example]:
     path = path or fetch(sharegpt.FILE, progress=progress)
     found = list(questions(path))
-    # Counted are those that are drawn: all of them take minutes.
+    # Only drawn answers are tokenized; all of them would take minutes.
     random.Random(seed).shuffle(found)
     bar = tqdm(
         found[:max_examples], desc="counting tokens", unit="answer",
@@ -92,11 +93,12 @@ def _of_sharegpt(
 @final
 @dataclass(frozen=True)
 class Question:
-    """One that a conversation of ShareGPT answers at once; neither text is empty.
+    """A question of ShareGPT and the answer that follows it; neither is empty.
 
     Attributes:
-      record, turn: where it stands: the record's id, and how many such questions precede it there.
-      origin: the conversation as it was shared.
+      record: id of the record.
+      turn: number of such questions before it in the record.
+      origin: id of the conversation as it was shared.
     """
 
     record: str
@@ -107,14 +109,14 @@ class Question:
 
 
 def questions(path: Path) -> Iterator[Question]:
-    """All of a ShareGPT file, in its order."""
+    """Yield the questions of a ShareGPT file, in its order."""
     for talk in sharegpt.read(path):
         for turn, (question, answer) in enumerate(turns(talk)):
             yield Question(talk.id, turn, talk.origin, question, answer)
 
 
 def turns(talk: sharegpt.Conversation) -> Iterator[tuple[str, str]]:
-    """Every question that is answered at once, and its answer; neither is empty."""
+    """Yield every question that an answer follows, with the answer; neither is empty."""
     for (asker, question), (answerer, answer) in zip(
         talk.messages, talk.messages[1:], strict=False
     ):
@@ -123,7 +125,7 @@ def turns(talk: sharegpt.Conversation) -> Iterator[tuple[str, str]]:
 
 
 def _answered(path: Path, shared: Path | None, progress: bool) -> list[Example]:
-    """Lines of {"record": id, "turn": n, "output_length": tokens}; the questions are ShareGPT's."""
+    """Read lines of {"record": id, "turn": n, "output_length": tokens}, with ShareGPT's prompts."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         lengths = {
@@ -133,8 +135,8 @@ def _answered(path: Path, shared: Path | None, progress: bool) -> list[Example]:
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidConfigError(
-            f"{path} does not hold counted answers ({type(error).__name__}: {error}); give a file "
-            "that benchmarks.answers wrote"
+            f"{path} does not hold answer lengths ({type(error).__name__}: {error}); pass a file "
+            "that benchmarks.lengths.answers wrote"
         ) from error
     shared = shared or fetch(sharegpt.FILE, progress=progress)
     return [
@@ -158,7 +160,7 @@ def _of_lines(path: Path) -> list[Example]:
         return list(read_jsonl(path))
     except OSError as error:
         raise InvalidConfigError(
-            f"cannot read the data {str(path)!r}: {error}; give {KNOWN}"
+            f"cannot read the data {str(path)!r}: {error}; pass {KNOWN}"
         ) from error
     except ValueError as error:
         raise InvalidConfigError(str(error)) from error

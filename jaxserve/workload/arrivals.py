@@ -1,4 +1,4 @@
-"""When requests arrive: all at once, at a constant interval, or as a Poisson process."""
+"""Arrival times: all at once, at a constant interval, or a Poisson process."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jaxserve.workload.item import WorkloadItem
 
 
 def with_arrivals(items: Sequence[WorkloadItem], pattern: str, seed: int) -> list[WorkloadItem]:
-    """The items with arrival times, the first at 0.
+    """Return the items with arrival times, the first at 0.
 
     Args:
-      pattern: "all" at once, "constant:S" one every S seconds, or "poisson:R" R a second on
-        average.
-      seed: of the Poisson draw.
+      pattern: "all" for all at once, "constant:S" for one every S seconds, or "poisson:R" for R
+        per second on average.
+      seed: seed of the Poisson draw.
 
     Raises:
-      InvalidConfigError: another pattern, or a number that is not above 0.
+      InvalidConfigError: the pattern is unknown, or its number is not above 0.
     """
     kind, _, number = pattern.partition(":")
     gaps = np.zeros(max(0, len(items) - 1))
@@ -46,6 +46,6 @@ def _positive(number: str, pattern: str) -> float:
 
 def _unknown(pattern: str) -> InvalidConfigError:
     return InvalidConfigError(
-        f"arrivals {pattern!r} are not understood; give all, constant:SECONDS or poisson:RATE, "
-        "with a number above 0"
+        f"arrivals {pattern!r} are unknown; pass all, constant:SECONDS or poisson:RATE, with a "
+        "number above 0"
     )

@@ -1,4 +1,4 @@
-"""Conversations as a workload: every turn follows the answer before it (Pensieve, 3.6.1)."""
+"""Conversations as a workload: every turn follows the previous answer (Pensieve, 3.6.1)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from jaxserve.workload.item import WorkloadItem
 
 
 class FollowUp(Protocol):
-    """What a closed workload asks next."""
+    """A function that returns the next request of a closed workload."""
 
     def __call__(self, index: int, completion: Completion, ended_s: float) -> WorkloadItem | None:
-        """The request that follows an answer; None for none.
+        """Return the request that follows an answer, if there is one.
 
         Args:
-          index: of the answered request: the workload's items come first, then what followed, in
-            the order in which it was returned.
-          ended_s: when the answer ended, in seconds from the start of the run, as arrivals are.
+          index: index of the answered request: first the workload's items, then the follow-ups in
+            the order in which this function returned them.
+          ended_s: end of the answer, in seconds from the start of the run.
         """
         ...
 
@@ -36,11 +36,11 @@ class FollowUp(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What somebody says, and how long the answer shall be.
+    """A user's message and the length of its answer.
 
     Attributes:
-      token_ids: of what is said, without what came before it.
-      reaction_s: how long they take to say it after the answer before.
+      token_ids: tokens of the message, without its history.
+      reaction_s: seconds from the end of the previous answer to the message.
     """
 
     token_ids: tuple[int, ...]
@@ -51,26 +51,26 @@ class Turn:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Talk:
-    """One conversation; it begins at `arrival_s`, in seconds from the start of the run."""
+    """A conversation that begins `arrival_s` seconds after the start of the run."""
 
     turns: tuple[Turn, ...]
     arrival_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:
-        """Of all turns and answers."""
+        """Number of tokens of all messages and answers."""
         return sum(len(turn.token_ids) + turn.num_output_tokens for turn in self.turns)
 
 
 @final
 class Talks:
-    """Conversations for whoever plays a workload: the first turns, and what follows each answer.
+    """A closed workload of conversations: their first turns, and the turn after each answer.
 
-    Clients are stateless: every request's prompt is its whole history. For one run: it remembers
-    who asked what.
+    The prompt of every request is its whole history. An object serves one run, since it keeps the
+    state of the conversations.
 
     Args:
-      max_tokens: the most that a policy knows of an answer's length; the context's end if None.
+      max_tokens: `max_tokens` of every request, which a policy knows; None for the context's end.
     """
 
     def __init__(self, talks: Sequence[Talk], *, max_tokens: int | None = None):
@@ -81,7 +81,7 @@ class Talks:
         ]
 
     def follow_up(self, index: int, completion: Completion, ended_s: float) -> WorkloadItem | None:
-        """As `FollowUp`; a conversation whose answer failed is over."""
+        """See `FollowUp`. A conversation ends when an answer fails."""
         talk, number = self._places[index]
         if completion.error is not None or number + 1 == len(talk.turns):
             return None
@@ -114,30 +114,30 @@ def sample(
     path: Path | None = None,
     progress: bool = True,
 ) -> list[Talk]:
-    """`num` conversations of ShareGPT drawn without replacement, their turns in order.
+    """Draw `num` conversations of ShareGPT without replacement.
 
     Args:
-      num: how many to draw.
-      seed: of the draw, the arrivals and the reactions.
+      num: number of conversations.
+      seed: seed of the draw, the arrivals and the reaction times.
       tokenizer: counts the tokens of questions and answers.
-      max_context: longer conversations are passed over, as in the thesis.
-      min_rounds: so are those with fewer questions.
+      max_context: conversations with more tokens are skipped, as in the thesis.
+      min_rounds: conversations with fewer questions are skipped.
       scale: multiplies the lengths of questions, which lose their ends, and of answers.
-      reaction_s: mean of the exponential distribution of the time that people take to go on.
-      rate: conversations that begin a second, a Poisson process; all at once if None.
-      whole: put records together that one long conversation was cut into, at 2,048 tokens each.
-      accepts: whether a conversation, by its `origin`, may be drawn.
-      path: a ShareGPT file; the published one is fetched where None.
-      progress: show a bar while downloading.
+      reaction_s: mean of the reaction times, which are exponentially distributed.
+      rate: conversations that begin per second, a Poisson process; None for all at once.
+      whole: join the records that one long conversation was cut into, at 2,048 tokens each.
+      accepts: whether a conversation may be drawn, by its `origin`.
+      path: a ShareGPT file; the published one is fetched if None.
+      progress: show a bar during the download.
 
     Raises:
-      InvalidConfigError: the file holds fewer than `num` such conversations, or a number is out of
+      InvalidConfigError: the file has fewer than `num` such conversations, or a number is out of
         range.
       DownloadError, ModelCacheError: the file cannot be fetched.
     """
     for name, value in (("scale", scale), ("reaction_s", reaction_s), ("rate", rate)):
         if value is not None and not 0 < value < math.inf:
-            raise InvalidConfigError(f"{name}={value}; give a number above 0")
+            raise InvalidConfigError(f"{name}={value} is not allowed; pass a number above 0")
     records = sharegpt.read(path or fetch(sharegpt.FILE, progress=progress))
     found = [
         rounds
@@ -151,17 +151,19 @@ def sample(
     for rounds in found:
         if len(talks) == num:
             break
-        texts = [(tokenizer.encode(asked), tokenizer.encode(said)) for asked, said in rounds]
-        if not all(asked and said for asked, said in texts):
+        tokens = [
+            (tokenizer.encode(question), tokenizer.encode(answer)) for question, answer in rounds
+        ]
+        if not all(question and answer for question, answer in tokens):
             continue
         talk = Talk(
             turns=tuple(
                 Turn(
-                    token_ids=tuple(asked[: math.ceil(scale * len(asked))]),
-                    num_output_tokens=math.ceil(scale * len(said)),
+                    token_ids=tuple(question[: math.ceil(scale * len(question))]),
+                    num_output_tokens=math.ceil(scale * len(answer)),
                     reaction_s=float(reaction_s * numbers.standard_exponential()),
                 )
-                for asked, said in texts
+                for question, answer in tokens
             ),
             arrival_s=arrival_s,
         )
@@ -171,7 +173,7 @@ def sample(
             arrival_s += 0.0 if rate is None else gap / rate
     if len(talks) < num:
         raise InvalidConfigError(
-            f"{num} conversations were asked for, and there are {len(talks)} of {min_rounds} or "
-            f"more rounds within {max_context} tokens; ask for fewer, or allow longer ones"
+            f"num={num} is more than the {len(talks)} conversations of {min_rounds} or more rounds "
+            f"within {max_context} tokens; pass a smaller num, or raise max_context"
         )
     return talks

@@ -1,4 +1,4 @@
-"""Answers with their tokens, for a probe to learn from."""
+"""Finished answers with their tokens, as training data of a probe."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from jaxserve.core.errors import InvalidConfigError
 
 _log = logging.getLogger(__name__)
 
-# Answers that ended by themselves or at their limit; what is left of others says nothing.
+# Answers that stopped or reached their limit; the lengths of other answers are not used.
 _WHOLE = ("stop", "length")
 _LINE = (
-    'give a file written by record=... or --record, or lines of {"prompt_token_ids": [5, 6], '
-    '"token_ids": [7, 8, 2]}, with "conversation" and "finish_reason" if wanted'
+    'pass a file written by record=... or --record, or lines of {"prompt_token_ids": [5, 6], '
+    '"token_ids": [7, 8, 2]}, optionally with "conversation" and "finish_reason"'
 )
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class FinishedAnswer:
-    """One answer that has ended.
+    """A finished answer.
 
     Attributes:
-      output: the token that ended it included; at least one.
-      conversation: what must not be torn apart from it; by default the prompt itself.
+      prompt: token ids.
+      output: token ids with the stop token, at least one.
+      conversation: id of its conversation, which a split keeps whole; "" stands for a conversation
+        of this prompt alone.
     """
 
     prompt: tuple[int, ...]
@@ -37,13 +39,13 @@ class FinishedAnswer:
 
 
 def read(path: str | Path) -> list[FinishedAnswer]:
-    """The answers of a recorded run, or of any JSON lines that have prompts' and answers' tokens.
+    """Read the answers of a recorded run, or of other JSON lines with prompts' and answers' tokens.
 
-    A line is that of a trace (`jaxserve.workload.recorded`), or has the tokens of one answer as
-    `token_ids`. Answers that were cancelled or failed are left out.
+    A line is one of a trace (`jaxserve.workload.recorded`), or has one answer's tokens as
+    `token_ids`. Answers that were cancelled or failed are skipped.
 
     Raises:
-      InvalidConfigError: the file cannot be read, a line is not one, or no answer is whole.
+      InvalidConfigError: the file cannot be read, a line is malformed, or no answer is left.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -51,7 +53,9 @@ def read(path: str | Path) -> list[FinishedAnswer]:
         raise InvalidConfigError(f"cannot read the answers {path}: {error}; {_LINE}") from error
     found = list(_answers(path, lines))
     if not found:
-        raise InvalidConfigError(f"{path} holds no answer that ended by itself or at its limit")
+        raise InvalidConfigError(
+            f"{path} has no answer that stopped or reached its limit; pass other data"
+        )
     return found
 
 
@@ -63,7 +67,7 @@ def _answers(path: str | Path, lines: Sequence[str]) -> Iterator[FinishedAnswer]
             given = json.loads(line)
         except ValueError as error:
             if number == len(lines):
-                _log.warning("%s line %d was cut off and is left out", path, number)
+                _log.warning("%s line %d is cut off and is skipped", path, number)
                 return
             raise InvalidConfigError(f"{path}:{number} is not JSON: {error}; {_LINE}") from error
         try:

@@ -1,4 +1,4 @@
-"""One request of a workload: what to ask, and how long the answer shall be."""
+"""A request of a workload, with the length of its answer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class WorkloadItem:
 
     Attributes:
       prompt_token_ids: at least one.
-      num_output_tokens: exactly this many are generated; hidden from the scheduler.
-      sample_lengths: of a request for several samples, the tokens of each; `num_output_tokens` is
-        then the longest.
-      max_tokens: what the scheduler knows about the length; the context's end if None.
-      arrival_s: seconds after the start of the run; 0 for all at once.
-      sampling: how tokens are chosen; greedily by default.
-      priority, deadline_s: as in `Runtime.submit`.
+      num_output_tokens: exact number of generated tokens; hidden from the scheduler.
+      sample_lengths: number of tokens of each sample, for a request for several; the longest is
+        then `num_output_tokens`.
+      max_tokens: the scheduler's limit of the length; None for the context's end.
+      arrival_s: seconds after the start of the run.
+      sampling: sampling parameters; greedy by default.
+      priority, deadline_s: see `Runtime.submit`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -34,7 +34,7 @@ class WorkloadItem:
     deadline_s: float | None = None
 
     def params(self) -> SamplingParams:
-        """Past the model's end token until the length is reached."""
+        """Return sampling parameters that generate exactly the forced length."""
         return replace(
             self.sampling,
             max_tokens=self.max_tokens,

@@ -1,15 +1,15 @@
-"""Recorded traces: what a live run was asked and how long its answers were, to be asked again.
+"""Recorded traces: the requests of a live run and the lengths of their answers, for replay.
 
-One line of JSON a request, written when it ends:
+A trace has one line of JSON per request, written when the request ends:
 
     {"id": "request-0", "arrival_s": 0.25, "prompt_token_ids": [5, 6, 7],
      "params": {"max_tokens": 256, "temperature": 0.7, "seed": 4}, "priority": 0,
      "deadline_s": null, "num_output_tokens": [31], "finish_reasons": ["stop"], "finished_s": 2.5,
      "conversation_id": null, "output_token_ids": [[8, 9, 2]]}
 
-Times are seconds since the recording began. `params` are `SamplingParams` that differ from their
-defaults, `max_tokens` and the seed that was drawn always among them. A request for n samples has n
-lengths, n reasons and n lists of tokens; older traces lack the last two.
+Times are in seconds since the recording began. `params` holds the `SamplingParams` that differ from
+their defaults, and always `max_tokens` and the seed that was used. A request for n samples has n
+lengths, n reasons and n lists of tokens. Older traces lack the last two keys.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ _log = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True, kw_only=True)
 class RecordedRequest:
-    """One line of a trace.
+    """A line of a trace.
 
     Attributes:
-      params: as they were asked for, with the seed that was used.
-      num_output_tokens, finish_reasons: of each sample. One that was cancelled has the tokens that
-        it had got, perhaps none.
-      output_token_ids: of each sample; None in traces that lack them.
+      params: the request's parameters, with the seed that was used.
+      num_output_tokens, finish_reasons: one per sample. A cancelled sample may have 0 tokens.
+      output_token_ids: one tuple per sample; None in older traces.
       arrival_s, deadline_s, finished_s: seconds since the recording began.
     """
 
@@ -60,11 +59,13 @@ class RecordedRequest:
     output_token_ids: tuple[tuple[int, ...], ...] | None = None
 
     def item(self, start_s: float = 0.0) -> WorkloadItem:
-        """The same request with its answers forced to their lengths; arrivals count from `start_s`.
+        """Return the same request with its answers forced to their recorded lengths.
 
-        What else could end an answer is left out: stop strings and tokens, `min_tokens`, and
-        cancellation. An answer without a token gets one. The same model gives the same tokens,
-        except where `min_tokens` had forbidden one.
+        Stop strings, stop tokens, `min_tokens` and cancellation are not replayed, and an answer of
+        0 tokens gets 1. The same model gives the same tokens, unless `min_tokens` forbade one.
+
+        Args:
+          start_s: the item's arrival time is relative to this.
         """
         lengths = tuple(max(1, length) for length in self.num_output_tokens)
         return WorkloadItem(
@@ -83,16 +84,16 @@ class RecordedRequest:
 
 @final
 class TraceWriter:
-    """Appends a line for every request that ends, whole before the next; safe from any thread.
+    """A writer of a trace, with one line per finished request. Thread-safe.
+
+    A full disk ends the recording with a logged error and affects no request.
 
     Args:
-      path: a new file, or an empty one.
-      origin_s: the engine's clock at the beginning of the recording.
-
-    A disk that fills up ends the recording with a logged error, and harms no request.
+      path: a new or empty file.
+      origin_s: time on the engine's clock at the start of the recording.
 
     Raises:
-      InvalidConfigError: the file holds something already, or cannot be written.
+      InvalidConfigError: the file is not empty or not writable.
     """
 
     def __init__(self, path: str | Path, *, origin_s: float):
@@ -102,7 +103,7 @@ class TraceWriter:
         self._one_writer = threading.Lock()
 
     def append(self, request: Request, completion: Completion) -> None:
-        """Write the line of one request, whose samples have all ended."""
+        """Write the line of a request whose samples have all ended."""
 
         def since(time_s: float | None) -> float | None:
             if time_s is None or not math.isfinite(time_s):
@@ -130,42 +131,42 @@ class TraceWriter:
                 self._file.write(text)
                 self._file.flush()
             except OSError as error:
-                _log.error("the recording %s ends here: %s", self._file.name, error)
+                _log.error("the recording %s has ended: %s", self._file.name, error)
                 self.close()
 
     def close(self) -> None:
-        with suppress(OSError):  # what could not be flushed was reported when it was written
+        with suppress(OSError):  # `append` has logged the error of a failed write
             self._file.close()
 
 
 def check_is_free(path: str | Path) -> None:
-    """Refuse a file that a recording cannot have, before anything slow has happened.
+    """Check that a recording can be written to `path`.
 
     Raises:
-      InvalidConfigError
+      InvalidConfigError: the file is not empty or not writable.
     """
     path = Path(path)
     if path.is_dir() or (path.exists() and path.stat().st_size):
         raise InvalidConfigError(
-            f"record={str(path)!r} holds something already; name another file, or remove it"
+            f"record={str(path)!r} is not empty; pass another path, or remove the file"
         )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise InvalidConfigError(
-            f"record={str(path)!r} cannot be written; name a file in a folder that can be"
+            f"record={str(path)!r} cannot be written; pass a path in a writable folder"
         )
 
 
 def read(path: str | Path) -> list[RecordedRequest]:
-    """The requests of a trace, by arrival. A last line that was cut off is left out.
+    """Read the requests of a trace, in order of arrival. An incomplete last line is skipped.
 
     Raises:
-      InvalidConfigError: the file cannot be read, or a line is not one; names file and line.
+      InvalidConfigError: the file cannot be read, or a line is malformed; the message names it.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfigError(
-            f"cannot read the trace {path}: {error}; give a file written by record=..."
+            f"cannot read the trace {path}: {error}; pass a file written by record=..."
         ) from error
     lines = text.split("\n")
     requests = []
@@ -175,7 +176,7 @@ def read(path: str | Path) -> list[RecordedRequest]:
                 requests.append(_parse(json.loads(line)))
         except json.JSONDecodeError as error:
             if number == len(lines):
-                _log.warning("%s line %d was cut off and is left out", path, number)
+                _log.warning("%s line %d is cut off and is skipped", path, number)
                 continue
             raise InvalidConfigError(f"{path} line {number} is not JSON: {error}") from error
         except (InvalidConfigError, InvalidSamplingParamsError) as error:
@@ -184,21 +185,25 @@ def read(path: str | Path) -> list[RecordedRequest]:
 
 
 def recorded_items(path: str | Path, num: int | None = None) -> list[WorkloadItem]:
-    """The first `num` requests of a trace, all if None, as a workload; the first arrives at 0.
+    """Return the first `num` requests of a trace as a workload; the first arrives at 0.
+
+    Args:
+      num: number of requests; None for all.
 
     Raises:
-      InvalidConfigError: as `read`, or the trace holds fewer.
+      InvalidConfigError: see `read`, or the trace has fewer requests.
     """
     requests = read(path)
     if len(requests) < (num or 1):
         raise InvalidConfigError(
-            f"{num or 1} requests were asked for, and {path} holds {len(requests)}; ask for fewer"
+            f"num={num or 1} is more than the {len(requests)} requests of {path}; pass a smaller "
+            "num"
         )
     return [request.item(requests[0].arrival_s) for request in requests[:num]]
 
 
 def _changed(params: SamplingParams) -> dict[str, Any]:
-    """What differs from the defaults, and `max_tokens`."""
+    """Return the parameters that differ from their defaults, and `max_tokens`."""
     given = {field.name: getattr(params, field.name) for field in fields(params)}
     if params.logit_bias is not None:
         given["logit_bias"] = {int(k): float(v) for k, v in params.logit_bias.items()}
@@ -207,7 +212,7 @@ def _changed(params: SamplingParams) -> dict[str, Any]:
 
 
 def _plain(number: Any) -> int | float:
-    """A number of NumPy or JAX as JSON can hold it."""
+    """Convert a number of NumPy or JAX for JSON."""
     return operator.index(number) if hasattr(number, "__index__") else float(number)
 
 
@@ -215,10 +220,10 @@ def _parse(line: object) -> RecordedRequest:
     known = {field.name for field in fields(RecordedRequest)}
     if not isinstance(line, dict) or not known - _OPTIONAL <= set(line) <= known:
         given = sorted(line) if isinstance(line, dict) else line
-        raise InvalidConfigError(f"a line is an object of {sorted(known)}, not {given!r}")
+        raise InvalidConfigError(f"{given!r} is not allowed; a line has the keys {sorted(known)}")
     for name, (is_allowed, allowed) in _ALLOWED.items():
         if name in line and not is_allowed(line[name]):
-            raise InvalidConfigError(f"{name}={line[name]!r} is not allowed; give {allowed}")
+            raise InvalidConfigError(f"{name}={line[name]!r} is not allowed; use {allowed}")
     converted: dict[str, Any] = {name: tuple(line[name]) for name in _TUPLES}
     if "output_token_ids" in line:
         converted["output_token_ids"] = tuple(map(tuple, line["output_token_ids"]))
@@ -227,7 +232,7 @@ def _parse(line: object) -> RecordedRequest:
     if given != (request.params.n, request.params.n):
         raise InvalidConfigError(
             f"{given[0]} num_output_tokens and {given[1]} finish_reasons for n={request.params.n}; "
-            "give one of each a sample"
+            "use one of each per sample"
         )
     request.item().params()
     return request
@@ -236,7 +241,7 @@ def _parse(line: object) -> RecordedRequest:
 def _params(changed: dict[str, Any]) -> SamplingParams:
     bias = changed.get("logit_bias")
     try:
-        if bias is not None:  # JSON object keys are always text
+        if bias is not None:  # keys of JSON objects are strings
             changed = changed | {"logit_bias": {int(k): v for k, v in bias.items()}}
         return SamplingParams(**changed)
     except (TypeError, ValueError, AttributeError) as error:
@@ -268,7 +273,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "params": (lambda value: isinstance(value, dict), "an object"),
     "priority": (_is_whole, "a whole number"),
     "deadline_s": (lambda value: value is None or _is_number(value), "a number or null"),
-    "num_output_tokens": (_are(_is_count), "a list of numbers from 0 on"),
+    "num_output_tokens": (_are(_is_count), "a list of whole numbers of at least 0"),
     "finish_reasons": (_are(lambda value: value in get_args(FinishReason)), "a list of reasons"),
     "finished_s": (_is_number, "a number"),
     "conversation_id": (lambda value: value is None or isinstance(value, str), "a string or null"),

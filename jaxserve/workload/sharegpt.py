@@ -1,7 +1,7 @@
-"""ShareGPT V3: real conversations, for prompts and answer lengths as people have them.
+"""ShareGPT V3: real conversations, with their prompts and answer lengths.
 
-The published file is a JSON array cut off at 125 MB, in the middle of a record. It is read record
-by record; the broken last one is left out.
+The published file is a JSON array that is cut off at 125 MB, in the middle of a record. It is read
+record by record, and the incomplete last one is skipped.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ FILE = WheelFile(
     license="licence not stated",
 )
 
-# Shorter prompts and answers are slips of the keyboard, and say nothing about serving.
+# Shorter prompts and answers are mostly typing errors and are skipped.
 MIN_TOKENS = 4
 
-_CHUNK_CHARACTERS = 1 << 20
+_READ_CHARACTERS = 1 << 20
 _MAX_RECORD_CHARACTERS = 1 << 26
 
 
 class Encoder(Protocol):
-    """What `sample` needs of a tokenizer."""
+    """The part of a tokenizer that `sample` uses."""
 
     def encode(self, text: str, /) -> Sequence[int]: ...
 
@@ -45,31 +45,35 @@ class Encoder(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages of one conversation, in order: (who, text), who being "human" or "gpt"."""
+    """A conversation.
+
+    Attributes:
+      messages: (author, text) in order; the author is "human" or "gpt".
+    """
 
     id: str
     messages: tuple[tuple[str, str], ...]
 
     @property
     def origin(self) -> str:
-        """The conversation as it was shared: long ones were cut into records "id_0", "id_1", ..."""
+        """Id of the conversation as it was shared; long ones were cut into "id_0", "id_1", ..."""
         return self.id.rpartition("_")[0] or self.id
 
     @property
     def first_turn(self) -> tuple[str, str] | None:
-        """The opening question and its answer; None where the record starts otherwise."""
-        if [who for who, _ in self.messages[:2]] != ["human", "gpt"]:
+        """The first question and its answer; None if the record does not begin with these."""
+        if [author for author, _ in self.messages[:2]] != ["human", "gpt"]:
             return None
         return self.messages[0][1], self.messages[1][1]
 
 
 def read(path: Path) -> Iterator[Conversation]:
-    """The whole conversations of a file, in its order, a chunk in memory at a time.
+    """Yield the complete conversations of a file, in its order, without loading all of it.
 
     Raises:
       InvalidConfigError: the file is not a JSON array of ShareGPT records.
     """
-    # A cut may fall inside a character, hence `replace`: it can only touch the broken last record.
+    # The cut may split a character; `replace` then affects the incomplete last record only.
     with path.open(encoding="utf-8", errors="replace") as file:
         for record in _records(file, str(path)):
             try:
@@ -77,15 +81,15 @@ def read(path: Path) -> Iterator[Conversation]:
                 yield Conversation(id=str(record["id"]), messages=messages)
             except (KeyError, TypeError) as error:
                 raise InvalidConfigError(
-                    f"{path} holds a record without {error}; give a ShareGPT file, whose records "
+                    f"{path} has a record without {error}; pass a ShareGPT file, whose records "
                     'look like {"id": ..., "conversations": [{"from": ..., "value": ...}]}'
                 ) from error
 
 
 def whole(records: Iterable[Conversation]) -> Iterator[Conversation]:
-    """Conversations as they were shared: records of one origin that follow each other are one.
+    """Yield conversations as they were shared, with consecutive records of one origin joined.
 
-    Where the second begins with the message that the first ends with, it is there once.
+    A message that ends one record and begins the next is kept once.
     """
     for origin, pieces in groupby(records, lambda record: record.origin):
         messages: list[tuple[str, str]] = []
@@ -95,11 +99,11 @@ def whole(records: Iterable[Conversation]) -> Iterator[Conversation]:
         yield Conversation(id=f"{origin}_0", messages=tuple(messages))
 
 
-def _records(file: TextIO, where: str) -> Iterator[dict]:
+def _records(file: TextIO, name: str) -> Iterator[dict]:
     decoder = json.JSONDecoder()
-    text = file.read(_CHUNK_CHARACTERS).lstrip()
+    text = file.read(_READ_CHARACTERS).lstrip()
     if not text.startswith("["):
-        raise InvalidConfigError(f"{where} does not start with '['; give a JSON array of records")
+        raise InvalidConfigError(f"{name} does not start with '['; pass a JSON array of records")
     start = 1
     while True:
         start = _skip_separators(text, start)
@@ -108,12 +112,14 @@ def _records(file: TextIO, where: str) -> Iterator[dict]:
         try:
             record, start = decoder.raw_decode(text, start)
         except json.JSONDecodeError as error:
-            more = file.read(_CHUNK_CHARACTERS)
+            more = file.read(_READ_CHARACTERS)
             if not more:
                 return
             text, start = text[start:] + more, 0
             if len(text) > _MAX_RECORD_CHARACTERS:
-                raise InvalidConfigError(f"{where} is not valid JSON: {error}") from error
+                raise InvalidConfigError(
+                    f"{name} is not valid JSON: {error}; pass a JSON array of records"
+                ) from error
             continue
         yield record
 
@@ -137,23 +143,23 @@ def sample(
     path: Path | None = None,
     progress: bool = True,
 ) -> list[WorkloadItem]:
-    """`num` first turns drawn without replacement: prompts that fit, answers cut at a length.
+    """Draw `num` first turns without replacement.
 
     Args:
-      num: how many to draw.
-      seed: of the draw; the same seed and tokenizer give the same items.
+      num: number of turns.
+      seed: seed of the draw; the same seed and tokenizer give the same items.
       tokenizer: counts the tokens of prompts and answers.
-      max_prompt_tokens: longer prompts are passed over.
-      max_output_tokens: longer answers count as this long.
-      output_scale: multiplies the recorded lengths of answers first.
-      is_limit_known: requests ask for no more than `max_output_tokens`; else for all that the
-        context holds, as most people do.
-      accepts: whether a conversation, by its `origin`, may be drawn from.
-      path: a ShareGPT file; the published one is fetched where None.
-      progress: show a bar while downloading.
+      max_prompt_tokens: longer prompts are skipped.
+      max_output_tokens: maximum answer length; longer answers count as this.
+      output_scale: multiplies the recorded answer lengths before that.
+      is_limit_known: the requests' `max_tokens` is `max_output_tokens`; otherwise it is None, the
+        context's end, as in most real requests.
+      accepts: whether a conversation may be used, by its `origin`.
+      path: a ShareGPT file; the published one is fetched if None.
+      progress: show a bar during the download.
 
     Raises:
-      InvalidConfigError: the file holds fewer than `num` such turns.
+      InvalidConfigError: the file has fewer than `num` such turns.
       DownloadError, ModelCacheError: the file cannot be fetched.
     """
     path = path or fetch(FILE, progress=progress)
@@ -180,8 +186,8 @@ def sample(
             )
     if len(items) < num:
         raise InvalidConfigError(
-            f"{num} requests were asked for, and {path} holds {len(items)} first turns with "
-            f"prompts of {MIN_TOKENS} to {max_prompt_tokens} tokens; ask for fewer, or "
-            "allow longer prompts"
+            f"num={num} is more than the {len(items)} first turns of {path} with prompts of "
+            f"{MIN_TOKENS} to {max_prompt_tokens} tokens; pass a smaller num, or raise "
+            "max_prompt_tokens"
         )
     return items

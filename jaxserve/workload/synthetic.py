@@ -17,14 +17,14 @@ def random_items(
     vocab_size: int,
     seed: int,
 ) -> list[WorkloadItem]:
-    """`num` prompts of uniformly random token ids, all of the same length.
+    """Return `num` prompts of uniformly random token ids, all of one length.
 
     Args:
-      num_output_tokens: of every answer; with `min_output_tokens`, answers are uniformly between
-        the two (section VI-D of the Flover paper), and the scheduler knows the upper one only.
+      num_output_tokens: length of every answer. With `min_output_tokens`, lengths are uniform
+        between the two (Flover, section VI-D), and the scheduler knows only this one.
 
     Raises:
-      InvalidConfigError: a count below one, or bounds the wrong way round.
+      InvalidConfigError: a count is below 1, or `min_output_tokens` is over `num_output_tokens`.
     """
     least = num_output_tokens if min_output_tokens is None else min_output_tokens
     for name, value in (
@@ -35,10 +35,11 @@ def random_items(
         ("vocab_size", vocab_size),
     ):
         if value < 1:
-            raise InvalidConfigError(f"{name}={value} must be at least 1")
+            raise InvalidConfigError(f"{name}={value} is not allowed; pass at least 1")
     if least > num_output_tokens:
         raise InvalidConfigError(
-            f"min_output_tokens={least} is more than num_output_tokens={num_output_tokens}"
+            f"min_output_tokens={least} is not allowed; pass at most "
+            f"num_output_tokens={num_output_tokens}"
         )
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab_size, (num, num_prompt_tokens))

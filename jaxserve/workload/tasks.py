@@ -1,8 +1,7 @@
-"""The tasks of ExeGPT: prompts and answers of truncated normal lengths.
+"""The tasks of ExeGPT: prompts and answers with truncated normal lengths.
 
-Table 3 of the paper gives average, standard deviation and longest length. The 99th percentiles
-that it also gives say that these are moments of the truncated distribution, not of the normal one
-that was cut.
+Table 3 of the paper gives mean, standard deviation and maximum. Its 99th percentiles show that
+these are moments of the truncated distribution, not of the normal distribution before truncation.
 """
 
 from __future__ import annotations
@@ -19,17 +18,22 @@ from jaxserve.workload.item import WorkloadItem
 @final
 @dataclass(frozen=True)
 class Lengths:
-    """A normal distribution over whole lengths, cut to 1 ... `most`; moments are after the cut."""
+    """A normal distribution over whole lengths, truncated to 1 ... `most`.
+
+    Attributes:
+      mean, std: moments of the truncated distribution, in tokens.
+    """
 
     mean: float
     std: float
     most: int
 
     def probabilities(self) -> np.ndarray:
-        """float64 [most], of the lengths 1 ... `most`.
+        """Return the probabilities of the lengths 1 ... `most`, float64 [most].
 
-        Centre and width of the normal are found by fixed-point iteration. No normal cut to
-        1 ... `most` is wider than the uniform distribution, which stands for one that would be.
+        A fixed-point iteration finds the centre and width of the normal. No normal truncated to
+        1 ... `most` has a larger deviation than the uniform distribution, which is returned when
+        `std` is that large.
         """
         lengths = np.arange(1, self.most + 1)
         probabilities = np.full(self.most, 1 / self.most)
@@ -49,14 +53,14 @@ class Lengths:
 @final
 @dataclass(frozen=True)
 class Task:
-    """What is asked, and lengths of prompts and answers."""
+    """A task with the length distributions of its prompts and answers."""
 
     about: str
     inputs: Lengths
     outputs: Lengths
 
 
-# The inputs of S and T are the two whose deviation no truncated normal reaches: they are uniform.
+# No truncated normal has the deviation of the inputs of S and T, so these are uniform.
 TASKS = {
     "S": Task("summarization", Lengths(256, 252, 512), Lengths(32, 13, 80)),
     "T": Task("translation", Lengths(128, 81, 256), Lengths(128, 68, 320)),
@@ -69,24 +73,24 @@ TASKS = {
 def task_items(
     name: str, num: int, *, vocab_size: int, seed: int, scale: float = 1.0
 ) -> list[WorkloadItem]:
-    """`num` prompts of uniformly random token ids; lengths of prompt and answer are independent.
+    """Return `num` prompts of uniformly random token ids, with independent answer lengths.
+
+    The scheduler knows only the task's maximum answer length.
 
     Args:
       name: S, T, G, C1 or C2.
       scale: multiplies every length, for models whose context is too short for the task.
 
-    The scheduler knows the task's longest answer only.
-
     Raises:
-      InvalidConfigError: another name, a count below one, or a scale that is not above 0.
+      InvalidConfigError: the name is unknown, a count is below 1, or the scale is not above 0.
     """
     if name not in TASKS:
-        raise InvalidConfigError(f"task {name!r} is unknown; choose one of {', '.join(TASKS)}")
-    for what, count in (("num", num), ("vocab_size", vocab_size)):
+        raise InvalidConfigError(f"task {name!r} is unknown; pass one of {', '.join(TASKS)}")
+    for argument, count in (("num", num), ("vocab_size", vocab_size)):
         if count < 1:
-            raise InvalidConfigError(f"{what}={count} must be at least 1")
+            raise InvalidConfigError(f"{argument}={count} is not allowed; pass at least 1")
     if not 0 < scale < float("inf"):
-        raise InvalidConfigError(f"scale={scale} is not allowed; give a number above 0")
+        raise InvalidConfigError(f"scale={scale} is not allowed; pass a number above 0")
     task, rng = TASKS[name], np.random.default_rng(seed)
     input_lengths = _draw(task.inputs, num, rng, scale)
     output_lengths = _draw(task.outputs, num, rng, scale)

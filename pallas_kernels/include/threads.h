@@ -1,4 +1,4 @@
-// Work items on XLA's own threads.
+// Runs work items on XLA's own threads.
 
 #ifndef PALLAS_KERNELS_THREADS_H_
 #define PALLAS_KERNELS_THREADS_H_
@@ -13,12 +13,13 @@
 
 #include "xla/ffi/api/ffi.h"
 
-// Calls body(item, after) for every item below `count`, on this thread and at most `threads` - 1
-// of the pool's. `after` is the item that the same thread does next if kClaimsAhead, else -1, and
-// -1 for the last. Returns when all are done; what `body` holds lives as long as any thread uses it.
+// Calls body(item, after) for every item below `count`, on this thread and on at most
+// `threads` - 1 threads of the pool. With kClaimsAhead, `after` is the item that the same thread
+// takes next, or -1 after its last; without it, -1. Returns when all items are done. `body` is
+// kept alive as long as any thread uses it.
 template <bool kClaimsAhead = false, typename Body>
 void for_each_item(xla::ffi::ThreadPool& pool, int64_t count, int64_t threads, Body body) {
-  // A helper that starts late finds no item left, maybe after the caller has returned.
+  // A helper that starts late finds no item left, possibly after the caller has returned.
   struct Shared {
     Body body;
     int64_t count;
@@ -45,7 +46,7 @@ void for_each_item(xla::ffi::ThreadPool& pool, int64_t count, int64_t threads, B
   const int64_t helpers = std::min({pool.num_threads(), count, threads}) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([shared] { shared->take_items(); });
   shared->take_items();
-  // Only items that another thread is working on are waited for: a busy pool cannot block this.
+  // This waits only for items that another thread has begun, so a busy pool cannot block it.
   std::unique_lock<std::mutex> lock(shared->mutex);
   shared->all_done.wait(lock, [&] { return shared->done.load() == count; });
 }

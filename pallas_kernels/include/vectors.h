@@ -1,4 +1,4 @@
-// Vectors of W floats, in the compiler's own notation (GCC 12 or newer, clang).
+// Vectors of W floats as vector extensions of the compiler (GCC 12 or newer, clang).
 
 #ifndef PALLAS_KERNELS_VECTORS_H_
 #define PALLAS_KERNELS_VECTORS_H_
@@ -7,7 +7,7 @@
 #include <cstring>
 #include <utility>
 
-// Floats in the widest vector that the machine has; two registers' worth on NEON.
+// Floats in the machine's widest vector; in two registers on NEON.
 #ifdef __AVX512F__
 constexpr int kWide = 16;
 #else
@@ -34,12 +34,12 @@ inline Float<W> load(const float* from) {
   return x;
 }
 
-// One of float8_e4m3fn.
+// One float8_e4m3fn number.
 struct Float8 {
   uint8_t bits;
 };
 
-// In two steps: GCC 12 widens to four times the width number by number.
+// Widens in two steps, since GCC 12 widens to four times the width one element at a time.
 template <int W, typename Bytes>
 inline Int<W> widened(const void* from) {
   Bytes x;
@@ -52,7 +52,7 @@ inline Float<W> load(const int8_t* from) {
   return __builtin_convertvector((widened<W, typename Simd<W>::Signed>(from)), Float<W>);
 }
 
-// Not-a-number comes as 480: the scale of such a vector is not a number either.
+// NaN loads as 480; the scale of a vector with a NaN is NaN itself.
 template <int W>
 inline Float<W> load(const Float8* from) {
   const Int<W> x = widened<W, typename Simd<W>::Unsigned>(from);
@@ -68,7 +68,7 @@ inline void store(float* to, Vector x) {
   std::memcpy(to, &x, sizeof(x));
 }
 
-// One step of a transposition: swaps the off-diagonal step x step squares.
+// Does one step of a transposition: swaps the off-diagonal step x step squares.
 template <int step, int W, int... lane>
 inline void transpose_step(Float<W>* x, std::integer_sequence<int, lane...>) {
 #pragma GCC unroll 16
@@ -80,7 +80,7 @@ inline void transpose_step(Float<W>* x, std::integer_sequence<int, lane...>) {
   }
 }
 
-// Lane j of x[i] becomes lane i of x[j], for W vectors.
+// Transposes W vectors: lane j of x[i] becomes lane i of x[j].
 template <int W>
 inline void transpose_square(Float<W>* x) {
   constexpr auto lanes = std::make_integer_sequence<int, W>();

@@ -1,4 +1,4 @@
-"""Writing keys and values into pages: `rotate_and_write` for a step, `kv_write` for one array."""
+"""Writes of keys and values into pages: `rotate_and_write` for a step, `kv_write` for one array."""
 
 from pallas_kernels.kv_write.api import IMPLEMENTATIONS, rotate_and_write
 from pallas_kernels.kv_write.quantize import quantize

@@ -1,4 +1,4 @@
-"""The public signature of a step's write into the paged cache, and what serves it."""
+"""The public signature of a step's write into the cache, and the choice of its implementation."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from functools import partial
 from typing import Literal
 
 import jax
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import dispatch
 from pallas_kernels.kv_write import reference, triton, xla
 from pallas_kernels.kv_write.rotary import RopeTables
+from pallas_kernels.kv_write.written import Written
 
 Implementation = Literal["reference", "xla", "triton", "triton_interpreted"]
 
@@ -25,42 +27,43 @@ IMPLEMENTATIONS = tuple(_IMPLEMENTATIONS)
 
 
 def rotate_and_write(
-    qkv: jax.Array,
+    qkv: Float[Array, "tokens kv_heads columns head_dim"],
     tables: RopeTables | None,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
-    page: jax.Array,
-    offset: jax.Array,
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
+    page: Int[Array, " tokens"],
+    offset: Int[Array, " tokens"],
     *,
-    k_scales: jax.Array | None = None,
-    v_scales: jax.Array | None = None,
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None = None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None = None,
     implementation: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+) -> Written:
     """Rotate a step's queries and keys, and write its keys and values into the paged cache.
 
-    The cache is updated in place when it is donated. Rotation is in float32.
+    The cache is updated in place when it is donated. The rotation is in float32.
 
     Args:
-      qkv: [tokens, kv_heads, group + 2, head_dim], of each KV head its queries, its key, its value.
+      qkv: `columns` is group + 2: each KV head's queries, its key, its value.
       tables: cosines and sines of the tokens' positions, float32 [tokens, rotated / 2] each, for
-        the first `rotated` dimensions of a head; None where nothing is rotated.
+        the first `rotated` dimensions of a head; None for no rotation.
       k_pages, v_pages: [layers, pages, kv_heads, page_size, head_dim].
-      layer: which layer of the cache; may be traced.
-      page, offset: int32 [tokens], where each token goes: places inside the cache, each at most
-        once but those of page 0, the null page (padding), whose content is undefined.
-      k_scales, v_scales: float32 [layers, pages, kv_heads, page_size], of pages in eight bits (see
+      layer: index of the cache's layer; may be traced.
+      page, offset: int32 [tokens], each token's page and its offset in the page. A pair may occur
+        once, except in page 0, the null page for padding, whose content is undefined.
+      k_scales, v_scales: float32 [layers, pages, kv_heads, page_size], scales of 8-bit pages (see
         `quantize`), written with them; both or none.
-      implementation: overrides the platform's choice, made when the call is traced and logged
-        once: "triton" on NVIDIA GPUs, "xla" elsewhere and where it refuses. "triton_interpreted"
-        runs that kernel anywhere, for tests.
+      implementation: overrides the platform's choice, which is made when the call is traced and
+        logged once: "triton" on NVIDIA GPUs, and "xla" elsewhere or if that refuses.
+        "triton_interpreted" runs the kernel on any platform, for tests.
 
     Returns:
       Queries [tokens, kv_heads * group, head_dim] in qkv's dtype, and `k_pages`, `v_pages`,
       `k_scales` and `v_scales` with the tokens written.
 
     Raises:
-      NotImplementedError: the implementation asked for cannot serve this case; says why.
+      NotImplementedError: the requested implementation cannot serve this case; the message says
+        why.
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
     _check_shapes(qkv, tables, k_pages, v_pages, page, offset)
@@ -68,7 +71,9 @@ def rotate_and_write(
         if (scales is None) != (k_scales is None) or (
             scales is not None and scales.shape != k_pages.shape[:4]
         ):
-            raise ValueError(f"scales: expected both or none, of {k_pages.shape[:4]}")
+            raise ValueError(
+                f"k_scales and v_scales do not fit; pass both or none, of shape {k_pages.shape[:4]}"
+            )
     return dispatch.call(
         "rotate_and_write",
         _IMPLEMENTATIONS,
@@ -102,17 +107,18 @@ def _check_shapes(
         or (k_pages.shape[2], k_pages.shape[4]) != (qkv.shape[1], qkv.shape[3])
     ):
         raise ValueError(
-            f"qkv{qkv.shape}, k_pages{k_pages.shape}, v_pages{v_pages.shape}: expected "
+            f"qkv{qkv.shape}, k_pages{k_pages.shape} and v_pages{v_pages.shape} do not fit; pass "
             "[tokens, kv_heads, group + 2, head_dim] and twice "
             "[layers, pages, kv_heads, page_size, head_dim]"
         )
     if {page.shape, offset.shape} != {qkv.shape[:1]}:
         raise ValueError(
-            f"page{page.shape} and offset{offset.shape}: expected one of {qkv.shape[0]} tokens"
+            f"page{page.shape} and offset{offset.shape} do not fit; pass one per token, "
+            f"[{qkv.shape[0]}]"
         )
     for table in tables or ():
         if table.shape[:1] != qkv.shape[:1] or 2 * table.shape[1] > qkv.shape[3]:
             raise ValueError(
-                f"a table{table.shape} for qkv{qkv.shape}: expected [tokens, rotated / 2], and no "
-                "more rotated than head_dim"
+                f"a table{table.shape} does not fit qkv{qkv.shape}; pass [tokens, rotated / 2] "
+                "with rotated at most head_dim"
             )

@@ -1,19 +1,25 @@
-"""Rotating and writing token by token in NumPy: what the others must agree with; not traceable."""
+"""The reference of rotation and writes, token by token in NumPy; it cannot be traced."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels.kv_write.quantize import quantize
 from pallas_kernels.kv_write.rotary import RopeTables
+from pallas_kernels.kv_write.written import Written
 
 
 def kv_write(
-    pages: jax.Array, layer: int | jax.Array, values: jax.Array, page: jax.Array, offset: jax.Array
-) -> jax.Array:
-    """See `xla.kv_write`. Of several tokens at one place the last stays."""
+    pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
+    values: Real[Array, "tokens kv_heads head_dim"],
+    page: Int[Array, " tokens"],
+    offset: Int[Array, " tokens"],
+) -> Real[Array, "layers pages kv_heads page_size head_dim"]:
+    """See `xla.kv_write`. Of several tokens at one offset of one page, the last is kept."""
     out = np.array(pages)
     for token in range(values.shape[0]):
         for head in range(values.shape[1]):
@@ -22,17 +28,17 @@ def kv_write(
 
 
 def rotate_and_write(
-    qkv: jax.Array,
+    qkv: Float[Array, "tokens kv_heads columns head_dim"],
     tables: RopeTables | None,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
-    page: jax.Array,
-    offset: jax.Array,
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
+    page: Int[Array, " tokens"],
+    offset: Int[Array, " tokens"],
     *,
-    k_scales: jax.Array | None,
-    v_scales: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
+) -> Written:
     """See `api.rotate_and_write`."""
     if isinstance(qkv, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
         raise NotImplementedError("the reference runs outside jit only; use implementation='xla'")

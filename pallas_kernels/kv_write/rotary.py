@@ -1,15 +1,17 @@
-"""Rotary position embeddings, applied: in the rotate-half form of Hugging Face checkpoints."""
+"""Rotary position embeddings in the rotate-half form of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
 # Cosines and sines, float32 [tokens, rotated / 2] each.
-RopeTables = tuple[jax.Array, jax.Array]
+RopeTables = tuple[Float32[Array, "tokens half"], Float32[Array, "tokens half"]]
 
 
-def apply_rope(x: jax.Array, tables: RopeTables) -> jax.Array:
+def apply_rope(
+    x: Float[Array, "tokens *heads head_dim"], tables: RopeTables
+) -> Float[Array, "tokens *heads head_dim"]:
     """Rotate the first dimensions of `x` [tokens, ..., head_dim] in float32; returns x's dtype."""
     shape = (x.shape[0], *(1,) * (x.ndim - 2), -1)
     cos, sin = (table.reshape(shape) for table in tables)

@@ -1,4 +1,4 @@
-"""Named shapes that the tests and the benchmarks of writing into pages share."""
+"""Named shapes for the tests and the benchmarks of writes into pages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pallas_kernels.kv_write.quantize import LARGEST
 @final
 @dataclass(frozen=True, kw_only=True)
 class WriteShape:
-    """One step's write into a cache [layers, pages, kv_heads, page_size, head_dim].
+    """A step's write into a cache [layers, pages, kv_heads, page_size, head_dim].
 
     Attributes:
-      rotated: dimensions of a head that are; 0 where the model has no rotary embedding.
-      page_dtype: one in eight bits comes with scales.
+      rotated: number of rotated dimensions of a head; 0 for a model without rotary embeddings.
+      page_dtype: dtype of the pages; 8-bit pages have scales.
     """
 
     name: str
@@ -42,7 +42,7 @@ class WriteShape:
 
     @property
     def moved_bytes(self) -> int:
-        """Read and written at least: every head once each, and the tables."""
+        """Minimum of bytes read and written: every head once each, and the tables."""
         heads = self.tokens * self.kv_heads
         read = heads * (self.group + 2) * self.head_dim * jnp.dtype(self.dtype).itemsize
         queries = heads * self.group * self.head_dim * jnp.dtype(self.dtype).itemsize
@@ -53,7 +53,7 @@ class WriteShape:
 
 _TINY: dict[str, Any] = dict(page_size=4, dtype="float32", page_dtype="float32")
 
-# Small enough for the reference: whole heads and parts of them rotated, sizes that fill no tile.
+# Small enough for the reference: whole and partial rotation, and sizes that fill no tile.
 TEST_SHAPES = (
     WriteShape(name="whole", tokens=13, kv_heads=2, group=3, head_dim=16, rotated=16, **_TINY),
     WriteShape(name="quarter", tokens=5, kv_heads=3, group=1, head_dim=40, rotated=10, **_TINY),
@@ -90,7 +90,7 @@ _LLAMA3_8B = WriteShape(
     name="llama3_8b_decode_64", tokens=64, kv_heads=8, group=4, head_dim=128, rotated=128
 )
 
-# Compiled before they are shipped, and timed on GPUs: Llama 3 8B, and what differs from it.
+# Compiled before a release and timed on GPUs: Llama 3 8B, and variations of it.
 GPU_SHAPES = (
     _LLAMA3_8B,
     replace(_LLAMA3_8B, name="llama3_8b_decode_256", tokens=256),
@@ -129,7 +129,7 @@ GPU_SHAPES = (
 @final
 @dataclass(frozen=True)
 class Configuration:
-    """One kind of call that is lowered and compiled before it is shipped."""
+    """One kind of call that is lowered and compiled before a release."""
 
     shape: WriteShape
 
@@ -138,17 +138,17 @@ class Configuration:
 
     @property
     def kernels(self) -> frozenset[str]:
-        """Names of all kernels that serve it."""
+        """The names of the kernels that serve the call."""
         return frozenset({"rotate_and_write"})
 
     @property
     def donated(self) -> tuple[str, ...]:
-        """The arguments that have to be written in place."""
+        """The names of the arguments that must be written in place."""
         scales = ("k_scales", "v_scales") if self.shape.is_quantized else ()
         return ("k_pages", "v_pages", *scales)
 
     def call(self) -> tuple[Any, dict[str, Any]]:
-        """A function to jit, and its abstract arguments."""
+        """Return a function for `jax.jit` and its abstract arguments."""
         shape = self.shape
         cache = (2, 1000, shape.kv_heads, shape.page_size)
 
@@ -174,7 +174,7 @@ class Configuration:
 
 
 CONFIGURATIONS = tuple(Configuration(shape) for shape in GPU_SHAPES)
-# To be timed on a CPU.
+# Timed on a CPU.
 SMALL_CONFIGURATIONS = (
     Configuration(
         WriteShape(
@@ -194,9 +194,9 @@ SMALL_CONFIGURATIONS = (
 def make_inputs(
     shape: WriteShape, seed: int, *, layers: int = 2, padding: int = 0
 ) -> dict[str, Any]:
-    """Random arguments of `rotate_and_write`, but `layer`: tokens at places of their own.
+    """Return random arguments of `rotate_and_write`, except `layer`.
 
-    The last `padding` tokens go to the null page.
+    Tokens have distinct places, except the last `padding` tokens, which go to the null page.
     """
     random = np.random.default_rng(seed)
     num_pages = 2 + -(-shape.tokens // shape.page_size)

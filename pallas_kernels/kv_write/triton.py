@@ -1,8 +1,7 @@
-"""Rotating and writing on NVIDIA GPUs from sm_80 on: one Pallas kernel compiled by Triton.
+"""Rotation and writes on NVIDIA GPUs from sm_80 on: one Pallas kernel compiled by Triton.
 
-The heads of `qkv` are rows, one behind the other in memory. A program takes some of them, rotates
-those that are queries or keys, and stores each where it belongs: queries in the output, keys and
-values in their pages, which are written in place.
+The heads of `qkv` are consecutive rows in memory. A program takes some of them, rotates the queries
+and keys, and stores queries in the output, and keys and values in their pages in place.
 """
 
 from __future__ import annotations
@@ -16,49 +15,51 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import gpu
 from pallas_kernels.kv_write.quantize import LARGEST
 from pallas_kernels.kv_write.rotary import RopeTables
+from pallas_kernels.kv_write.written import Written
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MAX_WIDTH = 256
-# Rows of a program, the most of them that leave so many programs to a large GPU.
+# Rows per program: the largest of these that gives at least _PROGRAMS programs, for large GPUs.
 _ROWS = (16, 8, 4)
 _PROGRAMS = 1024
-# Of a warp: 32 threads with 16 bytes of the keys of most models.
+# Rows per warp: 32 threads load 16 bytes each, for the head sizes of most models.
 _ROWS_A_WARP = 4
 
 
 def rotate_and_write(
-    qkv: jax.Array,
+    qkv: Float[Array, "tokens kv_heads columns head_dim"],
     tables: RopeTables | None,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
-    page: jax.Array,
-    offset: jax.Array,
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
+    page: Int[Array, " tokens"],
+    offset: Int[Array, " tokens"],
     *,
-    k_scales: jax.Array | None,
-    v_scales: jax.Array | None,
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+) -> Written:
     """See `api.rotate_and_write`.
 
     Args:
-      interpret: run on any platform, slowly, as tests do.
+      interpret: run in the interpreter, on any platform, for tests; slow.
     """
     if not interpret:
         gpu.require_triton(k_pages.dtype)
     page_dtypes = _DTYPES if k_scales is None else (*LARGEST,)
     if qkv.dtype.name not in _DTYPES or k_pages.dtype.name not in page_dtypes:
         raise NotImplementedError(
-            f"heads in one of {_DTYPES} and pages in one of {page_dtypes}, not {qkv.dtype} and "
-            f"{k_pages.dtype}"
+            f"it serves heads in one of {_DTYPES} and pages in one of {page_dtypes}, not "
+            f"{qkv.dtype} and {k_pages.dtype}"
         )
     tokens, kv_heads, columns, head_dim = qkv.shape
     if head_dim > _MAX_WIDTH:
-        raise NotImplementedError(f"head_dim up to {_MAX_WIDTH}, not {head_dim}")
+        raise NotImplementedError(f"it serves head_dim up to {_MAX_WIDTH}, not {head_dim}")
     gpu.require_addressable(k_pages, v_pages)
     layers, num_pages = k_pages.shape[:2]
     num_rows = tokens * kv_heads * columns
@@ -106,7 +107,7 @@ def rotate_and_write(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class _Cache:
-    """What is written in place: arrays of the call, references in the kernel."""
+    """The cache, which is written in place: arrays in the call, references in the kernel."""
 
     k: Any  # [layers * pages, kv_heads, page_size, head_dim]
     v: Any
@@ -118,7 +119,7 @@ class _Cache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class _Operands:
-    """Likewise, what is read; the cache comes last, for `input_output_aliases`."""
+    """The kernel's inputs; the cache is the last field, for `input_output_aliases`."""
 
     layer: Any  # int32 [1]
     page: Any  # int32 [tokens]
@@ -131,7 +132,7 @@ class _Operands:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What is compiled in; `columns` are the queries of a KV head, its key and its value."""
+    """The static parameters of the kernel; `columns` is group + 2, as in `qkv`."""
 
     rows: int
     num_rows: int
@@ -157,7 +158,7 @@ def _rotate_and_write_kernel(
     offset = triton.load(operands.offset.at[token], mask=exists, other=0)
 
     def pages_of(wanted: int) -> jax.Array:
-        # The interpreter puts back what lies where masked rows would go: that is the null page.
+        # The interpreter rewrites the old content for masked rows, so these go to the null page.
         return jnp.where(column == wanted, operands.layer[0] * sizes.num_pages + page, 0)
 
     parts = _rotated(sizes, operands, row, token, column)
@@ -184,9 +185,9 @@ def _rotate_and_write_kernel(
 def _rotated(
     sizes: _Sizes, operands: _Operands, row: jax.Array, token: jax.Array, column: jax.Array
 ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-    """The rows in parts: dimensions [count], which rows and of these there are, and their values.
+    """Return the rows in parts, with queries and keys rotated.
 
-    Queries and keys are rotated, values are not; zeros stand where there is nothing.
+    A part is (dimensions [count], mask [rows, count], values [rows, count]); masked values are 0.
     """
 
     def load(begin: int, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:

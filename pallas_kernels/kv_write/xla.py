@@ -1,27 +1,29 @@
-"""Rotating and writing as XLA has it, on every platform and under any sharding."""
+"""Rotation and writes in plain XLA, for every platform and sharding."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels.kv_write.quantize import quantize
 from pallas_kernels.kv_write.rotary import RopeTables, apply_rope
+from pallas_kernels.kv_write.written import Written
 from pallas_kernels.put_rows import put_rows, serves
 
 
 def rotate_and_write(
-    qkv: jax.Array,
+    qkv: Float[Array, "tokens kv_heads columns head_dim"],
     tables: RopeTables | None,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
-    page: jax.Array,
-    offset: jax.Array,
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
+    page: Int[Array, " tokens"],
+    offset: Int[Array, " tokens"],
     *,
-    k_scales: jax.Array | None,
-    v_scales: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
+) -> Written:
     """See `api.rotate_and_write`."""
     tokens, _, columns, head_dim = qkv.shape
     group = columns - 2
@@ -46,16 +48,20 @@ def rotate_and_write(
 
 
 def kv_write(
-    pages: jax.Array, layer: int | jax.Array, values: jax.Array, page: jax.Array, offset: jax.Array
-) -> jax.Array:
+    pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
+    values: Real[Array, "tokens kv_heads head_dim"],
+    page: Int[Array, " tokens"],
+    offset: Int[Array, " tokens"],
+) -> Real[Array, "layers pages kv_heads page_size head_dim"]:
     """Write one step's keys (or values) into the paged cache, in place when `pages` is donated.
 
     Args:
       pages: [layers, pages, kv_heads, page_size, head_dim].
-      layer: which layer.
+      layer: index of the cache's layer.
       values: [tokens, kv_heads, head_dim].
-      page, offset: int32 [tokens], where each token goes: places inside the cache, each at most
-        once but those of page 0, the null page (padding), whose content is undefined.
+      page, offset: int32 [tokens], each token's page and its offset in the page. A pair may occur
+        once, except in page 0, the null page for padding, whose content is undefined.
 
     Returns:
       `pages` with the tokens written.

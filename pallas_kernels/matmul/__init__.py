@@ -1,4 +1,4 @@
-"""Products of activations with weights."""
+"""The product of activations with a weight."""
 
 from pallas_kernels.matmul.api import matmul
 

@@ -1,10 +1,11 @@
-"""The public signature of the product with a weight, and which implementation serves it."""
+"""The public signature of the product with a weight, and the choice of its implementation."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import jax
+from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.matmul import cpu, xla
@@ -16,33 +17,35 @@ _PREFERRED = {"cpu": ("cpu",)}
 
 
 def matmul(
-    x: jax.Array,
-    weight: jax.Array,
+    x: Float[Array, "tokens in"],
+    weight: Float[Array, " rows *columns"],
     *,
     transposed: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation | None = None,
-) -> jax.Array:
-    """`x` times a weight as it lies in memory, accumulated in float32 (or wider).
+) -> Float[Array, " tokens *out"]:
+    """Multiply `x` with a weight, without rearranging it, and accumulate in float32 or wider.
 
     Args:
       x: [tokens, in].
       weight: [in, ...out], or [out, in] with `transposed`.
-      out_dtype: x's by default.
-      implementation: overrides the platform's choice, made when the call is traced and logged
-        once: on the CPU "cpu", where a compiler is found; else "xla", which alone partitions.
+      out_dtype: x's dtype by default.
+      implementation: overrides the platform's choice, which is made when the call is traced and
+        logged once: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
+        refuses. Only "xla" can be partitioned over a mesh.
 
     Returns:
-      [tokens, ...out]. By "cpu", bits of a row do not depend on the other rows or their number.
+      [tokens, ...out]. With "cpu", the bits of a row do not depend on the other rows.
 
     Raises:
-      NotImplementedError: the implementation asked for cannot serve this case; says why.
+      NotImplementedError: the requested implementation cannot serve this case; the message says
+        why.
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
     is_matrix = weight.ndim == 2 if transposed else weight.ndim >= 2
     if x.ndim != 2 or not is_matrix or x.shape[1] != weight.shape[1 if transposed else 0]:
         raise ValueError(
-            f"x{x.shape} and weight{weight.shape}: expected [tokens, in] and "
+            f"x{x.shape} and weight{weight.shape} do not fit; pass [tokens, in] and "
             f"{'[out, in]' if transposed else '[in, ...out]'}"
         )
     return dispatch.call(

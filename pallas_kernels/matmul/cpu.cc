@@ -1,15 +1,14 @@
 // Matrix products of few rows with large weights on the CPU, as an XLA custom call (float32).
 //
-// The weight is cut into panels of kPanel columns, some neighbouring panels into a strip. A thread
-// takes a strip, walks down it a block of rows at a time, and multiplies tiles of kTile rows of x
-// with each panel of the block, sums in registers; meanwhile it fetches the next block. So the
-// weight is read from memory once, in long runs, whatever the number of rows of x. With many rows,
-// or a transposed weight, a panel of the block is first copied into the order in which it is used.
-// With few rows of x there is little to multiply and all depends on reading: a strip is then read
-// row by row, and the sums wait in L1.
+// The weight is cut into panels of kPanel columns, and adjacent panels form a strip. A thread takes
+// a strip, goes down it one block of rows at a time, and multiplies tiles of kTile rows of x with
+// each panel of the block, with sums in registers; meanwhile it prefetches the next block. So the
+// weight is read from memory once, in long runs, for any number of rows of x. With many rows, or a
+// transposed weight, a panel of the block is first copied into the order of its use. With few rows
+// of x, reading the weight takes the time: a strip is then read row by row, and the sums are in L1.
 //
 // Each output is one chain of fused multiply-adds in the order of the inner dimension: its bits
-// depend neither on the number of rows nor on how the work was cut or shared out.
+// depend neither on the number of rows nor on how the work is cut or divided among threads.
 
 #include <algorithm>
 #include <cstdint>
@@ -25,22 +24,22 @@ namespace ffi = xla::ffi;
 namespace {
 
 constexpr int W = kWide;
-constexpr int kTile = W == 16 ? 8 : 4;  // rows of x that are multiplied at once
-constexpr int kVectors = 3;             // with kTile rows, as many sums as there are registers
+constexpr int kTile = W == 16 ? 8 : 4;  // rows of x that are multiplied together
+constexpr int kVectors = 3;             // kTile * kVectors sums fit the registers
 constexpr int kPanel = kVectors * W;    // columns
-constexpr int kRows = 128;              // rows of x of one item, at most
-constexpr int kFew = 8;                 // rows for which all depends on reading the weight
-constexpr int kAbreast = 4;             // rows of the weight that few rows of x read together
-constexpr int kPacksFrom = 64;          // rows for which it pays to copy the weight
+constexpr int kRows = 128;              // maximum of rows of x of an item
+constexpr int kFew = 8;                 // maximum of rows of x for which a strip is streamed
+constexpr int kAbreast = 4;             // rows of the weight that are streamed together
+constexpr int kPacksFrom = 64;          // minimum of rows of x for which the weight is copied
 
-// A block of the weight, in panels and rows: in L2 if it is multiplied in place, a panel of it in L1
-// if that is copied first. Rows of a transposed weight are read in longer runs.
+// A block of the weight, in panels and rows. It fits L2 if it is multiplied in place; a panel of it
+// fits L1 if that is copied first. Rows of a transposed weight are read in longer runs.
 struct Block {
   int64_t width, depth;
 };
 constexpr Block kInPlace = {16, 64}, kPacked = {4, 128}, kTransposed = {1, 576};
 
-constexpr int64_t kWorthAThread = 1 << 18;  // multiply-adds below which threads do not pay
+constexpr int64_t kWorthAThread = 1 << 18;  // multiply-adds per additional thread
 
 struct Problem {
   const float* x;  // [m, k]
@@ -50,7 +49,7 @@ struct Problem {
   bool transposed;
 
   // How the work is cut.
-  bool streams;               // few rows of x, and a weight that is not transposed
+  bool streams;               // at most kFew rows of x, and a weight that is not transposed
   bool packs;                 // a panel is copied before it is used
   int64_t depth;              // rows of a block
   int64_t width;              // panels of a strip
@@ -73,7 +72,7 @@ void Problem::cut(int64_t threads) {
   row_blocks = (m + kRows - 1) / kRows;
 }
 
-// Fetches a block of the weight into L2, one cache line a call.
+// Prefetches a block of the weight into L2, one cache line per call.
 class Ahead {
  public:
   Ahead() = default;
@@ -102,7 +101,7 @@ class Ahead {
   int64_t rows_ = 0, width_ = 0, stride_ = 0, offset_ = 0;
 };
 
-// packed[i][c] = w[k0 + i][n0 + c], and zeros past the last column.
+// packed[i][c] = w[k0 + i][n0 + c], with zeros past the last column.
 void pack(const Problem& p, int64_t n0, int64_t k0, int64_t depth, float* packed) {
   const int64_t columns = std::min<int64_t>(kPanel, p.n - n0);
   if (!p.transposed) {
@@ -137,7 +136,7 @@ void pack(const Problem& p, int64_t n0, int64_t k0, int64_t depth, float* packed
       packed[i * kPanel + c] = c < columns ? from[c * p.k + i] : 0.0f;
 }
 
-// total[r] (+)= sum over i of x[r][i] * b[i], for R rows; `lines` are fetched every 4 steps.
+// total[r] (+)= sum over i of x[r][i] * b[i], for R rows; `lines` are prefetched every 4 steps.
 template <int R>
 void multiply(const float* __restrict x, int64_t x_stride, const float* __restrict b,
               int64_t b_stride, int64_t depth, bool first, float* __restrict total, Ahead& ahead,
@@ -158,7 +157,7 @@ void multiply(const float* __restrict x, int64_t x_stride, const float* __restri
 #pragma GCC unroll 3
       for (int v = 0; v < kVectors; ++v) sum[r][v] += a * column[v];
     }
-    asm volatile("" ::: "memory");  // or steps would be mixed, and sums leave the registers
+    asm volatile("" ::: "memory");  // keeps the compiler from mixing steps and spilling the sums
   };
   int64_t i = 0;
   for (; i + 4 <= depth; i += 4) {
@@ -238,7 +237,7 @@ void product(const Problem& p, int64_t item, int64_t item_after) {
   auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64;
   float* packed = reinterpret_cast<float*>(aligned);  // [depth, kPanel]
   float* total = packed + p.depth * kPanel;           // [panels, rows, kPanel]
-  // Of the cache lines of 4 rows of a panel, each tile's share.
+  // Each tile's share of the cache lines of 4 rows of a panel.
   const int lines = static_cast<int>((4 * kPanel / 16 + tiles - 1) / tiles);
   for (int64_t k0 = 0; k0 < p.k; k0 += p.depth) {
     const int64_t depth = std::min<int64_t>(p.depth, p.k - k0);

@@ -1,14 +1,19 @@
-"""The product as XLA has it, on every platform and under any sharding."""
+"""The product in plain XLA, for every platform and sharding."""
 
 from __future__ import annotations
 
 import jax
 from jax import lax
+from jaxtyping import Array, Float
 
 
 def matmul(
-    x: jax.Array, weight: jax.Array, *, transposed: bool, out_dtype: jax.typing.DTypeLike
-) -> jax.Array:
+    x: Float[Array, "tokens in"],
+    weight: Float[Array, " rows *columns"],
+    *,
+    transposed: bool,
+    out_dtype: jax.typing.DTypeLike,
+) -> Float[Array, " tokens *out"]:
     """See `api.matmul`."""
     contracted = ((1,), (1 if transposed else 0,))
     return lax.dot_general(x, weight, (contracted, ((), ())), preferred_element_type=out_dtype)

@@ -1,4 +1,4 @@
-"""Copying pages: into a buffer of their own, back from one, and within the cache."""
+"""Copies of pages out of the cache, into the cache, and within it."""
 
 from pallas_kernels.page_copy.api import gather_pages, move_pages, scatter_pages
 

@@ -1,7 +1,7 @@
-"""The public signatures of copying pages, and which implementation serves them.
+"""The public signatures of page copies, and the choice of their implementation.
 
-`pages` is any tree of arrays [layers, pages, ...], such as the keys, the values and the scales of a
-cache; the call is for each of them.
+`pages` is any pytree of arrays [layers, pages, ...], such as a cache's keys, values and scales;
+each array is copied.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import jax
+from jaxtyping import Array, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.page_copy import reference, triton, xla
@@ -23,20 +24,21 @@ IMPLEMENTATIONS = ("reference", "xla", "triton", "triton_interpreted")
 
 
 def gather_pages(
-    pages: Pages, source: jax.Array, *, implementation: Implementation | None = None
+    pages: Pages, source: Int[Array, " count"], *, implementation: Implementation | None = None
 ) -> Pages:
-    """Copies of some pages, one behind the other: what a swap stages, or a cache of another size.
+    """Copy pages into new arrays, for a swap to the host or for a cache of another size.
 
     Args:
-      pages: of [layers, pages, ...].
-      source: int32 [count], pages inside the cache, in any order and any number of times.
-      implementation: overrides the platform's choice: "triton" on NVIDIA GPUs, else "xla".
+      pages: arrays [layers, pages, ...].
+      source: int32 [count], valid page ids in any order; ids may repeat.
+      implementation: overrides the platform's choice: "triton" on NVIDIA GPUs, "xla" elsewhere.
 
     Returns:
-      Arrays [layers, count, ...]; the i-th is page `source[i]`.
+      Arrays [layers, count, ...]; [:, i] is page `source[i]`.
 
     Raises:
-      NotImplementedError: the implementation asked for cannot serve this case; says why.
+      NotImplementedError: the requested implementation cannot serve this case; the message says
+        why.
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
     return jax.tree.map(
@@ -46,25 +48,25 @@ def gather_pages(
 
 def scatter_pages(
     pages: Pages,
-    target: jax.Array,
+    target: Int[Array, " count"],
     values: Pages,
     *,
     implementation: Implementation | None = None,
 ) -> Pages:
-    """Put copies back, in place when `pages` is donated.
+    """Write copies into pages, in place when `pages` is donated.
 
     Args:
-      pages: of [layers, pages, ...].
-      target: int32 [count], where each goes: each page at most once but page 0, the null page,
-        whose content is undefined. Where it is the number of pages or more, nothing is written.
-      values: of [layers, count, ...], as `gather_pages` gives.
+      pages: arrays [layers, pages, ...].
+      target: int32 [count], page ids; each at most once, except page 0, the null page, whose
+        content is undefined. An id that is the number of pages or more is skipped.
+      values: arrays [layers, count, ...], as from `gather_pages`.
       implementation: as in `gather_pages`.
 
     Returns:
       `pages` with `values[:, i]` at page `target[i]`.
 
     Raises:
-      As `gather_pages`.
+      NotImplementedError, ValueError: as in `gather_pages`.
     """
     return jax.tree.map(
         lambda leaf, new: _call(
@@ -77,25 +79,25 @@ def scatter_pages(
 
 def move_pages(
     pages: Pages,
-    source: jax.Array,
-    target: jax.Array,
+    source: Int[Array, " count"],
+    target: Int[Array, " count"],
     *,
     implementation: Implementation | None = None,
 ) -> Pages:
-    """Copy pages to other places of the same cache, in place when `pages` is donated.
+    """Copy pages to other pages of the same cache, in place when `pages` is donated.
 
     Args:
-      pages: of [layers, pages, ...].
-      source: int32 [count], pages inside the cache; several may be one page.
-      target: int32 [count], as in `scatter_pages`. No page is a source and a target: moves that
-        overlap go through `gather_pages` and `scatter_pages`.
+      pages: arrays [layers, pages, ...].
+      source: int32 [count], valid page ids; ids may repeat.
+      target: int32 [count], as in `scatter_pages`. No page may be both a source and a target; for
+        overlapping moves use `gather_pages` and `scatter_pages`.
       implementation: as in `gather_pages`.
 
     Returns:
       `pages` with a copy of page `source[i]` at page `target[i]`.
 
     Raises:
-      As `gather_pages`.
+      NotImplementedError, ValueError: as in `gather_pages`.
     """
     return jax.tree.map(
         lambda leaf: _call("move_pages", implementation, pages=leaf, source=source, target=target),
@@ -108,16 +110,16 @@ def _call(operation: str, implementation: str | None, **arrays: Any) -> jax.Arra
     counts = {arrays[name].shape for name in ("source", "target") if name in arrays}
     if pages.ndim < 2 or len(counts) != 1 or len(*counts) != 1:
         raise ValueError(
-            f"pages{pages.shape} with places{sorted(counts)}: expected [layers, pages, ...] and "
-            "[count]"
+            f"pages{pages.shape} and page ids{sorted(counts)} do not fit; expected "
+            "[layers, pages, ...] and [count]"
         )
     if values is not None and (
         values.dtype != pages.dtype
         or values.shape != (pages.shape[0], *counts.pop(), *pages.shape[2:])
     ):
         raise ValueError(
-            f"values {values.dtype}{values.shape} for pages {pages.dtype}{pages.shape} and "
-            f"target{arrays['target'].shape}: expected [layers, count, ...] of the same dtype"
+            f"values {values.dtype}{values.shape} do not fit pages {pages.dtype}{pages.shape} and "
+            f"target{arrays['target'].shape}; pass [layers, count, ...] of the same dtype"
         )
     implementations = {
         "reference": getattr(reference, operation),

@@ -1,13 +1,15 @@
-"""Copying page by page: what the implementations of `api` must agree with; cannot be traced."""
+"""The reference of page copies, page by page; it cannot be traced."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int, Shaped
 
 
-def gather_pages(pages: jax.Array, source: jax.Array) -> jax.Array:
+def gather_pages(
+    pages: Shaped[Array, "layers pages *page"], source: Int[Array, " count"]
+) -> Shaped[Array, "layers count *page"]:
     """See `api.gather_pages`."""
     out = np.zeros((pages.shape[0], source.shape[0], *pages.shape[2:]), pages.dtype)
     for i, page in enumerate(np.asarray(source)):
@@ -15,7 +17,11 @@ def gather_pages(pages: jax.Array, source: jax.Array) -> jax.Array:
     return jnp.asarray(out)
 
 
-def scatter_pages(pages: jax.Array, target: jax.Array, values: jax.Array) -> jax.Array:
+def scatter_pages(
+    pages: Shaped[Array, "layers pages *page"],
+    target: Int[Array, " count"],
+    values: Shaped[Array, "layers count *page"],
+) -> Shaped[Array, "layers pages *page"]:
     """See `api.scatter_pages`."""
     out = np.array(pages)
     for i, page in enumerate(np.asarray(target)):
@@ -24,6 +30,10 @@ def scatter_pages(pages: jax.Array, target: jax.Array, values: jax.Array) -> jax
     return jnp.asarray(out)
 
 
-def move_pages(pages: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+def move_pages(
+    pages: Shaped[Array, "layers pages *page"],
+    source: Int[Array, " count"],
+    target: Int[Array, " count"],
+) -> Shaped[Array, "layers pages *page"]:
     """See `api.move_pages`."""
     return scatter_pages(pages, target, gather_pages(pages, source))

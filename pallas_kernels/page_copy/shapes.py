@@ -1,4 +1,4 @@
-"""Named shapes that the tests and the benchmarks of copying pages share."""
+"""Named shapes for the tests and the benchmarks of page copies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pallas_kernels.page_copy.api import gather_pages, move_pages, scatter_pages
 @final
 @dataclass(frozen=True, kw_only=True)
 class CopyShape:
-    """`count` pages of a buffer [layers, pages, *page].
+    """A copy of `count` pages of a buffer [layers, pages, *page].
 
     Attributes:
-      page: kv_heads, page_size and head_dim of keys and values; without the last, of their scales.
+      page: (kv_heads, page_size, head_dim) of keys and values, (kv_heads, page_size) of scales.
     """
 
     name: str
@@ -40,7 +40,7 @@ class CopyShape:
         return self.layers * self.count * math.prod(self.page) * jnp.dtype(self.dtype).itemsize
 
 
-# Small enough for the reference; pages that fill their blocks, and some that do not.
+# Small enough for the reference; some pages fill their blocks, and some do not.
 TEST_SHAPES = (
     CopyShape(name="keys", layers=3, num_pages=11, page=(2, 4, 16), dtype="float32", count=5),
     CopyShape(name="odd", layers=2, num_pages=9, page=(3, 8, 40), dtype="bfloat16", count=4),
@@ -54,8 +54,8 @@ _SMOLLM2 = CopyShape(
     name="smollm2", layers=1, num_pages=2000, page=(3, 32, 64), dtype="float32", count=8
 )
 
-# Of Llama 3 8B. A swap of one unrolled layer and of all at once, also of eight bits and scales; a
-# pool that is resized; slots with 4,096 tokens each that close ranks.
+# Llama 3 8B: a swap of one unrolled layer, of all layers, and of 8-bit pages with scales; a resized
+# pool; a compaction of slots with 4,096 tokens each.
 GPU_SHAPES = (
     CopyShape(
         name="swap_a_layer", layers=1, num_pages=4000, page=(8, 32, 128), dtype="bfloat16", count=8
@@ -82,7 +82,7 @@ OPERATIONS = ("gather_pages", "scatter_pages", "move_pages")
 @final
 @dataclass(frozen=True)
 class Configuration:
-    """One kind of call that is lowered and compiled before it is shipped."""
+    """One kind of call that is lowered and compiled before a release."""
 
     operation: str
     shape: CopyShape
@@ -92,16 +92,16 @@ class Configuration:
 
     @property
     def kernels(self) -> frozenset[str]:
-        """Names of all kernels that serve it."""
+        """The names of the kernels that serve the call."""
         return frozenset({"copy_pages"})
 
     @property
     def donated(self) -> tuple[str, ...]:
-        """The argument that has to be written in place, if any."""
+        """The name of the argument that must be written in place, if any."""
         return () if self.operation == "gather_pages" else ("pages",)
 
     def call(self) -> tuple[Any, dict[str, Any]]:
-        """A function to jit, and its abstract arguments."""
+        """Return a function for `jax.jit` and its abstract arguments."""
         shape = self.shape
         some = (shape.layers, shape.count, *shape.page)
         pages, values = (
@@ -118,5 +118,5 @@ class Configuration:
 CONFIGURATIONS = tuple(
     Configuration(operation, shape) for operation in OPERATIONS for shape in GPU_SHAPES
 )
-# To be timed on a CPU.
+# Timed on a CPU.
 SMALL_CONFIGURATIONS = tuple(Configuration(operation, _SMOLLM2) for operation in OPERATIONS)

@@ -1,7 +1,7 @@
-"""Copying pages on NVIDIA GPUs from sm_80 on: a Pallas kernel compiled by Triton.
+"""Page copies on NVIDIA GPUs from sm_80 on: a Pallas kernel compiled by Triton.
 
-A page of a layer is one stretch of memory, cut into blocks; each program copies a block of one
-page. What is written is written in place, and nothing else of the cache is touched.
+A page of a layer is contiguous memory, cut into blocks, and each program copies one block. Pages
+are written in place, and the kernel touches no other part of the cache.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels import gpu
 
@@ -22,27 +23,40 @@ _DTYPES = (
     *("float32", "bfloat16", "float16", "float8_e4m3fn"),
     *("int32", "uint32", "int16", "uint16", "int8", "uint8"),
 )
-# Of a program: four loads of 16 bytes for each of 128 threads.
+# Bytes per program: four loads of 16 bytes for each of 128 threads.
 _BLOCK_BYTES = 8192
-# Less is not worth a program; XLA copies all such arrays of a tree in few kernels.
+# Smaller pages do not pay for a program; XLA copies all such arrays of a tree in few kernels.
 _MIN_PAGE_BYTES = 256
 
 
-def gather_pages(pages: jax.Array, source: jax.Array, *, interpret: bool = False) -> jax.Array:
+def gather_pages(
+    pages: Shaped[Array, "layers pages *page"],
+    source: Int[Array, " count"],
+    *,
+    interpret: bool = False,
+) -> Shaped[Array, "layers count *page"]:
     """See `api.gather_pages`."""
     return _copy(_Operands(source=source, read=pages), interpret)
 
 
 def scatter_pages(
-    pages: jax.Array, target: jax.Array, values: jax.Array, *, interpret: bool = False
-) -> jax.Array:
+    pages: Shaped[Array, "layers pages *page"],
+    target: Int[Array, " count"],
+    values: Shaped[Array, "layers count *page"],
+    *,
+    interpret: bool = False,
+) -> Shaped[Array, "layers pages *page"]:
     """See `api.scatter_pages`."""
     return _copy(_Operands(target=target, read=values, written=pages), interpret)
 
 
 def move_pages(
-    pages: jax.Array, source: jax.Array, target: jax.Array, *, interpret: bool = False
-) -> jax.Array:
+    pages: Shaped[Array, "layers pages *page"],
+    source: Int[Array, " count"],
+    target: Int[Array, " count"],
+    *,
+    interpret: bool = False,
+) -> Shaped[Array, "layers pages *page"]:
     """See `api.move_pages`."""
     return _copy(_Operands(source=source, target=target, written=pages), interpret)
 
@@ -51,12 +65,13 @@ def move_pages(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class _Operands:
-    """Arrays of the call, references in the kernel, pages there as [layers, pages, size].
+    """Arrays in the call, references in the kernel; pages in the kernel are [layers, pages, size].
 
     Attributes:
       source, target: int32 [count]; None for 0, 1, 2 and so on.
-      read: what is copied from; None for what is written.
-      written: None for a new array of `count` pages. It has to come last: so it is the last input.
+      read: the array that is copied from; None for `written`.
+      written: the array that is copied to; None for a new array of `count` pages. It is the last
+        field, and so the kernel's last input, for `input_output_aliases`.
     """
 
     source: Any = None
@@ -72,14 +87,14 @@ def _copy(operands: _Operands, interpret: bool) -> jax.Array:
     layers, shape = pages.shape[0], pages.shape[2:]
     size = math.prod(shape)
     if size * pages.dtype.itemsize < _MIN_PAGE_BYTES:
-        raise NotImplementedError(f"pages of less than {_MIN_PAGE_BYTES} bytes a layer")
+        raise NotImplementedError(f"pages have less than {_MIN_PAGE_BYTES} bytes per layer")
     if pages.dtype.name not in _DTYPES:
-        raise NotImplementedError(f"pages in one of {_DTYPES}, not {pages.dtype}")
+        raise NotImplementedError(f"it serves pages in one of {_DTYPES}, not {pages.dtype}")
     gpu.require_addressable(operands.read, operands.written)
     places = operands.target if operands.source is None else operands.source
     count = places.shape[0]
     if count == 0:
-        raise NotImplementedError("no pages at all")
+        raise NotImplementedError("there are no pages to copy")
     num_pages = count if operands.written is None else pages.shape[1]
     block = min(gpu.power_of_two(size), _BLOCK_BYTES // pages.dtype.itemsize)
     blocks = -(-size // block)
@@ -109,12 +124,12 @@ def _copy(operands: _Operands, interpret: bool) -> jax.Array:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What is compiled in: pages copied, elements of one and of a block, blocks of a page."""
+    """The static parameters of the kernel."""
 
-    count: int
-    size: int
-    block: int
-    blocks: int
+    count: int  # pages to copy
+    size: int  # elements of a page
+    block: int  # elements of a block
+    blocks: int  # blocks of a page
 
 
 def _copy_kernel(

@@ -1,19 +1,25 @@
-"""Copying pages as XLA gathers and scatters, on every platform and under any sharding."""
+"""Page copies as XLA gathers and scatters, for every platform and sharding."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.put_rows import put_rows, serves
 
 
-def gather_pages(pages: jax.Array, source: jax.Array) -> jax.Array:
+def gather_pages(
+    pages: Shaped[Array, "layers pages *page"], source: Int[Array, " count"]
+) -> Shaped[Array, "layers count *page"]:
     """See `api.gather_pages`."""
     return pages.at[:, source].get(mode="promise_in_bounds")
 
 
-def scatter_pages(pages: jax.Array, target: jax.Array, values: jax.Array) -> jax.Array:
+def scatter_pages(
+    pages: Shaped[Array, "layers pages *page"],
+    target: Int[Array, " count"],
+    values: Shaped[Array, "layers count *page"],
+) -> Shaped[Array, "layers pages *page"]:
     """See `api.scatter_pages`."""
     if not serves(pages):
         return pages.at[:, target].set(values, mode="drop")
@@ -22,6 +28,10 @@ def scatter_pages(pages: jax.Array, target: jax.Array, values: jax.Array) -> jax
     return put_rows(pages, place.reshape(-1), values.reshape(place.size, *pages.shape[2:]))
 
 
-def move_pages(pages: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+def move_pages(
+    pages: Shaped[Array, "layers pages *page"],
+    source: Int[Array, " count"],
+    target: Int[Array, " count"],
+) -> Shaped[Array, "layers pages *page"]:
     """See `api.move_pages`."""
     return scatter_pages(pages, target, gather_pages(pages, source))

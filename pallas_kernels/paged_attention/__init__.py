@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: `paged_attention` is the one public entry."""
+"""Attention over a paged KV cache; `paged_attention` is the public function."""
 
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS, paged_attention
 from pallas_kernels.paged_attention.planner import Capacity, Launches, Plan, Tiling, no_work, plan

@@ -1,10 +1,11 @@
-"""The public signature of paged attention, and which implementation serves it."""
+"""The public signature of paged attention, and the choice of its implementation."""
 
 from __future__ import annotations
 
 from functools import partial
 
 import jax
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import cpu, mosaic, reference, triton, xla
@@ -27,56 +28,58 @@ IMPLEMENTATIONS = tuple(_IMPLEMENTATIONS)
 jax.tree_util.register_dataclass(
     Plan,
     data_fields=["tiles", "splits", "merges", "counts"],
-    meta_fields=["tiling", "num_slots"],
+    meta_fields=["tiling", "num_partials"],
 )
 
 
 def paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
+    q: Float[Array, "tokens q_heads head_dim"],
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
     rows: Rows,
     *,
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-    alibi_slopes: jax.Array | None = None,
-    k_scales: jax.Array | None = None,
-    v_scales: jax.Array | None = None,
+    alibi_slopes: Float[Array, " q_heads"] | None = None,
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None = None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None = None,
     max_query_length: int | None = None,
     plan: Plan | None = None,
     implementation: str | None = None,
-) -> jax.Array:
-    """Causal grouped-query attention of a flat ragged batch over paged keys and values.
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """Compute causal grouped-query attention of a flat ragged batch over paged keys and values.
 
-    A query at position p sees the keys at positions <= p of its sequence, whatever row they came
-    from; with a sliding window w, only those at positions > p - w. Softmax in float32.
+    A query at position p sees the keys of its sequence at positions <= p, from any row; with a
+    sliding window w, only those at positions > p - w. The softmax is in float32.
 
     Args:
       q: [tokens, q_heads, head_dim]; query head h reads KV head h // (q_heads // kv_heads).
       k_pages, v_pages: [layers, pages, kv_heads, page_size, head_dim].
-      layer: which layer of the cache; may be traced.
-      rows: see `Rows`. Tokens that belong to no row have undefined (finite) output.
-      scale: of the logits; 1 / sqrt(head_dim) by default.
+      layer: index of the cache's layer; may be traced.
+      rows: see `Rows`. The output of tokens in no row is undefined, but finite.
+      scale: factor of the logits; 1 / sqrt(head_dim) by default.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap).
       alibi_slopes: float32 [q_heads]; adds slope * (key position - query position).
-      k_scales, v_scales: float32 [layers, pages, kv_heads, page_size], which quantized pages (int8,
-        float8) are to be multiplied by; both or none.
-      max_query_length: static bound on `rows.query_length`. 1 promises a decode batch: token i
-        is the only query of row i.
-      plan: of these rows, by `planner.plan`, for kernels that share them out beforehand. Rows
-        may have shrunk since.
-      implementation: overrides the platform's choice, made when the call is traced and logged
-        once: "cpu" on the CPU, "triton" on NVIDIA GPUs, "xla" elsewhere and where those refuse.
-        One of `IMPLEMENTATIONS`, or several with commas between them, of which the first that can
-        serves: "mosaic,triton". The "_interpreted" ones run anywhere, for tests.
+      k_scales, v_scales: float32 [layers, pages, kv_heads, page_size], the factors of quantized
+        pages (int8, float8); both or none.
+      max_query_length: static bound on `rows.query_length`. 1 means a decode batch, in which token
+        i is the only query of row i.
+      plan: the work items of these rows, from `planner.plan`, for the GPU kernels. Rows may have
+        shrunk since it was made.
+      implementation: overrides the platform's choice, which is made when the call is traced and
+        logged once: "cpu" on the CPU, "triton" on NVIDIA GPUs, and "xla" elsewhere or if those
+        refuse. One of `IMPLEMENTATIONS`, or several separated by commas, such as "mosaic,triton",
+        of which the first that can serve the call is used. Names with "_interpreted" run on any
+        platform, for tests.
 
     Returns:
       [tokens, q_heads, head_dim] in q's dtype.
 
     Raises:
-      NotImplementedError: the implementation asked for cannot serve this case; says why.
+      NotImplementedError: the requested implementation cannot serve this case; the message says
+        why.
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
     _check_shapes(q, k_pages, v_pages, rows, alibi_slopes, max_query_length)
@@ -112,37 +115,42 @@ def _check_shapes(
 ) -> None:
     if q.ndim != 3 or k_pages.ndim != 5 or k_pages.shape != v_pages.shape:
         raise ValueError(
-            f"q{q.shape}, k_pages{k_pages.shape}, v_pages{v_pages.shape}: expected "
+            f"q{q.shape}, k_pages{k_pages.shape} and v_pages{v_pages.shape} do not fit; pass "
             "[tokens, q_heads, head_dim] and twice [layers, pages, kv_heads, page_size, head_dim]"
         )
     if q.shape[2] != k_pages.shape[4] or q.shape[1] % k_pages.shape[2]:
         raise ValueError(
-            f"q{q.shape} and k_pages{k_pages.shape}: head_dim must agree, and q_heads be a "
-            "multiple of kv_heads"
+            f"q{q.shape} and k_pages{k_pages.shape} do not fit; head_dim must be equal, and "
+            "q_heads a multiple of kv_heads"
         )
     if 0 in (*q.shape[1:], *k_pages.shape[2:]):
-        raise ValueError(f"q{q.shape} and k_pages{k_pages.shape}: no heads, or empty pages")
+        raise ValueError(
+            f"q{q.shape} and k_pages{k_pages.shape} have no heads or empty pages; sizes must be 1 "
+            "or more"
+        )
     sizes = (rows.query_start, rows.query_length, rows.first_position, rows.context_length)
     shapes = [x.shape for x in sizes]
     if rows.page_table.ndim != 2 or set(shapes) != {rows.page_table.shape[:1]}:
         raise ValueError(
-            f"rows of {shapes} with page_table{rows.page_table.shape}: expected four times [rows] "
-            "and [rows, pages]"
+            f"rows of {shapes} and page_table{rows.page_table.shape} do not fit; pass four times "
+            "[rows] and [rows, pages]"
         )
     if alibi_slopes is not None and alibi_slopes.shape != q.shape[1:2]:
-        raise ValueError(f"alibi_slopes{alibi_slopes.shape}: expected one of {q.shape[1]} heads")
+        raise ValueError(
+            f"alibi_slopes{alibi_slopes.shape} do not fit; pass one per query head, [{q.shape[1]}]"
+        )
     if max_query_length == 1 and q.shape[0] != rows.query_length.shape[0]:
         raise ValueError(
-            f"max_query_length=1 promises one token a row, but there are {q.shape[0]} tokens and "
+            f"max_query_length=1 needs one token per row, but there are {q.shape[0]} tokens and "
             f"{rows.query_length.shape[0]} rows"
         )
 
 
 def _check_scales(pages: jax.Array, k_scales: jax.Array | None, v_scales: jax.Array | None) -> None:
     if (k_scales is None) != (v_scales is None):
-        raise ValueError("k_scales and v_scales belong together; give both or none")
+        raise ValueError("one of k_scales and v_scales is missing; pass both or none")
     for scales in (k_scales, v_scales):
         if scales is not None and scales.shape != pages.shape[:4]:
             raise ValueError(
-                f"scales{scales.shape}: expected {pages.shape[:4]}, one a token and head"
+                f"scales{scales.shape} do not fit; pass one per token and head, {pages.shape[:4]}"
             )

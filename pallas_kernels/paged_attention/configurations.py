@@ -1,4 +1,4 @@
-"""What the GPU kernels are lowered and compiled for before they are shipped, on any machine."""
+"""The calls of paged attention that are lowered and compiled for GPUs before a release."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pallas_kernels.paged_attention.tilings import tiling_for
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
-# KV heads, and query heads for each: grouped, multi-query, plain, and a group that fills no tile.
+# (KV heads, query heads per KV head): grouped, multi-query, plain, and a group that fills no tile.
 _HEADS = ((8, 4), (1, 8), (4, 1), (2, 5))
-# Of queries, and of pages.
+# (dtype of queries, dtype of pages).
 _DTYPES = (
     ("bfloat16", "bfloat16"),
     ("float16", "float16"),
@@ -42,7 +42,7 @@ class Configuration:
     """One kind of call.
 
     Attributes:
-      options: of `paged_attention`, and `has_alibi`.
+      options: keyword arguments of `paged_attention`, and `has_alibi`.
     """
 
     head_dim: int
@@ -64,19 +64,23 @@ class Configuration:
 
     @property
     def kernels(self) -> frozenset[str]:
-        """Names of all kernels that serve it."""
+        """The names of the kernels that serve the call."""
         kinds = ("split", "merge") if self.is_decode else ("tile", "split", "merge")
         return frozenset(f"paged_attention_{kind}" for kind in kinds)
 
     @property
     def donated(self) -> tuple[str, ...]:
-        """The arguments that have to be written in place: none."""
+        """The names of the arguments that must be written in place: none."""
         return ()
 
     def call(
         self, *, num_rows: int = 8, num_tokens: int = 64, num_pages: int = 40, width: int = 9
     ) -> tuple[Any, dict[str, Any]]:
-        """A function to jit, and its arguments: abstract ones, and a plan for an H100."""
+        """Return a function for `jax.jit` and its arguments: abstract arrays, a plan for an H100.
+
+        Args:
+          width: pages of a row's page table.
+        """
         tokens = num_rows if self.is_decode else num_tokens
         tiling = tiling_for(
             device=H100,
@@ -112,13 +116,13 @@ class Configuration:
         if self.page_dtype != self.dtype:
             arguments["k_scales"] = arguments["v_scales"] = array("float32", *pages)
         longest = 1 if self.is_decode else None
-        # Triton is the platform's choice, and has to be.
-        asked = None if self.kind == "triton" else self.kind
-        call = partial(paged_attention, max_query_length=longest, implementation=asked, **options)
+        # None, so that a configuration also checks that Triton is the platform's choice.
+        name = None if self.kind == "triton" else self.kind
+        call = partial(paged_attention, max_query_length=longest, implementation=name, **options)
         return call, arguments
 
 
-# Every head size with every page size; the rest takes turns, so that many pairs of values meet.
+# Every head size with every page size; other values rotate, so that many pairs are covered.
 CONFIGURATIONS = tuple(
     Configuration(
         head_dim=head_dim,
@@ -134,8 +138,8 @@ CONFIGURATIONS = tuple(
     for is_decode in (False, True)
 )
 
-# The Mosaic kernel's: every head size with every kind of page, smaller than a block of keys, as
-# large and larger; the rest takes turns.
+# For the Mosaic kernel: every head size with pages smaller than a block of keys, as large, and
+# larger; other values rotate.
 _MOSAIC_OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"sliding_window": 1000},
@@ -157,8 +161,8 @@ MOSAIC_CONFIGURATIONS = tuple(
     for i, (head_dim, page_size) in enumerate(product((64, 128), (16, 32, 64, 128, 256)))
 )
 
-# What few models ask for, at every width of the products and in every dtype: ALiBi alone, and two
-# of three that change the logits.
+# Options of few models, at every head size and in every dtype: ALiBi alone, and pairs of the
+# options that change the logits.
 _ALIBI, _WINDOW, _CAP = {"has_alibi": True}, {"sliding_window": 1000}, {"soft_cap": 30.0}
 _RARE_OPTIONS: tuple[dict[str, Any], ...] = (
     _ALIBI,

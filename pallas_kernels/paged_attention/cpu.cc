@@ -1,14 +1,14 @@
 // Paged attention on the CPU, as an XLA custom call: float32 queries, pages in float32 or, with
-// scales, in int8 or float8_e4m3fn. The contract is that of api.py.
+// scales, in int8 or float8_e4m3fn. api.py states the contract.
 //
-// A work item is some consecutive queries of one row, all query heads of one KV head. It walks the
-// keys that its queries see in blocks of kBlock positions, aligned to position 0, with an online
-// softmax (Milakov and Gimelshein, arXiv:1805.02867): keys are transposed once in registers, so
-// that scores are vectors over keys, and weights times values are vectors over head_dim. What is
-// done for one query, and in which order, depends neither on the rest of the batch, nor on how
-// its row is cut into items: blocks that a query does not see multiply by one and add zero.
-// Elements of eight bits become floats as they are loaded; the scale of a key multiplies its
-// scores, and that of a value its weights.
+// A work item is a run of consecutive queries of one row, with all query heads of one KV head. It
+// goes through the keys that its queries see in blocks of kBlock positions, aligned to position 0,
+// with an online softmax (Milakov and Gimelshein, arXiv:1805.02867). Keys are transposed once in
+// registers, so that scores are vectors over keys, and weights times values are vectors over
+// head_dim. The operations for one query, and their order, depend neither on the rest of the batch
+// nor on how its row is cut into items: a block that a query does not see multiplies its sums by 1
+// and adds 0. Elements of 8 bits become floats when they are loaded; the scale of a key multiplies
+// its scores, and that of a value its weights.
 
 #include <algorithm>
 #include <cstdint>
@@ -27,10 +27,10 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int kBlock = 64;         // keys of one step of the online softmax
-constexpr int kTileRows = 96;      // (query, head) pairs of one item, at most, if heads allow
-constexpr float kMasked = -1e30f;  // stands in for minus infinity; its difference is not NaN
-constexpr int64_t kWorthAThread = 1 << 19;  // multiply-adds below which threads do not pay
+constexpr int kBlock = 64;         // keys per step of the online softmax
+constexpr int kTileRows = 96;      // maximum of (query, head) pairs of an item, if group allows
+constexpr float kMasked = -1e30f;  // used for minus infinity; kMasked - kMasked is not NaN
+constexpr int64_t kWorthAThread = 1 << 19;  // multiply-adds per additional thread
 
 constexpr int kChunk = kWide == 16 ? 4 : 2;  // vectors of head_dim that `accumulate` holds
 
@@ -62,7 +62,7 @@ inline Int<W> count_from(int32_t first, std::integer_sequence<int, lane...>) {
   return Int<W>{lane...} + first;
 }
 
-// Cephes' expf, at most 2 ulp off for x in [-87, 88]; e^-87 below, NaN for NaN.
+// Cephes' expf: at most 2 ulp off for x in [-87, 88], e^-87 below, NaN for NaN.
 template <int W>
 inline Float<W> exponential(Float<W> x) {
   const Float<W> least = Float<W>{} - 87.0f;
@@ -89,7 +89,7 @@ inline Float<W> hyperbolic_tangent(Float<W> x) {
   return (e - 1.0f) / (e + 1.0f);
 }
 
-// out[d][i] = rows[i][d] for W rows; rows of `out` are 2 W long. Fetches `ahead` into the cache.
+// out[d][i] = rows[i][d] for W rows; rows of `out` are 2 W long. Prefetches `ahead`.
 template <int W, typename T>
 void transpose(const T* const* rows, const T* const* ahead, int64_t head_dim, float* out) {
   for (int64_t d = 0; d < head_dim; d += W) {
@@ -148,7 +148,7 @@ void accumulate(const float* weights, const T* const* v, const T* const* ahead, 
     for (int c = 0; c < C; ++c) store(out + m * head_dim + d + c * W, x[m][c]);
 }
 
-// Calls f with each run of up to four of `count` things: the first one, and how many (static).
+// Calls f for runs of up to four of `count` items, with the first and the (static) number of a run.
 template <typename F>
 inline void by_fours(int count, F&& f) {
   int i = 0;
@@ -172,12 +172,12 @@ struct Problem {
 };
 
 struct Item {
-  int32_t row, kv_head, first, queries;  // first: of its row
-  int64_t start, end;                    // positions of the keys that some query may see
-  int64_t cost;                          // multiply-adds, about
+  int32_t row, kv_head, first, queries;  // first: index in its row of the first query
+  int64_t start, end;                    // range of positions of keys that some query may see
+  int64_t cost;                          // approximate number of multiply-adds
 };
 
-// Keys and values at kBlock positions; of those that the item may not see, zeros.
+// Keys and values at kBlock positions; zeros for those that the item may not see.
 template <typename T>
 struct Block {
   const T *k[kBlock], *v[kBlock];
@@ -301,7 +301,7 @@ void attend(const Problem& p, const Item& item) {
   float* to = p.out + (token * p.heads + first_head) * dim;
   for (int m = 0; m < count; ++m) {
     const float weight = sum<W>(load<W>(total + m * W));
-    const float inverse = weight == 0.0f ? 0.0f : 1.0f / weight;  // zeros where nothing was seen
+    const float inverse = weight == 0.0f ? 0.0f : 1.0f / weight;  // zeros if no key is seen
     float* result = to + (m / p.group * p.heads + m % p.group) * dim;
     for (int64_t d = 0; d < dim; ++d) result[d] = out[m * dim + d] * inverse;
   }
@@ -315,7 +315,7 @@ void attend_in_widest(const Problem& p, const Item& item) {
 
 using Attend = void (*)(const Problem&, const Item&);
 
-// For pages with such elements; null where there is none.
+// Returns the function for pages of this element type; null for other types.
 Attend attend_for(ffi::DataType type) {
   if (type == ffi::F32) return attend_in_widest<float>;
   if (type == ffi::S8) return attend_in_widest<int8_t>;
@@ -323,14 +323,14 @@ Attend attend_for(ffi::DataType type) {
   return nullptr;
 }
 
-// What the threads share.
+// The state that the threads share.
 struct Plan {
   Problem problem;
   Attend attend;
   std::vector<Item> items;
 };
 
-// Fills `items` and zeroes the tokens of no row; says what is wrong with the rows, if anything.
+// Fills `items` and zeroes the output of tokens in no row. Returns an error in the rows, or "".
 std::string plan(const Problem& p, std::vector<Item>& items) {
   const int64_t tile = std::max<int64_t>(1, kTileRows / p.group);
   std::vector<bool> owned(p.tokens);
@@ -382,10 +382,12 @@ ffi::Error paged_attention(ffi::ThreadPool pool, Tokens q, ffi::AnyBuffer k, ffi
                            float soft_cap, int32_t window) {
   const auto cache = k.dimensions();  // [layers, pages, kv_heads, page_size, head_dim]
   const int64_t at = *layer.typed_data();
-  if (at < 0 || at >= cache[0]) return ffi::Error::InvalidArgument("paged_attention: no such layer");
+  if (at < 0 || at >= cache[0])
+    return ffi::Error::InvalidArgument("paged_attention: layer out of range");
   auto shared = std::make_shared<Plan>();
   shared->attend = attend_for(k.element_type());
-  if (!shared->attend) return ffi::Error::InvalidArgument("paged_attention: no such pages");
+  if (!shared->attend)
+    return ffi::Error::InvalidArgument("paged_attention: dtype of pages is not supported");
   Problem& p = shared->problem;
   p.q = q.typed_data();
   p.k = k.untyped_data();

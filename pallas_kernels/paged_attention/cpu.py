@@ -1,6 +1,6 @@
-"""Paged attention on the CPU: a C++ kernel (cpu.cc) called by XLA, on XLA's own threads.
+"""Paged attention on the CPU: a C++ kernel (cpu.cc) that XLA calls on its own threads.
 
-The pages are read where they lie: the call takes the whole cache as an operand and copies nothing.
+The call takes the whole cache as an operand and copies nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import build, dispatch
 from pallas_kernels.paged_attention.planner import Plan
@@ -21,33 +22,33 @@ _SCALED_PAGES = ("int8", "float8_e4m3fn")
 
 
 def paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
+    q: Float[Array, "tokens q_heads head_dim"],
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
     rows: Rows,
     *,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
-    alibi_slopes: jax.Array | None,
-    k_scales: jax.Array | None,
-    v_scales: jax.Array | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     max_query_length: int | None,
     plan: Plan | None,
-) -> jax.Array:
-    """See `api.paged_attention`. Tokens of no row get zeros.
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """See `api.paged_attention`. Tokens in no row get zeros.
 
-    The bits of a row's output do not depend on the rest of the batch. Rows that reach outside the
-    batch, the page table or the cache fail when the call runs, with XLA's InvalidArgument.
+    The bits of a row's output do not depend on the rest of the batch. A row that reaches outside
+    the batch, the page table or the cache fails the call at run time with XLA's InvalidArgument.
     """
     platform = dispatch.target_platform()
     if platform != "cpu":
-        raise NotImplementedError(f"compiled for the CPU, not for {platform}")
+        raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
     if dispatch.is_partitioned():
         raise NotImplementedError("XLA cannot partition it over a mesh")
     _check_types(q, k_pages, v_pages, k_scales)
-    del plan  # threads share the rows
+    del plan  # the kernel's threads divide the rows themselves
     if q.shape[2] % 8:
         raise NotImplementedError(f"head_dim must be a multiple of 8, not {q.shape[2]}")
     if sliding_window is not None and sliding_window < 1:
@@ -85,7 +86,7 @@ def _check_types(
         or str(k_pages.dtype) not in pages
     ):
         raise NotImplementedError(
-            f"float32 queries with pages in float32, or with scales in {_SCALED_PAGES}, not "
-            f"{q.dtype} with {k_pages.dtype} and {v_pages.dtype}"
+            f"it serves float32 queries with pages in float32, or with scales in {_SCALED_PAGES}, "
+            f"not {q.dtype} with {k_pages.dtype} and {v_pages.dtype}"
             + ("" if k_scales is None else " and scales")
         )

@@ -1,13 +1,14 @@
-"""Paged attention on Hopper GPUs: tiles by a Mosaic GPU kernel, rows of few queries by Triton's.
+"""Paged attention on Hopper GPUs: a Mosaic GPU kernel for tiles, Triton's for rows of few queries.
 
-The two share the batch as `planner.plan` has it. The Mosaic kernel was never run on a GPU: it is
-compiled for one, and run in JAX's interpreter, so it serves where it is asked for by name.
+The two share the batch by `planner.plan`. The Mosaic kernel was never run on a GPU. It is compiled
+for one and run in JAX's interpreter, so it is used only when it is requested by name.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import triton
@@ -17,57 +18,56 @@ from pallas_kernels.paged_attention.rows import Rows
 _MIN_JAX = (0, 11)
 _DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = (64, 128)
-# Query heads a KV head: a warpgroup's products have 64 rows.
+# Query heads per KV head; a warpgroup's products have 64 rows.
 _MAX_GROUP = 64
 _MIN_PAGE = 16
 
 
 def paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
+    q: Float[Array, "tokens q_heads head_dim"],
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
     rows: Rows,
     *,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
-    alibi_slopes: jax.Array | None,
-    k_scales: jax.Array | None,
-    v_scales: jax.Array | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     max_query_length: int | None,
     plan: Plan | None,
     interpret: bool = False,
-) -> jax.Array:
-    """See `api.paged_attention`. Tokens of no row get zeros.
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """See `api.paged_attention`. Tokens in no row get zeros.
 
     Args:
-      interpret: run on any platform, very slowly and looking for races, as tests do.
+      interpret: run in the interpreter with race detection, on any platform, for tests; very slow.
     """
     if jax.__version_info__ < _MIN_JAX:
-        raise NotImplementedError(f"JAX 0.11 or newer, not {jax.__version__}")
+        raise NotImplementedError(f"it needs JAX 0.11 or newer, not {jax.__version__}")
     if not interpret:
         _check_platform()
     if max_query_length == 1:
-        raise NotImplementedError(
-            "it has a kernel for tiles of queries, and none for decoding, with one query a row"
-        )
+        raise NotImplementedError("it has a kernel for tiles of queries, and none for decoding")
     if plan is None:
-        raise NotImplementedError("it works through a plan of the batch (plan=), which is missing")
+        raise NotImplementedError("it needs a plan of the batch; pass plan=")
     if alibi_slopes is not None:
-        raise NotImplementedError("no ALiBi")
+        raise NotImplementedError("it does not support ALiBi")
     if scale <= 0.0:
-        raise NotImplementedError(f"a positive scale of the logits, not {scale}")
+        raise NotImplementedError(f"it needs a positive scale of the logits, not {scale}")
     _check_types(q, k_pages, sliding_window)
     _check_page_size(k_pages, plan)
     tiling = plan.tiling
     assert tiling.warpgroups is not None
     tiling.check_heads(q.shape[1], k_pages.shape[2])
-    # Of JAX 0.11; importing it takes a while.
+    # It needs JAX 0.11, and its import is slow.
     from pallas_kernels.paged_attention.mosaic_tile import TileKernel
 
     layers, num_pages, kv_heads, page_size, head_dim = k_pages.shape
-    # Two masks, or capping, take registers that wide heads leave only beside smaller products.
+    # A window's second mask, or a soft cap, take registers; wide heads leave them only with smaller
+    # products.
     is_plain = sliding_window is None and soft_cap is None
     parts = 1 if is_plain or head_dim == _HEAD_DIMS[0] else 2
     kernel = TileKernel(
@@ -113,7 +113,7 @@ def paged_attention(
     dispatch.record(
         "paged_attention, rows of few queries",
         "triton_interpreted" if interpret else "triton",
-        "beside mosaic, which has a kernel for tiles only",
+        "mosaic has a kernel for tiles only",
         q=q,
         k_pages=k_pages,
     )
@@ -121,15 +121,17 @@ def paged_attention(
 
 
 def serves(group: int, head_dim: int, dtype: str, page_dtype: str) -> bool:
-    """Whether it may serve such heads of queries over such pages, in some batches."""
+    """Return whether the kernel serves these heads and dtypes in some batches."""
     fits = group <= _MAX_GROUP and head_dim in _HEAD_DIMS
     return fits and dtype in _DTYPES and page_dtype == dtype
 
 
-def _items(tiles: jax.Array, rows: Rows, sliding_window: int | None) -> jax.Array:
-    """The plan's tiles as the rows are now, int32 [tiles, columns of `mosaic_tile`].
+def _items(
+    tiles: Int[Array, "tiles 3"], rows: Rows, sliding_window: int | None
+) -> Int[Array, "tiles columns"]:
+    """Return the plan's tiles for the current rows, int32 [tiles, len(ITEM_COLUMNS)].
 
-    Rows may have shrunk, or gone, since the plan was made.
+    Rows may have shrunk or ended since the plan was made.
     """
     row, first_query, num_queries = (jnp.asarray(tiles)[:, column] for column in range(3))
     count = jnp.clip(rows.query_length[row] - first_query, 0, num_queries)
@@ -146,22 +148,25 @@ def _items(tiles: jax.Array, rows: Rows, sliding_window: int | None) -> jax.Arra
 def _check_platform() -> None:
     platform = dispatch.target_platform()
     if platform != "cuda":
-        raise NotImplementedError(f"compiled for NVIDIA GPUs, not for {platform}")
+        raise NotImplementedError(f"it is compiled for NVIDIA GPUs, not for {platform}")
     capability = dispatch.compute_capability()
     if capability is not None and capability[0] != 9:
-        raise NotImplementedError(f"Hopper (sm_90a), not compute capability {capability}")
+        raise NotImplementedError(f"it needs Hopper (sm_90a), not compute capability {capability}")
 
 
 def _check_types(q: jax.Array, pages: jax.Array, sliding_window: int | None) -> None:
     if str(q.dtype) not in _DTYPES or q.dtype != pages.dtype:
         raise NotImplementedError(
-            f"queries and pages both in one of {_DTYPES}, not {q.dtype} and {pages.dtype}"
+            f"it serves queries and pages of one dtype of {_DTYPES}, not {q.dtype} and "
+            f"{pages.dtype}"
         )
     if q.shape[2] not in _HEAD_DIMS:
-        raise NotImplementedError(f"head_dim one of {_HEAD_DIMS}, not {q.shape[2]}")
+        raise NotImplementedError(f"head_dim must be one of {_HEAD_DIMS}, not {q.shape[2]}")
     group = q.shape[1] // pages.shape[2]
     if group > _MAX_GROUP:
-        raise NotImplementedError(f"up to {_MAX_GROUP} query heads a KV head, not {group}")
+        raise NotImplementedError(
+            f"it serves up to {_MAX_GROUP} query heads per KV head, not {group}"
+        )
     if sliding_window is not None and sliding_window < 1:
         raise NotImplementedError(f"a sliding window of {sliding_window} sees nothing")
 
@@ -169,12 +174,12 @@ def _check_types(q: jax.Array, pages: jax.Array, sliding_window: int | None) -> 
 def _check_page_size(pages: jax.Array, plan: Plan) -> None:
     if plan.tiling.warpgroups is None:
         raise NotImplementedError(
-            "the plan's tiles are another kernel's; plan with "
+            "the plan's tiles are another kernel's; use "
             "planned_tiling(..., implementation='mosaic')"
         )
     size, block = pages.shape[3], plan.tiling.warpgroups.block_keys
     if size < _MIN_PAGE or (block % size and size % block):
         raise NotImplementedError(
-            f"pages of {_MIN_PAGE} tokens or more that divide {block}, or that it divides, "
-            f"not of {size}"
+            f"it serves pages of {_MIN_PAGE} tokens or more that divide {block} or are a multiple "
+            f"of it, not of {size}"
         )

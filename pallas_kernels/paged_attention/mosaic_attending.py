@@ -1,4 +1,4 @@
-"""The warpgroups of the tile kernel that attend; see `mosaic_tile`."""
+"""The attending warpgroups of the tile kernel; see `mosaic_tile`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +23,61 @@ from pallas_kernels.paged_attention.mosaic_memory import (
     rows_of,
 )
 
-if TYPE_CHECKING:
-    from pallas_kernels.paged_attention.mosaic_tile import TileKernel
-
 _MASKED = -1e30
-# JAX 0.10, which these kernels do not run on, has another signature.
+# JAX 0.10, on which these kernels do not run, has another signature.
 _load: Any = mosaic.load
 _LOG2_E = math.log2(math.e)
 
-# Values [rows, head_dim], maximum [rows] and sum [rows] of a softmax under way.
+# Values [rows, head_dim], maximum [rows] and sum [rows] of an unfinished softmax.
 Softmax = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class Tile(Protocol):
+    """What a warpgroup reads of the kernel that it belongs to: a `mosaic_tile.TileKernel`."""
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def sliding_window(self) -> int | None: ...
+
+    @property
+    def soft_cap(self) -> float | None: ...
+
+    @property
+    def group(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def block_keys(self) -> int: ...
+
+    @property
+    def num_stages(self) -> int: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    @property
+    def interpret(self) -> bool: ...
+
+    @property
+    def queries(self) -> int: ...
+
+    def blocks(self, item: Item, /) -> tuple[jax.Array, jax.Array]: ...
+
+    def for_each_item(
+        self, memory: Memory, body: Callable[[jax.Array, Item, jax.Array], jax.Array], /
+    ) -> tuple[jax.Array, jax.Array]: ...
 
 
 @final
 @dataclass(frozen=True)
 class Attending:
-    """A warpgroup that attends with its half of each tile's queries."""
+    """A warpgroup that computes attention for its half of each tile's queries."""
 
-    kernel: TileKernel
+    kernel: Tile
     memory: Memory
     warpgroup: Any
 
@@ -58,7 +95,7 @@ class Attending:
         mosaic.barrier_arrive(memory.q_is_free)
 
         first, end = kernel.blocks(item)
-        # Between these, every query sees every key of a block.
+        # From whole_begin to whole_end, every query sees every key of a block.
         whole_end = lax.div(lax.min(item.position + 1, item.end), kernel.block_keys)
         whole_begin = first
         if kernel.sliding_window is not None:
@@ -81,7 +118,7 @@ class Attending:
         edge = partial(self._edge_block, before=before, item=item, position=position)
         if kernel.sliding_window is not None:
             softmax = lax.fori_loop(first, whole_begin, edge, softmax)
-        # The second runs half a block behind the first.
+        # The second warpgroup runs half a block behind the first.
         pl.when(mine == 1)(self._take_turns)
         softmax = lax.fori_loop(whole_begin, whole_end, whole, softmax)
         pl.when(mine == 0)(self._take_turns)
@@ -94,7 +131,7 @@ class Attending:
         mosaic.barrier_wait(self.memory.turn)
 
     def _whole_block(self, block: jax.Array, softmax: Softmax, *, before: jax.Array) -> Softmax:
-        """Attend to a block of keys that all queries see, in turns with the other warpgroup."""
+        """Attend to a block of keys that all queries see, alternating with the other warpgroup."""
         memory = self.memory
         stage = lax.rem(before + block, self.kernel.num_stages)
         mosaic.barrier_wait(memory.k_is_full.at[stage])
@@ -117,7 +154,7 @@ class Attending:
         item: Item,
         position: jax.Array,  # int32 [ROWS]
     ) -> Softmax:
-        """Attend to a block of which some queries do not see some keys."""
+        """Attend to a block with keys that some queries do not see."""
         memory = self.memory
         stage = lax.rem(before + block, self.kernel.num_stages)
         mosaic.barrier_wait(memory.k_is_full.at[stage])
@@ -132,7 +169,7 @@ class Attending:
         return softmax
 
     def _product(self, keys: Any, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:
-        """Queries times keys; `meanwhile` is called while the product is computed."""
+        """Return queries times keys; `meanwhile` is called while the product runs."""
 
         def product(accumulator: Any) -> jax.Array:
             queries = self.memory.tiled_q.at[self.warpgroup]
@@ -145,7 +182,7 @@ class Attending:
     def _weigh(
         self, logits: jax.Array, scale: float, softmax: Softmax
     ) -> tuple[Softmax, jax.Array]:
-        """The softmax with weights of these keys, but not yet their values, and the weights."""
+        """Return the softmax rescaled and with the weights' sum added, and the weights."""
         values, maximum, total = softmax
         new = lax.max(maximum, jnp.max(logits, axis=1) * scale)
         kept = jnp.exp2(maximum - new)
@@ -157,7 +194,7 @@ class Attending:
         return (values, new, total), rounded
 
     def _capped(self, products: jax.Array) -> tuple[jax.Array, float]:
-        """Logits up to a factor that makes them exponents of two, and the factor."""
+        """Return x and a factor such that x * factor are the logits in base 2."""
         kernel = self.kernel
         if kernel.soft_cap is None:
             return products, kernel.scale * _LOG2_E
@@ -169,7 +206,12 @@ class Attending:
     def _masked(
         self, logits: jax.Array, item: Item, first: jax.Array, position: jax.Array
     ) -> jax.Array:
-        """Minus infinity where a query does not see a key; `first` is the first key."""
+        """Return logits with minus infinity for unseen keys.
+
+        Args:
+          first: position of the block's first key.
+          position: int32 [ROWS], of the queries.
+        """
         kernel, shape = self.kernel, logits.shape
         key = mosaic.broadcasted_iota(jnp.int32, shape, 1, layout=mosaic.Layout.WGMMA)
         last = lax.min(position, jnp.broadcast_to(item.end - 1, position.shape)) - first
@@ -180,10 +222,10 @@ class Attending:
         return jnp.where(seen, logits, -jnp.inf)
 
     def _mend(self, item: Item, block: jax.Array, stage: jax.Array) -> None:
-        """Zeros for values past the context, which may be no numbers; half by each warpgroup."""
+        """Zero the values past the context, which may be NaN; each warpgroup writes half."""
         kernel, memory = self.kernel, self.memory
         begin = block * kernel.block_keys
-        # A warpgroup reads and writes 64 rows at least: where there are no more, halves of columns.
+        # A warpgroup reads and writes at least 64 rows; smaller blocks are halved by columns.
         by_rows = kernel.block_keys >= ROWS * ATTENDING
         half = (kernel.block_keys if by_rows else kernel.head_dim) // ATTENDING
 
@@ -204,11 +246,11 @@ class Attending:
             mosaic.barrier_wait(memory.mended)
 
     def _add_product(self, softmax: Softmax, weights: jax.Array, v: Any) -> Softmax:
-        """The softmax with the weighted values added."""
+        """Return the softmax with the weighted values added."""
         values, maximum, total = softmax
         if self.kernel.interpret:
-            # The interpreter's wgmma has both factors in shared memory. This is an ordinary read,
-            # which a copy to the same place follows only after a fence.
+            # The interpreter's wgmma needs both factors in shared memory. This is an ordinary read,
+            # so a fence is needed before the next copy to the same memory.
             product = jnp.dot(weights, v[...], preferred_element_type=jnp.float32)
             mosaic.commit_smem()
             return values + product, maximum, total
@@ -220,12 +262,12 @@ class Attending:
         return summed, maximum, total
 
     def _store(self, item: Item, softmax: Softmax) -> None:
-        """Write the queries' output, in pieces of powers of two; zeros where nothing was seen."""
+        """Write the output in pieces of powers of two; zeros for queries that see no key."""
         kernel, memory, mine = self.kernel, self.memory, self.warpgroup
         values, _, total = softmax
         inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)
         out = values * lax.broadcast_in_dim(inverse, values.shape, [0])
-        # What the item before stored has been read.
+        # Wait until the previous item's output has been read.
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
         memory.leaving[mine] = out.astype(kernel.dtype)
         mosaic.commit_smem()
@@ -248,5 +290,5 @@ class Attending:
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """From the largest that is at most `most` to 1."""
+    """Return the powers of two from the largest that is at most `most` down to 1."""
     return [1 << power for power in reversed(range(most.bit_length()))]

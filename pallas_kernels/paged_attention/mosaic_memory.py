@@ -1,4 +1,4 @@
-"""What the warpgroups of the tile kernel share: its memory, and a work item."""
+"""The memory that the warpgroups of the tile kernel share, and its work item."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.paged_attention.planner import Warpgroups
 
-# Rows of a warpgroup's matrix products, and the warpgroups that attend.
+# Rows of a warpgroup's matrix products, and the number of warpgroups that attend.
 ROWS = 64
 ATTENDING = Warpgroups.NUM
 
@@ -22,9 +22,9 @@ ITEM_COLUMNS = ("row", "token", "count", "position", "begin", "end", "context")
 @final
 @dataclass(frozen=True)
 class Memory:
-    """References of a program: to the arrays of the call, and to shared memory."""
+    """A program's references to the arrays of the call and to shared memory."""
 
-    meta: Any  # int32 [2]: items, and the layer's first page
+    meta: Any  # int32 [2]: number of items, the layer's first page
     items: Any  # int32 [items, len(ITEM_COLUMNS)]
     page_table: Any  # int32 [rows, pages]
     q: Any  # [tokens, q_heads, head_dim]
@@ -49,7 +49,7 @@ class Memory:
 @final
 @dataclass(frozen=True)
 class Item:
-    """Scalars of a work item, and the head that this program takes it for."""
+    """The scalars of a work item, and the KV head that the program computes."""
 
     kv_head: Any
     row: Any
@@ -62,7 +62,7 @@ class Item:
 
 
 def rows_of(part: int, size: int) -> Any:
-    """Those of one of the parts that an array is made of."""
+    """Return the slice of rows of an array's part number `part`."""
     return pl.ds(part * size, size)
 
 

@@ -1,13 +1,14 @@
 """The tile kernel for Hopper GPUs, in Pallas' Mosaic GPU dialect.
 
-A program has three warpgroups. One copies pages to shared memory by TMA, a page a copy and the
-pages of a block of keys on one barrier, as far ahead as there is room. Two attend, each with half
-of a tile's queries and over the same keys; they take turns, so that one's softmax runs beside the
-other's matrix products (FlashAttention-3, arXiv:2407.08608, section 3.1).
+A program has three warpgroups. One copies pages to shared memory by TMA, one page per copy and one
+barrier per block of keys, as far ahead as shared memory allows. Two attend, each for half of a
+tile's queries, over the same keys. They alternate, so that the softmax of one overlaps the matrix
+products of the other (FlashAttention-3, arXiv:2407.08608, section 3.1).
 
-Rows of a product are `group` query heads of some queries, head after head. They come and go
-through shared memory that is neither tiled nor swizzled: so a tile may begin at any token of the
-batch, and end at any by storing powers of two of tokens. What is tiled is copied in whole pages.
+Rows of a product are `group` query heads of some queries, head after head. Queries and outputs pass
+through shared memory that is neither tiled nor swizzled, so that a tile can begin at any token of
+the batch; outputs are stored in powers of two of tokens, so that it can end at any token. Tiled
+memory is filled in whole pages.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from pallas_kernels.paged_attention.mosaic_memory import (
 )
 
 _COPYING = ATTENDING
-# Of a thread, in each role; together all that a multiprocessor has.
+# Registers per thread of an attending and of the copying warpgroup; all of a multiprocessor's.
 _REGISTERS = (240, 24)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class TileKernel:
-    """What is compiled in.
+    """The static parameters of the kernel, and its call.
 
     Attributes:
-      block_keys: keys that are attended to at a time.
-      part_keys: keys of one copy: a page's, or a block's where that is less.
-      num_stages: blocks that shared memory holds.
-      programs: that run at once.
+      block_keys: keys per loop iteration.
+      part_keys: keys per copy: those of a page or of a block, whichever is fewer.
+      num_stages: number of blocks of keys, and of values, in shared memory.
+      programs: number of programs of the grid.
     """
 
     scale: float
@@ -66,7 +67,7 @@ class TileKernel:
 
     @property
     def queries(self) -> int:
-        """Queries of a warpgroup, at most."""
+        """Maximum number of queries of a warpgroup."""
         return ROWS // self.group
 
     @property
@@ -87,9 +88,9 @@ class TileKernel:
         v_pages: jax.Array,
         out: jax.Array,
     ) -> jax.Array:
-        """`out` with the items' queries attended for; the arguments as `Memory` has them.
+        """Return `out` with the output of the items' queries; see `Memory` for the arguments.
 
-        `k_pages` and `v_pages` are [pages, kv_heads, page_size, head_dim], of all layers.
+        `k_pages` and `v_pages` are [layers * pages, kv_heads, page_size, head_dim].
         """
         parts = (-1, self.part_keys, self.head_dim)
         written = jax.new_ref(out)
@@ -154,11 +155,11 @@ class TileKernel:
     def for_each_item(
         self, memory: Memory, body: Callable[[jax.Array, Item, jax.Array], jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Call `body` with every item of this program; how many they were, and what it left.
+        """Call `body` with every item of this program; return their number and that of blocks.
 
-        `body` takes the item's number in this program, the item and how many blocks there were
-        before; it returns how many there are after it. Programs take items in turn, every other
-        time from last to first: as the longest come first, all have about the same.
+        `body` takes the item's number in this program, the item, and the number of blocks before
+        it; it returns the number of blocks after it. Programs take items round robin, in reverse
+        order every second round, which balances a list with the longest item first.
         """
         program, programs = lax.axis_index("program"), self.programs
         total = memory.meta[0] * self.kv_heads
@@ -179,7 +180,7 @@ class TileKernel:
         return num_items, lax.fori_loop(jnp.int32(0), num_items, one, jnp.int32(0))
 
     def blocks(self, item: Item) -> tuple[jax.Array, jax.Array]:
-        """First block of keys that any of the item's queries sees, and one past the last."""
+        """Return the range of blocks of keys that at least one of the item's queries sees."""
         first = lax.div(item.begin, self.block_keys)
         return first, lax.max(first, ceil_div(item.end, self.block_keys))
 
@@ -195,7 +196,7 @@ class _Copying:
     def run(self) -> None:
         memory, stages = self.memory, self.kernel.num_stages
         num_items, blocks = self.kernel.for_each_item(memory, self._copy_item)
-        # Barriers are left as they were found.
+        # Every arrival is waited for, so that the barriers end in their initial state.
         pl.when(num_items > 0)(lambda: mosaic.barrier_wait(memory.q_is_free))
         for i in range(stages):
 
@@ -236,7 +237,7 @@ class _Copying:
         return lax.fori_loop(first, end, one_block, blocks)
 
     def _parts(self, item: Item, block: jax.Array, last: jax.Array) -> Sequence[jax.Array]:
-        """Where the parts of a block lie; past the last one, that one again."""
+        """Return the indices of a block's parts; those past the last part repeat the last."""
         kernel, memory = self.kernel, self.memory
         num_parts = kernel.block_keys // kernel.part_keys
 

@@ -1,15 +1,15 @@
-"""Which program of a GPU computes what: rows of a ragged batch cut into work items. NumPy only.
+"""Work items of the GPU kernels, cut from the rows of a ragged batch. NumPy only.
 
-Two kernels share a batch. The *tile* kernel takes long rows, a tile of queries at a time over all
+Two kernels share a batch. The *tile* kernel takes long rows, one tile of queries at a time over all
 the keys that they see. The *split* kernel takes rows of few queries, whose keys alone can fill the
-chip. It goes through chunks of keys whose boundaries are fixed positions; each chunk is reduced by
-itself and then merged with those before it, in their order: in the kernel where one item has all
-chunks of its queries, by the *merge* kernel where several items share them. So the bits of a row's
-output depend neither on the split nor on the rest of the batch, and the split is free to follow
-both (Flash-decoding, with the reduction order of a fixed split).
+device. A split is a range of `Tiling.split_keys` keys between fixed positions. Each split is
+reduced by itself and then merged with those before it, in their order: by the split kernel if one
+item has all splits of its queries, by the *merge* kernel if several items share them. So the bits
+of a row's output depend neither on how splits are assigned to items nor on the rest of the batch
+(Flash-decoding, with the reduction order of a fixed split).
 
 Programs are persistent: program p of P takes the items p, p + P, p + 2 P and so on of a list with
-the longest first, so that no program has more than the mean and the longest item.
+the longest first, so that no program has more work than the mean plus the longest item.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
+from jaxtyping import Bool, Float, Int, Int32
 
-# A merge's cost and an item's, in the time that a program takes for one block of keys.
+# Costs of a merge, an item and a partial result, in units of a program's time for a block of keys.
 _MERGE_COST = 1.5
 _ITEM_COST = 0.5
-_SLOT_COST = 0.5
-# Rows with fewer keys than this, and too few tiles to fill the chip, are not worth splitting.
+_PARTIAL_COST = 0.5
+# Rows with fewer keys than this are not split, even if their tiles do not fill the device.
 _MIN_SPLIT_KEYS = 2048
 
 
 @final
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is compiled: warps a program, and iterations of its loop under way at once."""
+    """The compilation of a kernel: warps per program, and loop iterations in flight."""
 
     num_warps: int
     num_stages: int
@@ -39,10 +40,10 @@ class Launch:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Launches:
-    """How Triton compiles its kernels.
+    """The compilation of the Triton kernels.
 
     Attributes:
-      block_keys: keys that a kernel takes at a time.
+      block_keys: keys per loop iteration.
     """
 
     block_keys: int = 64
@@ -54,11 +55,11 @@ class Launches:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Warpgroups:
-    """How Mosaic's tile kernel goes through keys; two warpgroups share a tile's queries.
+    """The loop of Mosaic's tile kernel over keys; two warpgroups share a tile's queries.
 
     Attributes:
-      block_keys: keys that they take at a time.
-      num_stages: blocks of keys, and of values, in shared memory at once.
+      block_keys: keys per loop iteration.
+      num_stages: blocks of keys, and blocks of values, in shared memory.
     """
 
     NUM = 2
@@ -70,25 +71,26 @@ class Warpgroups:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How the kernels cut the work; static, of a model's heads on a device.
+    """The static sizes by which the kernels cut the work, for a model's heads on a device.
 
     Attributes:
-      kv_heads: of the cache, on one device.
-      group: query heads a KV head.
-      split_rows, tile_rows: rows of the matrix products: queries times group, and padding.
-      chunk_keys: of the split kernel; a multiple of the keys that any kernel takes at a time.
-      split_programs, tile_programs: that the device runs at once, over all KV heads.
-      launches: of Triton's kernels.
-      masked_launches, float32_launches: likewise with ALiBi, or a window and a soft cap together,
-        and for queries in float32, which take more registers; None for the same.
-      warpgroups: of Mosaic's tile kernel; None for tiles that are not made for it.
+      kv_heads: KV heads of the cache on one device.
+      group: query heads per KV head.
+      split_rows, tile_rows: rows of the matrix products: queries times group, then padding.
+      split_keys: keys of a split; a multiple of `block_keys` of all launches.
+      split_programs, tile_programs: programs that the device runs at once, over all KV heads.
+      launches: the compilation of the Triton kernels.
+      masked_launches: used with ALiBi, or with a sliding window and a soft cap together; None for
+        `launches`. These take more registers.
+      float32_launches: used for float32 queries; None for `launches`.
+      warpgroups: the loop of Mosaic's tile kernel; None for tiles of the Triton kernel.
     """
 
     kv_heads: int
     group: int
     split_rows: int
     tile_rows: int
-    chunk_keys: int = 512
+    split_keys: int = 512
     split_programs: int = 264
     tile_programs: int = 264
     launches: Launches = Launches()
@@ -99,28 +101,28 @@ class Tiling:
     def __post_init__(self) -> None:
         if not self.group <= self.split_rows <= self.tile_rows:
             raise ValueError(
-                f"group={self.group}, split_rows={self.split_rows}, tile_rows={self.tile_rows}: "
-                "expected each to be at most the next"
+                f"group={self.group}, split_rows={self.split_rows} and tile_rows={self.tile_rows} "
+                "are not allowed; expected each to be at most the next"
             )
         for launches in (self.launches, self.masked_launches, self.float32_launches):
-            if launches is not None and self.chunk_keys % launches.block_keys:
+            if launches is not None and self.split_keys % launches.block_keys:
                 raise ValueError(
-                    f"chunk_keys={self.chunk_keys} is not a multiple of "
+                    f"split_keys={self.split_keys} is not allowed; pass a multiple of "
                     f"block_keys={launches.block_keys}"
                 )
 
     def check_heads(self, q_heads: int, kv_heads: int) -> None:
-        """Raise ValueError if it is for other heads."""
+        """Raise ValueError if the tiling is for other numbers of heads."""
         if (self.kv_heads, self.group) != (kv_heads, q_heads // kv_heads):
             raise ValueError(
                 f"the plan is for {self.kv_heads} KV heads in groups of {self.group}, but the call "
-                f"has {q_heads} query heads and {kv_heads} KV heads"
+                f"has {q_heads} query heads and {kv_heads} KV heads; plan with this call's heads"
             )
 
     def launches_for(
         self, dtype: Any, *, has_alibi: bool, has_window: bool, has_cap: bool
     ) -> Launches:
-        """Of Triton's kernels, for a dtype of queries."""
+        """Return the compilation of the Triton kernels for queries of a dtype and these options."""
         if np.dtype(dtype) == np.float32:
             return self.float32_launches or self.launches
         is_masked = has_alibi or (has_window and has_cap)
@@ -128,77 +130,90 @@ class Tiling:
 
     @property
     def split_queries(self) -> int:
-        """Queries of an item of the split kernel, at most."""
+        """Maximum number of queries of an item of the split kernel."""
         return self.split_rows // self.group
 
     @property
     def tile_queries(self) -> int:
-        """Queries of an item of the tile kernel, at most; no warpgroup has part of one."""
+        """Maximum number of queries of an item of the tile kernel; warpgroups share whole ones."""
         shares = 1 if self.warpgroups is None else Warpgroups.NUM
         return self.tile_rows // shares // self.group * shares
 
     @property
     def split_grid(self) -> int:
-        """Programs a KV head of the split kernel."""
+        """Programs of the split kernel per KV head."""
         return max(1, self.split_programs // self.kv_heads)
 
     @property
     def tile_grid(self) -> int:
-        """Programs a KV head of the tile kernel."""
+        """Programs of the tile kernel per KV head."""
         return max(1, self.tile_programs // self.kv_heads)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """Static sizes of a plan's arrays: most items of each kernel, merges, and partial results."""
+    """Static sizes of a plan's arrays: maximum numbers of items and of partial results."""
 
     tiles: int
     splits: int
     merges: int
-    slots: int
+    partials: int
 
     @classmethod
     def of(
         cls, tiling: Tiling, *, num_tokens: int, num_rows: int, max_context: int, is_decode: bool
     ) -> Capacity:
-        """Enough for any batch of so many queries in so many rows, one in each to decode."""
+        """Return a capacity for any batch of `num_tokens` queries in at most `num_rows` rows.
+
+        Args:
+          max_context: maximum context length in tokens.
+          is_decode: every row has one query.
+        """
         rows = min(num_rows, num_tokens)
         # A row's last item of either kernel may be short.
         tiles = 0 if is_decode else num_tokens // tiling.tile_queries + rows
         runs = rows if is_decode else num_tokens // tiling.split_queries + rows
-        chunks = -(-max_context // tiling.chunk_keys)
-        slots = max(chunks, 16 * tiling.split_grid)
-        return cls(tiles=tiles, splits=runs + slots, merges=min(runs, slots // 2), slots=slots)
+        partials = max(-(-max_context // tiling.split_keys), 16 * tiling.split_grid)
+        return cls(
+            tiles=tiles,
+            splits=runs + partials,
+            merges=min(runs, partials // 2),
+            partials=partials,
+        )
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Work items of a batch: int32 arrays of a capacity's sizes, and how much of them is used.
+    """The work items of a batch, in int32 arrays of a capacity's sizes.
 
-    `row` indexes the batch's rows, `query` a row's queries, `slot` the partial results.
+    An item's columns are indices of a row of the batch, of a query of the row, of a split of its
+    keys, and of a partial result.
 
     Attributes:
-      tiles: [tiles, 3] of row, first query, number of queries; longest first.
-      splits: [splits, 6] of row, first query, number of queries, first chunk, end chunk, slot;
-        longest first. The slot is that of the first chunk, others follow; -1 for an item with all
-        chunks of its queries, which writes the output itself.
-      merges: [merges, 5] of row, first query, number of queries, first slot, number of slots.
-      counts: [3] of tiles, splits and merges used.
-      num_slots: that there have to be.
+      tiles: items of the tile kernel: row, first query, number of queries; longest
+        first.
+      splits: items of the split kernel: row, first query, number of queries, first
+        split, end split, partial result; longest first. The partial result is the first split's,
+        and the others' follow; -1 for an item with all splits of its queries, which writes the
+        output itself.
+      merges: items of the merge kernel: row, first query, number of queries, first
+        partial result, number of partial results.
+      counts: numbers of items in `tiles`, `splits` and `merges`.
+      num_partials: size of the arrays of partial results.
     """
 
     tiling: Tiling
-    num_slots: int
-    tiles: Any
-    splits: Any
-    merges: Any
-    counts: Any
+    num_partials: int
+    tiles: Int32[Any, "tiles 3"]
+    splits: Int32[Any, "splits 6"]
+    merges: Int32[Any, "merges 5"]
+    counts: Int32[Any, " 3"]
 
 
 def no_work(tiling: Tiling, capacity: Capacity) -> Plan:
-    """The plan of a batch without rows."""
+    """Return the plan of a batch without rows."""
     nothing = np.zeros(0, np.int32)
     return plan(
         *(tiling, capacity),
@@ -212,16 +227,19 @@ def plan(
     tiling: Tiling,
     capacity: Capacity,
     *,
-    query_length: np.ndarray,
-    first_position: np.ndarray,
-    context_length: np.ndarray,
+    query_length: Int[np.ndarray, " rows"],
+    first_position: Int[np.ndarray, " rows"],
+    context_length: Int[np.ndarray, " rows"],
     sliding_window: int | None = None,
 ) -> Plan:
-    """Cut rows (int [rows] each, as `Rows` has them) into work items.
+    """Cut rows into work items.
 
-    The kernels read lengths from the rows again: contexts may be shorter by then, for a decode loop
-    planned at its last iteration, and rows may have gone. Under a sliding window, leaving it out
-    costs balance and nothing else.
+    The kernels read the lengths from the rows again. By then contexts may be shorter, as in a
+    decode loop that is planned for its last iteration, and rows may have ended.
+
+    Args:
+      query_length, first_position, context_length: see `Rows`.
+      sliding_window: used to balance the work; None is correct for any model.
 
     Raises:
       ValueError: the batch is larger than the capacity.
@@ -233,10 +251,10 @@ def plan(
     tiles = _Queries.of(length, first, context, sliding_window, is_tiled, tiling.tile_queries)
     few = _Queries.of(length, first, context, sliding_window, ~is_tiled, tiling.split_queries)
     longest_first = np.argsort(-(tiles.end - tiles.begin), kind="stable")
-    splits, merges = _best_split(tiling, capacity, few)
+    splits, merges = _best_items(tiling, capacity, few)
     return Plan(
         tiling=tiling,
-        num_slots=capacity.slots,
+        num_partials=capacity.partials,
         tiles=_padded(tiles.columns()[longest_first], capacity.tiles, "tiles"),
         splits=_padded(splits, capacity.splits, "splits"),
         merges=_padded(merges, capacity.merges, "merges"),
@@ -244,8 +262,13 @@ def plan(
     )
 
 
-def _is_tiled(tiling: Tiling, length: np.ndarray, context: np.ndarray) -> np.ndarray:
-    """Which rows the tile kernel takes; by the row and the device alone, for bits depend on it."""
+def _is_tiled(
+    tiling: Tiling, length: Int[np.ndarray, " rows"], context: Int[np.ndarray, " rows"]
+) -> Bool[np.ndarray, " rows"]:
+    """Return which rows the tile kernel takes.
+
+    The bits of a row's output depend on it, so it depends on the row and the device alone.
+    """
     num_tiles = -(-length // tiling.tile_queries) * tiling.kv_heads
     fills = 2 * num_tiles >= tiling.tile_programs
     return (length > tiling.split_queries) & (fills | (context < _MIN_SPLIT_KEYS))
@@ -254,25 +277,25 @@ def _is_tiled(tiling: Tiling, length: np.ndarray, context: np.ndarray) -> np.nda
 @final
 @dataclass(frozen=True)
 class _Queries:
-    """Runs of queries and the keys that they see, int64 [runs] each."""
+    """Runs of queries, and the range of keys that each run sees."""
 
-    row: np.ndarray
-    first: np.ndarray
-    count: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
+    row: Int[np.ndarray, " runs"]
+    first: Int[np.ndarray, " runs"]
+    count: Int[np.ndarray, " runs"]
+    begin: Int[np.ndarray, " runs"]
+    end: Int[np.ndarray, " runs"]
 
     @classmethod
     def of(
         cls,
-        length: np.ndarray,
-        first_position: np.ndarray,
-        context: np.ndarray,
+        length: Int[np.ndarray, " rows"],
+        first_position: Int[np.ndarray, " rows"],
+        context: Int[np.ndarray, " rows"],
         sliding_window: int | None,
-        chosen: np.ndarray,
+        chosen: Bool[np.ndarray, " rows"],
         most: int,
     ) -> _Queries:
-        """The chosen rows' queries, at most so many together."""
+        """Return the queries of the chosen rows, in runs of at most `most`."""
         runs = np.where(chosen, -(-length // most), 0)
         row = np.repeat(np.arange(len(length)), runs)
         first = (np.arange(len(row)) - np.repeat(np.cumsum(runs) - runs, runs)) * most
@@ -284,75 +307,86 @@ class _Queries:
             begin = np.clip(position - sliding_window + 1, 0, end)
         return cls(row, first, count, begin, end)
 
-    def columns(self) -> np.ndarray:
+    def columns(self) -> Int[np.ndarray, "runs 3"]:
         return np.stack([self.row, self.first, self.count], axis=1)
 
 
-def _best_split(
+def _best_items(
     tiling: Tiling, capacity: Capacity, queries: _Queries
-) -> tuple[np.ndarray, np.ndarray]:
-    """Items and merges of the split that should end first, of those that fit."""
-    begin = queries.begin // tiling.chunk_keys
-    end = np.maximum(-(-queries.end // tiling.chunk_keys), begin + 1)
-    num_chunks = end - begin
+) -> tuple[Int[np.ndarray, "items 6"], Int[np.ndarray, "merges 5"]]:
+    """Return the items and merges with the earliest estimated end, of those that fit."""
+    begin = queries.begin // tiling.split_keys
+    end = np.maximum(-(-queries.end // tiling.split_keys), begin + 1)
+    num_splits = end - begin
     best, best_cost = None, np.inf
-    most = int(num_chunks.max(initial=1))
-    # Chunks of an item: all first, then ever fewer.
+    most = int(num_splits.max(initial=1))
+    # Splits per item: first all of them, then powers of two in decreasing order.
     for size in (most, *(1 << power for power in reversed(range((most - 1).bit_length())))):
-        num_slots = int(num_chunks[num_chunks > size].sum())
-        if num_slots > capacity.slots:
+        num_partials = int(num_splits[num_splits > size].sum())
+        if num_partials > capacity.partials:
             break
-        split = _split(tiling, queries, begin, end, size)
-        cost = _cost(tiling, split, num_slots)
+        items = _items(tiling, queries, begin, end, size)
+        cost = _cost(tiling, items, num_partials)
         if cost < best_cost:
-            best, best_cost = split, cost
+            best, best_cost = items, cost
     assert best is not None
     return best.items, best.merges
 
 
 @final
 @dataclass(frozen=True)
-class _Split:
-    items: np.ndarray
-    costs: np.ndarray
-    merges: np.ndarray
+class _Items:
+    items: Int[np.ndarray, "items 6"]
+    costs: Float[np.ndarray, " items"]
+    merges: Int[np.ndarray, "merges 5"]
 
 
-def _split(
-    tiling: Tiling, queries: _Queries, begin: np.ndarray, end: np.ndarray, size: int
-) -> _Split:
-    """Runs with more than `size` chunks are cut into items of so many; the others are direct."""
-    num_chunks = end - begin
-    is_shared = num_chunks > size
-    slots = np.where(is_shared, num_chunks, 0)
-    first_slot = np.where(is_shared, np.cumsum(slots) - slots, -1)
-    num_items = np.where(is_shared, -(-num_chunks // size), 1)
+def _items(
+    tiling: Tiling,
+    queries: _Queries,
+    begin: Int[np.ndarray, " runs"],
+    end: Int[np.ndarray, " runs"],
+    size: int,
+) -> _Items:
+    """Cut runs with more than `size` splits into items of at most `size`; others are one item."""
+    num_splits = end - begin
+    is_shared = num_splits > size
+    partials = np.where(is_shared, num_splits, 0)
+    first_partial = np.where(is_shared, np.cumsum(partials) - partials, -1)
+    num_items = np.where(is_shared, -(-num_splits // size), 1)
     run = np.repeat(np.arange(len(begin)), num_items)
     skipped = (np.arange(len(run)) - np.repeat(np.cumsum(num_items) - num_items, num_items)) * size
-    first_chunk = begin[run] + skipped
-    end_chunk = np.where(is_shared[run], np.minimum(first_chunk + size, end[run]), end[run])
-    slot = np.where(is_shared[run], first_slot[run] + skipped, -1)
-    keys = np.minimum(end_chunk * tiling.chunk_keys, queries.end[run]) - np.maximum(
-        first_chunk * tiling.chunk_keys, queries.begin[run]
+    first_split = begin[run] + skipped
+    end_split = np.where(is_shared[run], np.minimum(first_split + size, end[run]), end[run])
+    partial = np.where(is_shared[run], first_partial[run] + skipped, -1)
+    keys = np.minimum(end_split * tiling.split_keys, queries.end[run]) - np.maximum(
+        first_split * tiling.split_keys, queries.begin[run]
     )
     costs = _ITEM_COST + -(-keys // tiling.launches.block_keys)
-    costs = costs + _SLOT_COST * np.where(is_shared[run], end_chunk - first_chunk, 0)
+    costs = costs + _PARTIAL_COST * np.where(is_shared[run], end_split - first_split, 0)
     order = np.argsort(-costs, kind="stable")
     columns = (queries.row[run], queries.first[run], queries.count[run])
-    items = np.stack([*columns, first_chunk, end_chunk, slot], axis=1)
-    merged = np.stack([queries.row, queries.first, queries.count, first_slot, slots], axis=1)
-    return _Split(items[order], costs[order], merged[is_shared])
+    items = np.stack([*columns, first_split, end_split, partial], axis=1)
+    merged = np.stack([queries.row, queries.first, queries.count, first_partial, partials], axis=1)
+    return _Items(items[order], costs[order], merged[is_shared])
 
 
-def _cost(tiling: Tiling, split: _Split, num_slots: int) -> float:
-    """Time until the last program is done, in blocks of keys."""
+def _cost(tiling: Tiling, items: _Items, num_partials: int) -> float:
+    """Return the time until the last program ends, in blocks of keys."""
     programs = tiling.split_grid
-    padded = np.pad(split.costs, (0, -len(split.costs) % programs))
+    padded = np.pad(items.costs, (0, -len(items.costs) % programs))
     slowest = padded.reshape(-1, programs).sum(axis=0).max(initial=0.0)
-    return slowest + (_MERGE_COST + _SLOT_COST * num_slots / programs if num_slots else 0.0)
+    return slowest + (
+        _MERGE_COST + _PARTIAL_COST * num_partials / programs if num_partials else 0.0
+    )
 
 
-def _padded(rows: np.ndarray, size: int, name: str) -> np.ndarray:
+def _padded(
+    rows: Int[np.ndarray, "rows columns"], size: int, name: str
+) -> Int32[np.ndarray, "size columns"]:
     if len(rows) > size:
-        raise ValueError(f"{len(rows)} {name}, more than the plan's capacity of {size}")
+        raise ValueError(
+            f"{len(rows)} {name} are more than the plan's capacity of {size}; make a capacity for "
+            "this batch"
+        )
     return np.pad(rows, ((0, size - len(rows)), (0, 0))).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Named shapes that the tests and the benchmarks of paged attention share."""
+"""Named shapes for the tests and the benchmarks of paged attention."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from pallas_kernels.paged_attention.rows import Rows
 @final
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """One ragged batch: `rows` is (queries, context) of each row, context in tokens.
+    """A ragged batch.
 
-    A row's queries are the last ones of its context. `page_table_width` in pages; at least what
-    the longest context needs.
+    Attributes:
+      rows: (number of queries, context length in tokens) of each row; the queries are the last
+        tokens of the context.
+      page_table_width: in pages; raised to what the longest context needs.
     """
 
     name: str
@@ -78,7 +80,7 @@ BENCHMARK_SHAPES = (
 _LLAMA3_8B = dict(num_heads=32, num_kv_heads=8, head_dim=128, page_size=32)
 _LLAMA2_13B = dict(num_heads=40, num_kv_heads=40, head_dim=128, page_size=32)
 
-# Timed on GPUs only. Decoding: the curve over batches and contexts that one device holds.
+# Timed on GPUs only. Decode: the batches and contexts that one device holds.
 GPU_DECODE_SHAPES = (
     *(
         AttentionShape(
@@ -108,10 +110,10 @@ GPU_MIXED_SHAPES = (
 def make_inputs(
     shape: AttentionShape, seed: int, *, layers: int = 2, padding: int = 0
 ) -> tuple[jax.Array, jax.Array, jax.Array, Rows]:
-    """Random float32 `q`, `k_pages`, `v_pages` and rows, on scattered pages; page 0 unused.
+    """Return random float32 `q`, `k_pages`, `v_pages`, and rows on scattered pages.
 
-    Unused entries of the page tables are the null page. `padding` tokens at the end belong to
-    no row.
+    Page 0, the null page, is unused; unused entries of the page tables name it. The last `padding`
+    tokens are in no row.
     """
     random = np.random.default_rng(seed)
     needed = [-(-context // shape.page_size) for _, context in shape.rows]

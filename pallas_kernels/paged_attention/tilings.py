@@ -1,7 +1,7 @@
-"""The tiling for a model on a device, from the tables beside this file.
+"""Tilings of models on devices, from the tables beside this file.
 
-`tuned_tilings.toml` has what was timed on a device for heads of one kind (`benchmarks.tune`), and
-goes first; `tilings.toml` has something for everybody.
+`tuned_tilings.toml` holds tilings that were timed on a device for heads of one kind
+(`benchmarks.kernels.tune`), and comes first. `tilings.toml` has an entry for every device.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def tiling_for(
     head_dim: int,
     kind: Literal["triton", "mosaic"] = "triton",
 ) -> Tiling:
-    """How the kernels cut attention of these heads.
+    """Return the tiling of these heads on a device.
 
     Args:
-      device: its name, such as "NVIDIA H100 80GB HBM3".
-      num_cores: its multiprocessors.
-      kv_heads: of the cache, on one device.
-      group: query heads a KV head.
-      kind: whose tiles; Triton's tile kernel can serve Mosaic's too.
+      device: device name, such as "NVIDIA H100 80GB HBM3".
+      num_cores: number of multiprocessors of the device.
+      kv_heads: KV heads of the cache on one device.
+      group: query heads per KV head.
+      kind: the kernel that the tiles are for; Triton's tile kernel also serves Mosaic's tiles.
 
     Raises:
       NotImplementedError: no entry has heads of this size.
@@ -51,23 +51,23 @@ def tiling_for(
 def entry_for(
     *, device: str, group: int, head_dim: int, kind: Literal["triton", "mosaic"]
 ) -> Entry:
-    """The first entry that such heads on such a device fit; see `tiling_for`.
+    """Return the first entry that fits these heads and this device; see `tiling_for`.
 
     Raises:
-      NotImplementedError: there is none.
+      NotImplementedError: no entry fits.
     """
     for entry in (*_entries(TUNED, kind), *_entries(_TABLE, kind)):
-        is_its_own = (
+        has_heads = (
             entry.get("group", group) == group and entry.get("head_dim", head_dim) == head_dim
         )
         fits = head_dim <= entry.get("max_head_dim", head_dim)
-        if is_its_own and fits and entry["device"] in device:
+        if has_heads and fits and entry["device"] in device:
             return entry
-    raise NotImplementedError(f"no tiling for heads of {head_dim} on {device}")
+    raise NotImplementedError(f"there is no tiling for head_dim {head_dim} on {device}")
 
 
 def tiling_of(entry: Entry, *, num_cores: int, kv_heads: int, group: int) -> Tiling:
-    """What an entry comes to for a model."""
+    """Return an entry's tiling for a model's heads."""
     split_rows = max(entry["split"]["rows"], 1 << (group - 1).bit_length())
     warpgroups = entry.get("warpgroups")
     return Tiling(
@@ -75,7 +75,7 @@ def tiling_of(entry: Entry, *, num_cores: int, kv_heads: int, group: int) -> Til
         group=group,
         split_rows=split_rows,
         tile_rows=max(entry["tile"]["rows"], split_rows),
-        chunk_keys=entry["chunk_keys"],
+        split_keys=entry["split_keys"],
         split_programs=entry["split"]["programs"] * num_cores,
         tile_programs=entry["tile"]["programs"] * num_cores,
         launches=_launches(entry),
@@ -93,12 +93,12 @@ def planned_tiling(
     page_dtype: str,
     **heads: int,
 ) -> Tiling | None:
-    """The tiling of a model on a JAX device; None where no kernel works through plans.
+    """Return the tiling of a model on a JAX device; None if no kernel there needs a plan.
 
     Args:
-      implementation: that was asked for, or several; None for the platform's choice.
-      dtype, page_dtype: of queries and pages.
-      heads: kv_heads, group and head_dim, as `tiling_for` has them.
+      implementation: as in `paged_attention`; None for the platform's choice.
+      dtype, page_dtype: dtypes of queries and pages.
+      heads: kv_heads, group and head_dim, see `tiling_for`.
     """
     names = ("triton",) if implementation is None else tuple(implementation.split(","))
     kinds = [name.removesuffix("_interpreted") for name in names]
@@ -115,18 +115,18 @@ def planned_tiling(
 
 
 def is_tuned(device: str) -> bool:
-    """Whether there are entries of such a device that were timed."""
+    """Return whether there are timed entries for the device."""
     entries = (*_entries(TUNED, "triton"), *_entries(TUNED, "mosaic"))
     return any(entry["device"] in device for entry in entries)
 
 
 def cores_of(device: Any) -> int:
-    """Multiprocessors of a JAX device; of an H100 where it does not say."""
+    """Return the number of multiprocessors of a JAX device; an H100's if JAX does not report it."""
     return getattr(device, "core_count", H100_CORES)
 
 
 def _launches(entry: Entry, case: str = "") -> Launches:
-    """An entry's, with what differs in a case."""
+    """Return an entry's launches, with the overrides of a case such as "masked"."""
     chosen = entry | entry.get(case, {})
     kernels = {
         kernel: Launch(num_warps=chosen[kernel]["warps"], num_stages=chosen[kernel]["stages"])

@@ -1,14 +1,14 @@
 """Paged attention on NVIDIA GPUs from sm_80 on: Pallas kernels compiled by Triton.
 
-Three kernels (`triton_kernels`) over the work items of `planner.plan`, where it says how they share
-a batch: *tile*, *split* and *merge*. Pages are read where they lie, the whole cache viewed as
-[layers * pages, ...]; nothing of it is copied.
+Three kernels (`triton_kernels`), *tile*, *split* and *merge*, share a batch by the work items of
+`planner.plan`. They view the whole cache as [layers * pages, ...] and copy none of it.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import dispatch, gpu
 from pallas_kernels.paged_attention.planner import Plan
@@ -27,33 +27,33 @@ _MAX_WIDTH = 256
 
 
 def paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
+    q: Float[Array, "tokens q_heads head_dim"],
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
     rows: Rows,
     *,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
-    alibi_slopes: jax.Array | None,
-    k_scales: jax.Array | None,
-    v_scales: jax.Array | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     max_query_length: int | None,
     plan: Plan | None,
     interpret: bool = False,
-    tiled: jax.Array | None = None,
-) -> jax.Array:
-    """See `api.paged_attention`. Tokens of no row get zeros.
+    tiled: Float[Array, "tokens q_heads head_dim"] | None = None,
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """See `api.paged_attention`. Tokens in no row get zeros.
 
     Args:
-      interpret: run on any platform, slowly, as tests do.
-      tiled: output that has the plan's tiles already, from elsewhere; the rest is added.
+      interpret: run in the interpreter, on any platform, for tests; slow.
+      tiled: output of another kernel for the plan's tiles, to which the other rows are added.
     """
     if not interpret:
         gpu.require_triton()
     if plan is None:
-        raise NotImplementedError("it works through a plan of the batch (plan=), which is missing")
+        raise NotImplementedError("it needs a plan of the batch; pass plan=")
     _check_types(q, k_pages, sliding_window)
     gpu.require_addressable(k_pages, v_pages)
     layers, num_pages, kv_heads, page_size, head_dim = k_pages.shape
@@ -104,10 +104,10 @@ def paged_attention(
     if len(plan.tiles) and tiled is None:
         (out,) = kernels.call(tile_kernel, plan.tiles, operands, out, launches.tile)
     if len(plan.splits):
-        slots = (plan.num_slots, kv_heads, tiling.split_rows)
+        shape = (plan.num_partials, kv_heads, tiling.split_rows)
         out, values, sums = kernels.call(
             *(split_kernel, plan.splits, operands, out, launches.split),
-            *((*slots, head_dim), (*slots, 2)),
+            *((*shape, head_dim), (*shape, 2)),
         )
         partials = (operands.counts, operands.rows, values, sums)
         (out,) = kernels.call(merge_kernel, plan.merges, partials, out, launches.merge)
@@ -117,15 +117,15 @@ def paged_attention(
 def _check_types(q: jax.Array, pages: jax.Array, sliding_window: int | None) -> None:
     if str(q.dtype) not in _DTYPES or str(pages.dtype) not in _PAGE_DTYPES:
         raise NotImplementedError(
-            f"queries in one of {_DTYPES} and pages in one of {_PAGE_DTYPES}, not {q.dtype} and "
-            f"{pages.dtype}"
+            f"it serves queries in one of {_DTYPES} and pages in one of {_PAGE_DTYPES}, not "
+            f"{q.dtype} and {pages.dtype}"
         )
     capability = dispatch.compute_capability()
     if str(pages.dtype).startswith("float8") and capability is not None and capability < (8, 9):
         raise NotImplementedError(
-            f"float8 pages from sm_89 on, not compute capability {capability}"
+            f"float8 pages need sm_89 or newer, not compute capability {capability}"
         )
     if q.shape[2] > _MAX_WIDTH:
-        raise NotImplementedError(f"head_dim up to {_MAX_WIDTH}, not {q.shape[2]}")
+        raise NotImplementedError(f"it serves head_dim up to {_MAX_WIDTH}, not {q.shape[2]}")
     if sliding_window is not None and sliding_window < 1:
         raise NotImplementedError(f"a sliding window of {sliding_window} sees nothing")

@@ -1,6 +1,6 @@
-"""The kernels of paged attention that Triton compiles: *tile*, *split* and *merge*.
+"""The Triton kernels of paged attention: *tile*, *split* and *merge*.
 
-The softmax is online, in float32 and in powers of two.
+The softmax is online, in float32 and to base 2.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jax.experimental.pallas import triton
 from pallas_kernels import gpu
 from pallas_kernels.paged_attention.planner import Launch, Tiling
 
-# Stands in for minus infinity: 2 ** (_MASKED - maximum) is 0, and _MASKED - _MASKED is not NaN.
+# Used for minus infinity: 2 ** (_MASKED - maximum) is 0, and _MASKED - _MASKED is not NaN.
 _MASKED = -1e30
 _MIN_WIDTH = 16
-# Partial results that the merge kernel reads at once.
+# Partial results that the merge kernel reads per iteration.
 _MERGED_AT_ONCE = 8
 
-# Maximum [rows], sum [rows] and weighted values [rows, width] of a softmax under way. Maxima are
-# rounded up to whole numbers: so parts are scaled by powers of two, which is exact, and merging has
-# the same bits wherever it is compiled, with multiplication and addition fused or not.
+# Maximum [rows], sum [rows] and weighted values [rows, width] of an unfinished softmax. Maxima are
+# rounded up to whole numbers, so that parts are scaled by powers of two, which is exact: a merge
+# has the same bits whether the compiler fuses multiplication and addition or not.
 Softmax = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -36,7 +36,7 @@ Softmax = tuple[jax.Array, jax.Array, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Operands:
-    """What the tile and the split kernel read: arrays of the call, references in a kernel."""
+    """The inputs of the tile and the split kernel: arrays in the call, references in a kernel."""
 
     counts: Any  # int32 [3]
     layer: Any  # int32 [1]
@@ -52,7 +52,7 @@ class Operands:
 @final
 @dataclass(frozen=True)
 class Kernels:
-    """What is compiled in."""
+    """The static parameters of the kernels."""
 
     tiling: Tiling
     block_keys: int
@@ -67,7 +67,7 @@ class Kernels:
 
     @property
     def width(self) -> int:
-        """head_dim as the kernels have it: a power of two."""
+        """head_dim rounded up to a power of two."""
         return max(_MIN_WIDTH, gpu.power_of_two(self.head_dim))
 
     def call(
@@ -79,7 +79,7 @@ class Kernels:
         launch: Launch,
         *partials: tuple[int, ...],
     ) -> list[jax.Array]:
-        """The kernel's outputs: `out`, written in place, and float32 ones of these shapes."""
+        """Call a kernel; return `out`, written in place, and float32 arrays shaped `partials`."""
         is_tile = kernel is tile_kernel
         programs = self.tiling.tile_grid if is_tile else self.tiling.split_grid
         num_inputs = len(jax.tree.leaves((items, operands)))
@@ -99,7 +99,7 @@ class Kernels:
         )(items, operands, out)
 
     def for_each_item(self, num_items: jax.Array, body: Callable[[jax.Array], None]) -> None:
-        """Call `body` with every item of this program."""
+        """Call `body` with the index of every item of this program."""
         program, programs = pl.program_id(0), pl.num_programs(0)
 
         def one(index: jax.Array, _: None) -> None:
@@ -110,15 +110,15 @@ class Kernels:
 
 @final
 class _Queries:
-    """An item's queries, as rows of the matrix products: `group` heads of each, then padding.
+    """An item's queries as rows of the matrix products: `group` heads of each, then padding.
 
     Attributes:
-      kv_head: the KV head of all of them.
+      kv_head: the KV head of all rows.
       head: int32 [rows], query heads.
-      is_used: bool [rows].
+      is_used: bool [rows], False for padding.
       position: int32 [rows].
-      begin, end: positions of the keys that any of them sees.
-      at, mask: where they lie in [tokens, q_heads, head_dim], [rows, width].
+      begin, end: range of positions of the keys that at least one row sees.
+      at, mask: indices into [tokens, q_heads, head_dim] and their mask, [rows, width].
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class _Queries:
     ):
         row, first_query, num_queries = (items_ref[item, column] for column in range(3))
         group = kernels.tiling.group
-        # The row may have shrunk, or gone, since the plan was made.
+        # The row may have shrunk or ended since the plan was made.
         count = jnp.clip(rows.query_length[row] - first_query, 0, num_queries)
         number = jnp.arange(num_rows, dtype=jnp.int32)
         first = rows.first_position[row] + first_query
@@ -151,7 +151,7 @@ class _Queries:
         self.mask = self.is_used[:, None] & (lane < kernels.head_dim)[None, :]
 
     def store(self, out_ref: Any, softmax: Softmax, mask: Any = True) -> None:
-        """Write the queries' output; zeros where nothing was seen."""
+        """Write the queries' output; zeros for queries that see no key."""
         _, total, values = softmax
         out = values / jnp.where(total == 0.0, 1.0, total)[:, None]
         triton.store(out_ref.at[self.at], out.astype(out_ref.dtype), mask=self.mask & mask)
@@ -166,13 +166,13 @@ def _nothing(num_rows: int, width: int) -> Softmax:
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """Exactly 2 ** exponent for float32 whole numbers up to 0; 0 where that is no normal number."""
+    """Return exactly 2 ** exponent for float32 whole numbers <= 0; 0 for subnormal results."""
     biased = jnp.maximum(exponent, -127.0).astype(jnp.int32) + 127
     return lax.bitcast_convert_type(biased << 23, jnp.float32)
 
 
 def _merged(one: Softmax, other: Softmax) -> Softmax:
-    """Two parts of a softmax together; exactly `one` where `other` has seen nothing."""
+    """Merge two parts of a softmax; the result is exactly `one` if `other` has no keys."""
     maximum = jnp.maximum(one[0], other[0])
     keep, add = _power_of_two(one[0] - maximum), _power_of_two(other[0] - maximum)
     return (
@@ -185,7 +185,7 @@ def _merged(one: Softmax, other: Softmax) -> Softmax:
 def _attend(
     kernels: Kernels, queries: _Queries, operands: Any
 ) -> Callable[[jax.Array, jax.Array], Softmax]:
-    """The softmax of the queries over the keys at positions from one up to another."""
+    """Return a function from (begin, end) to the queries' softmax over keys in that range."""
     block, page_size = kernels.block_keys, kernels.page_size
     q = triton.load(operands.q.at[queries.at], mask=queries.mask, other=0.0)
     num_rows, width = q.shape
@@ -268,34 +268,34 @@ def split_kernel(
     operands: Operands,
     _: Any,
     out_ref: Any,  # [tokens, q_heads, head_dim]
-    values_ref: Any,  # [slots, kv_heads, split_rows, head_dim]
-    sums_ref: Any,  # [slots, kv_heads, split_rows, 2]: maximum, sum
+    values_ref: Any,  # [partials, kv_heads, split_rows, head_dim]
+    sums_ref: Any,  # [partials, kv_heads, split_rows, 2]: maximum, sum
 ) -> None:
-    chunk_keys, num_rows = kernels.tiling.chunk_keys, kernels.tiling.split_rows
+    split_keys, num_rows = kernels.tiling.split_keys, kernels.tiling.split_rows
     head = pl.program_id(1)
     number = jnp.arange(num_rows, dtype=jnp.int32)
     lane = jnp.arange(kernels.width, dtype=jnp.int32)
 
     def one(item: jax.Array) -> None:
-        begin, end, first_slot = (items_ref[item, column] for column in range(3, 6))
-        is_direct = first_slot < 0
+        begin, end, first_partial = (items_ref[item, column] for column in range(3, 6))
+        is_direct = first_partial < 0
         queries = _Queries(kernels, head, num_rows, items_ref, item, operands.rows)
         attend = _attend(kernels, queries, operands)
 
-        def one_chunk(chunk: jax.Array, softmax: Softmax) -> Softmax:
+        def one_split(split: jax.Array, softmax: Softmax) -> Softmax:
             new = attend(
-                jnp.maximum(chunk * chunk_keys, queries.begin),
-                jnp.minimum((chunk + 1) * chunk_keys, queries.end),
+                jnp.maximum(split * split_keys, queries.begin),
+                jnp.minimum((split + 1) * split_keys, queries.end),
             )
-            slot = first_slot + chunk - begin
-            here = values_ref.at[slot, head, number[:, None], lane[None, :]]
+            index = first_partial + split - begin
+            here = values_ref.at[index, head, number[:, None], lane[None, :]]
             triton.store(here, new[2], mask=queries.mask & ~is_direct)
             for column in range(2):
-                here = sums_ref.at[slot, head, number, column]
+                here = sums_ref.at[index, head, number, column]
                 triton.store(here, new[column], mask=queries.is_used & ~is_direct)
             return _merged(softmax, new)
 
-        softmax = lax.fori_loop(begin, end, one_chunk, _nothing(num_rows, kernels.width))
+        softmax = lax.fori_loop(begin, end, one_split, _nothing(num_rows, kernels.width))
         queries.store(out_ref, softmax, is_direct)
 
     kernels.for_each_item(operands.counts[1], one)
@@ -314,16 +314,16 @@ def merge_kernel(
     lane = jnp.arange(kernels.width, dtype=jnp.int32)
 
     def one(item: jax.Array) -> None:
-        first_slot, num_slots = (items_ref[item, column] for column in range(3, 5))
+        first_partial, num_partials = (items_ref[item, column] for column in range(3, 5))
         queries = _Queries(kernels, head, num_rows, items_ref, item, rows)
 
-        def read(number_of_slot: jax.Array) -> Softmax:
-            exists, slot = number_of_slot < num_slots, first_slot + number_of_slot
+        def read(offset: jax.Array) -> Softmax:
+            exists, index = offset < num_partials, first_partial + offset
             used = queries.is_used & exists
-            here = values_ref.at[slot, head, number[:, None], lane[None, :]]
+            here = values_ref.at[index, head, number[:, None], lane[None, :]]
             return (
-                triton.load(sums_ref.at[slot, head, number, 0], mask=used, other=_MASKED),
-                triton.load(sums_ref.at[slot, head, number, 1], mask=used, other=0.0),
+                triton.load(sums_ref.at[index, head, number, 0], mask=used, other=_MASKED),
+                triton.load(sums_ref.at[index, head, number, 1], mask=used, other=0.0),
                 triton.load(here, mask=queries.mask & exists, other=0.0),
             )
 
@@ -333,7 +333,7 @@ def merge_kernel(
                 softmax = _merged(softmax, part)
             return softmax
 
-        rounds = (num_slots + _MERGED_AT_ONCE - 1) // _MERGED_AT_ONCE
+        rounds = (num_partials + _MERGED_AT_ONCE - 1) // _MERGED_AT_ONCE
         softmax = lax.fori_loop(0, rounds, several, _nothing(num_rows, kernels.width))
         queries.store(out_ref, softmax)
 

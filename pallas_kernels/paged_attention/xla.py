@@ -1,52 +1,53 @@
-"""Paged attention in plain XLA: the fallback on every platform.
+"""Paged attention in plain XLA, the fallback on every platform.
 
-Cost follows the contexts, not the width of the page tables: keys are read a chunk of pages at a
-time, in a loop whose trip count is known only when it runs, with the online softmax of
-Milakov and Gimelshein (arXiv:1805.02867) in float32. Single-token rows go through the loop in
-blocks; longer rows are cut into tiles of queries that go one after the other.
+The cost depends on the contexts, not on the width of the page tables: a loop with a dynamic trip
+count reads one split (a fixed number of pages) at a time, with the online softmax of Milakov and
+Gimelshein (arXiv:1805.02867) in float32. Single-token rows run in blocks of rows; longer rows are
+cut into tiles of queries, which run one after another.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels.paged_attention.planner import Plan
 from pallas_kernels.paged_attention.rows import Rows
 
-# A chunk is as many pages as hold these tokens.
-DECODE_CHUNK_TOKENS = 128
+# A split is the number of pages that holds this number of tokens, at least one page.
+DECODE_SPLIT_TOKENS = 128
 DECODE_BLOCK_ROWS = 8
-TILE_CHUNK_TOKENS = 256
+TILE_SPLIT_TOKENS = 256
 TILE_QUERIES = 64
 
-# Stands in for minus infinity: exp(_MASKED - maximum) is 0, and _MASKED - _MASKED is not NaN.
+# Used for minus infinity: exp(_MASKED - maximum) is 0, and _MASKED - _MASKED is not NaN.
 _MASKED = -1e30
 
 
 def paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
+    q: Float[Array, "tokens q_heads head_dim"],
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
     rows: Rows,
     *,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
-    alibi_slopes: jax.Array | None,
-    k_scales: jax.Array | None,
-    v_scales: jax.Array | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     max_query_length: int | None,
     plan: Plan | None,
-) -> jax.Array:
+) -> Float[Array, "tokens q_heads head_dim"]:
     """See `api.paged_attention`."""
-    del plan  # its loops are XLA's
+    del plan  # only the GPU kernels use it
     tokens, num_heads, head_dim = q.shape
     kv_heads = k_pages.shape[2]
     shape = (kv_heads, num_heads // kv_heads)
@@ -76,15 +77,20 @@ def paged_attention(
 class _Options:
     sliding_window: int | None
     soft_cap: float | None
-    alibi_slopes: jax.Array | None  # [kv_heads, group]
-    k_scales: jax.Array | None  # [layers, pages, kv_heads, page_size]
-    v_scales: jax.Array | None
+    alibi_slopes: Float32[Array, "kv_heads group"] | None
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None
 
 
-def _single_token_rows(q: jax.Array, rows: Rows, attend) -> jax.Array:
-    """`q` [rows, kv_heads, group, head_dim], one query a row; unused rows read nothing.
+def _single_token_rows(
+    q: Float32[Array, "rows kv_heads group head_dim"], rows: Rows, attend: Any
+) -> Float32[Array, "rows kv_heads group head_dim"]:
+    """Attend for rows of one query each, in blocks of rows; unused rows read nothing.
 
-    Blocks of rows go one after the other, so that a short context does not wait for the longest.
+    Blocks run one after another, each up to the longest context of its own rows.
+
+    Args:
+      q: [rows, kv_heads, group, head_dim].
     """
     num_rows = q.shape[0]
     block = min(DECODE_BLOCK_ROWS, num_rows)
@@ -105,7 +111,7 @@ def _single_token_rows(q: jax.Array, rows: Rows, attend) -> jax.Array:
             position=part(position),
             context=part(context),
             page_table=part(page_table),
-            chunk_tokens=DECODE_CHUNK_TOKENS,
+            split_tokens=DECODE_SPLIT_TOKENS,
         )
         return lax.dynamic_update_slice_in_dim(out, attended, index * block, axis=0)
 
@@ -113,11 +119,17 @@ def _single_token_rows(q: jax.Array, rows: Rows, attend) -> jax.Array:
     return out[:num_rows, 0]
 
 
-def _mixed_rows(q: jax.Array, rows: Rows, attend) -> jax.Array:
-    """`q` [tokens, kv_heads, group, head_dim], rows of any length."""
+def _mixed_rows(
+    q: Float32[Array, "tokens kv_heads group head_dim"], rows: Rows, attend: Any
+) -> Float32[Array, "tokens kv_heads group head_dim"]:
+    """Attend for rows of any length.
+
+    Args:
+      q: [tokens, kv_heads, group, head_dim].
+    """
     tokens = q.shape[0]
     tile = min(TILE_QUERIES, tokens)
-    # Tiles of rows with two or more queries, numbered row by row: ends[r] is one past row r's.
+    # Tiles of rows with two or more queries, numbered row by row; ends[r] follows row r's last.
     single = rows.query_length == 1
     num_tiles = jnp.where(single, 0, -(-rows.query_length // tile))
     ends = jnp.cumsum(num_tiles)
@@ -129,14 +141,14 @@ def _mixed_rows(q: jax.Array, rows: Rows, attend) -> jax.Array:
         start = rows.query_start[row] + skipped
         live = jnp.arange(tile) < rows.query_length[row] - skipped
         position = rows.first_position[row] + skipped + jnp.arange(tile)
-        # Queries past the row's end look where its last one looks; their result is dropped.
+        # Queries past the row's end take its last query's position; their result is dropped.
         last = rows.first_position[row] + rows.query_length[row] - 1
         block = attend(
             lax.dynamic_slice_in_dim(padded, start, tile)[None],
             position=jnp.minimum(position, last)[None],
             context=rows.context_length[row][None],
             page_table=lax.dynamic_slice_in_dim(rows.page_table, row, 1),
-            chunk_tokens=TILE_CHUNK_TOKENS,
+            split_tokens=TILE_SPLIT_TOKENS,
         )[0]
         old = lax.dynamic_slice_in_dim(out, start, tile)
         block = jnp.where(live[:, None, None, None], block, old)
@@ -159,17 +171,17 @@ def _mixed_rows(q: jax.Array, rows: Rows, attend) -> jax.Array:
 
 
 def _attend(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    layer: int | jax.Array,
+    q: Float32[Array, "blocks queries kv_heads group head_dim"],
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    layer: int | Int[Array, ""],
     options: _Options,
-    position: jax.Array,
-    context: jax.Array,
-    page_table: jax.Array,
-    chunk_tokens: int,
-) -> jax.Array:
-    """Attention of several blocks of queries, each over the pages of one sequence.
+    position: Int[Array, "blocks queries"],
+    context: Int[Array, " blocks"],
+    page_table: Int[Array, "blocks row_pages"],
+    split_tokens: int,
+) -> Float32[Array, "blocks queries kv_heads group head_dim"]:
+    """Attend for several blocks of queries, each over the pages of one sequence.
 
     Args:
       q: float32 [blocks, queries, kv_heads, group, head_dim], already scaled.
@@ -179,26 +191,26 @@ def _attend(
       page_table: int32 [blocks, pages].
 
     Returns:
-      float32, q's shape; zeros where nothing was seen.
+      float32, q's shape; zeros for queries that see no key.
     """
     layers, num_pages, kv_heads, page_size, head_dim = k_pages.shape
     blocks, queries, _, group, _ = q.shape
-    pages = max(1, min(chunk_tokens // page_size, page_table.shape[1]))
+    pages = max(1, min(split_tokens // page_size, page_table.shape[1]))
     page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))
     tokens = pages * page_size
     end = jnp.minimum(context, position[:, -1] + 1)
     start = jnp.zeros_like(end)
     if options.sliding_window is not None:
         start = jnp.clip(position[:, 0] - options.sliding_window + 1, 0, end)
-    first_chunk = jnp.min(jnp.where(end > 0, start, jnp.iinfo(jnp.int32).max)) // tokens
-    last_chunk = -(-jnp.max(end) // tokens)
-    # One product a page and KV head leaves the pages as they lie: no transposed copy of the keys.
+    first_split = jnp.min(jnp.where(end > 0, start, jnp.iinfo(jnp.int32).max)) // tokens
+    end_split = -(-jnp.max(end) // tokens)
+    # One product per page and KV head needs no transposed copy of the keys.
     paged_q = jnp.moveaxis(q, 1, 3)[:, None]
     paged_q = jnp.broadcast_to(paged_q, (blocks, pages, *paged_q.shape[2:]))
 
     def read(cache: jax.Array, scales: jax.Array | None, table: jax.Array) -> jax.Array:
         def gathered(x: jax.Array, *tail: int) -> jax.Array:
-            # A page as one flat row of a two-dimensional array is what XLA gathers fastest.
+            # XLA gathers fastest when a page is one flat row of a two-dimensional array.
             flat = x.reshape(layers * num_pages, -1)
             got = flat.at[table + layer * num_pages].get(mode="promise_in_bounds")
             return got.astype(jnp.float32).reshape(blocks, pages, *tail)
@@ -206,13 +218,13 @@ def _attend(
         got = gathered(cache, kv_heads, page_size, head_dim)
         return got if scales is None else got * gathered(scales, kv_heads, page_size, 1)
 
-    def one_chunk(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def one_split(split: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         maximum, total, weighted = carry
-        table = lax.dynamic_slice_in_dim(page_table, chunk * pages, pages, axis=1)
+        table = lax.dynamic_slice_in_dim(page_table, split * pages, pages, axis=1)
         k = read(k_pages, options.k_scales, table)
         v = read(v_pages, options.v_scales, table)
         # [blocks, pages, page_size]
-        key = (chunk * tokens + jnp.arange(tokens)).reshape(1, pages, page_size)
+        key = (split * tokens + jnp.arange(tokens)).reshape(1, pages, page_size)
         exists = key < end[:, None, None]
         v = jnp.where(exists[:, :, None, :, None], v, 0.0)
         # [blocks, pages, kv_heads, group, queries, page_size]
@@ -234,7 +246,7 @@ def _attend(
         kept = jnp.exp(maximum - new_maximum)
         if queries == 1:
             added = jnp.einsum("bphgqs,bphsd->bphgqd", weights, v).sum(1)
-        else:  # many queries: transposing the values costs less than a product a page to add up
+        else:  # with many queries, transposing the values is cheaper than a product per page
             added = jnp.einsum("bphgqs,bphsd->bhgqd", weights, v)
         return (
             new_maximum,
@@ -248,6 +260,6 @@ def _attend(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, head_dim), jnp.float32),
     )
-    _, total, weighted = lax.fori_loop(first_chunk, last_chunk, one_chunk, initial)
+    _, total, weighted = lax.fori_loop(first_split, end_split, one_split, initial)
     out = weighted / jnp.where(total == 0.0, 1.0, total)[..., None]
     return jnp.moveaxis(out, 3, 1)

@@ -13,16 +13,16 @@ from typer.testing import CliRunner
 
 from jaxserve.cli import app
 from jaxserve.conversations import Journal
+from jaxserve.testing import write_chat_model
 from jaxserve.workload import recorded
-from tests.chat_model import chat_model
-from tests.processes import HEED_INTERRUPTS
+from tests.common.processes import HEED_INTERRUPTS
 
 SMALL = ("--load", "random", "--max-slots", "1", "--max-context", "64", "--quiet")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    return chat_model(tmp_path_factory.mktemp("tiny"))
+    return write_chat_model(tmp_path_factory.mktemp("tiny"))
 
 
 def _run(*arguments: str, given: str | None = None):
@@ -73,6 +73,10 @@ def _file(folder: Path, text: str) -> str:
         (("hi", "--output", "no-such-folder/out"), "", "cannot write --output"),
         (("hi", "--record", "no-such-folder/run"), "", "cannot be written"),
         (("hi", "--data-parallel", "4096"), "", "needs 4096 devices"),
+        (("hi", "--replicas", "0"), "", "InvalidConfigError: replicas=0"),
+        (("hi", "--replicas", "2", "--stages", "1,1"), "", "cannot go together with --stages"),
+        (("hi", "--replicas", "2", "--record", "run"), "", "a fleet does not record"),
+        (("hi", "--replicas", "2", "--disk-memory", "1MB"), "", "would write to one folder"),
         (("hi", "--max-tokens", "many"), "", "--max-tokens"),
         (("hi", "--no-such-option"), "", "--no-such-option"),
         ((), "", "exactly one way"),

@@ -18,9 +18,9 @@ import pytest
 
 from jaxserve.conversations import Journal
 from jaxserve.models.tokenizer import Tokenizer
-from tests.chat_model import chat_model
+from jaxserve.testing import write_chat_model
+from tests.common.processes import HEED_INTERRUPTS
 from tests.conversations.fakes import conversations
-from tests.processes import HEED_INTERRUPTS
 
 WAIT_S = 120
 CTRL_C = b"\x03"
@@ -101,7 +101,15 @@ def test_ctrl_c_stops_an_answer_and_then_leaves(tmp_path: Path):
     journal = tmp_path / "journal" / "kept.sqlite"
     journal.parent.mkdir()
     chat = (
-        *("chat", "--model", chat_model(folder), "--load", "random", "--max-context", "16384"),
+        *(
+            "chat",
+            "--model",
+            write_chat_model(folder),
+            "--load",
+            "random",
+            "--max-context",
+            "16384",
+        ),
         *("--quiet", "--journal", str(journal), "--id", "mine"),
     )
     home = conversations(str(journal), tokenizer=Tokenizer.from_folder(folder))

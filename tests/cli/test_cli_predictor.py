@@ -115,16 +115,16 @@ def test_gone_on_after_it_was_cut_off(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--buckets", "even"), "buckets='even'; give one of"),
+        (("--buckets", "even"), "buckets='even' is unknown; pass one of"),
         (("--num-buckets", "0"), "0 buckets"),
-        (("--epochs", "0"), "num_epochs=0; give 1 or more"),
+        (("--epochs", "0"), "num_epochs=0 is not allowed; pass 1 or more"),
         (("--held-out", "0.7"), "between 0 and a half"),
         (("--max-examples", "3"), "give more, or another --held-out"),
         (("--encoder", "no-such-encoder"), "UnknownModelError: 'no-such-encoder'"),
         (("--encoder", "{folder}"), "has no config.json"),
-        (("--output", "{folder}"), "holds something that is no predictor"),
+        (("--output", "{folder}"), "is not empty and holds no predictor"),
         (("--output", "{folder}/data.jsonl"), "is a file"),
-        (("--output", "{folder}/taken"), "is not ours to use"),
+        (("--output", "{folder}/taken"), "holds something other than checkpoints"),
         (("--output", "/proc/no/such"), "cannot write --output"),
     ],
 )

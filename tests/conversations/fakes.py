@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import zlib
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.conversations import Conversations, Journal
+from jaxserve.conversations.journal_file import Connect
 from jaxserve.core.journal_limits import JournalLimits
 from jaxserve.core.request import Completion, FinishReason, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
@@ -22,7 +24,7 @@ END_ID = VOCAB_SIZE - 1
 
 
 @dataclass
-class FakeAsker:
+class FakeTurnClient:
     """Answers a prompt with tokens that depend on all of it, always the same.
 
     Attributes:
@@ -106,13 +108,34 @@ class FakeAsker:
         return "" if self.tokenizer is None else self.tokenizer.decode(token_ids)
 
 
+class Connections:
+    """Opens SQLite connections for journals, and keeps them.
+
+    Args:
+      settings: in place of those that the journal asks for, such as `timeout`.
+    """
+
+    def __init__(self, **settings: Any):
+        self.all: list[sqlite3.Connection] = []
+        self._settings = settings
+
+    def __call__(self, where: str, **settings: Any) -> sqlite3.Connection:
+        self.all.append(sqlite3.connect(where, **{**settings, **self._settings}))
+        return self.all[-1]
+
+    @property
+    def last(self) -> sqlite3.Connection:
+        return self.all[-1]
+
+
 def conversations(
     path: str | None = None,
     *,
-    asker: FakeAsker | None = None,
+    client: FakeTurnClient | None = None,
     tokenizer: Tokenizer | None = None,
     limits: JournalLimits | None = None,
+    connect: Connect = sqlite3.connect,
 ) -> Conversations:
     """Of a fake runtime with a real journal."""
-    journal = Journal(path, limits or JournalLimits())
-    return Conversations(journal, asker or FakeAsker(tokenizer), tokenizer, VOCAB_SIZE)
+    journal = Journal(path, limits or JournalLimits(), connect=connect)
+    return Conversations(journal, client or FakeTurnClient(tokenizer), tokenizer, VOCAB_SIZE)

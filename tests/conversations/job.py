@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import sys
 import time
 
-from jaxserve.conversations import Journal
-from tests.conversations.fakes import FakeAsker, conversations
+from tests.conversations.fakes import Connections, FakeTurnClient, conversations
 
 FIRST, SECOND = [1, 2, 3], [4, 5]
 
@@ -17,25 +17,25 @@ def hang() -> None:
     time.sleep(60)
 
 
-def hang_before(journal: Journal, statement: str) -> None:
+def hang_before(db: sqlite3.Connection, statement: str) -> None:
     """Hang when SQLite is about to carry out this statement."""
 
     def traced(sql: str) -> None:
         if sql.startswith(statement):
             hang()
 
-    journal._db.set_trace_callback(traced)
+    db.set_trace_callback(traced)
 
 
 def main(stage: str, path: str) -> None:
-    asker = FakeAsker()
-    home = conversations(path, asker=asker)
+    client, opened = FakeTurnClient(), Connections()
+    home = conversations(path, client=client, connect=opened)
     chat = home.open("a")
     chat.send(FIRST)
     if stage == "asked":
-        asker.during = hang
+        client.during = hang
     elif stage in ("INSERT INTO turn", "COMMIT", "VACUUM", "DELETE FROM unwiped"):
-        hang_before(home.journal, stage)
+        hang_before(opened.last, stage)
     if stage in ("VACUUM", "DELETE FROM unwiped"):
         chat.delete()
     elif stage == "streaming":

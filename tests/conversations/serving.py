@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from jaxserve import Runtime, SamplingParams
+from jaxserve.testing import OPTIONS, SlowExecutor, tiny_llama
 from tests.conversations.chats import START_ID, chat_tokenizer
 from tests.conversations.fakes import END_ID
-from tests.tiny import OPTIONS, slow_down, tiny_llama
 
 # A model without training would say control tokens as often as letters.
 LETTERS_ONLY = {START_ID: -1e6, END_ID: -1e6}
@@ -25,10 +25,9 @@ def runtime_with(path: str | None, **options: Any) -> Runtime:
 
 def main(path: str) -> None:
     """Acknowledge a turn, and hang in the middle of the next."""
-    rt = runtime_with(path)
+    rt = runtime_with(path, wrap_executor=SlowExecutor)
     chat = rt.conversation("a", system="be")
     chat.send(SAID[0], PARAMS)
-    slow_down(rt)
     for _ in chat.stream(SAID[1], PARAMS):
         print("here", flush=True)
         time.sleep(60)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
+from functools import partial
 
 import pytest
 
@@ -17,10 +19,10 @@ from jaxserve.core.errors import (
     TurnCancelledError,
     TurnTimeoutError,
 )
+from jaxserve.testing import SlowExecutor
 from tests.conversations.chats import chat_tokenizer
-from tests.conversations.fakes import FakeAsker, conversations
+from tests.conversations.fakes import Connections, FakeTurnClient, conversations
 from tests.conversations.serving import PARAMS, SAID, runtime_with
-from tests.tiny import slow_down
 
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
 
@@ -33,8 +35,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def slow_runtime() -> Iterator[Runtime]:
     """Answers take long enough to be cut off; conversations are in memory."""
-    with runtime_with(None) as runtime:
-        slow_down(runtime, 0.1)
+    with runtime_with(None, wrap_executor=partial(SlowExecutor, step_s=0.1)) as runtime:
         yield runtime
 
 
@@ -74,10 +75,11 @@ def test_the_last_piece_comes_when_the_turn_is_kept(tokenizer):
 @pytest.mark.parametrize("fault", ["error", "cancelled", "left"])
 def test_a_turn_that_fails_leaves_no_trace(tokenizer, fault):
     """The next turn finds the conversation as it was."""
-    asker = FakeAsker(tokenizer)
-    chat = conversations(asker=asker, tokenizer=tokenizer).open("a")
+    client = FakeTurnClient(tokenizer)
+    home = conversations(client=client, tokenizer=tokenizer)
+    chat = home.open("a")
     chat.send("hi")
-    before = (chat.history, chat.token_ids, chat._home.journal.find("a"))
+    before = (chat.history, chat.token_ids, home.journal.find("a"))
 
     def fail():
         raise RuntimeError("lost")
@@ -95,23 +97,23 @@ def test_a_turn_that_fails_leaves_no_trace(tokenizer, fault):
         asyncio.run(leave())
     else:
         if fault == "error":
-            asker.during = fail
+            client.during = fail
         else:
-            asker.finish_reason = "cancelled"
+            client.finish_reason = "cancelled"
         for turn in (lambda: chat.asend("so?"), stream):
             with pytest.raises(RuntimeError if fault == "error" else TurnCancelledError):
                 asyncio.run(turn())
-    assert (chat.history, chat.token_ids, chat._home.journal.find("a")) == before
-    asker.during, asker.finish_reason = (lambda: None), "length"
+    assert (chat.history, chat.token_ids, home.journal.find("a")) == before
+    client.during, client.finish_reason = (lambda: None), "length"
     assert asyncio.run(chat.asend("so?")).prompt_token_ids[: len(before[1])] == before[1]
 
 
 def test_a_locked_journal_does_not_hold_up_the_event_loop(tokenizer, tmp_path):
     """Other tasks go on while a turn waits for the journal; its own error comes in the end."""
-    home = conversations(str(tmp_path / "journal"), tokenizer=tokenizer)
-    other = conversations(str(tmp_path / "journal"))
+    path = str(tmp_path / "journal")
+    home = conversations(path, tokenizer=tokenizer, connect=Connections(timeout=0.3))
+    other = sqlite3.connect(path, isolation_level=None)
     chat = home.open("a")
-    home.journal._db.execute("PRAGMA busy_timeout = 300")
     ticks = 0
 
     async def tick():
@@ -122,27 +124,28 @@ def test_a_locked_journal_does_not_hold_up_the_event_loop(tokenizer, tmp_path):
 
     async def locked():
         ticking = asyncio.create_task(tick())
-        other.journal._db.execute("BEGIN IMMEDIATE")
+        other.execute("BEGIN IMMEDIATE")
         with pytest.raises(JournalError, match="another process holds it"):
             await chat.asend("hi")
-        other.journal._db.execute("ROLLBACK")
+        other.execute("ROLLBACK")
         ticking.cancel()
 
     asyncio.run(locked())
+    other.close()
     assert ticks >= 5 and chat.turns == ()
 
 
-def test_a_turn_that_is_being_written_is_kept(tokenizer, monkeypatch):
+def test_a_turn_that_is_being_written_is_kept(tokenizer):
     """Cancelled in the middle of it, the task waits for the journal; nothing is half there."""
-    home = conversations(tokenizer=tokenizer)
+    opened = Connections()
+    home = conversations(tokenizer=tokenizer, connect=opened)
     chat = home.open("a")
     writing, go_on = threading.Event(), threading.Event()
-    append = home.journal.append
 
-    def slow_append(*args):
-        writing.set()
-        assert go_on.wait(10)
-        return append(*args)
+    def slow_commit(sql):
+        if sql == "COMMIT":
+            writing.set()
+            assert go_on.wait(10)
 
     async def cancelled():
         task = asyncio.create_task(chat.asend("hi"))
@@ -155,9 +158,9 @@ def test_a_turn_that_is_being_written_is_kept(tokenizer, monkeypatch):
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    with monkeypatch.context() as patched:
-        patched.setattr(home.journal, "append", slow_append)
-        asyncio.run(cancelled())
+    opened.last.set_trace_callback(slow_commit)
+    asyncio.run(cancelled())
+    opened.last.set_trace_callback(None)
     assert len(chat.turns) == 1 == home.list()[0].num_turns
     assert len(chat.send("so?").token_ids) and len(chat.turns) == 2
 
@@ -175,13 +178,13 @@ def test_cancelled_tasks_cancel_their_requests(slow_runtime):
 
     async def cancel_both():
         sending = asyncio.create_task(chat.asend("so", ENDLESS))
-        await asyncio.to_thread(_wait_for, lambda: slow_runtime._replicas.first.engine.has_work)
+        await asyncio.to_thread(_wait_for, slow_runtime.outlook)
         with pytest.raises(ConversationBusyError):
             await chat.asend("ho")
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sending
-        assert not slow_runtime._replicas._placed
+        assert not slow_runtime.outlook()
         begun = asyncio.Event()
         streaming = asyncio.create_task(stream(begun))
         await begun.wait()
@@ -191,7 +194,7 @@ def test_cancelled_tasks_cancel_their_requests(slow_runtime):
 
     asyncio.run(cancel_both())
     assert chat.token_ids == before
-    _wait_for(lambda: not slow_runtime._replicas.first.engine.has_work)
+    _wait_for(lambda: not slow_runtime.outlook())
     assert asyncio.run(chat.asend("so", PARAMS)).token_ids == expected
 
 
@@ -217,7 +220,7 @@ def test_answers_that_do_not_come_in_time(slow_runtime):
             turn()
         assert chat.turns == ()
     assert shown
-    _wait_for(lambda: not slow_runtime._replicas.first.engine.has_work)
+    _wait_for(lambda: not slow_runtime.outlook())
     pieces = list(chat.stream("hi", PARAMS, timeout_s=30))
     assert pieces[-1].finish_reason == "length" and len(chat.turns) == 1
 

@@ -20,7 +20,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.sampling_params import SamplingParams
 from tests.conversations.chats import TEMPLATE, chat_tokenizer
-from tests.conversations.fakes import FakeAsker, conversations
+from tests.conversations.fakes import FakeTurnClient, conversations
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def tokenizer():
 @pytest.mark.parametrize("finish_reason", ["stop", "length"])
 def test_a_prompt_begins_with_all_that_was_before(tokenizer, finish_reason):
     """With the tokens as they were; the end of a turn is there once, also after a cut answer."""
-    asker = FakeAsker(tokenizer, finish_reason)
-    chat = conversations(asker=asker, tokenizer=tokenizer).open(system="be brief")
+    client = FakeTurnClient(tokenizer, finish_reason)
+    chat = conversations(client=client, tokenizer=tokenizer).open(system="be brief")
     before: tuple[int, ...] = ()
     for said in ("hi", "and then?", "<|e|> no"):
         completion = chat.send(said)
@@ -40,7 +40,7 @@ def test_a_prompt_begins_with_all_that_was_before(tokenizer, finish_reason):
         before = (*completion.prompt_token_ids, *completion.token_ids)
         assert chat.token_ids == before
     # Answers of single letters: the whole history, tokenized afresh, is the very same.
-    assert asker.prompts[-1] == tuple(tokenizer.apply_chat_template(chat.history[:-1]))
+    assert client.prompts[-1] == tuple(tokenizer.apply_chat_template(chat.history[:-1]))
     assert [message["role"] for message in chat.history] == [
         "system", *(("user", "assistant") * 3),
     ]  # fmt: skip
@@ -81,7 +81,7 @@ def test_token_ids_go_on_as_they_are():
 
 
 def test_a_template_that_rewrites_is_noticed(caplog):
-    """Where earlier turns come out otherwise, all is tokenized anew, and a log says so."""
+    """Where earlier turns are written differently, all is tokenized again, and a log says so."""
     last_only = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else '-' }}")
     tokenizer = chat_tokenizer(last_only)
     chat = conversations(tokenizer=tokenizer).open()
@@ -90,7 +90,7 @@ def test_a_template_that_rewrites_is_noticed(caplog):
     second = chat.send("so?")
     expected = tokenizer.apply_chat_template(chat.history[:-1])
     assert second.prompt_token_ids == tuple(expected)
-    assert caplog.text.count("tokenized anew") == 1
+    assert caplog.text.count("tokenized again") == 1
     assert second.prompt_token_ids[: len(first.prompt_token_ids)] != first.prompt_token_ids
     assert chat.turns[1].num_kept == len("?user ")  # START and "user " are as before
     assert chat.token_ids == (*second.prompt_token_ids, *second.token_ids)
@@ -110,16 +110,17 @@ def test_a_rewritten_history_is_read_back(tmp_path):
 @pytest.mark.parametrize("fault", ["error", "interrupt", "cancelled", "left"])
 def test_a_turn_that_fails_leaves_no_trace(tokenizer, fault):
     """Whatever ends it early, the next turn finds the conversation as it was."""
-    asker = FakeAsker(tokenizer)
-    chat = conversations(asker=asker, tokenizer=tokenizer).open()
+    client = FakeTurnClient(tokenizer)
+    home = conversations(client=client, tokenizer=tokenizer)
+    chat = home.open()
     chat.send("hi")
-    before, entry = (chat.history, chat.token_ids), chat._home.journal.find(chat.id)
+    before, entry = (chat.history, chat.token_ids), home.journal.find(chat.id)
 
     def fail():
         raise KeyboardInterrupt if fault == "interrupt" else RuntimeError("lost")
 
     if fault == "cancelled":
-        asker.finish_reason = "cancelled"
+        client.finish_reason = "cancelled"
         with pytest.raises(TurnCancelledError, match="as it was before"):
             chat.send("so?")
         with pytest.raises(TurnCancelledError):
@@ -129,29 +130,29 @@ def test_a_turn_that_fails_leaves_no_trace(tokenizer, fault):
         next(stream)
         stream.close()
     else:
-        asker.during = fail
+        client.during = fail
         with pytest.raises((KeyboardInterrupt, RuntimeError)):
             chat.send("so?")
         with pytest.raises((KeyboardInterrupt, RuntimeError)):
             list(chat.stream("so?"))
     assert (chat.history, chat.token_ids) == before
-    assert chat._home.journal.find(chat.id) == entry
-    asker.during, asker.finish_reason = (lambda: None), "length"
+    assert home.journal.find(chat.id) == entry
+    client.during, client.finish_reason = (lambda: None), "length"
     assert chat.send("so?").prompt_token_ids[: len(before[1])] == before[1]
 
 
 def test_turns_come_one_after_the_other(tokenizer):
     """A second turn, and a deletion, are refused while one is answered; others go on."""
     answering, go_on = threading.Event(), threading.Event()
-    asker = FakeAsker(tokenizer)
+    client = FakeTurnClient(tokenizer)
 
     def wait():
-        asker.during = lambda: None
+        client.during = lambda: None
         answering.set()
         go_on.wait(10)
 
-    asker.during = wait
-    home = conversations(asker=asker, tokenizer=tokenizer)
+    client.during = wait
+    home = conversations(client=client, tokenizer=tokenizer)
     chat = home.open("a")
     thread = threading.Thread(target=chat.send, args=("hi",))
     thread.start()
@@ -184,7 +185,7 @@ def test_forks_go_their_own_ways(tokenizer):
     for num_turns in (0, 4, -1):
         with pytest.raises(InvalidConfigError, match="has 3 turns"):
             chat.fork(num_turns)
-    with pytest.raises(InvalidConfigError, match="there already"):
+    with pytest.raises(InvalidConfigError, match="exists"):
         chat.fork(id="part")
 
 
@@ -212,11 +213,11 @@ def test_one_id_is_one_conversation(tokenizer):
     chat = home.open("a", system="be brief")
     assert home.open("a") is chat and home.open("a", system="be brief") is chat
     chat.send("hi")
-    with pytest.raises(InvalidConfigError, match="began otherwise"):
+    with pytest.raises(InvalidConfigError, match="began with other messages"):
         home.open("a", system="be long")
     assert home.open().id != home.open().id
     for bad in ("", "a\nb", "x" * 300, 3):
-        with pytest.raises(InvalidConfigError, match="not allowed"):
+        with pytest.raises(InvalidConfigError, match="not a valid conversation id"):
             home.open(bad)
 
 
@@ -234,8 +235,8 @@ def test_a_conversation_may_begin_with_messages(tokenizer):
 def test_two_runtimes_may_share_a_journal(tmp_path, tokenizer):
     """One goes on where the other ended; who was overtaken while it answered is told."""
     path = str(tmp_path / "journal")
-    asker = FakeAsker(tokenizer)
-    here = conversations(path, asker=asker, tokenizer=tokenizer)
+    client = FakeTurnClient(tokenizer)
+    here = conversations(path, client=client, tokenizer=tokenizer)
     there = conversations(path, tokenizer=tokenizer)
     mine = here.open("a")
     mine.send("one")
@@ -244,10 +245,10 @@ def test_two_runtimes_may_share_a_journal(tmp_path, tokenizer):
     assert mine.send("three").prompt_token_ids[: len(theirs.token_ids)] == theirs.token_ids
 
     def overtake():
-        asker.during = lambda: None
+        client.during = lambda: None
         theirs.send("first")
 
-    asker.during = overtake
+    client.during = overtake
     with pytest.raises(ConversationConflictError, match="not kept"):
         mine.send("late")
     mine.send("after")
@@ -271,8 +272,8 @@ def test_another_vocabulary_is_refused(tmp_path, tokenizer):
 
 def test_a_full_context_is_explained(tokenizer):
     """The error says what the history has, what fits and what to do; the rest is unharmed."""
-    asker = FakeAsker(tokenizer, max_prompt_tokens=60)
-    chat = conversations(asker=asker, tokenizer=tokenizer).open("a")
+    client = FakeTurnClient(tokenizer, max_prompt_tokens=60)
+    chat = conversations(client=client, tokenizer=tokenizer).open("a")
     chat.send("hi")
     num_tokens = len(chat.token_ids)
     with pytest.raises(ConversationTooLongError, match="fork.*max_context") as caught:
@@ -304,10 +305,10 @@ def test_bad_turns_are_refused(tokenizer, name):
     """One typed error, and nothing was asked or kept."""
     said, error = BAD[name]
     strict = chat_tokenizer("{{ raise_exception('no') if not messages[0].role }}" + TEMPLATE)
-    asker = FakeAsker(strict)
-    chat = conversations(asker=asker, tokenizer=strict).open()
+    client = FakeTurnClient(strict)
+    chat = conversations(client=client, tokenizer=strict).open()
     with pytest.raises(error):
         chat.send(said)
-    assert not asker.prompts and not chat.history
+    assert not client.prompts and not chat.history
     with pytest.raises(InvalidSamplingParamsError, match="n=1"):
         chat.send("hi", SamplingParams(n=2, temperature=1.0))

@@ -24,6 +24,7 @@ from jaxserve.core.errors import (
     UnknownConversationError,
 )
 from jaxserve.core.journal_limits import JournalLimits
+from tests.conversations.fakes import Connections
 
 TURN = Turn(
     num_kept=0,
@@ -118,11 +119,10 @@ def test_deleting_is_all_or_nothing(tmp_path):
     journal.close()
 
 
-def test_a_reader_may_delay_the_wiping(tmp_path, monkeypatch):
+def test_a_reader_may_delay_the_wiping(tmp_path):
     """It is said that traces stay in the log; they are gone when the reader is."""
-    monkeypatch.setattr(journal_file, "_LOCK_TIMEOUT_S", 0.05)
     path = tmp_path / "journal"
-    journal = Journal(path)
+    journal = Journal(path, connect=Connections(timeout=0.05))
     _say(journal, "a", "my secret")
     reader = sqlite3.connect(path, isolation_level=None)
     reader.execute("BEGIN")
@@ -166,12 +166,11 @@ def test_too_large_a_journal(tmp_path):
     journal.close()
 
 
-def test_too_old_conversations(tmp_path, monkeypatch):
+def test_too_old_conversations(tmp_path):
     """They go when the journal is opened, and while it is open."""
     now_s = time.time()
-    monkeypatch.setattr(time, "time", lambda: now_s)
     path, limits = tmp_path / "journal", JournalLimits(max_age_s=100)
-    journal = Journal(path, limits)
+    journal = Journal(path, limits, now=lambda: now_s)
     _say(journal, "a")
     now_s += 60
     _say(journal, "b")
@@ -180,43 +179,42 @@ def test_too_old_conversations(tmp_path, monkeypatch):
     assert [entry.id for entry in journal.list()] == ["c", "b"]
     journal.close()
     now_s += 90
-    opened = Journal(path)
+    opened = Journal(path, now=lambda: now_s)
     assert len(opened.list()) == 2, "whoever gives no limits drops nothing"
     opened.close()
-    opened = Journal(path, limits)
+    opened = Journal(path, limits, now=lambda: now_s)
     assert [entry.id for entry in opened.list()] == ["c"]
     opened.close()
 
 
 def test_a_full_disk_loses_no_turn(tmp_path, caplog):
     """The turn that does not fit fails with a typed error; those before are there, and go on."""
-    path = tmp_path / "journal"
-    journal = Journal(path, JournalLimits())
+    path, opened = tmp_path / "journal", Connections()
+    journal = Journal(path, JournalLimits(), connect=opened)
     history = _say(journal, "a", "kept")
-    (pages,) = journal._db.execute("PRAGMA page_count").fetchone()
-    journal._db.execute(f"PRAGMA max_page_count = {pages + 2}")
+    (pages,) = opened.last.execute("PRAGMA page_count").fetchone()
+    opened.last.execute(f"PRAGMA max_page_count = {pages + 2}")
     with pytest.raises(JournalError, match="disk is full; make room"):
         _say(journal, "a", "x" * 100_000)
     with pytest.raises(JournalError, match="disk is full"):
         _say(journal, "b", "x" * 100_000)
     entry = journal.find("a")
     assert entry is not None and journal.history(entry) == history and journal.find("b") is None
-    journal._db.execute("PRAGMA max_page_count = 100000")
+    opened.last.execute("PRAGMA max_page_count = 100000")
     _say(journal, "a", "x" * 100_000)
     journal.close()
 
 
-def test_a_locked_journal(tmp_path, monkeypatch):
+def test_a_locked_journal(tmp_path):
     """Another process may hold it for a while, and no longer than one waits."""
-    monkeypatch.setattr(journal_file, "_LOCK_TIMEOUT_S", 0.05)
-    path = tmp_path / "journal"
-    journal = Journal(path)
+    path, brief = tmp_path / "journal", Connections(timeout=0.05)
+    journal = Journal(path, connect=brief)
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
     with pytest.raises(JournalLockedError, match="another process holds it"):
         _say(journal, "a")
     with pytest.raises(JournalLockedError):
-        Journal(path)
+        Journal(path, connect=brief)
     holder.execute("ROLLBACK")
     _say(journal, "a")
     holder.close()
@@ -281,9 +279,10 @@ def test_a_read_only_journal(as_nobody):
 
 def test_a_journal_that_turns_read_only(tmp_path):
     """The turn fails with a typed error, and what was there stays."""
-    journal = Journal(tmp_path / "journal")
+    opened = Connections()
+    journal = Journal(tmp_path / "journal", connect=opened)
     history = _say(journal, "a")
-    journal._db.execute("PRAGMA query_only = ON")
+    opened.last.execute("PRAGMA query_only = ON")
     with pytest.raises(JournalError, match="read-only; name a file"):
         _say(journal, "a")
     entry = journal.find("a")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conversations.fakes import conversations
+from tests.conversations.fakes import Connections, conversations
 from tests.conversations.job import FIRST, SECOND
 
 ROOT = Path(__file__).parents[2]
@@ -60,8 +60,9 @@ def test_a_killed_deletion_is_finished(tmp_path, stage):
     path = tmp_path / "journal"
     answer = conversations().open("a").send(FIRST).token_ids
     _killed_at(stage, str(path))
-    home = conversations(str(path))
+    opened = Connections()
+    home = conversations(str(path), connect=opened)
     assert home.list() == []
     blob = b"".join(token_id.to_bytes(4, "little") for token_id in answer)
     assert all(blob not in file.read_bytes() for file in tmp_path.iterdir())
-    assert home.journal._db.execute("SELECT count(*) FROM unwiped").fetchone() == (0,)
+    assert opened.last.execute("SELECT count(*) FROM unwiped").fetchone() == (0,)

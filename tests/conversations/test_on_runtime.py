@@ -25,10 +25,11 @@ from jaxserve.core.errors import (
     TurnTimeoutError,
 )
 from jaxserve.core.journal_limits import JournalLimits
+from jaxserve.testing import SlowExecutor
 from jaxserve.workload import recorded
+from tests.common.processes import heeding_interrupts, interrupt
 from tests.conversations.fakes import END_ID
 from tests.conversations.serving import LETTERS_ONLY, PARAMS, SAID, runtime_with
-from tests.tiny import slow_down
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,39 +108,33 @@ def test_a_context_that_is_full(runtime):
         runtime.conversation().send([10_000])
 
 
-def test_cut_off_turns_are_forgotten(runtime, monkeypatch):
+def test_cut_off_turns_are_forgotten(runtime):
     """By cancel, time-out, Ctrl-C or leaving the loop; the next turn is right."""
     chat = runtime.conversation()
     chat.send("hi", PARAMS)
     expected = chat.fork().send("so", PARAMS).token_ids
     before, endless = chat.token_ids, SamplingParams(max_tokens=None, ignore_eos=True)
-    with runtime_with(None) as slow:
-        slow_down(slow)
+    with runtime_with(None, wrap_executor=SlowExecutor) as slow:
         slow_chat = slow.conversation()
         with pytest.raises(TurnTimeoutError, match="no answer after 0.1 s"):
             slow_chat.send("hi", endless, timeout_s=0.1)
         with pytest.raises(TurnCancelledError):
             for i, _ in enumerate(slow_chat.stream("hi", endless)):
                 if i == 1:
-                    for request_id in slow._replicas._placed:
+                    for request_id in slow.outlook():
                         slow.cancel(request_id)
+        threading.Timer(0.1, interrupt).start()
+        with heeding_interrupts(), pytest.raises(KeyboardInterrupt):
+            slow_chat.send("hi", endless)
         assert slow_chat.history == []
         end_s = time.monotonic() + 30
-        while slow._replicas.first.engine.has_work:
+        while slow.outlook():
             assert time.monotonic() < end_s
             time.sleep(0.01)
 
     for _ in chat.stream("so", endless):
         break
     gc.collect()
-
-    def interrupted(pending, *, progress, timeout_s):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("jaxserve.runtime.turns.wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            chat.send("so", endless)
     assert chat.token_ids == before
     assert chat.send("so", PARAMS).token_ids == expected
 
@@ -189,22 +184,22 @@ def test_a_killed_runtime_loses_no_turn(runtime, tmp_path):
         assert killed.history == undisturbed.history
 
 
-def test_a_full_disk_refuses_turns_and_keeps_those_before(tmp_path):
+def test_a_journal_that_fails_refuses_turns_and_keeps_those_before(tmp_path):
     """`send` raises, `stream` does before its last piece; the conversation is as it was."""
     limits = JournalLimits(max_conversations=1)
-    with runtime_with(str(tmp_path / "journal"), journal_limits=limits) as runtime:
+    path, elsewhere = tmp_path / "journal", tmp_path / "elsewhere"
+    with runtime_with(str(path), journal_limits=limits) as runtime:
         chat = runtime.conversation()
         chat.send("hi", PARAMS)
         before = chat.history
-        db = runtime.conversations.journal._db
-        db.execute("PRAGMA query_only = ON")
-        with pytest.raises(JournalError, match="read-only"):
+        path.rename(elsewhere)
+        with pytest.raises(JournalError, match="removed or replaced"):
             chat.send("so", PARAMS)
         pieces = []
-        with pytest.raises(JournalError, match="read-only"):
+        with pytest.raises(JournalError, match="removed or replaced"):
             pieces.extend(chat.stream("so", PARAMS))
         assert all(piece.finish_reason is None for piece in pieces)
-        db.execute("PRAGMA query_only = OFF")
+        elsewhere.rename(path)
         assert chat.history == before
         chat.send("so", PARAMS)
         runtime.conversation("other").send("hi", PARAMS)

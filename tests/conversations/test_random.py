@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import TurnCancelledError
-from tests.conversations.fakes import END_ID, FakeAsker, conversations
+from tests.conversations.fakes import END_ID, FakeTurnClient, conversations
 
 IDS = ("a", "b", "c")
 OPERATIONS = st.one_of(
@@ -30,14 +30,14 @@ def test_conversations_are_lists_of_tokens(operations, is_on_disk):
     """Whatever is done in whatever order, each holds its prompts and answers."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "journal") if is_on_disk else None
-        asker = FakeAsker()
-        home = conversations(path, asker=asker)
+        client = FakeTurnClient()
+        home = conversations(path, client=client)
         known: dict[str, tuple[int, ...]] = {}
         for kind, id, given in operations:
             if kind == "restart":
                 if is_on_disk:
                     home.journal.close()
-                    home = conversations(path, asker=asker)
+                    home = conversations(path, client=client)
             elif kind == "delete":
                 if id in known:
                     home.delete(id)
@@ -55,12 +55,12 @@ def test_conversations_are_lists_of_tokens(operations, is_on_disk):
                     pieces = list(chat.stream(given))
                     known[id] = (*prompt, *(t for piece in pieces for t in piece.token_ids))
                 else:
-                    asker.finish_reason = "cancelled"
+                    client.finish_reason = "cancelled"
                     try:
                         chat.send(given)
                     except TurnCancelledError:
-                        asker.finish_reason = "length"
-                assert asker.prompts[-1] == prompt
+                        client.finish_reason = "length"
+                assert client.prompts[-1] == prompt
             assert {entry.id for entry in home.list()} == set(known)
             for one, token_ids in known.items():
                 assert home.open(one).token_ids == token_ids

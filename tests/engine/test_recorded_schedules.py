@@ -17,8 +17,8 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.testing import Trace
 from jaxserve.workload.recorded import RecordedRequest, TraceWriter, read
-from tests.engine.traces import Trace
 
 ORACLES = ("oracle", "s3_oracle")
 LONGER_THAN_ANY = 10_000
@@ -29,7 +29,7 @@ class Plans:
 
     def __init__(self, simulated: SimulatedExecutor, clock: VirtualClock):
         self.config, self.swap_costs = simulated.config, simulated.swap_costs
-        self.refinement = simulated.refinement
+        self.refinement, self.host_memory = simulated.refinement, simulated.host_memory
         self.seen: list[tuple[object, ...]] = []
         self._simulated, self._clock = simulated, clock
 
@@ -39,7 +39,7 @@ class Plans:
         self.seen.append(
             (
                 self._clock.now(),
-                (plan.index, plan.num_iterations, plan.window_start, plan.window_size, plan.needs),
+                (plan.index, plan.num_iterations, plan.window_start, plan.window_size),
                 (plan.releases, plan.moves, plan.rows, plan.page_updates, admissions),
             )
         )
@@ -113,8 +113,7 @@ def _recorded_run(seed: int, policy: str) -> Run:
         for request in arrivals
         if policy not in ORACLES and rng.random() < 0.2
     }
-    length = lambda request, i: trace._draw("answer", request, i, 1, 40)  # noqa: E731
-    return Run(trace.config, length, policy, arrivals, patience)
+    return Run(trace.config, trace.answer_length, policy, arrivals, patience)
 
 
 def _again(recorded: RecordedRequest, prediction: LengthPrediction | None) -> Request:

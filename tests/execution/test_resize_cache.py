@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import numpy as np
 import pytest
@@ -15,8 +13,9 @@ from jaxserve.memory.relocation import fewest_moves
 from jaxserve.models.batch import empty_cache
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs
+from jaxserve.testing.tiny import MAX_CONTEXT, tiny_llama
 from sharding import make_mesh, state_shardings
-from tests.tiny import MAX_CONTEXT, tiny_llama
+from tests.planning.step_times import plan
 
 NUM_PAGES = 9
 OWNED = [1, 4, 7, 8]
@@ -38,15 +37,13 @@ def _executor(layout: str, num_shards: int, dtype: str = "float32") -> DeviceExe
     )
     programs = Programs(graphdef, config, tiny_llama().config, "float32", place)
     executor = DeviceExecutor(config, programs, params, cache)
-    slots = executor._slots.state
-    tables = np.zeros(slots.page_table.shape, np.int32)
-    tables[0, :NUM_PAGES] = np.arange(NUM_PAGES)
-    executor._slots.state = replace(slots, page_table=jax.device_put(tables, place.whole))
+    with place.in_force():
+        executor.slots.apply(plan((), page_updates=[(0, i, i) for i in range(NUM_PAGES)]))
     return executor
 
 
 def _contents(executor: DeviceExecutor) -> list[np.ndarray]:
-    return [np.array(x) for x in jax.tree.leaves(executor._pages.cache)]
+    return [np.array(x) for x in jax.tree.leaves(executor.pages.cache)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
@@ -55,7 +52,7 @@ def _contents(executor: DeviceExecutor) -> list[np.ndarray]:
 def test_pages_are_where_the_moves_brought_them(layout, num_shards, dtype):
     """In every layer and shard, and the slots' tables point to them; the old buffers are gone."""
     executor = _executor(layout, num_shards, dtype)
-    before, old = _contents(executor), jax.tree.leaves(executor._pages.cache)
+    before, old = _contents(executor), jax.tree.leaves(executor.pages.cache)
     num_buffers = 4 if layout == "unrolled" else 2
     # A scale for each eight numbers of a byte is half as large a buffer again.
     is_scaled = dtype != "float32"
@@ -67,33 +64,11 @@ def test_pages_are_where_the_moves_brought_them(layout, num_shards, dtype):
     assert executor.config.num_pages == 6 and all(buffer.is_deleted() for buffer in old)
     for was, now in zip(before, _contents(executor), strict=True):
         np.testing.assert_array_equal(now, was[:, [0, 1, 7, 8, 4, 5]])
-    table = np.array(executor._slots.state.page_table)[0, :NUM_PAGES]
+    table = np.array(executor.slots.state.page_table)[0, :NUM_PAGES]
     np.testing.assert_array_equal(table, [0, 1, 2, 3, 4, 5, 0, 2, 3])
     shrunk, shardings = _contents(executor), [x.sharding for x in old]
     executor.resize(20, ())
     for was, now in zip(shrunk, _contents(executor), strict=True):
         np.testing.assert_array_equal(now[:, :6], was)
-    assert [x.sharding for x in jax.tree.leaves(executor._pages.cache)] == shardings
-    executor.close()
-
-
-@pytest.mark.parametrize("num_pages", [6, 20])
-def test_an_allocation_that_fails_halfway_changes_nothing(num_pages):
-    """The buffers that were copied already are copied back."""
-    executor = _executor("unrolled", 1)
-    before = _contents(executor)
-    copy_pages, calls = executor._pages._copy, []
-
-    def fails_third(pages, source):
-        calls.append(source)
-        if len(calls) == 3:
-            raise RuntimeError("RESOURCE_EXHAUSTED: made up")
-        return copy_pages(pages, source)
-
-    executor._pages._copy = fails_third
-    with pytest.raises(RuntimeError, match="made up"):
-        executor.resize(num_pages, fewest_moves(OWNED, num_pages))
-    assert len(calls) == 5 and executor.config.num_pages == NUM_PAGES
-    for was, now in zip(before, _contents(executor), strict=True):
-        np.testing.assert_array_equal(now[:, OWNED], was[:, OWNED])
+    assert [x.sharding for x in jax.tree.leaves(executor.pages.cache)] == shardings
     executor.close()

@@ -13,8 +13,8 @@ import pytest
 from jaxserve.core.options import KV_DTYPES
 from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
 from jaxserve.models.families.llama import LlamaConfig
+from jaxserve.testing.tiny import tiny_llama
 from pallas_kernels import Rows, quantize
-from tests.tiny import tiny_llama
 
 PAGE_SIZE = 4
 TABLES = 1 + np.random.default_rng(0).permutation(24).reshape(3, 8).astype(np.int32)

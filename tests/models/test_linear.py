@@ -19,10 +19,10 @@ from jaxserve.models.adapters import AdaptedWeight
 from jaxserve.models.families import config_from_hf, family_of
 from jaxserve.models.linear import Linear, WeightAxes, replace_weights
 from jaxserve.models.quantised import QuantisedWeight
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import make_mesh, state_shardings
 from tests.models.hf_checkpoints import VARIANTS, VOCAB_SIZE
 from tests.models.serving import Server
-from tests.tiny import OPTIONS, random_prompts, tiny_llama
 
 NUM_ADAPTERS, RANK = 3, 4
 PROMPT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 24)

@@ -18,7 +18,7 @@ from jaxserve.core import assets
 from jaxserve.core.assets import cache_folder
 from jaxserve.core.errors import DownloadError, ModelCacheError, UnknownModelError
 from jaxserve.models.registry import list_models, pull, resolve, show
-from tests.processes import HEED_INTERRUPTS
+from tests.common.processes import HEED_INTERRUPTS
 
 
 @pytest.fixture

@@ -248,7 +248,7 @@ def test_unknown_tokenizers_and_damaged_metadata_are_refused():
 
 def test_a_folder_tokenizer_reads_end_tokens_from_the_generation_config(tmp_path):
     """A Hugging Face folder gives the same ids, its template, and every declared end token."""
-    backend = _tokenizer(_byte_level())._backend
+    backend = read_gguf_tokenizer(_byte_level(), "test.gguf").backend
     backend.save(str(tmp_path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|bos|>"}
     settings["chat_template"] = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -3,67 +3,95 @@
 from __future__ import annotations
 
 import logging
+import os
+import queue
 import shutil
+import subprocess
+import sys
 from functools import partial
+from logging.handlers import QueueHandler
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from pallas_kernels import build, paged_attention
-from pallas_kernels.paged_attention import cpu
 from pallas_kernels.paged_attention.shapes import TEST_SHAPES, make_inputs
 
 
 @pytest.fixture
-def fresh(monkeypatch, tmp_path):
-    """A process that has loaded nothing, with an empty cache folder."""
-    monkeypatch.setenv("PALLAS_KERNELS_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "_targets", {})
-    return tmp_path
+def cache(monkeypatch, tmp_path):
+    """An empty cache folder."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("PALLAS_KERNELS_CACHE", str(folder))
+    return folder
 
 
-def test_a_kernel_is_compiled_once_a_machine(fresh, monkeypatch):
+@pytest.fixture
+def small(cache, tmp_path):
+    """A source that compiles in no time."""
+    source = tmp_path / "kernels" / "small.cc"
+    source.parent.mkdir()
+    source.write_text('extern "C" int answer() { return 42; }')
+    return source
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """A script that calls the compiler, and whose runs are lines of the file beside it."""
+    real = shutil.which(os.environ.get("CXX", "c++"))
+    script = tmp_path / "c++"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/runs\nexec {real} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    return script
+
+
+def test_a_kernel_is_compiled_once_a_machine(small, cache, compiler):
     """The second call finds the library, without a compiler run; nothing else is left behind."""
-    library = build.compile_library(cpu._SOURCE)
-    assert list(fresh.iterdir()) == [library]
-    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
-    assert build.compile_library(cpu._SOURCE) == library
+    library = build.compile_library(small)
+    assert list(cache.iterdir()) == [library]
+    assert build.compile_library(small) == library
+    runs = (compiler.parent / "runs").read_text().splitlines()
+    assert sum(str(small) in run for run in runs) == 1
 
 
-def test_without_a_compiler_xla_serves_and_a_warning_says_why(fresh, monkeypatch, caplog):
-    """The choice falls back to XLA; asking for the kernel by name is an error with the remedy."""
-    monkeypatch.setenv("PATH", str(fresh))
-    monkeypatch.delenv("CXX", raising=False)
+def check_without_a_compiler() -> None:
+    """In a process that has loaded no kernel: what it serves with, and what it says."""
+    said = queue.SimpleQueue()
+    logging.getLogger("pallas_kernels").addHandler(QueueHandler(said))
     inputs = q, k_pages, v_pages, rows = make_inputs(TEST_SHAPES[3], seed=0)
-    with caplog.at_level(logging.WARNING, "pallas_kernels"):
-        got = jax.jit(partial(paged_attention, layer=1, rows=rows))(q, k_pages, v_pages)
-    assert "no C++ compiler" in caplog.text
+    got = jax.jit(partial(paged_attention, layer=1, rows=rows))(q, k_pages, v_pages)
+    assert "no C++ compiler" in said.get_nowait().getMessage()
     wanted = paged_attention(*inputs[:3], 1, rows, implementation="xla")
     np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
     with pytest.raises(NotImplementedError, match="install one"):
         paged_attention(*inputs[:3], 1, rows, implementation="cpu")
 
 
-def test_a_failing_compiler_is_quoted(fresh, monkeypatch):
+def test_without_a_compiler_xla_serves_and_a_warning_says_why(cache, tmp_path):
+    """The choice falls back to XLA; asking for the kernel by name is an error with the remedy."""
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    environment.pop("CXX", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pallas_kernels.test_build"],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_failing_compiler_is_quoted(cache, tmp_path):
     """A source that does not compile is refused with the compiler's own words, and no litter."""
-    source = fresh / "kernels" / "broken.cc"
-    source.parent.mkdir()
+    source = tmp_path / "broken.cc"
     source.write_text("int main( {")
-    monkeypatch.setenv("PALLAS_KERNELS_CACHE", str(fresh / "cache"))
     with pytest.raises(NotImplementedError, match="error"):
         build.compile_library(source)
-    assert not list((fresh / "cache").iterdir())
-
-
-@pytest.fixture
-def small(fresh, monkeypatch):
-    """A source that compiles in no time."""
-    source = fresh / "kernels" / "small.cc"
-    source.parent.mkdir()
-    source.write_text('extern "C" int answer() { return 42; }')
-    monkeypatch.setenv("PALLAS_KERNELS_CACHE", str(fresh / "cache"))
-    return source
+    assert not list(cache.iterdir())
 
 
 @pytest.mark.parametrize("damage", ["cut", "emptied", "changed"])
@@ -100,15 +128,18 @@ def test_a_library_that_never_loads_is_refused_by_name(small):
 
 def test_another_compiler_version_compiles_again(small, monkeypatch, tmp_path):
     """The compiler is known by what it says of itself, not by its path."""
-    real = build._find_compiler()
+    real = shutil.which(os.environ.get("CXX", "c++"))
     compiler = tmp_path / "c++"
+    monkeypatch.setenv("CXX", str(compiler))
     libraries = set()
-    for said in ("1.0", "2.0"):
+    for said in ("1.0", "2.0", "2.0"):
         compiler.write_text(
             f'#!/bin/sh\n[ "$1" = --version ] && echo {said} && exit\nexec {real} "$@"\n'
         )
         compiler.chmod(0o755)
-        monkeypatch.setenv("CXX", str(compiler))
-        build._compiler_version.cache_clear()
         libraries.add(build.compile_library(small))
     assert len(libraries) == 2
+
+
+if __name__ == "__main__":
+    check_without_a_compiler()

@@ -29,7 +29,7 @@ def test_the_first_that_can_serves():
     """Of several the first that does not refuse; the reason says why others did."""
     np.testing.assert_array_equal(_call("first,twice"), 2 * np.ones(3))
     choice = dispatch.choices()[-1]
-    assert (choice.implementation, choice.reason) == ("twice", "first cannot: it is tired")
+    assert (choice.implementation, choice.reason) == ("twice", "first refused: it is tired")
     assert choice.shapes == "x float32[3]"
 
 
@@ -37,13 +37,13 @@ def test_none_of_those_asked_for_can():
     """What was asked for and cannot is an error with every reason, never another one."""
     with pytest.raises(NotImplementedError, match="^it is tired$"):
         _call("first", ("twice",))
-    with pytest.raises(NotImplementedError, match="first cannot: it is tired; second cannot"):
+    with pytest.raises(NotImplementedError, match="first refused: it is tired; second refused"):
         _call("first,second", ("twice",))
 
 
 def test_an_unknown_name_is_refused():
     """A name that is none is an error, also behind one that can serve."""
-    with pytest.raises(ValueError, match="'thrice' is unknown; give one of"):
+    with pytest.raises(ValueError, match="'thrice' is unknown; pass one of"):
         _call("twice,thrice")
 
 
@@ -52,4 +52,4 @@ def test_without_a_wish_the_platform_chooses():
     np.testing.assert_array_equal(_call(None, ("first", "twice")), 2 * np.ones(3))
     np.testing.assert_array_equal(_call(None, ("first",)), np.ones(3))
     choice = dispatch.choices()[-1]
-    assert (choice.implementation, choice.reason) == ("xla", "first cannot: it is tired")
+    assert (choice.implementation, choice.reason) == ("xla", "first refused: it is tired")

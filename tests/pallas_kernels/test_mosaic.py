@@ -140,12 +140,12 @@ def test_what_is_refused():
 
     refused("not for cpu", implementation="mosaic")
     refused("a plan of the batch", work=None)
-    refused("no ALiBi", alibi_slopes=jnp.ones(2))
+    refused("does not support ALiBi", alibi_slopes=jnp.ones(2))
     refused("a positive scale", scale=-1.0)
     refused("sees nothing", sliding_window=0)
     refused("not float32 and bfloat16", q=q.astype(jnp.float32))
     half = (x[..., :32] for x in (q, k_pages, v_pages))
-    refused("head_dim one of", **dict(zip(("q", "k_pages", "v_pages"), half, strict=True)))
+    refused("head_dim must be one of", **dict(zip(("q", "k_pages", "v_pages"), half, strict=True)))
     short = dict(k_pages=k_pages[:, :, :, :8], v_pages=v_pages[:, :, :, :8])
     refused("pages of 16 tokens or more", **short)
     tiles = dataclasses.replace(work, tiling=dataclasses.replace(work.tiling, warpgroups=None))
@@ -207,7 +207,7 @@ def _plan(q, k_pages, rows: Rows, programs: int = 2) -> Plan:
         group=q.shape[1] // k_pages.shape[2],
         split_rows=8,
         tile_rows=128,
-        chunk_keys=32,
+        split_keys=32,
         launches=Launches(block_keys=16),
         split_programs=2,
         tile_programs=programs,

@@ -15,7 +15,7 @@ TILING = Tiling(
     group=2,
     split_rows=4,
     tile_rows=8,
-    chunk_keys=8,
+    split_keys=8,
     launches=Launches(block_keys=4),
     split_programs=12,
     tile_programs=12,
@@ -31,7 +31,7 @@ def test_every_query_meets_every_key_once(seed):
         capacity = _capacity(tiling, rows)
         made = plan(tiling, capacity, **rows, sliding_window=window)
         np.testing.assert_array_equal(_pairs(made, rows, window), _allowed(rows, window))
-        _check_slots(made, capacity)
+        _check_partials(made, capacity)
 
 
 def test_programs_share_the_work():
@@ -58,8 +58,8 @@ def test_few_rows_are_split_and_many_are_not():
     assert made.counts.tolist() == [0, 64, 0]
 
 
-def test_chunks_stand_where_they_always_stand():
-    """Whatever else is in the batch, an item's chunks begin at multiples of a chunk."""
+def test_splits_begin_at_fixed_positions():
+    """An item's splits begin at multiples of a split's keys, in any batch."""
     random = np.random.default_rng(1)
     long = (1, 777)
     for others in range(12):
@@ -69,8 +69,8 @@ def test_chunks_stand_where_they_always_stand():
         made = plan(TILING, _capacity(TILING, rows), **rows)
         mine = made.splits[: made.counts[1]]
         mine = mine[mine[:, 0] == 0]
-        covered = sorted(chunk for item in mine for chunk in range(item[3], item[4]))
-        assert covered == list(range(-(-long[1] // TILING.chunk_keys)))
+        covered = sorted(split for item in mine for split in range(item[3], item[4]))
+        assert covered == list(range(-(-long[1] // TILING.split_keys)))
 
 
 def test_which_kernel_serves_a_row_depends_on_the_row_alone():
@@ -86,7 +86,7 @@ def test_a_batch_over_the_capacity_is_refused():
     """A plan that would not fit says so instead of dropping work."""
     rows = _rows(np.ones(5, int), np.full(5, 9))
     capacity = replace(_capacity(TILING, rows), splits=4)
-    with pytest.raises(ValueError, match="5 splits, more than the plan's capacity of 4"):
+    with pytest.raises(ValueError, match="5 splits are more than the plan's capacity of 4"):
         plan(TILING, capacity, **rows)
 
 
@@ -97,12 +97,12 @@ def test_a_batch_over_the_capacity_is_refused():
         dict(tile_rows=2),
         dict(launches=Launches(block_keys=3)),
         dict(float32_launches=Launches(block_keys=16)),
-        dict(chunk_keys=6),
+        dict(split_keys=6),
     ],
 )
 def test_tilings_that_contradict_themselves(wrong):
     """Sizes that do not nest are refused where they are written down."""
-    with pytest.raises(ValueError, match="expected each|not a multiple"):
+    with pytest.raises(ValueError, match="expected each|pass a multiple"):
         replace(TILING, **wrong)
 
 
@@ -167,7 +167,7 @@ def _pairs(made: Plan, rows: dict[str, np.ndarray], window: int | None) -> np.nd
     for row, first, count in made.tiles[: made.counts[0]]:
         times[row, first : first + count] += 1
     for row, first, count, begin, end, _ in made.splits[: made.counts[1]]:
-        keys = slice(begin * TILING.chunk_keys, end * TILING.chunk_keys)
+        keys = slice(begin * TILING.split_keys, end * TILING.split_keys)
         times[row, first : first + count, keys] += 1
     return times * _allowed(rows, window)
 
@@ -175,23 +175,23 @@ def _pairs(made: Plan, rows: dict[str, np.ndarray], window: int | None) -> np.nd
 def _keys_of_items(made: Plan, rows: dict[str, np.ndarray]) -> np.ndarray:
     items = made.splits[: made.counts[1]]
     last = rows["first_position"][items[:, 0]] + items[:, 1] + items[:, 2]
-    end = np.minimum(items[:, 4] * TILING.chunk_keys, last)
-    return end - items[:, 3] * TILING.chunk_keys
+    end = np.minimum(items[:, 4] * TILING.split_keys, last)
+    return end - items[:, 3] * TILING.split_keys
 
 
-def _check_slots(made: Plan, capacity: Capacity) -> None:
-    """Every slot that is merged is written once, by the item of its queries and its chunk."""
-    written = np.zeros(capacity.slots, int)
+def _check_partials(made: Plan, capacity: Capacity) -> None:
+    """Every merged partial result is written once, by the item of its queries and its split."""
+    written = np.zeros(capacity.partials, int)
     owner = {}
-    for row, first, count, begin, end, slot in made.splits[: made.counts[1]]:
-        if slot >= 0:
-            written[slot : slot + end - begin] += 1
-            owner.update({slot + i: (row, first, count, begin + i) for i in range(end - begin)})
-    merged = np.zeros(capacity.slots, int)
-    for row, first, count, slot, num in made.merges[: made.counts[2]]:
-        merged[slot : slot + num] += 1
-        chunks = [owner[slot + i] for i in range(num)]
-        assert {chunk[:3] for chunk in chunks} == {(row, first, count)}
-        assert [chunk[3] for chunk in chunks] == list(range(chunks[0][3], chunks[0][3] + num))
+    for row, first, count, begin, end, partial in made.splits[: made.counts[1]]:
+        if partial >= 0:
+            written[partial : partial + end - begin] += 1
+            owner.update({partial + i: (row, first, count, begin + i) for i in range(end - begin)})
+    merged = np.zeros(capacity.partials, int)
+    for row, first, count, partial, num in made.merges[: made.counts[2]]:
+        merged[partial : partial + num] += 1
+        splits = [owner[partial + i] for i in range(num)]
+        assert {split[:3] for split in splits} == {(row, first, count)}
+        assert [split[3] for split in splits] == list(range(splits[0][3], splits[0][3] + num))
     np.testing.assert_array_equal(written, merged)
     assert written.max(initial=0) <= 1

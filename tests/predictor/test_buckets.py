@@ -45,15 +45,15 @@ def test_quantiles_share_out_the_lengths():
 @pytest.mark.parametrize("edges", [(), (0,), (1, 2), (0, 5, 5), (0, 9, 3)])
 def test_edges_that_are_none(edges):
     """Edges begin at 0 and rise."""
-    with pytest.raises(ValueError, match="larger and larger"):
+    with pytest.raises(ValueError, match="increasing lengths"):
         LengthBuckets(edges)
 
 
 def test_more_buckets_than_lengths():
     """Refused, saying what was asked for."""
-    with pytest.raises(ValueError, match="10 buckets of lengths up to 9"):
+    with pytest.raises(ValueError, match="num=10 buckets of lengths up to 9"):
         LengthBuckets.equal_width(9)
-    with pytest.raises(ValueError, match="no lengths"):
+    with pytest.raises(ValueError, match="there are none"):
         LengthBuckets.quantiles([], 100)
 
 
@@ -63,8 +63,8 @@ def test_buckets_by_name():
     assert LengthBuckets.of("equal", lengths, 100, 4) == LengthBuckets.equal_width(100, 4)
     assert LengthBuckets.of("log", lengths, 100, 4) == LengthBuckets.logarithmic(100, 4)
     assert LengthBuckets.of("quantile", lengths, 100, 4).edges == (0, 26, 51, 76, 100)
-    with pytest.raises(ValueError, match="buckets='even'; give one of equal, log, quantile"):
+    with pytest.raises(ValueError, match="buckets='even' is unknown; pass one of equal, log, q"):
         LengthBuckets.of("even", lengths, 100, 4)
     for kind in ("equal", "quantile"):
-        with pytest.raises(ValueError, match="0 buckets"):
+        with pytest.raises(ValueError, match="num=0"):
             LengthBuckets.of(kind, lengths, 100, 0)

@@ -93,7 +93,7 @@ def test_what_a_folder_lacks_is_listed_at_once(tmp_path):
 
 def test_other_models_are_refused():
     """Only the encoders that are implemented are read."""
-    with pytest.raises(ValueError, match="'gpt2': only 'bert'"):
+    with pytest.raises(ValueError, match="'gpt2' is not supported; use a 'bert'"):
         EncoderConfig.from_hf({"model_type": "gpt2"})
     with pytest.raises(ValueError, match="'relu' is not supported"):
         EncoderConfig.from_hf({"model_type": "bert", "hidden_act": "relu"})

@@ -11,7 +11,7 @@ import pytest
 
 from predictor import Example, LengthPredictor, OnlineConfig, OnlineLearner, TrainingConfig, train
 from predictor.data import columns
-from tests.predictor.tiny import examples, tiny_predictor
+from tests.predictor.tiny import FailingTokenizer, examples, tiny_predictor
 
 CONFIG = OnlineConfig(
     batch_size=32,
@@ -180,25 +180,22 @@ def test_observing_never_raises(trained_folder):
     assert learner.counters.observed == 2
 
 
-def test_a_failure_ends_learning_and_nothing_else(trained_folder, caplog, monkeypatch):
+def test_a_failure_ends_learning_and_nothing_else(caplog):
     """Logged once; predictions and observations go on."""
-    learner = OnlineLearner.load(trained_folder, CONFIG)
-
-    def broken(prompts):
-        raise RuntimeError("out of memory")
-
+    tokenizer = FailingTokenizer()
+    learner = OnlineLearner(tiny_predictor(tokenizer=tokenizer), CONFIG)
     learner.start()
     with caplog.at_level(logging.ERROR):
-        monkeypatch.setattr(learner.predictor.encoder, "tokens", broken)
+        tokenizer.error = RuntimeError("out of memory")
         learner.observe("w1", 5)
         until_s = time.perf_counter() + 30
         while learner.is_learning and time.perf_counter() < until_s:
             time.sleep(0.01)
     assert not learner.is_learning
     assert [record.message for record in caplog.records].count(
-        "learning ends here; the predictor goes on as it is"
+        "online training has stopped; the predictor keeps its parameters"
     ) == 1
-    monkeypatch.undo()
+    tokenizer.error = None
     learner.observe("w1", 5)
     assert len(learner.predictor.predict(["w1 w2"])) == 1
     learner.close()
@@ -218,10 +215,10 @@ def test_too_little_to_learn_from(trained_folder):
     ("given", "said"),
     [
         ({"batch_size": 0}, "batch_size=0"),
-        ({"holdout_every": 1}, "holdout_every=1; give 2 or more"),
-        ({"min_holdout": 300}, "min_holdout=300 is over holdout_size=256"),
-        ({"max_share": 0.0}, "max_share=0.0 must be a share"),
-        ({"learning_rate": -1.0}, "learning_rate=-1.0 over 0"),
+        ({"holdout_every": 1}, "holdout_every=1 is not allowed; pass 2 or more"),
+        ({"min_holdout": 300}, "min_holdout=300 is not allowed; pass at most holdout_size=256"),
+        ({"max_share": 0.0}, "max_share=0.0 .* not allowed; pass a share"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 are not allowed; .* a rate over 0"),
     ],
 )
 def test_settings_that_make_no_sense(given, said):

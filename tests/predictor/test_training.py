@@ -166,7 +166,7 @@ def test_half_precision_learns_too():
         losses.append(train(predictor, learn, held_out, config, progress=False).losses[-1])
         assert {leaf.dtype for leaf in jax.tree.leaves(predictor.params)} == {jnp.dtype("float32")}
     assert losses[0] != losses[1] and losses[1] == pytest.approx(losses[0], rel=0.15)
-    with pytest.raises(ValueError, match="dtype='int8'; give"):
+    with pytest.raises(ValueError, match="dtype='int8' is not allowed"):
         TrainingConfig(dtype="int8")
 
 
@@ -192,7 +192,7 @@ def test_jsonl_there_and_back(tmp_path):
         file.write('\n{"prompt": "x"}\n')
     with pytest.raises(ValueError, match=r"e.jsonl:4: KeyError: 'output_length'"):
         list(read_jsonl(tmp_path / "e.jsonl"))
-    with pytest.raises(ValueError, match="a token at least"):
+    with pytest.raises(ValueError, match="pass 1 or more"):
         Example("w1", 0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import tokenizers
 
@@ -28,10 +30,26 @@ def tiny_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def tiny_predictor(seed: int = 0) -> LengthPredictor:
+class FailingTokenizer:
+    """A tokenizer that raises while `error` is set."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._tokenizer = tiny_tokenizer()
+
+    def encode_batch(self, texts: list[str]) -> list[tokenizers.Encoding]:
+        if self.error is not None:
+            raise self.error
+        return self._tokenizer.encode_batch(texts)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def tiny_predictor(seed: int = 0, tokenizer: Any = None) -> LengthPredictor:
     """Untrained."""
     model = LengthClassifier.random(CONFIG, BUCKETS.num, seed=seed)
-    return LengthPredictor(CONFIG, model, BUCKETS, tiny_tokenizer(), max_tokens=32)
+    return LengthPredictor(CONFIG, model, BUCKETS, tokenizer or tiny_tokenizer(), max_tokens=32)
 
 
 def examples(num: int, seed: int = 0) -> list[Example]:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.report import Report
-from tests.tiny import OPTIONS, random_prompts, tiny_llama
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 
 
 @pytest.fixture(scope="module")

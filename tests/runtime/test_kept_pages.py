@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import final
 
 import pytest
 from flax import nnx
@@ -11,13 +16,14 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.report import draw_residency
+from jaxserve.testing import FreeCopiesExecutor, tiny
+from jaxserve.testing.tiny import random_prompts, tiny_llama
 from sharding import StagePlan, make_mesh
-from tests import tiny
-from tests.tiny import make_copies_free, random_prompts, tiny_llama
 
 PROMPTS = [prompt[:30] + (1,) * 10 for prompt in random_prompts(4, seed=3, longest=60)]
 PARAMS = SamplingParams(max_tokens=12)
 OPTIONS = tiny.OPTIONS | {"policy": "pensieve"}
+FREE = OPTIONS | {"wrap_executor": FreeCopiesExecutor}
 FOLLOW_UP = (5, 6, 7)
 
 
@@ -35,17 +41,16 @@ def expected():
     for seed in (0, 1):
         with Runtime(tiny_llama(seed), **{**OPTIONS, "policy": "vllm_like"}) as rt:
             tokens[seed] = _talk(rt)
-            assert rt.stats().num_sought == 0
+            assert rt.stats().num_prefix_queried == 0
     return tokens
 
 
 def test_pages_come_back_from_the_host_layer_by_layer(expected):
     """In a pool that holds half of what is kept; nothing compiles for it after the start."""
-    options = OPTIONS | {"restore": "both", "kv_memory": "40kB", "strict": True}
+    options = FREE | {"restore": "both", "kv_memory": "40kB", "strict": True}
     with Runtime(tiny_llama(), **options) as rt:
-        make_copies_free(rt)
         assert _talk(rt) == expected[0] == _talk(rt)
-        assert rt.stats().num_pages_in > 0 and rt.config.num_coming_pages == 16
+        assert rt.stats().num_pages_in > 0 and rt.config.num_incoming_pages == 16
     with pytest.raises(InvalidConfigError, match=r"restore='later' .*'on_admission', 'prefetch'"):
         Runtime(tiny_llama(), **OPTIONS, restore="later")
 
@@ -55,9 +60,8 @@ def test_shards_of_pages_in_eight_bits_come_back_layer_by_layer():
     options, model = OPTIONS | {"kv_dtype": "int8"}, tiny_llama(layer_layout="scanned")
     with Runtime(model, **{**options, "policy": "vllm_like"}) as rt:
         expected = _talk(rt)
-    options |= {"restore": "both", "kv_memory": "8kB", "strict": True}
+    options |= FREE | {"restore": "both", "kv_memory": "8kB", "strict": True}
     with Runtime(model, mesh=make_mesh(tensor=2), **options) as rt:
-        make_copies_free(rt)
         assert _talk(rt) == expected == _talk(rt)
         assert rt.stats().num_pages_in > 0
         rt.resize_kv("12kB")
@@ -72,8 +76,8 @@ def test_the_next_turn_finds_the_one_before(expected, policy):
     with Runtime(tiny_llama(), **{**OPTIONS, "policy": policy}) as rt:
         assert _talk(rt) == expected[0]
         stats = rt.stats()
-        assert stats.num_found >= sum(len(prompt) + 12 - 8 for prompt in PROMPTS)
-        assert rt.report().figures()["hit_rate"] == stats.num_found / stats.num_sought
+        assert stats.num_prefix_hit >= sum(len(prompt) + 12 - 8 for prompt in PROMPTS)
+        assert rt.report().figures()["hit_rate"] == stats.num_prefix_hit / stats.num_prefix_queried
         assert max(step.pages_cached for step in rt.report().steps) > 0
         tiers = rt.residency([*PROMPTS[0], *FOLLOW_UP])
         assert tiers == ["device"] * (len(PROMPTS[0]) // rt.config.page_size)
@@ -81,7 +85,7 @@ def test_the_next_turn_finds_the_one_before(expected, policy):
         assert draw_residency({"a": tiers, "b": []})._repr_png_().startswith(b"\x89PNG")
         rt.forget_kept_pages()
         assert _talk(rt) == expected[0]
-        assert rt.stats().num_found == 2 * stats.num_found
+        assert rt.stats().num_prefix_hit == 2 * stats.num_prefix_hit
         rt.measure_step_times(rounds=1)  # which writes to pages
         assert _talk(rt) == expected[0]
 
@@ -90,28 +94,66 @@ def test_new_weights_find_nothing_of_the_old(expected):
     """Their keys and values are others."""
     with Runtime(tiny_llama(), **OPTIONS) as rt:
         assert _talk(rt) == expected[0]
-        found = rt.stats().num_found
+        found = rt.stats().num_prefix_hit
         rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
         assert _talk(rt) == expected[1]
-        assert rt.stats().num_found == 2 * found
+        assert rt.stats().num_prefix_hit == 2 * found
 
 
 def test_a_runtime_finds_what_the_one_before_it_wrote(expected, tmp_path):
     """All that was kept is on the disk at the end; other weights find nothing there."""
     disk = {"disk_memory": "4MB", "disk_folder": tmp_path, "host_memory": "100kB"}
-    with Runtime(tiny_llama(), **OPTIONS, **disk) as rt:
-        make_copies_free(rt)
+    with Runtime(tiny_llama(), **FREE, **disk) as rt:
         assert _talk(rt) == expected[0]
-        assert rt.stats().num_found_on_disk == 0
+        assert rt.stats().num_prefix_hit_on_disk == 0
     with Runtime(tiny_llama(), **OPTIONS, **disk) as rt:
         assert _talk(rt) == expected[0]
-        assert rt.stats().num_found_on_disk >= sum(len(prompt) - 8 for prompt in PROMPTS)
+        assert rt.stats().num_prefix_hit_on_disk >= sum(len(prompt) - 8 for prompt in PROMPTS)
     with Runtime(tiny_llama(1), **OPTIONS, **disk) as rt:
         assert _talk(rt) == expected[1]
-        assert rt.stats().num_found_on_disk == 0
+        assert rt.stats().num_prefix_hit_on_disk == 0
         rt.update_params(nnx.state(tiny_llama(0), nnx.Param))
         assert _talk(rt) == expected[0]
-        assert rt.stats().num_found_on_disk > 0
+        assert rt.stats().num_prefix_hit_on_disk > 0
+
+
+@final
+class _SlowFiles:
+    """Page files that are read when `is_open` is set: pipes, which threads fill once each."""
+
+    def __init__(self, folder: Path):
+        self.is_open = threading.Event()
+        self.num_asked = 0
+        self._paths = list(folder.glob("*.page"))
+        for path in self._paths:
+            contents = path.read_bytes()
+            path.unlink()
+            os.mkfifo(path)
+            threading.Thread(target=self._fill, args=(path, contents), daemon=True).start()
+
+    def _fill(self, path: Path, contents: bytes) -> None:
+        with suppress(BrokenPipeError), path.open("wb") as pipe:  # when somebody reads it
+            self.num_asked += 1
+            assert self.is_open.wait(60)
+            whole = path.with_suffix(".whole")
+            whole.write_bytes(contents)
+            whole.replace(path)
+            pipe.write(contents)
+
+    def close(self) -> None:
+        """End the threads of files that nobody has read."""
+        self.is_open.set()
+        for path in self._paths:
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+
+
+@contextmanager
+def _slow_reads(folder: Path) -> Iterator[_SlowFiles]:
+    files = _SlowFiles(folder)
+    try:
+        yield files
+    finally:
+        files.close()
 
 
 def test_a_slow_disk_delays_only_those_that_need_it(expected, tmp_path):
@@ -120,36 +162,25 @@ def test_a_slow_disk_delays_only_those_that_need_it(expected, tmp_path):
     A runtime that is closed does not wait for requests that wait for the disk.
     """
     disk = {"disk_memory": "4MB", "disk_folder": tmp_path, "host_memory": "100kB"}
-    with Runtime(tiny_llama(), **OPTIONS, **disk) as rt:
-        make_copies_free(rt)
+    with Runtime(tiny_llama(), **FREE, **disk) as rt:
         _talk(rt)
-    with Runtime(tiny_llama(), **OPTIONS, **disk) as rt:
-        is_open = threading.Event()
-        files = rt._replicas.first.engine.scheduler.keeper.cache.disk.files
-        read, asked = files.read, []
-
-        def when_open(key: bytes) -> bytes | None:
-            asked.append(key)
-            assert is_open.wait(60)
-            return read(key)
-
-        files.read = when_open
+    with _slow_reads(tmp_path / "0") as slow, Runtime(tiny_llama(), **OPTIONS, **disk) as rt:
         waiting = [rt.submit(prompt, PARAMS) for prompt in PROMPTS[:3]]
         others = rt.generate(random_prompts(4, seed=9), PARAMS)
         assert all(other.finish_reason == "length" for other in others)
-        assert asked and not any(one.future.done() for one in waiting)
-        num_plans = rt._replicas.first.engine.scheduler._num_plans
+        assert slow.num_asked and not any(one.future.done() for one in waiting)
+        planning_s = rt.stats().planning_s
         time.sleep(0.05)
-        assert rt._replicas.first.engine.scheduler._num_plans == num_plans
-        is_open.set()
+        assert rt.stats().planning_s == planning_s
+        slow.is_open.set()
         assert [one.result(60).token_ids for one in waiting] == expected[0][:3]
-        assert rt.stats().num_found_on_disk >= sum(len(prompt) - 8 for prompt in PROMPTS[:3])
-        is_open.clear()
-        num_asked = len(asked)
+        assert rt.stats().num_prefix_hit_on_disk >= sum(len(prompt) - 8 for prompt in PROMPTS[:3])
+        slow.is_open.clear()
+        num_asked = slow.num_asked
         closed = rt.submit(PROMPTS[3], PARAMS)
-        while len(asked) == num_asked:  # whoever has not begun ends with an error instead
+        while slow.num_asked == num_asked:  # whoever has not begun ends with an error instead
             time.sleep(0.001)
-        threading.Timer(0.2, is_open.set).start()
+        threading.Timer(0.2, slow.is_open.set).start()
     assert (closed.result(0).finish_reason, closed.result(0).token_ids) == ("cancelled", ())
 
 
@@ -174,9 +205,9 @@ def test_stages_keep_pages_on_their_devices(expected):
     plan = StagePlan.of([1, 1], micro_batches=2)
     with Runtime(tiny_llama(), **OPTIONS, mesh=plan) as rt:
         assert _talk(rt) == expected[0]
-        assert rt.stats().num_found >= sum(len(prompt) + 12 - 8 for prompt in PROMPTS)
-        cache = rt._replicas.first.engine.scheduler.keeper.cache
+        assert rt.stats().num_prefix_hit >= sum(len(prompt) + 12 - 8 for prompt in PROMPTS)
+        cache = rt._replicas.first.engine._kv._cache
         for page in range(1, rt.config.num_pages, 2):
             if cache.pool.is_cached(page):
-                cache.forget(cache.at(page))
+                cache.evict(cache.on_page(page))
         assert _talk(rt) == expected[0]

@@ -8,8 +8,9 @@ from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import KV_DTYPES, RuntimeOptions
 from jaxserve.execution.build import nbytes
+from jaxserve.testing import FreeCopiesExecutor, SlowExecutor, WrapAll
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import StagePlan, make_mesh
-from tests.tiny import OPTIONS, make_copies_free, random_prompts, slow_down, tiny_llama
 
 PROMPTS = random_prompts(10, seed=4, longest=50)
 PARAMS = [
@@ -50,10 +51,11 @@ def test_unknown_dtypes_are_refused_first(wrong):
 def test_the_same_memory_holds_more_pages(kv_dtype):
     """As many as fit with their scales, and the device holds just that."""
     options = {**OPTIONS, "kv_memory": 20_000, "warmup": False}
-    with Runtime(tiny_llama(), kv_dtype=kv_dtype, **options) as rt:
+    seen = WrapAll()
+    with Runtime(tiny_llama(), kv_dtype=kv_dtype, wrap_executor=seen, **options) as rt:
         assert rt.config.num_pages == 20_000 // PAGE_BYTES[kv_dtype]
         assert rt.config.kv_dtype == kv_dtype
-        held = nbytes(rt._replicas.first.executor._pages.cache)
+        held = nbytes(seen.executors[0].pages.cache)
         assert held == rt.stats().pool_bytes == rt.config.num_pages * PAGE_BYTES[kv_dtype]
 
 
@@ -79,12 +81,12 @@ def test_same_tokens_over_several_devices(alone):
 def test_a_disk_gives_back_pages_of_its_own_dtype_alone(tmp_path):
     """A runtime finds what the one before it wrote, and another dtype nothing."""
     disk = {"disk_memory": "4MB", "disk_folder": tmp_path, "host_memory": "100kB"}
+    options = {"num_pages": 60, "policy": "pensieve", "wrap_executor": FreeCopiesExecutor, **disk}
     answers = []
     for kv_dtype in ("int8", None, "int8"):
-        with _runtime(kv_dtype, num_pages=60, policy="pensieve", **disk) as rt:
-            make_copies_free(rt)
+        with _runtime(kv_dtype, **options) as rt:
             answers.append(_tokens(rt.generate(PROMPTS, PARAMS)))
-            assert (rt.stats().num_found_on_disk > 0) == (len(answers) == 3)
+            assert (rt.stats().num_prefix_hit_on_disk > 0) == (len(answers) == 3)
     assert answers[2] == answers[0]
 
 
@@ -92,10 +94,9 @@ def test_same_tokens_in_a_pool_that_is_resized():
     """To fewer pages than running answers have, which go on."""
     with _runtime("int8", num_pages=60) as rt:
         wanted = _tokens(rt.generate(PROMPTS, PARAMS))
-        slow_down(rt)
+    with _runtime("int8", num_pages=60, wrap_executor=SlowExecutor) as rt:
         pending = [rt.submit(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
-        target = rt.stats().num_tokens + 30
-        while rt.stats().num_tokens < target:
+        while rt.stats().num_tokens < 30:
             pass
         assert rt.resize_kv("10kB") == 10_000 // PAGE_BYTES["int8"] * PAGE_BYTES["int8"]
         assert _tokens(each.result(60) for each in pending) == wanted

@@ -9,16 +9,10 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError, RuntimeClosedError
+from jaxserve.testing import FreeCopiesExecutor, SlowExecutor
+from jaxserve.testing.tiny import OPTIONS, letter_tokenizer, random_prompts, tiny_llama
 from predictor import LengthBuckets, LengthDistributions
 from tests.predictor.tiny import tiny_predictor
-from tests.tiny import (
-    OPTIONS,
-    letter_tokenizer,
-    make_copies_free,
-    random_prompts,
-    slow_down,
-    tiny_llama,
-)
 
 BUCKETS = LengthBuckets.equal_width(40, 4)
 PROMPTS = random_prompts(16, longest=20)
@@ -73,9 +67,9 @@ def test_wrong_predictions_cost_time_and_never_tokens(expected, policy, name):
         tokenizer=letter_tokenizer(),
         policy=policy,
         predictor=PREDICTORS[name],
+        wrap_executor=FreeCopiesExecutor,
         **MEMORY,
     ) as rt:
-        make_copies_free(rt)
         done = rt.generate(PROMPTS, PARAMS)
         stats = rt.stats()
     assert [each.token_ids for each in done] == expected
@@ -108,9 +102,12 @@ def test_what_is_no_predictor_is_refused(given):
 def test_what_is_expected_of_running_requests():
     """As long as predicted, and nothing of those that have ended."""
     with Runtime(
-        tiny_llama(), tokenizer=letter_tokenizer(), predictor=PREDICTORS["maximum"], **OPTIONS
+        tiny_llama(),
+        tokenizer=letter_tokenizer(),
+        predictor=PREDICTORS["maximum"],
+        wrap_executor=SlowExecutor,
+        **OPTIONS,
     ) as rt:
-        slow_down(rt)
         params = SamplingParams(max_tokens=None, forced_length=40)
         pending = rt.submit(PROMPTS[0], params)
         assert rt.outlook()[pending.request_id].num_tokens > 20
@@ -126,7 +123,7 @@ def test_requests_that_end_go_on_training_the_predictor():
     with Runtime(
         tiny_llama(), tokenizer=letter_tokenizer(), predictor=predictor, learns=True, **OPTIONS
     ) as rt:
-        learner = rt._forecaster._learner
+        learner = rt.learner
         assert learner.is_learning
         rt.generate(PROMPTS[:5], SamplingParams(max_tokens=4))
         pending = rt.submit(PROMPTS[5], SamplingParams(max_tokens=100))
@@ -144,7 +141,7 @@ def test_what_was_learned_survives_a_restart(tmp_path):
             tiny_llama(), tokenizer=letter_tokenizer(), predictor=tmp_path, learns=True, **OPTIONS
         ) as rt:
             rt.generate(PROMPTS[:5], SamplingParams(max_tokens=4))
-            assert rt._forecaster._learner.counters.observed == total
+            assert rt.learner.counters.observed == total
 
 
 def test_learning_needs_a_predictor_that_can_learn():

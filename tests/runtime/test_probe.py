@@ -13,11 +13,12 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.activations import read_along
+from jaxserve.testing import ExecutorWrapper, RecordingExecutor, WrapAll
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from jaxserve.workload.finished import FinishedAnswer
 from predictor import LengthBuckets, LengthProbe, ProbeConfig, Refinement
 from predictor.probe import ProbeHead
 from sharding import StagePlan, make_mesh
-from tests.tiny import OPTIONS, random_prompts, tiny_llama
 
 BUCKETS = LengthBuckets.logarithmic(64, 6)
 REFINEMENT = Refinement(buckets=BUCKETS, marginal=np.full(BUCKETS.num, 1 / BUCKETS.num), interval=4)
@@ -76,25 +77,41 @@ def test_wrong_readings_cost_time_and_never_tokens(expected, name):
     assert (stats.num_refined > len(PROMPTS)) == (name not in ("not numbers", "infinite"))
 
 
+def test_with_a_probe_alone_s3_does_not_reserve_for_the_longest_answer(expected, caplog):
+    """More answers run at once than fit at full length, with the same tokens and no warning."""
+    with Runtime(tiny_llama(), probe=WRONG["short"], **{**MEMORY, "policy": "s3"}) as rt:
+        done = rt.generate(PROMPTS, PARAMS)
+        most = max(step.num_running for step in rt.report().steps)
+    assert [each.token_ids for each in done] == expected
+    assert most > 3 and "reserves for the longest answer" not in caplog.text
+
+
+def _readings(executor: RecordingExecutor) -> dict[tuple[str, int], np.ndarray]:
+    """What was read of each request where it had so many output tokens before its newest one."""
+    read, serving = {}, {}
+    for plan, result in zip(executor.plans, executor.results, strict=True):
+        for source, target in plan.moves:
+            serving[target] = serving.pop(source)
+        for new in plan.admissions:
+            serving[new.slot] = [new.request, len(new.tokens) - len(new.request.prompt)]
+        for index, row in enumerate(plan.rows):
+            serving[row.slot][1] += int(result.num_tokens[index])
+            request, num_tokens = serving[row.slot]
+            # What is read behind an answer's end says nothing.
+            if result.num_tokens[index] and num_tokens < request.params.forced_length:
+                read[request.id, num_tokens - 1] = result.remaining[index]
+    return read
+
+
 @pytest.mark.parametrize("layout, layer", [("unrolled", 1), ("scanned", 2)])
 def test_it_reads_what_a_forward_pass_does(layout, layer):
     """In prefill chunks, mixed steps and decode loops; in the middle, and behind the last layer."""
     model, probe = tiny_llama(layer_layout=layout), made_up_probe(layer=layer)
-    read = {}
-    with Runtime(model, probe=probe, **MEMORY) as rt:
-        beliefs = rt._replicas.first.engine.scheduler.beliefs
-        take_in = beliefs.take_in
-
-        def listen(plan, result, rows):
-            for index, sequence in rows:
-                if plan.rows[index].samples and sequence.finish_reason is None:
-                    at = (sequence.request.id, len(sequence.output) - 1)
-                    read[at] = result.remaining[index]
-            take_in(plan, result, rows)
-
-        beliefs.take_in = listen
+    seen = WrapAll(RecordingExecutor)
+    with Runtime(model, probe=probe, wrap_executor=seen, **MEMORY) as rt:
         prompts = random_prompts(9, seed=1)
         done = rt.generate(prompts, [replace(p, temperature=0.8, seed=1) for p in PARAMS[:9]])
+    read = _readings(seen.executors[0])
     answers = [FinishedAnswer(prompt=c.prompt_token_ids, output=c.token_ids) for c in done]
     whole = read_along(model, answers, layer=layer, interval=1, progress=False)
     ids = [c.request_id for c in done]
@@ -114,16 +131,20 @@ def test_over_a_mesh_it_reads_the_same(expected):
     assert [each.token_ids for each in done] == expected
 
 
+class _Misread(ExecutorWrapper):
+    """Says that its readings are of one bucket, of which they have six."""
+
+    refinement = replace(REFINEMENT, buckets=LengthBuckets((0, 5)), marginal=np.ones(1))
+
+
 def test_readings_that_cannot_be_used_are_reported_once(expected, caplog):
     """And answers go on."""
     probe = made_up_probe()
-    with Runtime(tiny_llama(), probe=probe, **MEMORY) as rt:
-        beliefs = rt._replicas.first.engine.scheduler.beliefs
-        beliefs._refinement = replace(
-            REFINEMENT, buckets=LengthBuckets((0, 5)), marginal=np.ones(1)
-        )
-        with caplog.at_level(logging.ERROR):
-            done = rt.generate(PROMPTS, PARAMS)
+    with (
+        Runtime(tiny_llama(), probe=probe, wrap_executor=_Misread, **MEMORY) as rt,
+        caplog.at_level(logging.ERROR),
+    ):
+        done = rt.generate(PROMPTS, PARAMS)
     assert [each.token_ids for each in done] == expected
     assert caplog.text.count("the probe's readings cannot be used") == 1
 

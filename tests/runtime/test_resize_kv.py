@@ -7,8 +7,9 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError, PromptTooLongError
+from jaxserve.testing import SlowExecutor
+from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 from sharding import make_mesh
-from tests.tiny import MAX_CONTEXT, random_prompts, slow_down, tiny_llama
 
 OPTIONS = dict(max_slots=2, max_step_tokens=32, page_size=8)
 PROMPTS = random_prompts(4, longest=30)
@@ -56,9 +57,9 @@ def _begun(rt: Runtime):
 def test_running_requests_go_on_with_the_same_tokens(answers, num_shards):
     """Shrunk while they run, to less than they hold, and grown again; memory comes and goes."""
     mesh = None if num_shards == 1 else make_mesh(tensor=num_shards)
-    with Runtime(tiny_llama(), mesh=mesh, strict=True, **OPTIONS) as rt:
+    slow = {"wrap_executor": SlowExecutor, "strict": True}
+    with Runtime(tiny_llama(), mesh=mesh, **slow, **OPTIONS) as rt:
         whole, page = rt.stats().pool_bytes, _page_bytes(rt)
-        slow_down(rt)
         compiled = rt.stats().num_compilations
         pending = _begun(rt)
         assert rt.resize_kv(FEW_PAGES * page) == FEW_PAGES * page
@@ -66,7 +67,7 @@ def test_running_requests_go_on_with_the_same_tokens(answers, num_shards):
         assert _cache_bytes() == num_shards * FEW_PAGES * page
         assert rt.resize_kv(whole) == whole
         assert _cache_bytes() == num_shards * whole
-        rt._replicas.first.engine.scheduler.check_integrity()
+        rt.check_integrity()
         assert _tokens(p.result(60) for p in pending) == answers
         assert rt.stats().num_preemptions == 1
         pending = _begun(rt)
@@ -79,11 +80,10 @@ def test_who_does_not_fit_fails_alone_and_is_told():
     """Running, streaming or submitted meanwhile; the others go on, and all fit after growing."""
     long, short = (PROMPTS[0] * 60)[:60], PROMPTS[1][:3]
     few = SamplingParams(max_tokens=9)
-    with Runtime(tiny_llama(), warmup=False, **OPTIONS) as rt:
+    with Runtime(tiny_llama(), wrap_executor=SlowExecutor, warmup=False, **OPTIONS) as rt:
         whole, page = rt.stats().pool_bytes, _page_bytes(rt)
         assert whole == MOST_PAGES * page
         wanted = rt.generate([long, short], few)
-        slow_down(rt)
         stream = rt.stream(long, SamplingParams(max_tokens=60))
         shown = next(stream).token_ids
         pending = rt.submit(short, few)
@@ -106,9 +106,8 @@ def test_who_does_not_fit_fails_alone_and_is_told():
 
 def test_what_cannot_be_had_changes_nothing(answers):
     """Too much memory, less than two pages, or no size at all."""
-    with Runtime(tiny_llama(), **OPTIONS) as rt:
+    with Runtime(tiny_llama(), wrap_executor=SlowExecutor, **OPTIONS) as rt:
         page = _page_bytes(rt)
-        slow_down(rt)
         assert rt.resize_kv(f"{(FEW_PAGES + 1) * page - 1}B") == FEW_PAGES * page
         pending = _begun(rt)
         with pytest.raises(DeviceMemoryError, match="does not fit on .* give at most"):

@@ -7,6 +7,7 @@ import gc
 import json
 import threading
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +30,8 @@ from jaxserve.core.errors import (
     UnknownModelError,
 )
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.runtime import batches
-from jaxserve.workload import recorded
-from tests.tiny import (
+from jaxserve.testing import ExecutorWrapper, FaultyExecutor, RecordingExecutor, WrapAll
+from jaxserve.testing.tiny import (
     MAX_CONTEXT,
     OPTIONS,
     VOCAB_SIZE,
@@ -39,6 +39,8 @@ from tests.tiny import (
     random_prompts,
     tiny_llama,
 )
+from jaxserve.workload import recorded
+from tests.common.processes import heeding_interrupts, interrupt
 
 GREEDY = SamplingParams(max_tokens=20)
 
@@ -135,7 +137,7 @@ def test_a_recorded_run_replays_to_the_same_tokens(tmp_path):
         again = runtime.generate([i.prompt_token_ids for i in items], [i.params() for i in items])
     for one, two in zip(first[:4], again, strict=False):
         assert [s.token_ids for s in one.samples] == [s.token_ids for s in two.samples]
-    with pytest.raises(InvalidConfigError, match="holds something already"):
+    with pytest.raises(InvalidConfigError, match="is not empty"):
         Runtime.from_pretrained("smollm2-135m", record=path)
 
 
@@ -321,9 +323,10 @@ def test_a_prompt_longer_than_the_pool_is_refused():
 
 def test_a_dropped_runtime_frees_its_pool():
     """Without `close`, the garbage collector ends the thread and frees the pages."""
-    runtime = Runtime(tiny_llama(), warmup=False, **OPTIONS)
-    thread = runtime._replicas.first.loop._thread
-    cache = jax.tree.leaves(runtime._replicas.first.executor._pages.cache)
+    before, seen = set(threading.enumerate()), WrapAll()
+    runtime = Runtime(tiny_llama(), warmup=False, wrap_executor=seen, **OPTIONS)
+    (thread,) = set(threading.enumerate()) - before
+    cache = jax.tree.leaves(seen.executors[0].pages.cache)
     del runtime
     gc.collect()
     thread.join(10)
@@ -341,21 +344,25 @@ def test_cancel_returns_what_was_generated(runtime):
     _wait_until_idle(runtime)
 
 
-def test_ctrl_c_returns_what_is_finished(runtime, monkeypatch):
+def test_ctrl_c_returns_what_is_finished():
     """An interrupt during generate cancels the rest and returns every request."""
-    calls = iter([KeyboardInterrupt])
-    original = batches.wait
 
-    def interrupted(pending, *, progress):
-        pending[0].result(30)
-        error = next(calls, None)
-        if error is not None:
-            raise error
-        original(pending, progress=progress)
+    class Interrupting(ExecutorWrapper):
+        """Is interrupted at the tenth step."""
 
-    monkeypatch.setattr(batches, "wait", interrupted)
+        num_steps = 0
+
+        def submit(self, plan):
+            self.num_steps += 1
+            if self.num_steps == 10:
+                interrupt()
+                time.sleep(0.2)
+            return self.inner.submit(plan)
+
     params = [SamplingParams(max_tokens=2), *[SamplingParams(max_tokens=None)] * 20]
-    completions = runtime.generate(random_prompts(21, longest=20), params)
+    options = OPTIONS | {"warmup": False, "wrap_executor": Interrupting}
+    with Runtime(tiny_llama(), **options) as runtime, heeding_interrupts():
+        completions = runtime.generate(random_prompts(21, longest=20), params)
     assert completions[0].finish_reason == "length"
     assert "cancelled" in {c.finish_reason for c in completions[1:]}
     assert len(completions) == 21
@@ -466,8 +473,9 @@ def test_poisoned_weights_fail_requests_and_not_the_runtime():
 
 def test_closed_runtime_refuses_and_frees():
     """Close resolves what was running, frees the pool, and later calls say so; twice is fine."""
-    runtime = Runtime(tiny_llama(), warmup=False, **OPTIONS)
-    cache = jax.tree.leaves(runtime._replicas.first.executor._pages.cache)
+    seen = WrapAll()
+    runtime = Runtime(tiny_llama(), warmup=False, wrap_executor=seen, **OPTIONS)
+    cache = jax.tree.leaves(seen.executors[0].pages.cache)
     pending = runtime.submit([1, 2, 3], SamplingParams(max_tokens=None))
     runtime.close()
     runtime.close()
@@ -477,14 +485,11 @@ def test_closed_runtime_refuses_and_frees():
         runtime.generate([1, 2])
 
 
-def test_failure_of_the_engine_ends_every_request(monkeypatch):
+def test_failure_of_the_engine_ends_every_request():
     """When the device fails nobody hangs: every request, and later ones, get the typed error."""
-    runtime = Runtime(tiny_llama(), warmup=False, **OPTIONS)
-
-    def broken(plan):
-        raise OSError("the device fell off the bus")
-
-    monkeypatch.setattr(runtime._replicas.first.executor, "submit", broken)
+    error = OSError("the device fell off the bus")
+    faulty = partial(FaultyExecutor, raises_at=0, error=error)
+    runtime = Runtime(tiny_llama(), warmup=False, wrap_executor=faulty, **OPTIONS)
     completions = runtime.generate(random_prompts(3), GREEDY)
     assert all(isinstance(c.error, EngineFailedError) for c in completions)
     assert "fell off the bus" in str(completions[0].error)
@@ -519,10 +524,11 @@ def test_parameters_are_shared_with_their_owner():
     """The runtime uses the caller's arrays, without a copy, and leaves them after close."""
     model = tiny_llama()
     _, params = nnx.split(model)
-    runtime = Runtime(model, params, warmup=False, **OPTIONS)
+    seen = WrapAll()
+    runtime = Runtime(model, params, warmup=False, wrap_executor=seen, **OPTIONS)
     own, used = (
         [array.unsafe_buffer_pointer() for array in jax.tree.leaves(tree)]
-        for tree in (params, runtime._replicas.first.executor._params)
+        for tree in (params, seen.executors[0].params)
     )
     assert own == used
     runtime.close()
@@ -531,12 +537,45 @@ def test_parameters_are_shared_with_their_owner():
 
 def _wait_until_idle(runtime: Runtime) -> None:
     for _ in range(300):
-        if not runtime._replicas.first.engine.has_work:
+        if not runtime.outlook():
             return
         time.sleep(0.05)
-    pytest.fail("the engine still has work")
+    pytest.fail("a request is still running")
 
 
 def test_letter_tokenizer_is_a_real_one():
     """The tests' tokenizer is the class that users get."""
     assert isinstance(letter_tokenizer(), Tokenizer)
+
+
+def test_executors_can_be_wrapped():
+    """The engine drives what `wrap_executor` returned for the warm executor, and closes it."""
+    warm = []
+
+    def wrap(executor):
+        warm.append(executor.is_warm)
+        return RecordingExecutor(executor)
+
+    seen = WrapAll(wrap)
+    with Runtime(tiny_llama(), wrap_executor=seen, strict=True, **OPTIONS) as rt:
+        assert rt.generate([1, 2, 3], GREEDY).finish_reason == "length"
+        (recording,) = seen.executors
+        assert warm == [True] and len(recording.plans) == rt.stats().num_steps > 0
+    with pytest.raises(RuntimeClosedError):
+        recording.fitted(None)
+
+
+class _Fixed(ExecutorWrapper):
+    """An executor that declares that its pool cannot be resized, as those of a group do."""
+
+    can_resize = False
+
+
+def test_a_pool_that_cannot_be_resized_is_left_alone():
+    """The refusal comes before any request is touched; requests go on."""
+    with Runtime(tiny_llama(), wrap_executor=_Fixed, warmup=False, **OPTIONS) as rt:
+        pool = rt.config
+        running = rt.submit([1, 2, 3], GREEDY)
+        with pytest.raises(InvalidConfigError, match="several processes serve cannot be resized"):
+            rt.resize_kv("1MiB")
+        assert running.result(30).finish_reason == "length" and rt.config == pool

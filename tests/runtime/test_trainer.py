@@ -15,8 +15,8 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.loading import abstract_model, random_params
+from jaxserve.testing import WrapAll, tiny_llama
 from sharding import make_mesh, state_shardings
-from tests.tiny import tiny_llama
 
 # In a process of its own: peak memory since its weights were made, over their size.
 _PEAK_GROWTH = """
@@ -28,6 +28,7 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.models.loading import abstract_model
+from jaxserve.testing import WrapAll
 
 def live_bytes():
     "Of arrays, each buffer once, however many of them share it."
@@ -50,12 +51,12 @@ live = live_bytes()
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
 before = status_bytes("VmHWM")
 options = dict(max_slots=1, max_step_tokens=8, warmup=False, progress=False)
-with Runtime(model, params, **options) as rt:
+seen = WrapAll()
+with Runtime(model, params, wrap_executor=seen, **options) as rt:
     rt.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=8))
     rt.update_params(params)
     rt.generate([1, 2, 3], SamplingParams(max_tokens=8))
-    executor = rt._replicas.first.executor
-    served = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(executor._params)]
+    served = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(seen.executors[0].params)]
     print(json.dumps({
         "weights": weights,
         "live": live_bytes() - live,
@@ -82,8 +83,10 @@ def test_every_shard_is_the_trainers():
     mesh = make_mesh(tensor=4)
     params = nnx.state(tiny_llama(), nnx.Param)
     trained = jax.device_put(params, state_shardings(params, mesh))
-    with Runtime(tiny_llama(), trained, mesh=mesh, max_slots=4, warmup=False) as rt:
-        served = jax.tree.leaves(rt._replicas.first.executor._params)
+    seen = WrapAll()
+    options = dict(max_slots=4, warmup=False, wrap_executor=seen)
+    with Runtime(tiny_llama(), trained, mesh=mesh, **options):
+        served = jax.tree.leaves(seen.executors[0].params)
         for own, theirs in zip(served, jax.tree.leaves(trained), strict=True):
             assert len(own.addressable_shards) == 4
             for a, b in zip(own.addressable_shards, theirs.addressable_shards, strict=True):

@@ -11,9 +11,9 @@ from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.testing import SlowExecutor, WrapAll, tiny
+from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 from sharding import make_mesh, state_shardings
-from tests import tiny
-from tests.tiny import MAX_CONTEXT, random_prompts, slow_down, tiny_llama
 
 OPTIONS = tiny.OPTIONS | {"strict": True}
 PROMPTS = random_prompts(6, longest=30)
@@ -42,20 +42,20 @@ def _pointers(params) -> set[int]:
 def test_new_weights_are_shared_and_serve(answers):
     """Answers are the new weights', from the very arrays of their owner, without compiling."""
     first = _params(0)
-    with Runtime(tiny_llama(0), first, **OPTIONS) as rt:
-        assert _pointers(rt._replicas.first.executor._params) == _pointers(first)
+    seen = WrapAll()
+    with Runtime(tiny_llama(0), first, wrap_executor=seen, **OPTIONS) as rt:
+        assert _pointers(seen.executors[0].params) == _pointers(first)
         assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[0]
         before = rt.stats().num_compilations
         new = _params(1)
         rt.update_params(new)
-        assert _pointers(rt._replicas.first.executor._params) == _pointers(new)
+        assert _pointers(seen.executors[0].params) == _pointers(new)
         assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[1]
         assert rt.stats().num_compilations == before
 
 
 def _begun(rt: Runtime):
     """All prompts submitted, of which some are in the middle of their answers."""
-    slow_down(rt)
     pending = [rt.submit(prompt, LONG) for prompt in PROMPTS]
     while rt.stats().num_tokens < 60:
         pass
@@ -64,7 +64,7 @@ def _begun(rt: Runtime):
 
 def test_running_requests_finish_with_the_old_weights(answers):
     """Who was there before the update is answered by the old weights, who comes, by the new."""
-    with Runtime(tiny_llama(0), **OPTIONS) as rt:
+    with Runtime(tiny_llama(0), wrap_executor=SlowExecutor, **OPTIONS) as rt:
         pending = _begun(rt)
         update = threading.Thread(target=rt.update_params, args=(_params(1),))
         update.start()
@@ -75,20 +75,19 @@ def test_running_requests_finish_with_the_old_weights(answers):
 
 def test_running_requests_start_over(answers):
     """Every answer is the new weights' from its first token on."""
-    with Runtime(tiny_llama(0), **OPTIONS) as rt:
+    with Runtime(tiny_llama(0), wrap_executor=SlowExecutor, **OPTIONS) as rt:
         pending = _begun(rt)
         rt.update_params(_params(1), running="restart")
         got = [p.result(60).token_ids for p in pending]
         # The first may have ended before the update.
         assert all(tokens in (answers[0][i], answers[1][i]) for i, tokens in enumerate(got))
         assert got[-1] == answers[1][-1]
-        rt._replicas.first.engine.scheduler.check_integrity()
+        rt.check_integrity()
 
 
 def test_a_stream_goes_on_with_the_new_weights(answers):
     """What was shown stays; what follows is what the new weights make of it."""
-    with Runtime(tiny_llama(0), **OPTIONS) as rt:
-        slow_down(rt)
+    with Runtime(tiny_llama(0), wrap_executor=SlowExecutor, **OPTIONS) as rt:
         pieces = rt.stream(PROMPTS[0], LONG)
         shown = [*next(pieces).token_ids, *next(pieces).token_ids]
         rt.update_params(_params(1), running="restart")
@@ -103,7 +102,7 @@ def test_a_stream_goes_on_with_the_new_weights(answers):
 
 def test_running_requests_are_aborted(answers):
     """They end as cancelled with what they have, and the next ones are served."""
-    with Runtime(tiny_llama(0), **OPTIONS) as rt:
+    with Runtime(tiny_llama(0), wrap_executor=SlowExecutor, **OPTIONS) as rt:
         pending = _begun(rt)
         rt.update_params(_params(1), running="abort")
         reasons = [p.result(60).finish_reason for p in pending]
@@ -113,14 +112,14 @@ def test_running_requests_are_aborted(answers):
 
 def test_weights_are_moved_where_the_old_ones_are(answers):
     """Weights on one device reach the mesh that serves; those of a mesh are shared."""
-    mesh = make_mesh(tensor=2)
-    with Runtime(tiny_llama(0), mesh=mesh, **OPTIONS) as rt:
+    mesh, seen = make_mesh(tensor=2), WrapAll()
+    with Runtime(tiny_llama(0), mesh=mesh, wrap_executor=seen, **OPTIONS) as rt:
         rt.update_params(_params(1))
         assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[1]
         trained = jax.device_put(_params(0), state_shardings(_params(0), mesh))
         rt.update_params(trained)
         for own, theirs in zip(
-            jax.tree.leaves(rt._replicas.first.executor._params),
+            jax.tree.leaves(seen.executors[0].params),
             jax.tree.leaves(trained),
             strict=True,
         ):

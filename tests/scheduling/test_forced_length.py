@@ -13,7 +13,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
-from tests.engine.traces import random_config, random_requests
+from jaxserve.testing.traces import random_config, random_requests
 
 
 class Recorder:
@@ -22,7 +22,7 @@ class Recorder:
     def __init__(self, simulated: SimulatedExecutor):
         self._simulated = simulated
         self.config, self.swap_costs = simulated.config, simulated.swap_costs
-        self.refinement = simulated.refinement
+        self.refinement, self.host_memory = simulated.refinement, simulated.host_memory
         self.plans: list[StepPlan] = []
 
     def submit(self, plan: StepPlan):
@@ -56,7 +56,7 @@ def _run(policy: str, seed: int, lengths: list[int]):
     while engine.has_work:
         engine.step()
         clock.advance_to(engine.idle_until_s or 0.0)
-        if plans_at_first_end is None and any(s.finished_s is not None for s in sequences):
+        if plans_at_first_end is None and any(s.times.finished_s is not None for s in sequences):
             plans_at_first_end = len(executor.plans)
     plans = [(p.rows, p.num_iterations, p.page_updates, p.releases) for p in executor.plans]
     return plans, plans_at_first_end, [len(s.output) for s in sequences]

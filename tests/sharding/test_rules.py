@@ -36,7 +36,7 @@ def test_names_must_fit_the_shape():
 def test_sizes_must_divide():
     """A dimension that its mesh axis does not divide is refused by name."""
     mesh = jax.sharding.AbstractMesh((1, 1, 2), ("data", "stage", "tensor"))
-    with pytest.raises(ValueError, match="'mlp' of size 3 does not divide"):
+    with pytest.raises(ValueError, match="'mlp' of size 3 is not a multiple"):
         named_sharding(mesh, (8, 3), ("embed", "mlp"))
 
 
@@ -75,7 +75,7 @@ def test_state_follows_its_metadata():
 @pytest.mark.parametrize("sizes", [dict(data=0), dict(tensor=-1), dict(stage=1.5)])
 def test_mesh_sizes_are_validated(sizes):
     """Sizes below one, or not whole, are refused."""
-    with pytest.raises(ValueError, match="give a whole number"):
+    with pytest.raises(ValueError, match="pass a whole number"):
         make_mesh(**sizes)
 
 

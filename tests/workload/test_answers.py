@@ -58,7 +58,7 @@ def test_a_models_own_answers_to_sharegpt(tmp_path):
     found = _read(f"answered:{own}", path=shared)
     assert sorted(found, key=str) == [Example("c", 7, "x"), Example("e", 14, "x")]
     own.write_text('{"record": "x_1"}')
-    with pytest.raises(InvalidConfigError, match="benchmarks.answers"):
+    with pytest.raises(InvalidConfigError, match="benchmarks.lengths.answers"):
         _read(f"answered:{own}", path=shared)
 
 
@@ -103,7 +103,7 @@ def test_json_lines_need_no_tokenizer(tmp_path):
 
 def test_data_that_cannot_be_used(tmp_path):
     """Files that are not there, not understood, or empty are named."""
-    with pytest.raises(InvalidConfigError, match="cannot read the data .*; give sharegpt"):
+    with pytest.raises(InvalidConfigError, match="cannot read the data .*; pass sharegpt"):
         _read(str(tmp_path / "missing.jsonl"))
     (tmp_path / "bad.jsonl").write_text('{"prompt": 1}\n')
     with pytest.raises(InvalidConfigError, match="bad.jsonl:1"):

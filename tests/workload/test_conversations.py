@@ -51,7 +51,7 @@ def test_drawn_from_sharegpt(tmp_path):
     slow, fast = (sample(2, 3, max_context=50, rate=rate, **settings) for rate in (1.0, 4.0))
     assert slow[1].arrival_s == pytest.approx(4 * fast[1].arrival_s) and slow[1].arrival_s > 0
     assert [talk.turns for talk in slow] == [talk.turns for talk in fast]
-    with pytest.raises(InvalidConfigError, match="there are 2 of 1 or more"):
+    with pytest.raises(InvalidConfigError, match="more than the 2 conversations of 1 or more"):
         sample(3, 0, max_context=50, **settings)
     with pytest.raises(InvalidConfigError, match="scale=0"):
         sample(1, 0, max_context=50, scale=0, **settings)
@@ -88,7 +88,7 @@ def test_records_of_one_conversation_are_put_together(tmp_path):
     settings = {"tokenizer": WordTokenizer(), "path": path, "progress": False}
     talks = sample(1, 0, max_context=50, min_rounds=4, whole=True, **settings)
     assert [len(talk.turns) for talk in talks] == [4]
-    with pytest.raises(InvalidConfigError, match="there are 0 of 4 or more"):
+    with pytest.raises(InvalidConfigError, match="more than the 0 conversations of 4 or more"):
         sample(1, 0, max_context=50, min_rounds=4, **settings)
 
 

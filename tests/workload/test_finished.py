@@ -41,7 +41,7 @@ def test_lines_of_ones_own(tmp_path, caplog):
     line = {"prompt_token_ids": [5], "token_ids": [7, 2], "conversation": "x", "more": 1}
     path.write_text(json.dumps(line) + "\n\n" + json.dumps(line)[:20])
     assert read(path) == [FinishedAnswer(prompt=(5,), output=(7, 2), conversation="x")]
-    assert "line 3 was cut off" in caplog.text
+    assert "line 3 is cut off" in caplog.text
 
 
 def test_answers_of_one_conversation_or_prompt_stay_together():

@@ -83,7 +83,7 @@ def test_sample_keeps_its_bounds(tmp_path):
     items = sharegpt.sample(2, 0, tokenizer=WordTokenizer(), path=path)
     lengths = sorted((len(item.prompt_token_ids), item.num_output_tokens) for item in items)
     assert lengths == [(10, 20), (11, 256)]
-    with pytest.raises(InvalidConfigError, match="3 requests were asked for"):
+    with pytest.raises(InvalidConfigError, match="num=3 is more than"):
         sharegpt.sample(3, 0, tokenizer=WordTokenizer(), path=path)
 
 

@@ -88,7 +88,7 @@ def test_a_seed_is_a_draw():
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("C3", {}, "choose one of S, T, G, C1, C2"),
+        ("C3", {}, "pass one of S, T, G, C1, C2"),
         ("S", {"num": 0}, "num=0"),
         ("S", {"scale": 0.0}, "scale=0.0"),
         ("S", {"scale": float("nan")}, "scale=nan"),

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-from jaxserve.models.config import DecoderConfig, check_is
+from jaxserve.models.config import check_is
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.experts import MixtureOfExperts
+from jaxserve.models.experts import ExpertsConfig, MixtureOfExperts
 from jaxserve.models.families.llama import LAYER, attention_weights, rotary_decoder_fields
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block
@@ -19,21 +19,15 @@ from jaxserve.models.weights import Tensor, Weight
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig(DecoderConfig):
+class MoEConfig(ExpertsConfig):
     """Mixtral (arXiv:2401.04088), Qwen3-MoE (arXiv:2505.09388).
 
     Attributes:
       intermediate_size: the inner size of one expert.
-      num_experts: the number of experts in a layer.
-      experts_per_token: the number of experts that each token goes to.
-      normalises_gates: whether the gates of a token's experts are scaled to a sum of one.
       expert_names: the names of experts in checkpoints, a key of `_EXPERT_NAMES`.
     """
 
     rope: Rope | None = Rope()
-    num_experts: int
-    experts_per_token: int
-    normalises_gates: bool = True
     expert_names: str = "mixtral"
 
     @property

@@ -1,0 +1,256 @@
+"""Page copies: KV pages between the device and the host, and into a cache of another size."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, final
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.memory.relocation import Moves, page_sources
+from jaxserve.models.batch import KVCache
+from jaxserve.models.incoming import IncomingPages
+from jaxserve.scheduling.plan import PageCopies
+from jaxserve.steps.placement import staging_place
+from pallas_kernels import gather_pages, scatter_pages
+from sharding.shards import TENSOR, over_tensor
+
+# A cache, or one of its buffers.
+_Cache = TypeVar("_Cache")
+
+# Pages that one call copies. A call with fewer copies the null page for the rest.
+PAGES_A_CALL = 8
+# Buffers are split by KV head.
+_BUFFERS = P(None, None, TENSOR)
+
+
+@final
+class DevicePages:
+    """The page cache on the device, and the pages that left it for the host.
+
+    Every step donates `cache` and replaces it with its result.
+
+    Args:
+      place: sharding of the cache's buffers.
+      num_host_pages: pages that the host has room for.
+      copy: returns the pages of a buffer that stand in an array of their numbers; compiled here by
+        default.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        place: jax.sharding.Sharding,
+        num_host_pages: int = 0,
+        *,
+        copy: Callable[[jax.Array, np.ndarray], jax.Array] | None = None,
+    ):
+        self.cache = cache
+        self._host = HostPages(num_host_pages, place)
+        self._copy = copy or jax.jit(gathered, out_shardings=place)
+
+    @property
+    def num_buffers(self) -> int:
+        """See `ModelExecutor`. Scales have buffers of their own."""
+        sizes = [leaf.nbytes for leaf in jax.tree.leaves(self.cache)]
+        return sum(sizes) // max(sizes)
+
+    @property
+    def num_pages(self) -> int:
+        return self.cache.num_pages
+
+    def swap(self, out: PageCopies, back: PageCopies) -> None:
+        """Copy `out`, (device page, host page), to the host, then `back`, (host page, device page).
+
+        The copies to the host go on in the background; see `HostPages.swap_out`.
+        """
+        self._host.swap_out(self.cache, out)
+        if back:
+            self.cache = self._host.swap_in(self.cache, back)
+
+    def incoming(self, back: PageCopies, count: int) -> IncomingPages:
+        """Return the pages of at most `count` copies from the host, which a step puts in place."""
+        return self._host.incoming(self.cache, back, count)
+
+    def read_host_page(self, host_page: int) -> bytes:
+        """See `HostMemory`."""
+        return self._host.read(host_page)
+
+    def write_host_page(self, host_page: int, contents: bytes) -> None:
+        """See `HostMemory`."""
+        self._host.write(self.cache, host_page, contents)
+
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        """Continue with another number of pages; see `Executor.resize`.
+
+        Copies and deletes one buffer after the other. At the peak the device holds the larger of
+        the two caches and one buffer of the smaller: the keys of one layer where each layer has
+        buffers of its own, half of the smaller cache where all layers share two.
+        """
+        self._host.settle(wait=True)  # copies in flight hold device memory
+        old_num_pages = self.num_pages
+        try:
+            self._bring_to(num_pages, moves)
+        except Exception:
+            self._bring_to(old_num_pages, [(new, old) for old, new in moves])
+            raise
+
+    def delete(self) -> None:
+        """Free the memory on the device and on the host."""
+        self._host.delete()
+        for leaf in jax.tree.leaves(self.cache):
+            leaf.delete()
+
+    def _bring_to(self, num_pages: int, moves: Moves) -> None:
+        """Copy every buffer that has another number of pages."""
+        buffers, structure = jax.tree.flatten(self.cache)
+        try:
+            for i, old in enumerate(buffers):
+                if old.shape[1] != num_pages:
+                    source = page_sources(old.shape[1], num_pages, moves)
+                    buffers[i] = jax.block_until_ready(self._copy(old, source))
+                    old.delete()
+        finally:
+            self.cache = jax.tree.unflatten(structure, buffers)
+
+
+@final
+class HostPages:
+    """Host memory for `num_pages` pages, allocated when the first of them arrives.
+
+    There is one page more, with the id `num_pages`: the target of copies whose contents are unused.
+
+    Pages that leave the device are gathered into a buffer of their own first, because the next step
+    may write to them: it is donated the cache.
+
+    Args:
+      place: sharding of the cache's buffers.
+
+    Raises:
+      DeviceMemoryError: the host does not have the memory; raised by the first method that
+        allocates.
+    """
+
+    def __init__(self, num_pages: int, place: jax.sharding.Sharding):
+        self._num_pages = num_pages + 1
+        self._place = place
+        self._buffers: list[np.ndarray] = []
+        self._leaving: deque[tuple[tuple[int, ...], list[jax.Array]]] = deque()
+        self._gather = jax.jit(gathered)
+        self._scatter = jax.jit(scattered, donate_argnums=0, out_shardings=place)
+
+    def swap_out(self, cache: KVCache, copies: PageCopies) -> None:
+        """Start to copy (device page, host page). The caller may donate the cache afterwards."""
+        self.settle(wait=False)
+        for some in _batched(copies):
+            ids = np.zeros(PAGES_A_CALL, np.int32)
+            ids[: len(some)] = [page for page, _ in some]
+            leaving = jax.tree.leaves(self._gather(cache, ids))
+            for each in leaving:
+                each.copy_to_host_async()
+            self._leaving.append((tuple(host_page for _, host_page in some), leaving))
+
+    def swap_in(self, cache: KVCache, copies: PageCopies) -> KVCache:
+        """Return the cache with (host page, device page) copied into it; `cache` is donated."""
+        self.settle(wait=True)
+        for some in _batched(copies):
+            ids = np.zeros(PAGES_A_CALL, np.int32)
+            ids[: len(some)] = [page for _, page in some]
+            cache = self._scatter(cache, ids, self._read(cache, some, PAGES_A_CALL))
+        return cache
+
+    def incoming(self, cache: KVCache, copies: PageCopies, count: int) -> IncomingPages:
+        """Return the contents of at most `count` (host page, device page), for a step to copy."""
+        self.settle(wait=True)
+        self._allocate(jax.tree.leaves(cache))
+        target = np.full(count, cache.num_pages, np.int32)
+        target[: len(copies)] = [page for _, page in copies]
+        values = self._read(cache, copies, count)
+        staged = jax.device_put(values, staging_place(self._place))
+        return IncomingPages(target, staged)  # pyright: ignore[reportArgumentType]
+
+    def settle(self, *, wait: bool) -> None:
+        """Store the pages that have arrived; with `wait`, all pages that are on their way."""
+        while self._leaving and (wait or all(map(_is_ready, self._leaving[0][1]))):
+            host_pages, arrived = self._leaving.popleft()
+            self._allocate(arrived)
+            for buffer, each in zip(self._buffers, arrived, strict=True):
+                pages = np.asarray(each)
+                for i, host_page in enumerate(host_pages):
+                    buffer[host_page] = pages[:, i]
+
+    def read(self, host_page: int) -> bytes:
+        """Return the contents of a page that was copied here."""
+        self.settle(wait=True)
+        return b"".join(buffer[host_page].tobytes() for buffer in self._buffers)
+
+    def write(self, cache: KVCache, host_page: int, contents: bytes) -> None:
+        """Store contents that `read` returned, for this cache or one of the same kind."""
+        self.settle(wait=True)
+        self._allocate(jax.tree.leaves(cache))
+        start = 0
+        for buffer in self._buffers:
+            page = buffer[host_page]
+            flat = np.frombuffer(contents, page.dtype, page.size, start)
+            buffer[host_page] = flat.reshape(page.shape)
+            start += page.nbytes
+
+    def delete(self) -> None:
+        """Free the memory."""
+        self._leaving.clear()
+        self._buffers.clear()
+
+    def _read(self, cache: KVCache, copies: PageCopies, count: int) -> KVCache:
+        """Return `count` pages in the cache's structure: those of the copies, then any pages."""
+        wanted = np.zeros(count, np.int64)
+        wanted[: len(copies)] = [host_page for host_page, _ in copies]
+        # Host pages are the leading axis, so that a page of a layer is contiguous.
+        values = [np.moveaxis(buffer[wanted], 0, 1) for buffer in self._buffers]
+        return jax.tree.unflatten(jax.tree.structure(cache), values)
+
+    def _allocate(self, like: Sequence[jax.Array]) -> None:
+        """Allocate a buffer for each of these arrays, once."""
+        if self._buffers:
+            return
+        try:
+            self._buffers = [
+                np.empty((self._num_pages, pages.shape[0], *pages.shape[2:]), pages.dtype)
+                for pages in like
+            ]
+        except MemoryError as error:
+            raise DeviceMemoryError(
+                f"the host has no memory for {self._num_pages - 1:,} pages ({error}); give a "
+                "smaller host_memory, or 0"
+            ) from error
+
+
+def _is_ready(array: Any) -> bool:
+    """Return whether a jax.Array has been computed."""
+    return array.is_ready()
+
+
+def _batched(copies: PageCopies) -> Iterator[PageCopies]:
+    for start in range(0, len(copies), PAGES_A_CALL):
+        yield copies[start : start + PAGES_A_CALL]
+
+
+def gathered(
+    cache: _Cache,
+    pages: jax.Array,  # int32 [count]
+) -> _Cache:
+    """Return buffers [layers, count, kv_heads, ...] whose page i is page `pages[i]` of `cache`."""
+    return over_tensor(gather_pages, in_specs=(_BUFFERS, P()), out_specs=_BUFFERS)(cache, pages)
+
+
+def scattered(
+    cache: _Cache,
+    pages: jax.Array,  # int32 [count]; an id past the end is skipped
+    values: _Cache,  # as `gathered` returns
+) -> _Cache:
+    """Return `cache` with these pages written to it."""
+    specs = (_BUFFERS, P(), _BUFFERS)
+    return over_tensor(scatter_pages, in_specs=specs, out_specs=_BUFFERS)(cache, pages, values)

@@ -1,0 +1,283 @@
+"""How a runtime is put together and taken apart: places, executors, disks, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, final
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxserve.conversations import Conversations, Journal, check_journal
+from jaxserve.core.assets import cache_folder
+from jaxserve.core.clock import WallClock
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.sizes import parse_bytes
+from jaxserve.engine.request_log import RequestLog
+from jaxserve.engine.requests import RequestBuilder
+from jaxserve.execution.build import build_executor, enable_compilation_cache, nbytes
+from jaxserve.execution.device_errors import out_of_memory_as
+from jaxserve.execution.memory_plan import PoolSize
+from jaxserve.execution.protocol import ModelExecutor
+from jaxserve.execution.weights import sharded
+from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.memory.page_files import PageFiles
+from jaxserve.models.parts import planned_stages
+from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.planning import Origin
+from jaxserve.runtime.forecaster import Forecaster, load_probe
+from jaxserve.runtime.intake import Intake
+from jaxserve.runtime.maintenance import Maintenance
+from jaxserve.runtime.processes import claim, processes_of
+from jaxserve.runtime.replicas import Replicas
+from jaxserve.runtime.turn_client import ServiceTurnClient
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.presets import get_policy
+from jaxserve.steps.probing import Probe
+from jaxserve.workload.recorded import TraceWriter, check_is_free
+from sharding import ProcessGroup, StagePlan, replica_meshes, split_replicas
+
+WrapExecutor = Callable[[ModelExecutor], ModelExecutor]
+
+
+@final
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Parts:
+    """The parts of one `Runtime`. They hold no reference to it, so that it can be collected.
+
+    Attributes:
+      group: the processes that serve the model together; None where this process serves it alone.
+      opened: closes replicas and files.
+      weights_bytes: of the parameters, over all devices.
+    """
+
+    group: ProcessGroup | None
+    replicas: Replicas
+    intake: Intake
+    conversations: Conversations
+    maintenance: Maintenance
+    forecaster: Forecaster | None
+    opened: ExitStack
+    weights_bytes: int
+
+    def start(self) -> None:
+        """Start to train the predictor, once the runtime is complete."""
+        if self.forecaster is not None:
+            self.forecaster.start()
+
+    def close(self) -> None:
+        """Cancel every request, and close everything."""
+        try:
+            self.opened.close()
+        finally:
+            if self.forecaster is not None:
+                self.forecaster.close()  # last: it writes a checkpoint, which can fail
+
+
+def build_parts(
+    model: nnx.Module,
+    params: nnx.State | None,
+    tokenizer: Tokenizer | None,
+    eos_token_ids: Sequence[int] | None,
+    mesh: Mesh | StagePlan | None,
+    options: RuntimeOptions,
+    wrap_executor: WrapExecutor | None,
+) -> Parts:
+    """Build everything that a runtime consists of; `Runtime` documents arguments and errors."""
+    policy = get_policy(options.policy)
+    enable_compilation_cache()
+    probe = load_probe(options.probe)
+    forecaster = Forecaster.of(options, policy, tokenizer)
+    graphdef, own_params = nnx.split(model)
+    decoder = cast(Any, model)
+    clock = WallClock()
+    used = own_params if params is None else params
+    group = processes_of(mesh, used)
+    check_early(options, policy, group)
+    claim(group)
+    with (
+        nullcontext() if group is None else group.together(),
+        out_of_memory_as(
+            "making the page pool and warming up",
+            "give a smaller kv_memory, max_step_tokens or max_slots",
+        ),
+    ):
+        places = place_replicas(used, mesh, decoder.config)
+        executors = build_executors(graphdef, places, decoder, options, group, probe, wrap_executor)
+    leads = group is None or group.is_leader
+    with ExitStack() as if_one_fails:
+        logs: list[RequestLog] = []
+        if leads and options.record is not None:
+            trace = TraceWriter(options.record, origin_s=clock.now())
+            if_one_fails.callback(trace.close)
+            logs.append(trace)
+        if forecaster is not None:
+            logs.append(forecaster)
+        journal = Journal(options.conversations if leads else None, options.journal_limits)
+        if_one_fails.callback(journal.close)
+        disks = open_disks(options, [executor for executor, _ in executors])
+        replicas = Replicas(executors, policy, clock, logs, disks)
+        if_one_fails.callback(replicas.close)
+        opened = if_one_fails.pop_all()
+    tokenizer_ends: Sequence[int] = () if tokenizer is None else tokenizer.eos_token_ids
+    requests = RequestBuilder(
+        tokenizer,
+        eos_token_ids=tokenizer_ends if eos_token_ids is None else eos_token_ids,
+        vocab_size=decoder.config.vocab_size,
+        max_prompt_tokens=lambda: replicas.max_prompt_tokens,
+        seed=options.seed,
+    )
+    intake = Intake(requests, replicas, tokenizer, clock, forecaster)
+    client = ServiceTurnClient(
+        intake.submit,
+        check_may_wait=replicas.check_may_wait,
+        max_prompt_tokens=lambda: replicas.max_prompt_tokens,
+        progress=options.progress,
+    )
+    origin = Origin.of(decoder.config, places[0].params, replicas.first.executor.config)
+    return Parts(
+        group=group,
+        replicas=replicas,
+        intake=intake,
+        conversations=Conversations(journal, client, tokenizer, decoder.config.vocab_size),
+        maintenance=Maintenance(replicas, origin, clock, options),
+        forecaster=forecaster,
+        opened=opened,
+        weights_bytes=nbytes(used),
+    )
+
+
+def check_early(options: RuntimeOptions, policy: Policy, group: ProcessGroup | None) -> None:
+    """Check options and output files before anything slow happens.
+
+    Raises:
+      InvalidConfigError, JournalError
+    """
+    _check_disk(options, policy)
+    if group is None or group.is_leader:
+        if options.record is not None:
+            check_is_free(options.record)
+        check_journal(options.conversations)
+
+
+# ---- replicas on their devices ----
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """The place of a replica: parameters of the whole model, and the stages to cut it into."""
+
+    params: Any
+    stages: StagePlan | None = None
+
+
+def place_replicas(params: Any, mesh: Mesh | StagePlan | None, model_config: Any) -> list[Place]:
+    """Return a place for each index of the mesh's `data` axis.
+
+    Parameters that lie on its devices already are shared, not copied.
+
+    Raises:
+      InvalidConfigError: the mesh does not fit the model.
+    """
+    if planned_stages(mesh, model_config) is None:
+        if isinstance(mesh, Mesh):
+            params = sharded(params, mesh, model_config)
+        return [Place(part) for part in split_replicas(params)]
+    meshes = replica_meshes(mesh) if isinstance(mesh, Mesh) else [mesh]
+    return [Place(params, planned_stages(each, model_config)) for each in meshes]
+
+
+def build_executors(
+    graphdef: nnx.GraphDef,
+    places: Sequence[Place],
+    decoder: Any,  # the Flax module, for its `config` and `layer_layout`
+    options: RuntimeOptions,
+    group: ProcessGroup | None,
+    probe: Probe | None,
+    wrap: WrapExecutor | None,
+) -> list[tuple[ModelExecutor, PoolSize]]:
+    """Build an executor for each place. When one cannot be built, the others are closed.
+
+    Args:
+      wrap: see `Runtime`.
+
+    Raises:
+      DeviceMemoryError, InvalidConfigError
+    """
+    with ExitStack() as if_one_fails:
+        built = []
+        for place in places:
+            executor, size = build_executor(
+                graphdef,
+                place.params,
+                decoder.config,
+                decoder.layer_layout,
+                options,
+                place.stages,
+                group,
+                probe,
+            )
+            if_one_fails.callback(executor.close)
+            built.append((executor if wrap is None else wrap(executor), size))
+        if_one_fails.pop_all()
+    return built
+
+
+# ---- disk tiers ----
+
+
+def open_disks(options: RuntimeOptions, executors: Sequence[ModelExecutor]) -> list[DiskTier]:
+    """Open a disk tier for each executor, in a folder of its own; none without `disk_memory`.
+
+    Raises:
+      InvalidConfigError: an executor has no pages on the host, or the folder cannot be used, or
+        another runtime uses it.
+    """
+    if options.disk_memory is None:
+        return []
+    if any(executor.host_memory is None for executor in executors):
+        raise _no_host_pages(options)
+    max_bytes = parse_bytes(options.disk_memory) // len(executors)
+    with ExitStack() as if_one_fails:
+        disks = []
+        for index in range(len(executors)):
+            disks.append(DiskTier(_disk_folder(options) / str(index), max_bytes))
+            if_one_fails.callback(disks[-1].close)
+        if_one_fails.pop_all()
+    return disks
+
+
+def _check_disk(options: RuntimeOptions, policy: Policy) -> None:
+    """Refuse a disk tier that no page could reach, and a folder that cannot be used.
+
+    Raises:
+      InvalidConfigError
+    """
+    if options.disk_memory is None:
+        return
+    if not policy.retention.uses_host:
+        raise InvalidConfigError(
+            f"disk_memory={options.disk_memory!r}, but policy={policy.name!r} keeps no pages on "
+            'the host, from where they go to the disk; give policy="pensieve" or "auto", or no '
+            "disk_memory"
+        )
+    if options.host_memory == 0:
+        raise _no_host_pages(options)
+    PageFiles(_disk_folder(options) / "0", parse_bytes(options.disk_memory)).close()
+
+
+def _disk_folder(options: RuntimeOptions) -> Path:
+    return Path(options.disk_folder or cache_folder() / "pages").expanduser()
+
+
+def _no_host_pages(options: RuntimeOptions) -> InvalidConfigError:
+    return InvalidConfigError(
+        f"disk_memory={options.disk_memory!r}, but there are no pages on the host, from where they "
+        "go to the disk; give more host_memory, or no disk_memory. Models that are cut into stages "
+        "or served by several processes keep none there"
+    )

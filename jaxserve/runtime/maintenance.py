@@ -1,0 +1,131 @@
+"""Operations between answers: new weights, another pool size, measured step times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, final, get_args
+
+from jaxserve.core.clock import Clock
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.sizes import parse_bytes
+from jaxserve.engine.loop import Running
+from jaxserve.execution.build import resized, warm_up
+from jaxserve.execution.device_errors import out_of_memory_as
+from jaxserve.memory.eviction import RecomputeCost
+from jaxserve.memory.page_cache import Tier
+from jaxserve.planning import Origin, StepTimes, measure
+from jaxserve.runtime.replicas import Replicas
+from sharding import split_replicas
+
+
+@final
+class Maintenance:
+    """Operations that need the replicas' loops to pause. `Runtime` documents each.
+
+    Args:
+      origin: of step times: model, device and configuration. Follows the size of the pool.
+    """
+
+    def __init__(self, replicas: Replicas, origin: Origin, clock: Clock, options: RuntimeOptions):
+        self._replicas = replicas
+        self._origin = origin
+        self._clock = clock
+        self._warmup = options.warmup
+        self._progress = options.progress
+
+    def dismiss_followers(self) -> None:
+        """See `Runtime.dismiss_followers`."""
+        self._replicas.check_leads()
+        with self._replicas.paused():
+            if self._replicas.group is not None:
+                self._replicas.group.dismiss()
+
+    def update_params(self, params: Any, running: Running) -> None:
+        """See `Runtime.update_params`."""
+        if running not in get_args(Running):
+            raise InvalidConfigError(
+                f"running={running!r} is unknown; give one of {get_args(Running)}"
+            )
+        replicas = self._replicas.all
+        parts = split_replicas(params)
+        if len(parts) != len(replicas):  # the parameters lie on other devices than the replicas
+            parts = [params] * len(replicas)
+        fitted = [
+            replica.executor.fitted(part) for replica, part in zip(replicas, parts, strict=True)
+        ]
+        with self._replicas.paused(running):
+            for replica, part in zip(replicas, fitted, strict=True):
+                replica.executor.update_params(part)
+                replica.engine.forget_kept_pages(keeps_disk=True)
+
+    def residency(self, token_ids: Sequence[int]) -> list[Tier]:
+        """See `Runtime.residency`."""
+        found = [r.engine.residency(token_ids) for r in self._replicas.all]
+        return min(found, key=lambda tiers: tiers.count("nowhere"))
+
+    def forget_kept_pages(self) -> None:
+        """See `Runtime.forget_kept_pages`."""
+        self._replicas.check_leads()
+        with self._replicas.paused("keep"):
+            for replica in self._replicas.all:
+                replica.engine.forget_kept_pages(keeps_disk=False)
+
+    def resize_kv(self, size: int | str) -> int:
+        """See `Runtime.resize_kv`."""
+        kv_bytes = 0 if size == 0 else parse_bytes(size)
+        self._replicas.check_leads()
+        if not all(replica.executor.can_resize for replica in self._replicas.all):
+            raise InvalidConfigError(
+                f"size={size!r}: the page pool of a model that several processes serve cannot be "
+                "resized; close the runtime on all of them, and create one with another kv_memory"
+            )
+        with (
+            out_of_memory_as("resizing the page pool", "give a smaller size"),
+            self._replicas.paused("keep"),
+        ):
+            self._resize(kv_bytes)
+            self._origin = replace(self._origin, config=self._replicas.first.executor.config)
+        return self._replicas.first.pool_size.pool_bytes
+
+    def measure_step_times(self, rounds: int) -> StepTimes:
+        """See `Runtime.measure_step_times`."""
+        self._replicas.check_leads()
+        with self._replicas.paused():
+            times = measure(
+                self._replicas.first.executor,
+                self._origin,
+                self._clock,
+                rounds=rounds,
+                progress=self._progress,
+            )
+            for replica in self._replicas.all:
+                replica.engine.forget_kept_pages(keeps_disk=True)
+            self._value_pages_by(times.chunk_cost())
+        return times
+
+    def load_step_times(self, path: str | Path) -> StepTimes:
+        """See `Runtime.load_step_times`."""
+        times = StepTimes.load(Path(path), expected=self._origin)
+        with self._replicas.paused("keep"):
+            self._value_pages_by(times.chunk_cost())
+        return times
+
+    def _resize(self, kv_bytes: int) -> None:
+        """Resize every replica's pool, and compile for the new size.
+
+        A DeviceMemoryError leaves the replicas from the failing one on as they are.
+        """
+        replicas = self._replicas.all
+        sizes = [resized(r.executor, r.pool_size, kv_bytes) for r in replicas]
+        for replica, size in zip(replicas, sizes, strict=True):
+            if size.num_pages != replica.executor.config.num_pages:
+                replica.resize(size)
+            if self._warmup and not replica.executor.is_warm:
+                warm_up(replica.executor, progress=self._progress)
+
+    def _value_pages_by(self, cost: RecomputeCost) -> None:
+        for replica in self._replicas.all:
+            replica.engine.value_by(cost)

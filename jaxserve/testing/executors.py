@@ -1,0 +1,231 @@
+"""Executors in front of another one: slow, faulty, recorded, or with free page copies.
+
+Each takes the executor that does the work. A `Runtime` gets one by `wrap_executor`, an `Engine` in
+place of its executor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Generic, TypeVar, final
+
+import numpy as np
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.execution.protocol import GroupRole, ModelExecutor, StepHandle
+from jaxserve.memory.disk_tier import HostMemory
+from jaxserve.memory.relocation import Moves
+from jaxserve.scheduling.kv.costs import SwapCosts
+from jaxserve.scheduling.plan import StepPlan, StepResult
+from predictor import Refinement
+
+_Wrapped = TypeVar("_Wrapped")
+
+
+class ExecutorWrapper:
+    """An executor whose every member is another's, except those that a subclass replaces.
+
+    Args:
+      inner: carries out the plans; closed with this one. An `Executor` or a `ModelExecutor`, which
+        the wrapper is then, too.
+    """
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        return self.inner.submit(plan)
+
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        self.inner.resize(num_pages, moves)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
+        return self.inner.warmup_steps()
+
+    def finish_warmup(self) -> None:
+        self.inner.finish_warmup()
+
+    def fitted(self, params: Any) -> Any:
+        return self.inner.fitted(params)
+
+    def update_params(self, params: Any) -> None:
+        self.inner.update_params(params)
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.inner.config
+
+    @property
+    def swap_costs(self) -> SwapCosts | None:
+        return self.inner.swap_costs
+
+    @property
+    def refinement(self) -> Refinement | None:
+        return self.inner.refinement
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        return self.inner.host_memory
+
+    @property
+    def group(self) -> GroupRole | None:
+        return self.inner.group
+
+    @property
+    def can_resize(self) -> bool:
+        return self.inner.can_resize
+
+    @property
+    def num_compilations(self) -> int:
+        return self.inner.num_compilations
+
+    @property
+    def is_warm(self) -> bool:
+        return self.inner.is_warm
+
+    @property
+    def num_buffers(self) -> int:
+        return self.inner.num_buffers
+
+    @property
+    def device(self) -> Any:
+        return self.inner.device
+
+
+@final
+class SlowExecutor(ExecutorWrapper):
+    """Takes `step_s` seconds longer to submit a step, so that answers are caught in their middle.
+
+    `step_s` may be changed at any time; the next step heeds it.
+    """
+
+    def __init__(self, inner: Any, step_s: float = 0.02):
+        super().__init__(inner)
+        self.step_s = step_s
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        time.sleep(self.step_s)
+        return self.inner.submit(plan)
+
+
+@final
+class FaultyExecutor(ExecutorWrapper):
+    """Fails at one of its steps, counted from 0.
+
+    Args:
+      raises_at: the step whose `submit` raises `error`, and every later one.
+      not_finite_at: the step whose sampling rows come back with logits that are not finite.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        *,
+        raises_at: int | None = None,
+        error: Exception | None = None,
+        not_finite_at: int | None = None,
+    ):
+        super().__init__(inner)
+        self.num_submitted = 0
+        self._raises_at = raises_at
+        self._error = error or RuntimeError("the device fell over")
+        self._not_finite_at = not_finite_at
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        index = self.num_submitted
+        self.num_submitted += 1
+        if self._raises_at is not None and index >= self._raises_at:
+            raise self._error
+        handle = self.inner.submit(plan)
+        return _NotFinite(plan, handle) if index == self._not_finite_at else handle
+
+
+@final
+class _NotFinite:
+    """A submitted step whose sampling rows all fail."""
+
+    def __init__(self, plan: StepPlan, handle: StepHandle):
+        self._plan = plan
+        self._handle = handle
+
+    def is_ready(self) -> bool:
+        return self._handle.is_ready()
+
+    def collect(self) -> StepResult:
+        result = self._handle.collect()
+        return replace(
+            result,
+            num_tokens=np.zeros_like(result.num_tokens),
+            finite=np.array([not row.samples for row in self._plan.rows], np.bool_),
+        )
+
+
+@final
+class RecordingExecutor(ExecutorWrapper):
+    """Keeps every plan when it is submitted, and every result when it is collected.
+
+    Attributes:
+      plans, results: oldest first. Results come in the plans' order, some steps later.
+    """
+
+    def __init__(self, inner: Any):
+        super().__init__(inner)
+        self.plans: list[StepPlan] = []
+        self.results: list[StepResult] = []
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        self.plans.append(plan)
+        return _Kept(self.inner.submit(plan), self.results)
+
+
+@final
+class _Kept:
+    """A submitted step whose result goes into a list."""
+
+    def __init__(self, handle: StepHandle, results: list[StepResult]):
+        self._handle = handle
+        self._results = results
+
+    def is_ready(self) -> bool:
+        return self._handle.is_ready()
+
+    def collect(self) -> StepResult:
+        self._results.append(self._handle.collect())
+        return self._results[-1]
+
+
+@final
+class FreeCopiesExecutor(ExecutorWrapper):
+    """Has no measured costs of copies, so that pages are copied rather than computed again.
+
+    On a model as small as a test's, which of the two is quicker depends on the machine.
+    """
+
+    @property
+    def swap_costs(self) -> SwapCosts | None:
+        return None
+
+
+@final
+class WrapAll(Generic[_Wrapped]):
+    """For `Runtime(wrap_executor=...)`: wraps the executor of each replica, and keeps the wrappers.
+
+    Args:
+      wrap: makes a wrapper, such as `SlowExecutor`; by default the executor stays as it is.
+
+    Attributes:
+      executors: what `wrap` returned, one a replica.
+    """
+
+    def __init__(self, wrap: Callable[[Any], _Wrapped] = lambda executor: executor):
+        self.executors: list[_Wrapped] = []
+        self._wrap = wrap
+
+    def __call__(self, executor: ModelExecutor) -> _Wrapped:
+        self.executors.append(self._wrap(executor))
+        return self.executors[-1]

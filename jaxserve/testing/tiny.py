@@ -1,0 +1,70 @@
+"""A Llama of 25,000 parameters, prompts and a tokenizer for it, and options to serve it with."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+from flax import nnx
+
+from jaxserve.models.decoder import LayerLayout
+from jaxserve.models.families.llama import Llama, LlamaConfig
+from jaxserve.models.layers import GatedMLP
+from jaxserve.models.tokenizer import Tokenizer
+
+VOCAB_SIZE = 97
+MAX_CONTEXT = 128
+# Of a `Runtime` around a tiny model. Compiling takes most of a test's time, and runtimes with these
+# options and no others share their executables.
+OPTIONS: dict[str, Any] = {"max_slots": 4, "max_step_tokens": 64, "page_size": 8, "progress": False}
+
+
+def tiny_llama(
+    seed: int = 0,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    *,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    layer_layout: LayerLayout = "unrolled",
+) -> Llama:
+    """Return a Llama with two layers and grouped queries, 97 tokens and a context of 128.
+
+    Its weights are random and large, so that greedy answers do not repeat themselves.
+    """
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position_embeddings=MAX_CONTEXT,
+        dtype=jnp.dtype(dtype).name,
+    )
+    model = Llama(config, rngs=nnx.Rngs(seed), layer_layout=layer_layout)
+    for block in model.blocks if isinstance(model.blocks, nnx.List) else [model.blocks]:
+        mlp = cast(GatedMLP, block.mlp)
+        for weight in (block.attention.wqkv, block.attention.wo, mlp.gate_up, mlp.down):
+            weight[...] = weight[...] * 3
+    return model
+
+
+def random_prompts(count: int, seed: int = 0, longest: int = 70) -> list[tuple[int, ...]]:
+    """Return prompts of 1 to `longest` tokens of the tiny model."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, longest + 1, count)
+    return [tuple(rng.integers(0, VOCAB_SIZE, length).tolist()) for length in lengths]
+
+
+def letter_tokenizer() -> Tokenizer:
+    """Return a tokenizer with one token a character, no end token, and a chat template."""
+    letters = [" ", *map(chr, range(33, 127)), "é", "ü"]
+    vocab = {letter: i for i, letter in enumerate(letters)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.decoder = tokenizers.decoders.Fuse()
+    template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+    return Tokenizer(backend, eos_token_ids=(), chat_template=template)

@@ -1,0 +1,399 @@
+"""Random traces on the simulated executor, with every invariant checked after each step."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.prediction import LengthPrediction
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.simulated import END_TOKEN, Accepted, SimulatedExecutor
+from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.sequence import Phase, Sequence
+from predictor import LengthBuckets, Refinement
+
+# Steps that may pass in a row without any sequence computing or getting a token.
+MAX_IDLE_STEPS = 4
+# Times in a row that a policy may leave the device idle on purpose.
+MAX_WAITS = 100
+BUCKETS = LengthBuckets.equal_width(40, 4)
+PROBED = LengthBuckets.logarithmic(30, 5)
+REFINEMENT = Refinement(
+    buckets=PROBED, marginal=np.full(PROBED.num, 1 / PROBED.num), belief_weight=0.5, interval=3
+)
+# By seed, kind of trace, request id and prompt: see `Trace.expected`.
+_alone: dict[tuple[object, ...], dict[tuple[str, int], Outcome]] = {}
+# What a probe may read. `Trace(probe="any")` draws one of these for each reading.
+PROBES = ("truth", "shortest", "longest", "nan")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The tokens of one sequence, how it ended, and how often it was preempted."""
+
+    output: tuple[int, ...]
+    finish_reason: str
+    num_preemptions: int
+
+    def agrees_with(self, alone: Outcome) -> bool:
+        """Whether tokens and end are those of `alone`, or, if cancelled, a beginning of them."""
+        if self.finish_reason == "cancelled":
+            return self.output == alone.output[: len(self.output)]
+        return (self.output, self.finish_reason) == (alone.output, alone.finish_reason)
+
+
+def random_config(rng: random.Random) -> EngineConfig:
+    """Return a small machine: 1 to 9 slots, 6 to 60 pages of 1 to 8 tokens."""
+    max_slots = rng.randint(1, 9)
+    page_size, num_pages = rng.choice([1, 2, 4, 8]), rng.randint(6, 60)
+    return EngineConfig(
+        page_size=page_size,
+        num_pages=num_pages,
+        max_slots=max_slots,
+        max_context=rng.randint(20, 80),
+        max_step_tokens=max_slots + rng.randint(0, 30),
+        max_decode_iterations=rng.choice([1, 4, 8]),
+        num_host_pages=(0, 3, 200)[num_pages % 3],
+        restore=("on_admission", "prefetch")[num_pages % 2],
+    )
+
+
+def random_requests(rng: random.Random, config: EngineConfig) -> list[Request]:
+    """Return 1 to 20 requests that fit: greedy or sampled, one or three samples, with priorities.
+
+    Some have no length limit, and predictions of any quality; see `random_prediction`.
+    """
+    longest = min(config.max_context, (config.num_pages - 1) * config.page_size) - 1
+    requests = []
+    for i in range(rng.randint(1, 20)):
+        temperature = rng.choice([0.0, 1.0])
+        params = SamplingParams(
+            max_tokens=rng.choice([None, 1, 5, 30]),
+            temperature=temperature,
+            n=rng.choice([1, 1, 3]) if temperature else 1,
+        )
+        requests.append(
+            Request(
+                id=str(i),
+                prompt=tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, longest))),
+                params=params,
+                arrival_s=float(i),
+                stop_token_ids=(END_TOKEN,),
+                seed=i,
+                priority=rng.randrange(3),
+            )
+        )
+    kinds = random.Random(f"predictions {len(requests)}")
+    return [replace(request, prediction=random_prediction(kinds)) for request in requests]
+
+
+def random_prediction(rng: random.Random) -> LengthPrediction | None:
+    """Return a prediction that is missing, random, the shortest or longest, or not a number."""
+    kind = rng.choice(["none", "random", "shortest", "longest", "nan"])
+    weights = {
+        "random": [rng.random() for _ in range(BUCKETS.num)],
+        "shortest": [1.0, 0.0, 0.0, 0.0],
+        "longest": [0.0, 0.0, 0.0, 1.0],
+        "nan": [math.nan] * BUCKETS.num,
+    }.get(kind)
+    if weights is None:
+        return None
+    return LengthPrediction(BUCKETS, np.asarray(weights) / sum(weights))
+
+
+def with_shared_prefixes(rng: random.Random, requests: list[Request]) -> list[Request]:
+    """Return the requests with prompts of which some begin as others do, or are the same."""
+    prefixes = [request.prompt for request in requests[:3]]
+    shared = []
+    for request in requests:
+        prefix = rng.choice(prefixes)[: rng.randint(0, 80)] if rng.random() < 0.6 else ()
+        prompt = (*prefix, *request.prompt[len(prefix) :])
+        shared.append(replace(request, prompt=prompt))
+    return shared
+
+
+@final
+class Trace:
+    """The machine, the requests, and the simulated model's lengths and faults, all from one seed.
+
+    The simulated model's tokens depend on every cell of the context as it is read through the page
+    table. A page that is lost, overwritten or shared wrongly changes them.
+
+    Args:
+      with_faults: some sequences get logits that are not finite.
+      with_conversations: requests share prefixes, and some answers are followed by a next turn.
+      probe: what its readings are like, see `PROBES`; None for no probe.
+      falls_short: steps deliver fewer tokens than they were planned for, now and then none.
+
+    Attributes:
+      requests: those that arrive by themselves.
+      asked: all that arrived in the last run, next turns included.
+      num_gaps: pages ahead of what their sequence had computed, summed over the last run's steps.
+      pool_sizes: numbers of pages that the pool had in the last run.
+      num_moved: sequences whose pages a resize moved in the last run.
+      num_reopened: closed sequences that turned out not to have ended in the last run.
+      counters: of scheduling in the last run.
+      num_refined: predictions that readings changed in the last run.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        with_faults: bool = False,
+        with_conversations: bool = False,
+        probe: str | None = None,
+        falls_short: bool = False,
+    ):
+        rng = random.Random(seed)
+        self.seed = seed
+        self.config = random_config(rng)
+        self.requests = random_requests(rng, self.config)
+        if with_conversations:
+            self.requests = with_shared_prefixes(random.Random(f"{seed} prefixes"), self.requests)
+        self.asked: list[Request] = []
+        self.num_gaps = 0
+        self.pool_sizes: set[int] = set()
+        self.num_moved = 0
+        self.num_refined = 0
+        self._with_faults = with_faults
+        self._with_conversations = with_conversations
+        self._probe = probe
+        self._falls_short = falls_short
+        self.num_reopened = 0
+        self.counters: dict[str, float] = {}
+        self.num_refined = 0
+
+    def answer_length(self, request: Request, sample: int) -> int:
+        """Return after how many tokens the model itself ends an answer."""
+        return self._draw("answer", request, sample, 1, 40)
+
+    def fault_length(self, request: Request, sample: int) -> int:
+        """Return after how many tokens the logits of an answer are not finite."""
+        return self._draw("fault", request, sample, 0, 90)
+
+    def reading(self, request: Request, sample: int, elapsed: int) -> np.ndarray:
+        """Return the logits that a probe of this trace's kind reads; see `PROBES`."""
+        logits = np.zeros(PROBED.num)
+        kind = self._probe
+        if kind == "any":
+            kind = random.Random(f"{self.seed} {request.id} {sample} {elapsed}").choice(PROBES)
+        if kind == "truth":
+            left = max(1, self.answer_length(request, sample) - elapsed)
+            logits[PROBED.bucket_of(left)] = 3.0
+        elif kind == "shortest":
+            logits[0] = 30.0
+        elif kind == "longest":
+            logits[-1] = 30.0
+        elif kind == "nan":
+            logits[:] = np.nan
+        elif kind == "misshapen":
+            logits = np.zeros(PROBED.num + 1)
+        return logits
+
+    def _accepted(self) -> Accepted:
+        """How many tokens come of those planned: none at times, but not twice in a row."""
+        rng, stalled = random.Random(f"{self.seed} accepted"), set()
+
+        def accepted(request: Request, sample: int, length: int) -> int:
+            at = (request.id, sample)
+            num = rng.choice([0, 1, 1, 2, 3, 100]) if at not in stalled else rng.randint(1, 3)
+            stalled.discard(at)
+            if num == 0:
+                stalled.add(at)
+            return num
+
+        return accepted
+
+    def _draw(self, what: str, request: Request, sample: int, low: int, high: int) -> int:
+        return random.Random(f"{self.seed} {what} {request.id} {sample}").randint(low, high)
+
+    def engine(
+        self,
+        policy: Policy,
+        config: EngineConfig | None = None,
+        clock: VirtualClock | None = None,
+        disk: DiskTier | None = None,
+        is_alone: bool = False,
+    ) -> Engine:
+        """Return a new engine on a simulated executor; both have the given or a new clock."""
+        clock = clock or VirtualClock()
+        executor = SimulatedExecutor(
+            config or self.config,
+            clock,
+            answer_length=self.answer_length,
+            fault_length=self.fault_length if self._with_faults else None,
+            accepted=self._accepted() if self._falls_short and not is_alone else None,
+            refinement=None if self._probe is None else REFINEMENT,
+            reading=None if self._probe is None else self.reading,
+        )
+        return Engine(executor, policy, clock, disk=disk)
+
+    def run(
+        self,
+        policy: Policy,
+        *,
+        cancel_rate: float = 0.0,
+        resize_rate: float = 0.0,
+        disk: DiskTier | None = None,
+    ) -> dict[tuple[str, int], Outcome]:
+        """Serve the requests under a policy, and return how each sample of each of them ended.
+
+        Arrivals, cancellations and resizes come at random. The pool never becomes larger than it
+        was at the start.
+
+        Args:
+          cancel_rate: cancellations a step.
+          resize_rate: resizes of the pool a step.
+
+        Returns:
+          By request id and sample.
+
+        Raises:
+          AssertionError: an invariant of docs/architecture.md does not hold, or nothing advances.
+        """
+        self.pool_sizes, self.num_moved = {self.config.num_pages}, 0
+        rng = random.Random(f"{self.seed} run")
+        clock = VirtualClock()
+        engine = self.engine(policy, clock=clock, disk=disk)
+        arriving, sequences = list(self.requests), []
+        self.asked, self.num_gaps, self.num_reopened = [], 0, 0
+        answered: set[int] = set()
+        idle = num_waits = 0
+        while arriving or engine.has_work:
+            if arriving and rng.random() < 0.4:
+                self.asked.append(arriving.pop(0))
+                sequences += engine.add(self.asked[-1])
+            if self._with_conversations:
+                arriving += self._next_turns(sequences, answered)
+            if sequences and rng.random() < cancel_rate:
+                engine.scheduler.end(rng.choice(sequences), "cancelled")
+            if resize_rate and rng.random() < resize_rate:
+                self._resize(engine, rng)
+            before = _advancement(sequences)
+            closed = [s for s in sequences if s.phase is Phase.CLOSING]
+            engine.step()
+            engine.scheduler.check_integrity()
+            self.num_reopened += sum(s.phase is Phase.WAITING for s in closed)
+            self.num_gaps += sum(len(sequence.kv.ahead) for sequence in engine.scheduler.running)
+            if engine.awaits_disk and disk is not None:
+                idle = -1
+                if engine.idle_until_s is not None:
+                    disk.flush()  # which takes no time on the virtual clock
+            elif engine.has_work and engine.idle_until_s is not None:
+                clock.advance_to(engine.idle_until_s)
+                idle, num_waits = -1, num_waits + 1
+            if _advancement(sequences) != before or not engine.has_work:
+                idle = num_waits = 0
+            else:
+                idle += 1
+            self._require(num_waits <= MAX_WAITS, "the policy waits without end")
+            self._require(idle <= MAX_IDLE_STEPS, "nothing advances")
+        engine.close(is_whole=True)
+        self.counters = engine.scheduler.counters()
+        self.num_refined = engine.scheduler.lengths.num_refined
+        return self._outcomes(engine, sequences)
+
+    def _resize(self, engine: Engine, rng: random.Random) -> None:
+        num_pages = self.config.num_pages
+        if rng.random() < 0.9:
+            num_pages = rng.randint(rng.choice([2, 2 + num_pages // 2]), num_pages)
+        engine.drain()
+        before = {s.key: s.kv.table.pages for s in engine.scheduler.running}
+        engine.resize(num_pages)
+        engine.scheduler.check_integrity()
+        for sequence in engine.scheduler.running:
+            pages, old = sequence.kv.table.pages, before[sequence.key]
+            stayed = [new == page for new, page in zip(pages, old, strict=True)]
+            self._require(stayed == [page < num_pages for page in old], "a page moved needlessly")
+            self.num_moved += not all(stayed)
+        self.pool_sizes.add(num_pages)
+
+    def _next_turns(self, sequences: list[Sequence], answered: set[int]) -> list[Request]:
+        """Return turns that follow answers which have just ended; not every answer has one."""
+        turns = []
+        for sequence in sequences:
+            if sequence.phase is not Phase.FINISHED or sequence.key in answered:
+                continue
+            answered.add(sequence.key)
+            rng = random.Random(f"{self.seed} turn {sequence.request.id} {sequence.sample_index}")
+            prompt = sequence.known_tokens + tuple(
+                rng.randrange(1, 50) for _ in range(rng.randint(0, 5))
+            )
+            longest = min(self.config.max_prompt_tokens, 1000)
+            is_gone_on_with = rng.random() < 0.6 / sequence.request.params.n
+            if is_gone_on_with and len(prompt) <= longest and not sequence.error:
+                name = f"{sequence.request.id}.{sequence.sample_index}"
+                turns.append(replace(sequence.request, id=name, prompt=prompt))
+        return turns
+
+    def expected(self, requests: Iterable[Request] | None = None) -> dict[tuple[str, int], Outcome]:
+        """Return how every sample ends when its request is served alone.
+
+        Alone it has all the memory that it can use, and one token a step. Outcomes are kept for
+        other traces of this seed.
+
+        Args:
+          requests: by default all that were asked in the last run.
+        """
+        asked = self.asked if requests is None else requests
+        return {key: outcome for request in asked for key, outcome in self._alone(request)}
+
+    def _alone(self, request: Request) -> Iterable[tuple[tuple[str, int], Outcome]]:
+        key = (self.seed, self._with_faults, self._probe, request.id, request.prompt)
+        if key not in _alone:
+            _alone[key] = self._serve_alone(request)
+        return _alone[key].items()
+
+    def _serve_alone(self, request: Request) -> dict[tuple[str, int], Outcome]:
+        config = EngineConfig(
+            page_size=self.config.page_size,
+            num_pages=1 + 3 * -(-self.config.max_context // self.config.page_size),
+            max_slots=3,
+            max_context=min(
+                self.config.max_context, (self.config.num_pages - 1) * self.config.page_size
+            ),
+            max_step_tokens=1000,
+            max_decode_iterations=1,
+        )
+        engine = self.engine(PRESETS["orca"], config, is_alone=True)
+        sequences = engine.add(request)
+        while engine.has_work:
+            engine.step()
+        return self._outcomes(engine, sequences)
+
+    def _outcomes(
+        self, engine: Engine, sequences: list[Sequence]
+    ) -> dict[tuple[str, int], Outcome]:
+        usage = engine.scheduler.page_usage()
+        self._require(usage.num_owned == usage.num_reserved == 0, "pages leaked")
+        engine.scheduler.check_integrity()
+        self._require(all(s.phase is Phase.FINISHED for s in sequences), "a sequence never ended")
+        num_preemptions = sum(s.num_preemptions for s in sequences)
+        counted = engine.scheduler.num_preemptions
+        self._require(counted == num_preemptions, "preemptions are miscounted")
+        return {
+            (s.request.id, s.sample_index): Outcome(
+                tuple(s.output), str(s.finish_reason), s.num_preemptions
+            )
+            for s in sequences
+        }
+
+    def _require(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            raise AssertionError(f"seed {self.seed}: {otherwise}")
+
+
+def _advancement(sequences: list[Sequence]) -> list[tuple[int, int, Phase]]:
+    return [(s.kv.num_computed, len(s.output), s.phase) for s in sequences]

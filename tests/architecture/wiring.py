@@ -1,0 +1,143 @@
+"""Checks of how objects are used: by what they declare, and not by what they hide."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from tests.architecture.sources import Source
+
+# How the classes are called whose objects say themselves what they can; see `probes`.
+_PROBED = ("Executor", "Engine", "Scheduler", "Replica", "Runtime", "Fleet")
+
+
+def private_reaches(sources: Iterable[Source], allowed: Collection[str] = ()) -> list[str]:
+    """Private names of other objects and modules that are read, called, patched or imported.
+
+    A private name starts with one underscore; names that also end in one (`_repr_png_`) are
+    protocols of their own. `self` and `cls` may be asked, and so may an object of the class whose
+    method asks, where the class declares the name.
+
+    Args:
+      allowed: "path name" of each exception.
+    """
+    return [
+        f"{source.at(node)} reaches into {name}"
+        for source in sources
+        for node, name in _reaches(source)
+        if f"{source.path} {name.rpartition('.')[2]}" not in allowed
+    ]
+
+
+def _reaches(source: Source) -> Iterator[tuple[ast.AST, str]]:
+    own = _names_on_self(source.tree)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            is_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not is_self and node.attr not in own:
+                yield node, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from ((node, f"{node.module}.{name}") for name in names if _is_private(name))
+        elif isinstance(node, ast.Call):
+            # getattr(x, "_y"), setattr, delattr, patch.object and monkeypatch.setattr.
+            called = ast.unparse(node.func).rpartition(".")[2]
+            if called in ("getattr", "hasattr", "setattr", "delattr", "object", "setitem"):
+                for argument in node.args[:2]:
+                    is_text = isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+                    name = argument.value.rpartition(".")[2] if is_text else ""
+                    if _is_private(name):
+                        yield node, f"{ast.unparse(node.args[0])}.{name}"
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("_") and name != "_"
+
+
+def _names_on_self(tree: ast.Module) -> set[str]:
+    """Private attributes that classes of this file assign on self, and their private methods."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.FunctionDef):
+                    names.add(inner.name)
+                elif isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+                    if isinstance(inner.value, ast.Name) and inner.value.id == "self":
+                        names.add(inner.attr)
+    return names
+
+
+def probes(sources: Iterable[Source], allowed: Collection[str] = ()) -> list[str]:
+    """`isinstance` of an executor, engine or service of ours, and `hasattr` of anything.
+
+    An executor declares what it can (`jaxserve.execution.protocol`). `hasattr` of a protocol of
+    Python (`__iter__`) is about what a user gave, and fine.
+
+    Args:
+      allowed: "path name" of each exception.
+    """
+    found = []
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            if node.func.id == "isinstance":
+                names = [ast.unparse(one).rpartition(".")[2] for one in _alternatives(node.args[1])]
+                asked = [name for name in names if name.endswith(_PROBED)]
+            elif node.func.id == "hasattr":
+                asked = [str(ast.literal_eval(node.args[1]))]
+                asked = [name for name in asked if not name.startswith("__")]
+            else:
+                continue
+            found += [
+                f"{source.at(node)} asks {ast.unparse(node)}"
+                for name in asked
+                if f"{source.path} {name}" not in allowed
+            ]
+    return found
+
+
+def patches(sources: Iterable[Source], allowed: Collection[str] = ()) -> list[str]:
+    """Attributes that a test replaces by `monkeypatch`, a mock or `setattr`.
+
+    Environment variables, the working directory and `sys.modules` are what surrounds a program, and
+    may be set.
+
+    Args:
+      allowed: "path name" of each exception.
+    """
+    found = []
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            ends = (".setattr", ".delattr", ".patch", "patch.object", "patch.dict")
+            if called.endswith(ends) or called in ("setattr", "delattr"):
+                texts = [
+                    argument.value.rpartition(".")[2]
+                    for argument in node.args[:2]
+                    if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+                ]
+                name = texts[0] if texts else "?"
+                if f"{source.path} {name}" not in allowed:
+                    found.append(f"{source.at(node)} patches {ast.unparse(node.args[0])}.{name}")
+    return found
+
+
+def _alternatives(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.Tuple):
+        return node.elts
+    if isinstance(node, ast.BinOp):
+        return [*_alternatives(node.left), *_alternatives(node.right)]
+    return [node]
+
+
+def too_long(lengths: Mapping[str, int], most: int, allowed: Collection[str] = ()) -> list[str]:
+    """Files of more than `most` lines, by path, except those that are allowed."""
+    return [
+        f"{path} has {length} lines; {most} are allowed"
+        for path, length in lengths.items()
+        if length > most and path not in allowed
+    ]

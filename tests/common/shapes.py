@@ -1,0 +1,96 @@
+"""Array shapes in signatures are checked while tests run.
+
+The functions of `CHECKED` whose annotations name an array's shape (`Float[Array, "tokens embed"]`)
+get `jaxtyping.jaxtyped` with beartype as they are imported. Other functions stay as they are, at no
+cost: `jaxtyping.install_import_hook` would wrap them all, which makes tests of kernels half as slow
+again.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import find_spec
+from types import CodeType
+from typing import Any
+
+CHECKED = ("pallas_kernels", "predictor", "sharding")
+# Of jaxtyping, with a shape; `Array` alone has none.
+_DTYPES = ("Bool", "Float", "Inexact", "Int", "Key", "Num", "Real", "Shaped", "UInt")
+
+
+def is_available() -> bool:
+    """Whether beartype is installed, which only the test extra brings."""
+    return find_spec("beartype") is not None
+
+
+def install() -> None:
+    """Check the shapes of modules of `CHECKED` that are imported from now on."""
+    sys.meta_path.insert(0, _Finder())
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Leave shapes unchecked in the block, for the errors that functions raise themselves."""
+    import jaxtyping
+
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)
+
+
+def with_checks(source: str | bytes, path: str) -> CodeType:
+    """Compile a module with its functions checked."""
+    tree = _Decorate().visit(ast.parse(source))
+    at = next((i for i, node in enumerate(tree.body) if not _stays_first(node)), len(tree.body))
+    tree.body[at:at] = ast.parse("import beartype as _beartype, jaxtyping as _jaxtyping").body
+    return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+
+
+def _stays_first(node: ast.stmt) -> bool:
+    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_docstring or (isinstance(node, ast.ImportFrom) and node.module == "__future__")
+
+
+class _Decorate(ast.NodeTransformer):
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        self.generic_visit(node)
+        arguments = node.args
+        every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+        annotations = [each.annotation for each in every if each.annotation] + [node.returns]
+        if any(annotation is not None and _has_shape(annotation) for annotation in annotations):
+            check = "_jaxtyping.jaxtyped(typechecker=_beartype.beartype)"
+            # Innermost, so that `jax.jit` and `jax.custom_jvp` stay what others see.
+            node.decorator_list.append(ast.parse(check, mode="eval").body)
+        return node
+
+
+def _has_shape(annotation: ast.expr) -> bool:
+    return any(
+        isinstance(node, ast.Subscript) and ast.unparse(node.value).rstrip("0123456789") in _DTYPES
+        for node in ast.walk(annotation)
+    )
+
+
+class _Loader(SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile anew each time: `__pycache__` keeps modules without checks."""
+        path = self.get_filename(fullname)
+        return with_checks(self.get_data(path), path)
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not fullname.startswith(tuple(f"{name}." for name in CHECKED)):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec

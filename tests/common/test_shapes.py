@@ -1,0 +1,87 @@
+"""Shapes in signatures are checked in tests, and only there."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.common import shapes
+
+pytestmark = pytest.mark.skipif(not shapes.is_available(), reason="beartype is not installed")
+
+SOURCE = '''"""A module."""
+from __future__ import annotations
+from typing import TYPE_CHECKING
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+if TYPE_CHECKING:
+    from elsewhere import Thing
+
+def product(a: Float[Array, "rows columns"], b: Float[Array, " columns"]) -> Float[Array, " rows"]:
+    return a @ b if b.shape[0] < 4 else a
+
+@jax.jit
+def jitted(a: Float[Array, " rows"], thing: Thing | None = None) -> Float[Array, " rows"]:
+    return a
+
+class Host:
+    @classmethod
+    def total(cls, a: Int[np.ndarray, " rows"]) -> int:
+        return int(a.sum())
+
+def free(a: np.ndarray) -> np.ndarray:
+    return a
+'''
+
+
+@pytest.fixture(scope="module")
+def module() -> dict:
+    names: dict = {}
+    exec(shapes.with_checks(SOURCE, "made_up.py"), names)
+    return names
+
+
+def test_arguments_that_fit_pass(module):
+    """Also through jit, in class methods, and beside types that only type checkers know."""
+    assert module["product"](jnp.ones((2, 3)), jnp.ones(3)).shape == (2,)
+    assert module["jitted"](jnp.ones(2), jnp.ones(1)).shape == (2,)
+    assert module["Host"].total(np.arange(3)) == 3
+    assert module["free"]("not an array") == "not an array"
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("product", (jnp.ones((2, 3)), jnp.ones(2))),
+        ("product", (jnp.ones((2, 4)), jnp.ones(4))),
+        ("product", (jnp.ones((2, 3)), jnp.ones(3, int))),
+        ("product", (np.ones((2, 3), np.float32), jnp.ones(3))),
+        ("jitted", (jnp.ones((2, 1)),)),
+    ],
+)
+def test_arguments_and_results_that_do_not_fit_raise(module, name, arguments):
+    """Axes that disagree, a wrong result, dtype or kind of array, and too many axes."""
+    with pytest.raises(Exception, match="Type-check error"):
+        module[name](*arguments)
+    with shapes.unchecked():
+        if name == "jitted":
+            module[name](*arguments)
+
+
+def test_class_methods_are_checked(module):
+    """As functions are."""
+    with pytest.raises(Exception, match="Type-check error"):
+        module["Host"].total(np.ones(3))
+
+
+def test_modules_of_the_house_are_checked():
+    """The hook was there before their first import."""
+    from pallas_kernels.matmul.api import matmul
+    from predictor.calibration import softmax
+
+    with pytest.raises(Exception, match="Type-check error"):
+        matmul(jnp.ones(3), jnp.ones((3, 2)))
+    with pytest.raises(Exception, match="Type-check error"):
+        softmax("no array")

@@ -1,0 +1,193 @@
+"""Random conversations on a tiny model: greedy tokens are those of fresh runs."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve.core.clock import WallClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.build import warm_up
+from jaxserve.execution.device import DeviceExecutor
+from jaxserve.memory.eviction import LRU
+from jaxserve.models.batch import empty_cache
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.retention.tiered import Tiered
+from jaxserve.scheduling.sequence import Phase, Sequence
+from jaxserve.steps.placement import Placement
+from jaxserve.steps.programs import Programs
+from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
+
+CONFIG = EngineConfig(
+    page_size=4,
+    num_pages=200,
+    max_slots=8,
+    max_context=MAX_CONTEXT,
+    max_step_tokens=64,
+    max_decode_iterations=4,
+    token_buckets=(64,),
+    slot_buckets=(1, 8),
+    head_buckets=(8,),
+    num_host_pages=60,
+)
+POLICIES = {
+    "pensieve": (PRESETS["pensieve"], 60),
+    "lru": (replace(PRESETS["auto"], name="lru", retention=Tiered(LRU(), free_share=0.6)), 60),
+    "little host": (PRESETS["pensieve"], 15),
+    "device_only": (PRESETS["pensieve_device_only"], 0),
+    "s3": (replace(PRESETS["s3"], retention=Tiered()), 60),
+}
+NUM_CONVERSATIONS = 40
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("cpu", None, "unrolled", "prefetch"),
+        ("xla", None, "scanned", "per_layer"),
+        ("cpu", "int8", "unrolled", "per_layer"),
+        ("cpu", "float8_e4m3fn", "unrolled", "both"),
+    ],
+    ids=lambda param: "-".join(filter(None, param)),
+)
+def executor(request):
+    """Warmed up; every test leaves all slots inert."""
+    attention, kv_dtype, layer_layout, restore = request.param
+    config = replace(CONFIG, attention=attention, kv_dtype=kv_dtype, restore=restore)
+    model = tiny_llama(layer_layout=layer_layout)
+    graphdef, params = nnx.split(model)
+    dtype = kv_dtype or "float32"
+    cache = empty_cache(model.config, config.num_pages, config.page_size, dtype, layer_layout)
+    device = jax.devices()[0]
+    place = Placement.like(jax.sharding.SingleDeviceSharding(device))
+    programs = Programs(graphdef, config, model.config, place)
+    executor = DeviceExecutor(config, programs, params, jax.device_put(cache, device), strict=True)
+    warm_up(executor, progress=False)
+    yield executor
+    executor.close()
+
+
+class Watched:
+    """The executor for a scheduler that is told of fewer pages; compares what comes back."""
+
+    def __init__(self, executor: DeviceExecutor, config: EngineConfig):
+        self.config, self.swap_costs, self.refinement = config, None, None
+        self.host_memory = executor.host_memory
+        self.counts = Counter()
+        self._executor = executor
+        self._on_host: dict[int, list[np.ndarray]] = {}
+
+    def submit(self, plan: StepPlan):
+        """Remember pages that go to the host; those that come back must be the same bytes."""
+        for page, host_page in plan.swaps_out:
+            self._on_host[host_page] = self._contents(page)
+        handle = self._executor.submit(plan)
+        for host_page, page in plan.swaps_in:
+            for left, came in zip(self._on_host[host_page], self._contents(page), strict=True):
+                assert left.tobytes() == came.tobytes()
+        self.counts["restored"] += len(plan.swaps_in)
+        self.counts["in steps"] += self._executor._num_incoming(plan)
+        rows = Counter(row.slot for row in plan.rows)
+        self.counts["several rows"] += max(rows.values()) > 1
+        return handle
+
+    def _contents(self, page: int) -> list[np.ndarray]:
+        return [np.array(leaf[:, page]) for leaf in jax.tree.leaves(self._executor.pages.cache)]
+
+
+def _request(name: str, prompt: tuple[int, ...], length: int) -> Request:
+    params = SamplingParams(max_tokens=length)
+    return Request(id=name, prompt=prompt, params=params, arrival_s=0.0)
+
+
+def _alone(executor: DeviceExecutor, request: Request) -> list[int]:
+    engine = Engine(executor, PRESETS["orca"], WallClock())
+    (sequence,) = engine.add(request)
+    while engine.has_work:
+        engine.step()
+    return sequence.output
+
+
+def _converse(executor: DeviceExecutor, policy: Policy, num_host: int) -> tuple[list, Counter]:
+    """Conversations that are gone on with at random; (request, output) of every turn."""
+    rng = random.Random(policy.name)
+    config = replace(executor.config, num_pages=70, num_host_pages=num_host)
+    watched = Watched(executor, config)
+    engine = Engine(watched, policy, WallClock())
+    first = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(8, 30))) for _ in "abc"]
+    histories = [rng.choice(first)[: rng.randint(0, 30)] for _ in range(NUM_CONVERSATIONS)]
+    talking: dict[int, Sequence] = {}
+    turns: list[Sequence] = []
+    for number in range(5 * NUM_CONVERSATIONS):
+        who = rng.randrange(NUM_CONVERSATIONS)
+        more = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 12)))
+        prompt = histories[who] + more
+        if who not in talking and len(prompt) + 12 < MAX_CONTEXT:
+            request = _request(f"{who} {number}", prompt, rng.randint(1, 12))
+            (talking[who],) = engine.add(request)
+            turns.append(talking[who])
+        for _ in range(rng.randint(0, 4)):
+            engine.step()
+            engine.scheduler.check_integrity()
+            if rng.random() < 0.01:
+                _forget_some(engine, rng)
+        if talking and rng.random() < 0.03:
+            engine.scheduler.end(rng.choice(list(talking.values())), "cancelled")
+        for who in [who for who, s in talking.items() if s.phase is Phase.FINISHED]:
+            histories[who] = talking.pop(who).known_tokens
+    while engine.has_work:
+        engine.step()
+    assert engine.scheduler.page_usage().num_owned == 0
+    stats = engine.stats
+    counts = Counter(found=stats.num_prefix_hit, on_host=stats.num_prefix_hit_on_host)
+    counts.update(lost=stats.num_evicted_tokens)
+    counts.update(preempted=stats.num_preemptions, prefetched=stats.num_pages_prefetched)
+    return [(s.request, s.output, s.finish_reason) for s in turns], counts + watched.counts
+
+
+def _forget_some(engine: Engine, rng: random.Random) -> None:
+    """Chunks are dropped anywhere in contexts, as if they had been of low value."""
+    cache = engine._kv._cache
+    cached = [page for page in range(1, 70) if cache.pool.is_cached(page)]
+    for page in rng.sample(cached, len(cached) // 4):
+        cache.evict(cache.on_page(page))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_conversations_have_the_tokens_of_fresh_runs(executor, name):
+    """Under eviction, swaps, drops, cancellations and preemption; pages come back as they were."""
+    policy, num_host = POLICIES[name]
+    turns, counts = _converse(executor, policy, num_host)
+    for request, output, reason in turns:
+        alone = _alone(executor, request)
+        assert output == (alone[: len(output)] if reason == "cancelled" else alone), request.id
+    assert len(turns) > 40 and counts["found"] > 500 and counts["lost"] > 50, counts
+    assert counts["several rows"] > 2, counts
+    assert (counts["restored"] > 10) == (num_host > 0), counts
+    config = executor.config
+    assert (counts["prefetched"] > 0) == (config.prefetches and num_host > 0), counts
+    if num_host == 60:  # others bring less at once than a copy before the step does
+        assert (counts["in steps"] > 0) == (config.num_incoming_pages > 0), counts
+
+
+def test_measuring_copies_leaves_the_pages_of_others_alone(executor):
+    """A resized pool is warmed up while sequences wait on the host."""
+    page = np.random.default_rng(0).bytes(len(executor.read_host_page(0)))
+    for host_page in (0, CONFIG.num_host_pages - 1):
+        executor.write_host_page(host_page, page)
+    for name, step in executor.warmup_steps():
+        if name == "page swaps":
+            step()
+    for host_page in (0, CONFIG.num_host_pages - 1):
+        assert executor.read_host_page(host_page) == page

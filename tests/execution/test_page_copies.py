@@ -1,0 +1,151 @@
+"""Pages go to the host and come back as they were, whatever happened to the device's meanwhile."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.core.options import KV_DTYPES
+from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
+from jaxserve.memory.relocation import fewest_moves
+from jaxserve.models.batch import KVCache
+from jaxserve.models.incoming import IncomingPages
+from sharding import make_mesh
+
+NUM_PAGES = 40
+DTYPES = ("float32", "bfloat16", *KV_DTYPES)
+
+
+def _pages(
+    dtype: str,
+    num_shards: int,
+    num_host_pages: int = NUM_PAGES,
+    layers: tuple[int, ...] = (3, 3),
+    **options: Any,
+) -> DevicePages:
+    """Buffers of keys, values and their scales with so many layers each, full of random numbers."""
+    rng = np.random.default_rng(0)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    if num_shards > 1:
+        spec = jax.sharding.PartitionSpec(None, None, "tensor")
+        place = jax.sharding.NamedSharding(make_mesh(tensor=num_shards), spec)
+    shape = (NUM_PAGES, 2, 4, 8)
+
+    def buffers(shape: tuple[int, ...], dtype: str) -> tuple[jax.Array, ...]:
+        values = (20 * rng.standard_normal((num, *shape)) for num in layers)
+        return tuple(jax.device_put(jnp.asarray(each, dtype), place) for each in values)
+
+    leaves = [buffers(shape, dtype) for _ in "kv"]
+    if dtype in KV_DTYPES:
+        leaves += [buffers(shape[:-1], "float32") for _ in "kv"]
+    return DevicePages(KVCache(*leaves), place, num_host_pages, **options)
+
+
+def _contents(pages: DevicePages) -> list[np.ndarray]:
+    return [np.array(leaf) for leaf in jax.tree.leaves(pages.cache)]
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_come_back_byte_for_byte(dtype, num_shards):
+    """Random pages, more than a call holds, to random host pages and back to random pages."""
+    pages = _pages(dtype, num_shards)
+    before = _contents(pages)
+    rng = np.random.default_rng(1)
+    count = 2 * PAGES_A_CALL + 3
+    source = 1 + rng.permutation(NUM_PAGES - 1)[:count]
+    host = rng.permutation(NUM_PAGES)[:count]
+    pages.swap(tuple(zip(source.tolist(), host.tolist(), strict=True)), ())
+    pages.cache = jax.tree.map(lambda x: jax.device_put(x * 0, x.sharding), pages.cache)
+    target = 1 + rng.permutation(NUM_PAGES - 1)[:count]
+    pages.swap((), tuple(zip(host.tolist(), target.tolist(), strict=True)))
+    for old, new in zip(before, _contents(pages), strict=True):
+        assert np.array_equal(new[:, target], old[:, source])
+        untouched = np.setdiff1d(np.arange(1, NUM_PAGES), target)
+        assert not new[:, untouched].any()
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("layers", [(1, 1, 1), (3,)], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_step_puts_the_pages_that_come_into_every_layer(dtype, layers, num_shards):
+    """Each layer's part by itself, in one program; nothing else changes, not even the null page."""
+    pages = _pages(dtype, num_shards, layers=layers)
+    before = _contents(pages)
+    copies = tuple((host_page, 3 * host_page + 2) for host_page in range(11))
+    pages.swap(tuple((device_page, host) for host, device_page in copies), ())
+    pages.cache = jax.tree.map(lambda x: jax.device_put(x * 0, x.sharding), pages.cache)
+
+    def step(cache: KVCache, incoming: IncomingPages) -> KVCache:
+        for layer in range(3):
+            cache = incoming.put(cache, layer, incoming.fetch(layer))
+        return cache
+
+    place = pages.cache.k_pages[0].sharding
+    mesh = place.mesh if num_shards > 1 else None
+    with nullcontext() if mesh is None else jax.set_mesh(mesh):
+        incoming = pages.incoming(copies, 16)
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(incoming.values)}
+        assert kinds == {"pinned_host"}
+        pages.cache = jax.jit(step, donate_argnums=0, out_shardings=place)(pages.cache, incoming)
+    device_pages = [page for _, page in copies]
+    for old, new in zip(before, _contents(pages), strict=True):
+        assert new[:, device_pages].tobytes() == old[:, device_pages].tobytes()
+        assert not np.delete(new, device_pages, axis=1).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_page_is_read_and_written_as_bytes(dtype):
+    """Also by another cache of the same kind, to which nothing was copied yet."""
+    pages, other = _pages(dtype, 1), _pages(dtype, 1)
+    before = _contents(pages)
+    pages.swap(((3, 7),), ())
+    contents = pages.read_host_page(7)
+    other.write_host_page(2, contents)
+    assert other.read_host_page(2) == contents
+    other.swap((), ((2, 9),))
+    for old, new in zip(before, _contents(other), strict=True):
+        assert np.array_equal(new[:, 9], old[:, 3])
+
+
+def test_a_host_page_holds_what_came_last():
+    """A page that was given up and taken again, before the first copy had arrived."""
+    pages = _pages("float32", 1)
+    before = _contents(pages)
+    pages.swap(((3, 7), (4, 7)), ())
+    pages.swap(((5, 7),), ((7, 9),))
+    for old, new in zip(before, _contents(pages), strict=True):
+        assert np.array_equal(new[:, 9], old[:, 5])
+
+
+def test_a_host_without_the_memory_says_what_to_give():
+    """More than any machine can address."""
+    pages = _pages("float32", 1, num_host_pages=10**13)
+    with pytest.raises(DeviceMemoryError, match="smaller host_memory"):
+        pages.swap(((3, 7),), ((7, 9),))
+
+
+@pytest.mark.parametrize("num_pages", [6, 60])
+def test_an_allocation_that_fails_halfway_changes_nothing(num_pages):
+    """The buffers that were copied already are copied back."""
+    calls = []
+
+    def fails_third(buffer, source):
+        calls.append(source)
+        if len(calls) == 3:
+            raise RuntimeError("RESOURCE_EXHAUSTED: made up")
+        return buffer[:, source]
+
+    pages, owned = _pages("float32", 1, copy=fails_third), [1, 4, 7, 8]
+    before = _contents(pages)
+    with pytest.raises(RuntimeError, match="made up"):
+        pages.resize(num_pages, fewest_moves(owned, num_pages))
+    assert len(calls) == 5 and pages.num_pages == NUM_PAGES
+    for was, now in zip(before, _contents(pages), strict=True):
+        np.testing.assert_array_equal(now[:, owned], was[:, owned])

@@ -1,0 +1,22 @@
+"""Every notebook runs from top to bottom, in a kernel of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path, smollm2_path):
+    """No cell fails, and the committed file holds no outputs."""
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs for cell in cells), "clear the outputs before committing"
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute(cwd=str(path.parent))
+    pictures = [o for cell in cells for o in cell.outputs if "image/png" in o.get("data", {})]
+    assert pictures

@@ -1,0 +1,219 @@
+"""Several processes on one machine serve like one, and end like one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import sharding
+from jaxserve import Runtime
+from sharding import processes
+from tests.common.processes import HEED_INTERRUPTS, one_device_environment
+from tests.runtime.job import OPTIONS, PARAMS, PROMPTS, WEIGHT_SEEDS, model, params
+
+ROOT = Path(__file__).parents[2]
+LAUNCH_LOCAL = str(ROOT / "scripts" / "launch_local.sh")
+JOB = (sys.executable, "-m", "tests.runtime.job")
+CLI = (sys.executable, "-c", f"{HEED_INTERRUPTS}; from jaxserve.cli import main; main()")
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1 << 14,
+}
+
+
+def _start(*command: str, **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=one_device_environment() | environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@contextmanager
+def _job(
+    num_processes: int, *command: str, **environ: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """The processes of a job; whatever happens, none is left."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        environ |= {
+            "JAXSERVE_COORDINATOR": f"127.0.0.1:{free.getsockname()[1]}",
+            "JAXSERVE_NUM_PROCESSES": str(num_processes),
+        }
+    started = [
+        _start(*command, JAXSERVE_PROCESS_ID=str(i), **environ) for i in range(num_processes)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def _group_is_gone(process: subprocess.Popen[str]) -> bool:
+    """Whether nothing of what this process started is left; it led its own session."""
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[list[int]]]:
+    """What one process with one device answers, with each of the weights."""
+    tokens = []
+    with Runtime(model(), **OPTIONS) as rt:
+        for seed in WEIGHT_SEEDS:
+            rt.update_params(params(seed))
+            tokens.append([list(c.token_ids) for c in rt.generate(PROMPTS, PARAMS)])
+    return tokens
+
+
+def test_two_processes_answer_like_one(alone):
+    """Also with new weights after the followers were dismissed; a follower refuses to answer."""
+    with _job(2, *JOB, "rounds") as started:
+        (answers, leader_err), (out, err) = [p.communicate(timeout=120) for p in started]
+    assert [process.returncode for process in started] == [0, 0], leader_err + err
+    assert [json.loads(line) for line in answers.splitlines()] == alone
+    assert out == ""
+    assert "ProcessGroupError" in err and "process 0" in err and "rt.follow()" in err
+
+
+@pytest.mark.parametrize(("num_processes", "victim"), [(2, 0), (4, 2)])
+def test_a_killed_process_ends_all(alone, num_processes, victim):
+    """In the middle of answers, within seconds, with a line that names it and a failing code."""
+    with _job(num_processes, *JOB, "forever") as started:
+        assert started[0].stdout is not None
+        assert [json.loads(started[0].stdout.readline()) for _ in WEIGHT_SEEDS] == alone
+        time.sleep(0.5)
+        started[victim].kill()
+        killed_s = time.monotonic()
+        rest = [process for i, process in enumerate(started) if i != victim]
+        said = [process.communicate(timeout=30)[1] for process in rest]
+        assert time.monotonic() - killed_s < 10
+    for process, err in zip(rest, said, strict=True):
+        assert process.returncode > 0, err
+        assert f"process {victim} of {num_processes}" in err and "has died" in err
+        assert "start all processes again" in err
+
+
+def test_options_must_be_alike():
+    """All processes say what differs, and fail."""
+    with _job(2, *JOB, "differ") as started:
+        said = [process.communicate(timeout=120)[1] for process in started]
+    assert all(process.returncode > 0 for process in started)
+    for err in said:
+        assert "max_slots is 2 on process 0 and 3 on process 1" in err
+
+
+@pytest.mark.parametrize("process_id", ["0", "1"])
+def test_who_never_comes_is_missed(process_id):
+    """After the start-up timeout the others give up, naming the address."""
+    with _job(2, *JOB, "rounds", JAXSERVE_START_TIMEOUT="3") as started:
+        other = started[1 - int(process_id)]
+        other.kill()
+        process = started[int(process_id)]
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert f"process {process_id} of 2" in err and "waited 3 s, but not all" in err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """A folder with a configuration, without tokenizer and weights."""
+    path = tmp_path_factory.mktemp("tiny")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def _launch(folder: str, *arguments: str) -> subprocess.Popen[str]:
+    fixed = ("--model", folder, "--load", "random", "--max-slots", "1", "--raw", "--ignore-eos")
+    return _start(LAUNCH_LOCAL, "2", *CLI, "generate", *arguments, *fixed)
+
+
+def _prompts(folder: Path, *max_tokens: int) -> str:
+    path = folder / "prompts.jsonl"
+    lines = [{"prompt": [5, 6, 7], "max_tokens": most} for most in max_tokens]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return str(path)
+
+
+def test_the_launched_command_answers_once(folder, tmp_path):
+    """`launch_local.sh`, the command line, and Ctrl-C as a terminal sends it, to the whole job.
+
+    What is finished is printed once, the code is 130, and nothing is left behind.
+    """
+    jobs = _prompts(tmp_path, 2, 15_000)
+    launched = _launch(folder, "--jsonl", jobs, "--tensor-parallel", "2")
+    assert launched.stderr is not None
+    said = ""
+    # The bar, which appears after two seconds, says when the first answer is finished.
+    while " 1/2 " not in said and (letter := launched.stderr.read(1)):
+        said += letter
+    os.killpg(launched.pid, signal.SIGINT)
+    out, rest = launched.communicate(timeout=120)
+    assert launched.returncode == 130, said + rest
+    assert [json.loads(line)["output_tokens"] for line in out.splitlines()] == [2]
+    assert "Traceback" not in said + rest
+    assert _group_is_gone(launched)
+
+
+def test_a_mesh_must_reach_all_processes(folder, tmp_path):
+    """Fewer devices than the processes have are refused on all of them."""
+    launched = _launch(folder, "--jsonl", _prompts(tmp_path, 4), "--tensor-parallel", "1")
+    out, err = launched.communicate(timeout=120)
+    assert (launched.returncode, out) == (2, "")
+    assert err.count("give --tensor-parallel 2") == 2
+    assert _group_is_gone(launched)
+
+
+@pytest.mark.parametrize(
+    ("environ", "given", "said"),
+    [
+        ({}, dict(num_processes=2), "coordinator, process_id missing"),
+        ({"JAXSERVE_PROCESS_ID": "1"}, {}, "coordinator, num_processes missing"),
+        ({}, dict(coordinator="here", num_processes=2, process_id=0), "pass host:port"),
+        ({}, dict(coordinator="a:1", num_processes=2, process_id=2), "ids go from 0"),
+        ({}, dict(coordinator="a:1", num_processes=0, process_id=0), "at least 1"),
+        ({}, dict(num_processes=1, process_id=1), "coordinator missing"),
+        ({"JAXSERVE_NUM_PROCESSES": "two"}, {}, "JAXSERVE_NUM_PROCESSES='two'"),
+        ({"JAXSERVE_START_TIMEOUT": "0"}, dict(), "timeout of 0"),
+    ],
+)
+def test_settings_are_checked(monkeypatch, environ, given, said):
+    """Before anything is started, an error says what is wrong and what is allowed."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=said):
+        sharding.join(**given)
+
+
+def test_one_process_need_not_join(monkeypatch):
+    """A job of one, said or unsaid, is none."""
+    assert sharding.join() is None
+    monkeypatch.setenv(processes.NUM_PROCESSES_VARIABLE, "1")
+    assert sharding.join() is None
+    assert sharding.join("a:1", 1, 0) is None

@@ -1,0 +1,91 @@
+"""When answers are expected to end, beside when they end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.prediction import LengthPrediction
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.execution.step_cost import FlatCost
+from jaxserve.scheduling.presets import PRESETS
+from predictor import LengthBuckets
+
+# A bucket a length.
+BUCKETS = LengthBuckets.equal_width(100, 100)
+
+
+def _engine(*, num_pages: int, max_slots: int = 8) -> tuple[Engine, VirtualClock]:
+    clock = VirtualClock()
+    config = EngineConfig(
+        page_size=4,
+        num_pages=1 + num_pages,
+        max_slots=max_slots,
+        max_context=128,
+        max_step_tokens=64,
+        max_decode_iterations=1,
+    )
+    cost = FlatCost(per_token_s=0.0)
+    return Engine(SimulatedExecutor(config, clock, cost=cost), PRESETS["auto"], clock), clock
+
+
+def _request(name: str, length: int, *, is_predicted: bool = True, num: int = 1) -> Request:
+    known = LengthPrediction(BUCKETS, np.eye(BUCKETS.num)[length - 1])
+    return Request(
+        id=name,
+        prompt=(1, 2, 3),
+        params=SamplingParams(
+            max_tokens=None, forced_length=length, n=num, temperature=float(num > 1)
+        ),
+        arrival_s=0.0,
+        prediction=known if is_predicted else None,
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes, within",
+    [
+        ({"num_pages": 400}, 0.1),
+        ({"num_pages": 400, "max_slots": 3}, 0.1),
+        # What others hold when a place is free is known on average only.
+        ({"num_pages": 60}, 0.2),
+    ],
+)
+def test_ends_are_as_expected_where_lengths_are(sizes, within):
+    """All at once, for want of slots, for want of memory: by the time that all of them take."""
+    engine, clock = _engine(**sizes)
+    rng = np.random.default_rng(0)
+    lengths = {f"r{i}": int(length) for i, length in enumerate(rng.integers(5, 100, 24))}
+    for name, length in lengths.items():
+        engine.add(_request(name, length))
+    assert engine.outlook()["r0"].ends_in_s is None
+    for _ in range(4):
+        engine.step()
+    begin_s, expected = clock.now(), engine.outlook()
+    running = {sequence.request.id for sequence in engine.scheduler.running}
+    assert {name for name, each in expected.items() if each.begins_in_s == 0.0} == running
+    ended_s = {}
+    while engine.has_work:
+        for news in engine.step():
+            if news.sequence.finish_reason:
+                ended_s[news.sequence.request.id] = clock.now() - begin_s
+    assert ended_s.keys() >= expected.keys()
+    last = max(ended_s.values())
+    for name, each in expected.items():
+        assert abs(each.ends_in_s - ended_s[name]) < within * last, name
+    assert sum(each.num_tokens for each in expected.values()) <= sum(lengths.values())
+
+
+def test_samples_count_together_and_the_unknown_to_its_limit():
+    """Of two samples the tokens of both; without a prediction all that the context has room for."""
+    engine, _ = _engine(num_pages=400)
+    engine.add(_request("two", 30, num=2))
+    engine.add(_request("unknown", 30, is_predicted=False))
+    outlook = engine.outlook()
+    assert outlook["two"].num_tokens == 60
+    assert outlook["unknown"].num_tokens == 128 - 3

@@ -1,0 +1,129 @@
+"""Conversations whose pages are kept, shared, given up, copied and brought back: the same tokens.
+
+The simulated model's tokens depend on every cell of its context as read through the page table.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.memory.eviction import LRU
+from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.iteration.concurrent import Concurrent
+from jaxserve.scheduling.iteration.iteration_level import IterationLevel
+from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.order.priority import Priority
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.preemption.last_in_order import LastInOrder
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.retention.device_only import DeviceOnly
+from jaxserve.scheduling.retention.tiered import Tiered
+from jaxserve.testing import Trace
+
+SWAPS = LastInOrder(keeps_state=True)
+POLICIES = [
+    PRESETS["pensieve"],
+    PRESETS["pensieve_device_only"],
+    replace(PRESETS["s3"], name="s3_tiered", retention=Tiered()),
+    replace(PRESETS["auto"], name="auto_tiered", retention=Tiered(LRU(), free_share=1.0)),
+    Policy("chunks", OnDemand(0.0), Priority(), Unified(3), Tiered(free_share=0.5), SWAPS),
+    # Preempted sequences have host pages of their own, beside what is kept on the device.
+    Policy("swapped", OnDemand(0.0), FCFS(), IterationLevel(), DeviceOnly(LRU()), SWAPS),
+    Policy("one_by_one", OnDemand(0.0), FCFS(), Concurrent(), Tiered(free_share=0.0)),
+    replace(PRESETS["fastertransformer"], name="static_tiered", retention=Tiered()),
+]
+DISK_POLICIES = [
+    replace(PRESETS["pensieve"], retention=Tiered(free_share=0.5)),
+    replace(PRESETS["fastertransformer"], name="static_tiered", retention=Tiered(free_share=1.0)),
+    Policy("one_by_one", OnDemand(0.0), FCFS(), Concurrent(), Tiered(free_share=0.5)),
+]
+NUM_SEEDS = 30
+
+
+def _trace(seed: int) -> Trace:
+    return Trace(seed, with_faults=seed % 2 == 0, with_conversations=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_conversations_have_the_tokens_of_fresh_runs(policy: Policy):
+    """Whatever was evicted, swapped, dropped, cancelled or preempted; and pages are not lost."""
+    counts = Counter()
+    for seed in range(NUM_SEEDS):
+        trace = _trace(seed)
+        together = trace.run(policy, cancel_rate=0.02 if seed % 3 else 0.0)
+        for key, alone in trace.expected().items():
+            assert together[key].agrees_with(alone), f"seed {seed}, {key}"
+        counts["found"] += trace.counters["num_prefix_hit"]
+        counts["found on the host"] += trace.counters["num_prefix_hit_on_host"]
+        counts["lost"] += trace.counters["num_evicted_tokens"]
+        counts["prefetched"] += trace.counters["num_pages_prefetched"]
+        counts["gaps"] += trace.num_gaps
+    assert counts["found"] > 1000 and counts["lost"] > 100 and counts["gaps"] > 0, counts
+    is_tiered = isinstance(policy.retention, Tiered)
+    assert (counts["found on the host"] > 0) == is_tiered == (counts["prefetched"] > 0), counts
+
+
+@pytest.mark.parametrize("policy", POLICIES[:6], ids=lambda policy: policy.name)
+def test_a_resized_pool_keeps_what_fits(policy: Policy):
+    """Pages move, kept ones too; answers are only cut short, where they fit no more."""
+    num_found = 0
+    for seed in range(NUM_SEEDS):
+        trace = _trace(seed)
+        together = trace.run(policy, resize_rate=0.1)
+        for key, alone in trace.expected().items():
+            got = together[key].output
+            assert got == alone.output[: len(got)], f"seed {seed}, {key}"
+        num_found += trace.counters["num_prefix_hit"]
+    assert num_found > 1000
+
+
+def _spoil(folder: Path, rng: random.Random) -> None:
+    """Some files are cut short, and a byte of others is another."""
+    for path in sorted(folder.iterdir()):
+        contents = path.read_bytes()
+        if rng.random() < 0.2:
+            path.write_bytes(contents[: len(contents) // 2])
+        elif contents and rng.random() < 0.2:
+            at = rng.randrange(len(contents))
+            path.write_bytes(contents[:at] + bytes([contents[at] ^ 1]) + contents[at + 1 :])
+
+
+def _slow_down(disk: DiskTier, rng: random.Random) -> None:
+    """Reading takes its time, and now and then finds nothing."""
+    read = disk.files.read
+
+    def slowly(key: bytes) -> bytes | None:
+        time.sleep(rng.choice([0.0, 0.0, 0.0005, 0.002]))
+        return read(key) if rng.random() < 0.9 else None
+
+    disk.files.read = slowly
+
+
+@pytest.mark.parametrize("policy", DISK_POLICIES, ids=lambda policy: policy.name)
+def test_a_restarted_engine_finds_on_the_disk_what_is_right(policy: Policy, tmp_path):
+    """The same conversations again, after files were spoilt; some folders and disks are poor."""
+    num_found, num_corrupt = [0, 0], 0
+    for seed in range(0, 60, 2):
+        for run in range(2):
+            trace = _trace(seed)
+            folder = tmp_path / str(seed)
+            disk = DiskTier(folder, 20_000 if seed % 3 else 500)
+            if run:
+                _slow_down(disk, random.Random(f"{seed} reads"))
+            together = trace.run(policy, disk=disk)
+            assert sum(path.stat().st_size for path in folder.iterdir()) == disk.files.num_bytes
+            assert disk.files.num_bytes <= (20_000 if seed % 3 else 500)
+            for key, alone in trace.expected().items():
+                assert together[key].output == alone.output, f"seed {seed}, run {run}, {key}"
+            num_found[run] += trace.counters["num_prefix_hit_on_disk"]
+            num_corrupt += disk.files.num_corrupt
+            _spoil(folder, random.Random(seed))
+    assert num_found[1] > 100 and num_corrupt > 10, (num_found, num_corrupt)

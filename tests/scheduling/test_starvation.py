@@ -1,0 +1,177 @@
+"""No policy can starve a request, however many come after it and whatever they ask for."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.simulated import END_TOKEN
+from jaxserve.scheduling.admission.max_length import MaxLength
+from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.admission.oracle import Oracle
+from jaxserve.scheduling.admission.predicted import Predicted
+from jaxserve.scheduling.iteration.iteration_level import IterationLevel
+from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.order.longest_first import LongestFirst
+from jaxserve.scheduling.order.priority import Priority
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.sequence import Phase, Sequence
+from jaxserve.testing import Trace
+
+AGEING_S = 0.02
+HIGHEST = 3
+MIXED = (
+    Policy("on_demand_orca", OnDemand(0.0), Priority(AGEING_S), IterationLevel(), Stateless()),
+    Policy("small_chunks", OnDemand(0.0), Priority(AGEING_S), Unified(chunk_tokens=2), Stateless()),
+)
+# A reserved token is a head start; with this, none of more than about AGEING_S.
+PACKED = {
+    name: replace(
+        PRESETS[name],
+        order=LongestFirst(PRESETS[name].admission, ageing_s=AGEING_S / 100, max_passes=3),
+    )
+    for name in ("s3", "s3_oracle")
+}
+POLICIES = [
+    *{**PRESETS, **PACKED}.values(),
+    *(
+        replace(PRESETS[name], name=f"{name}, by priority", order=Priority(AGEING_S))
+        for name in sorted(PRESETS.keys() - {"flover"})  # the same as another
+    ),
+    *MIXED,
+]
+KINDS = ("one token", "long", "big", "mixed")
+
+
+class Overload:
+    """Requests that keep on coming, so that more always wait than can run."""
+
+    def __init__(self, seed: int, kind: str, policy: Policy, probe: str | None = None):
+        self.trace = Trace(seed, probe=probe)
+        self.config = self.trace.config
+        self.clock = VirtualClock()
+        self.engine: Engine = self.trace.engine(policy, clock=self.clock)
+        self.all: list[Sequence] = []
+        self._later: list[Sequence] = []
+        self._kind = kind
+        self._max_passes = policy.order.max_passes
+        self._rng = random.Random(f"{seed} {kind}")
+        self._numbers = itertools.count()
+        # All are as urgent, so that those who come first do not fill the queue for good.
+        self._priority = self._rng.choice([0, HIGHEST])
+        self._patience_s = self._rng.choice([-1e6, 0.0, AGEING_S / 2, 1e6])
+        self._longest = (
+            min(self.config.max_context, (self.config.num_pages - 1) * self.config.page_size) - 1
+        )
+
+    def add(self, request: Request) -> list[Sequence]:
+        """A request that arrives now."""
+        sequences = self.engine.add(replace(request, arrival_s=self.clock.now()))
+        self.all += sequences
+        return sequences
+
+    def step(self) -> None:
+        """One step of the engine, with twice as many later requests waiting as there are slots."""
+        waiting = [s for s in self._later if s.phase is Phase.WAITING]
+        while len(waiting) < 2 * self.config.max_slots:
+            waiting += self.add(self._competitor())
+        self._later = waiting
+        self.engine.step()
+        if self.engine.idle_until_s is not None:
+            self.clock.advance_to(self.engine.idle_until_s)
+
+    def stall_steps(self) -> int:
+        """For how long who is first may stand still: a prompt and a turn of everybody else's."""
+        chunks = -(-self.config.max_context // self.config.max_step_tokens)
+        return self.config.max_slots * (1 + chunks)
+
+    def steps_for(self, ahead: list[Sequence]) -> int:
+        """Every token of those, one after another, after all that may run already."""
+        running = self.config.max_slots * self.config.max_context
+        passed = self._max_passes * len(ahead) * self.config.max_context
+        return self.stall_steps() * (running + passed + sum(s.max_length for s in ahead))
+
+    def _competitor(self) -> Request:
+        rng = self._rng
+        kind = rng.choice(KINDS[:3]) if self._kind == "mixed" else self._kind
+        prompt = self._longest if kind == "big" else rng.randint(1, min(6, self._longest))
+        longest_answer = {"one token": 1, "long": None, "big": rng.choice([1, None])}[kind]
+        number = next(self._numbers)
+        return Request(
+            id=f"later {number}",
+            prompt=(1,) * prompt,
+            params=SamplingParams(max_tokens=longest_answer),
+            arrival_s=0.0,
+            stop_token_ids=rng.choice([(), (END_TOKEN,)]),
+            seed=number,
+            priority=self._priority,
+            deadline_s=self.clock.now() + self._patience_s,
+        )
+
+
+def _overload(policy: Policy, seed: int, kind: str, probe: str | None = None) -> int:
+    """Play one until its victims have ended; return how many preemptions there were."""
+    load = Overload(seed, kind, policy, probe)
+    victims = [s for request in load.trace.requests for s in load.add(request)]
+    if isinstance(policy.order, (Priority, LongestFirst)):
+        # From here on whoever arrives comes after all victims.
+        while load.clock.now() < (1 + HIGHEST) * AGEING_S:
+            load.step()
+        ahead = [s for s in load.all if s.phase is not Phase.FINISHED and s not in victims]
+    else:
+        ahead = []
+    lengths = load.engine.scheduler.lengths
+    victims.sort(key=lambda victim: policy.order.key(victim, lengths))
+    num_steps = 0
+    for victim in victims:
+        ahead.append(victim)
+        most = load.steps_for(ahead)
+        while victim.phase is not Phase.FINISHED:
+            assert num_steps < most, f"seed {seed}, {kind}: {victim.request.id} starves"
+            load.step()
+            num_steps += 1
+    return load.engine.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_no_request_starves(policy: Policy):
+    """Each ends within steps that depend on what was ahead of it, under endless competition."""
+    num_preemptions = 0
+    for seed in range(6):
+        for kind in KINDS:
+            num_preemptions += _overload(policy, seed, kind)
+    if isinstance(policy.admission, (MaxLength, Oracle)):
+        assert num_preemptions == 0
+    elif isinstance(policy.admission, (OnDemand, Predicted)):
+        assert num_preemptions > 0
+
+
+@pytest.mark.parametrize("probe", ["any", "shortest"])
+@pytest.mark.parametrize("policy", [PACKED["s3"], PRESETS["auto"]], ids=lambda policy: policy.name)
+def test_no_request_starves_whatever_a_probe_reads(policy: Policy, probe: str):
+    """Also where readings change reservations and places in the order at each preemption."""
+    num_preemptions = sum(
+        _overload(policy, seed, kind, probe) for seed in range(2) for kind in KINDS
+    )
+    assert num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - PACKED.keys()))
+def test_a_big_prompt_is_not_overtaken(name: str):
+    """Small requests that would fit wait behind a big one that does not."""
+    for seed in range(10):
+        load = Overload(seed, "mixed", PRESETS[name])
+        for _ in range(300):
+            load.step()
+        begun = [s.times.admitted_s for s in load.all if s.times.admitted_s is not None]
+        assert len(begun) > 1 and begun == sorted(begun), f"seed {seed}"
+        assert all(s.times.admitted_s is not None for s in load.all[: len(begun)]), f"seed {seed}"
