@@ -281,9 +281,8 @@ def test_a_full_context_is_explained(tokenizer):
     error = caught.value
     assert (error.num_history_tokens, error.max_prompt_tokens) == (num_tokens, 60)
     assert error.num_new_tokens == len("?" + "?user ??assistant ") + 40
-    assert f"has {num_tokens} tokens" in str(error) and f"so {60 - num_tokens} are left" in str(
-        error
-    )
+    assert f"has {num_tokens} tokens" in str(error)
+    assert f"leaves {60 - num_tokens} for a turn" in str(error)
     assert len(chat.turns) == 1
     chat.send("x")
 

@@ -256,7 +256,7 @@ def test_neighbours_with_other_needs_change_no_token(executor, requests, alone, 
     rng = random.Random(preset)
     sequences = _serve(executor, PRESETS[preset], mixed, arrive=lambda: rng.random() < 0.3)
     assert [s.output for s in sequences] == wanted
-    assert [len(s.logprobs) for s in sequences] == [0, 0, 0, GREEDY.max_tokens] * 4
+    assert [len(s.scores.output) for s in sequences] == [0, 0, 0, GREEDY.max_tokens] * 4
 
 
 @pytest.mark.parametrize(
@@ -277,10 +277,10 @@ def test_only_log_probabilities_of_the_steps_own_rows_are_read(executor, params,
         for slot, each in enumerate([SamplingParams(**params), SamplingParams(logprobs=3)])
     )
     pages = tuple((slot, 0, 1 + slot) for slot in range(2))
-    rows = (Row(0, 0, 0, 3, samples=True), Row(1, 1, 0, 3, samples=False))
+    rows = (Row(0, 0, 0, 3, max_new_tokens=1), Row(1, 1, 0, 3, max_new_tokens=0))
     steps = [
         plan(rows, admissions=admissions, page_updates=pages),
-        plan((Row(0, 0, 3, 1, samples=True),), num_iterations=2, window_size=1),
+        plan((Row(0, 0, 3, 1, max_new_tokens=2),), num_iterations=2, window_size=1),
     ]
     try:
         for result in [executor.submit(step).collect() for step in steps]:
@@ -421,7 +421,7 @@ def test_the_costliest_variant_takes_the_most_memory():
     model = tiny_llama()
     graphdef, params = nnx.split(model)
     place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    programs = Programs(graphdef, CONFIG, model.config, "float32", place)
+    programs = Programs(graphdef, CONFIG, model.config, place)
     cache = jax.eval_shape(
         lambda: empty_cache(model.config, 100, CONFIG.page_size, jnp.float32, "unrolled")
     )

@@ -35,7 +35,7 @@ def _executor(layout: str, num_shards: int, dtype: str = "float32") -> DeviceExe
     cache = jax.tree.map(
         lambda x: jax.device_put(rng.normal(0, 20, x.shape).astype(x.dtype), place.pages), cache
     )
-    programs = Programs(graphdef, config, tiny_llama().config, "float32", place)
+    programs = Programs(graphdef, config, tiny_llama().config, place)
     executor = DeviceExecutor(config, programs, params, cache)
     with place.in_force():
         executor.slots.apply(plan((), page_updates=[(0, i, i) for i in range(NUM_PAGES)]))

@@ -13,7 +13,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "adding_a_model.md"
-COPIED = ("jaxserve", "tests/models", *(f"tests/{path.name}" for path in ROOT.glob("tests/*.py")))
+COPIED = (
+    "jaxserve",
+    "tests/common",
+    "tests/models",
+    *(f"tests/{path.name}" for path in ROOT.glob("tests/*.py")),
+)
 
 
 def _blocks() -> dict[str, str]:

@@ -126,7 +126,7 @@ def _plan(rows: Rows, num_tokens: int, kv_heads: int, group: int) -> Plan:
         group=group,
         split_rows=8,
         tile_rows=16,
-        chunk_keys=32,
+        split_keys=32,
         launches=Launches(block_keys=16),
         split_programs=6,
         tile_programs=6,

@@ -70,7 +70,7 @@ def test_windows_reach_back_to_the_shortest_context():
     )
     place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     model_config = replace(tiny_llama().config, sliding_windows=(100, 100))
-    planner = AttentionPlanner.of(config, model_config, "float32", place)
+    planner = AttentionPlanner.of(config, model_config, place)
     assert planner is not None
     decode = planner.decode([_row(slot=0, start=605, num_tokens=1)], range(1), num_iterations=8)
     assert decode.splits[: decode.counts[1], 3].min() == 0

@@ -46,7 +46,7 @@ def test_steps(layout):
     cache = jax.eval_shape(lambda: empty_cache(model.config, 50, 32, jnp.float32, layout))
     slots = jax.eval_shape(lambda: empty_slots(CONFIG))
     with targeting():
-        programs = Programs(graphdef, CONFIG, model.config, "float32", place)
+        programs = Programs(graphdef, CONFIG, model.config, place)
         batch, _ = pack_rows(CONFIG, (), CONFIG.max_step_tokens)
         mixed = _kernels(
             *(programs.mixed_body, params, cache, slots, batch, programs.plan_mixed(batch))

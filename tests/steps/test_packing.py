@@ -29,7 +29,7 @@ def test_a_window_of_a_compiled_size_holds_the_plans(variant, max_slots):
         size = rng.choice(config.slot_buckets)
         start = rng.randint(0, max_slots - size)
         slots = rng.sample(range(start, start + size), rng.randint(0, size))
-        rows = tuple(Row(slot, slot, 0, 1, samples=True) for slot in slots)
+        rows = tuple(Row(slot, slot, 0, 1, max_new_tokens=1) for slot in slots)
         planned = plan(rows, window_start=start, window_size=size)
         window = decode_window(config, planned, variant)
         assert set(range(start, start + size)) <= set(window) <= set(range(max_slots))
@@ -44,7 +44,7 @@ def test_rows_that_sample_come_in_a_compiled_size(variant):
     config = _config(32)
     sizes = variant.sizes(config.head_buckets)
     for count in (1, 3, 5, 32):
-        rows = [Row(31 - i, i, 0, 1, samples=i < count) for i in range(32)]
+        rows = [Row(31 - i, i, 0, 1, max_new_tokens=int(i < count)) for i in range(32)]
         index = sampling_slots(config, rows, variant)
         assert len(index) == min(each for each in sizes if each >= count)
         assert index[:count].tolist() == [31 - i for i in range(count)]
