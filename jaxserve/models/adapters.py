@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxserve.models.linear import WeightAxes, weight_of
+from jaxserve.models.linear import WeightAxes, representation_of
 
 
 @final
@@ -65,8 +65,10 @@ class AdaptedWeight(nnx.Module):
         transposed: bool,
         out_dtype: jax.typing.DTypeLike,
     ) -> jax.Array:
-        """See `Weight`."""
-        out = weight_of(self.base).product(x, adapter, transposed=transposed, out_dtype=out_dtype)
+        """See `Representation`."""
+        out = representation_of(self.base).product(
+            x, adapter, transposed=transposed, out_dtype=out_dtype
+        )
         if adapter is None:
             return out
         a, b = self.a[...], self.b[...]
@@ -89,8 +91,8 @@ class AdaptedWeight(nnx.Module):
     def grouped_product(
         self, x: jax.Array, sizes: jax.Array, adapter: jax.Array | None
     ) -> jax.Array:
-        """See `Weight`."""
-        out = weight_of(self.base).grouped_product(x, sizes, adapter)
+        """See `Representation`."""
+        out = representation_of(self.base).grouped_product(x, sizes, adapter)
         if adapter is None:
             return out
         a, b = self.a[...], self.b[...]
@@ -109,8 +111,8 @@ class AdaptedWeight(nnx.Module):
     def rows(
         self, index: jax.Array, adapter: jax.Array | None, dtype: jax.typing.DTypeLike
     ) -> jax.Array:
-        """See `Weight`."""
-        out = weight_of(self.base).rows(index, adapter, dtype)
+        """See `Representation`."""
+        out = representation_of(self.base).rows(index, adapter, dtype)
         if adapter is None:
             return out
         inner = self.b[...][jnp.maximum(adapter, 0), :, index]  # [tokens, rank]

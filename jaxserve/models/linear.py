@@ -47,7 +47,7 @@ class WeightAxes:
         return stacked, rest[: self.num_in], rest[self.num_in :]
 
 
-class Weight(Protocol):
+class Representation(Protocol):
     """A representation of a weight of one layer: dense, quantised, or with adapters.
 
     `adapter` (int32 [tokens]) is the adapter of each token, -1 for none; None where no token has
@@ -103,7 +103,7 @@ class DenseWeight:
         transposed: bool,
         out_dtype: jax.typing.DTypeLike,
     ) -> jax.Array:
-        """See `Weight`. On the CPU by the kernel of `pallas_kernels.matmul`."""
+        """See `Representation`. On the CPU by the kernel of `pallas_kernels.matmul`."""
         weight = self.array
         if x.ndim > 2:
             weight = weight.reshape(-1, *weight.shape[x.ndim - 1 :])
@@ -113,7 +113,7 @@ class DenseWeight:
     def grouped_product(
         self, x: jax.Array, sizes: jax.Array, adapter: jax.Array | None
     ) -> jax.Array:
-        """See `Weight`."""
+        """See `Representation`."""
         matrices, width, *out = self.array.shape
         flat = lax.ragged_dot(x, self.array.reshape(matrices, width, -1), sizes)
         return flat.reshape(-1, *out)
@@ -121,12 +121,12 @@ class DenseWeight:
     def rows(
         self, index: jax.Array, adapter: jax.Array | None, dtype: jax.typing.DTypeLike
     ) -> jax.Array:
-        """See `Weight`."""
+        """See `Representation`."""
         return self.array[index].astype(dtype)
 
 
-def weight_of(owned: nnx.Variable | Weight) -> Weight:
-    """Return what a layer owns as a `Weight`: a parameter is a dense one."""
+def representation_of(owned: nnx.Variable | Representation) -> Representation:
+    """Return what a layer owns as a representation: a parameter is a dense one."""
     return DenseWeight(owned[...]) if isinstance(owned, nnx.Variable) else owned
 
 
@@ -141,7 +141,7 @@ class Linear:
       bias: [*out].
     """
 
-    weight: Any  # nnx.Param or Weight
+    weight: Any  # nnx.Param or Representation
     bias: nnx.Param | None = None
     transposed: bool = field(default=False, metadata=dict(static=True))
 
@@ -152,22 +152,22 @@ class Linear:
         *,
         out_dtype: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
-        """Return [tokens, *out] in `out_dtype`, x's dtype by default; see `Weight`."""
+        """Return [tokens, *out] in `out_dtype`, x's dtype by default; see `Representation`."""
         out_dtype = x.dtype if out_dtype is None else out_dtype
-        out = weight_of(self.weight).product(
+        out = representation_of(self.weight).product(
             x, adapter, transposed=self.transposed, out_dtype=out_dtype
         )
         return out if self.bias is None else out + self.bias[...].astype(out_dtype)
 
     def grouped(self, x: jax.Array, sizes: jax.Array, adapter: jax.Array | None) -> jax.Array:
-        """Return each token times the matrix of its group; see `Weight.grouped_product`."""
-        return weight_of(self.weight).grouped_product(x, sizes, adapter)
+        """Return each token times the matrix of its group; see `Representation.grouped_product`."""
+        return representation_of(self.weight).grouped_product(x, sizes, adapter)
 
     def rows(
         self, index: jax.Array, adapter: jax.Array | None, dtype: jax.typing.DTypeLike
     ) -> jax.Array:
-        """Return rows of the transposed weight; see `Weight.rows`."""
-        return weight_of(self.weight).rows(index, adapter, dtype)
+        """Return rows of the transposed weight; see `Representation.rows`."""
+        return representation_of(self.weight).rows(index, adapter, dtype)
 
 
 def replace_weights(

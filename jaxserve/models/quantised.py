@@ -59,7 +59,7 @@ class QuantisedWeight(nnx.Module):
         transposed: bool,
         out_dtype: jax.typing.DTypeLike,
     ) -> jax.Array:
-        """See `Weight`."""
+        """See `Representation`."""
         values, scales = self.values[...], self.scales[...]
         x = x.reshape(x.shape[0], -1)
         values = values.reshape((-1, x.shape[1]) if transposed else (x.shape[1], -1))
@@ -69,7 +69,7 @@ class QuantisedWeight(nnx.Module):
     def grouped_product(
         self, x: jax.Array, sizes: jax.Array, adapter: jax.Array | None
     ) -> jax.Array:
-        """See `Weight`. One matrix after the other, each with all tokens."""
+        """See `Representation`. One matrix after the other, each with all tokens."""
         matrices, *out = self.scales.shape
         values = self.values[...].reshape(matrices, x.shape[1], -1)
         scales = self.scales[...].reshape(matrices, -1)
@@ -87,7 +87,7 @@ class QuantisedWeight(nnx.Module):
     def rows(
         self, index: jax.Array, adapter: jax.Array | None, dtype: jax.typing.DTypeLike
     ) -> jax.Array:
-        """See `Weight`."""
+        """See `Representation`."""
         wide = self.values[...][index].astype(jnp.float32) * self.scales[...][index][:, None]
         return wide.astype(dtype)
 
