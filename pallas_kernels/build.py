@@ -136,7 +136,7 @@ def _register(library: Path, handler: Any, symbol: str) -> str:
 
 
 def _is_intact(library: Path) -> bool:
-    """Whether the file exists and ends in the digest of its other bytes."""
+    """Return whether the file exists and ends in the digest of its other bytes."""
     try:
         content = library.read_bytes()
     except OSError:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import jax
+import numpy as np
 
 _Result = TypeVar("_Result")
 
@@ -109,7 +110,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def is_partitioned() -> bool:
-    """Whether XLA will partition the current trace over a mesh; False inside `shard_map`."""
+    """Return whether XLA will partition the current trace over a mesh; False inside `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return False
@@ -125,7 +126,7 @@ def record(operation: str, name: str, reason: str, **arguments: Any) -> None:
     shapes = ", ".join(
         f"{argument} {value.dtype.name}{list(value.shape)}"
         for argument, value in arguments.items()
-        if hasattr(value, "shape") and hasattr(value, "dtype")
+        if isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray))
     )
     platform = target_platform()
     choice = Choice(operation, name, platform, reason, shapes)

@@ -16,7 +16,7 @@ _SOURCE = Path(__file__).with_suffix(".cc")
 
 
 def serves(array: Shaped[Array, ...]) -> bool:
-    """Whether `put_rows` should write into `array`, in the current trace.
+    """Return whether `put_rows` should write into `array`, in the current trace.
 
     False for dtypes that XLA scatters well, for other platforms, for an array that XLA partitions
     over a mesh, for 2^31 elements or more, and without a C++ compiler, which is logged as a

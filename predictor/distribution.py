@@ -29,7 +29,9 @@ class LengthDistributions:
     def __init__(self, buckets: LengthBuckets, probabilities: np.ndarray):
         given = np.asarray(probabilities, np.float64)
         if given.ndim != 2 or given.shape[1] != buckets.num:
-            raise ValueError(f"probabilities{given.shape}: expected [sequences, {buckets.num}]")
+            raise ValueError(
+                f"probabilities{given.shape} are not allowed; expected [sequences, {buckets.num}]"
+            )
         usable = np.isfinite(given).all(1) & (given >= 0).all(1) & (given.sum(1) > 0)
         given = np.where(usable[:, None], given, 1.0)
         self.buckets = buckets

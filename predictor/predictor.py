@@ -264,7 +264,7 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """
     path = folder / TOKENIZER
     if not path.is_file():
-        raise ValueError(f"{folder} has no {TOKENIZER}")
+        raise ValueError(f"{folder} has no {TOKENIZER}; pass a folder with a fast tokenizer")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises bare exceptions

@@ -1,4 +1,4 @@
-"""Eight prompts answered in one batch by a real model: what `make demo` runs."""
+"""Eight prompts answered in one batch by a real model: `make demo` runs it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUESTIONS = (
 
 
 def main() -> int:
-    """Print the answers, and what it took to make them."""
+    """Print the answers, the time and the memory."""
     console = Console()
     started_s = time.perf_counter()
     with Runtime.from_pretrained(MODEL, max_slots=len(QUESTIONS), max_context=512) as rt:

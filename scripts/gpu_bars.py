@@ -1,4 +1,4 @@
-"""What a gpu-check found, beside what was aimed for."""
+"""The results of a gpu-check beside their bars."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any, Literal, final
 
 from rich.table import Table
 
-from benchmarks.output import show
+from benchmarks.common.output import show
 
 Verdict = Literal["met", "not met", "not measured", "no bar"]
 
-# Aims: of docs/benchmarks.md, "The bars".
+# Bars, see docs/benchmarks/gpu.md, "The bars".
 MAX_ERROR = 1e-2
 MIN_OF_COPY = 0.75
 MIN_TRITON_FLOPS, MIN_MOSAIC_FLOPS = 400e12, 550e12
 MIN_OF_BOUND = 0.8
 MIN_OF_PARTS = 0.9
 MAX_IDLE = 0.02
-# Of a reason; the whole of it is with the figures.
+# Characters of a reason; the figures have the whole.
 _MAX_TEXT = 120
-# Where decoding and prefill are held to them.
+# The batch and context from which the bars of decoding and prefill apply.
 _MIN_BATCH, _MIN_CONTEXT = 32, 4096
 
 MODELS = {"llama_3_8b": "Llama 3 8B", "llama_2_13b": "Llama 2 13B"}
@@ -34,7 +34,7 @@ Row = Mapping[str, Any]
 @final
 @dataclass(frozen=True)
 class Bar:
-    """One line: what was looked at, what was wanted of it, and what was found."""
+    """One line of the table: what was measured, the bar, the result, and the verdict."""
 
     what: str
     wanted: str
@@ -43,7 +43,7 @@ class Bar:
 
 
 def bars(parts: Parts) -> list[dict[str, str]]:
-    """All of them, of whatever was measured so far."""
+    """Return every bar, with the results of the parts that were measured so far."""
     shapes = [*_rows(parts, "kernels", "shapes"), *_rows(parts, "kernels_rest", "shapes")]
     lines = [
         *_tests(parts),
@@ -68,7 +68,7 @@ def bars(parts: Parts) -> list[dict[str, str]]:
 
 
 def print_table(lines: Iterable[Mapping[str, str]]) -> None:
-    """On stderr."""
+    """Print the bars on stderr."""
     table = Table("", "wanted", "found", "", title="gpu-check", box=None)
     styles = {"met": "green", "not met": "red", "not measured": "yellow", "no bar": "dim"}
     for line in lines:
@@ -85,7 +85,7 @@ def _rows(parts: Parts, name: str, kind: str) -> list[Row]:
 
 
 def _why_missing(parts: Parts, name: str) -> str:
-    """What became of a part without figures."""
+    """Return why a part has no figures."""
     part = parts.get(name)
     if part is None:
         return "not run"
@@ -98,7 +98,7 @@ def _short(text: str) -> str:
 
 
 def _least(what: str, rows: Sequence[Row], field: str, bar: float, form: str) -> Bar:
-    """The least of a field has to reach the bar."""
+    """Return whether the least value of a field reaches the bar."""
     wanted = f">= {form.format(bar)}"
     if not rows:
         return Bar(what, wanted, "", "not measured")
@@ -109,7 +109,7 @@ def _least(what: str, rows: Sequence[Row], field: str, bar: float, form: str) ->
 
 
 def _most(what: str, rows: Sequence[Row], field: str, bar: float, form: str) -> Bar:
-    """The most of a field has to stay within the bar; what is not a number does not."""
+    """Return whether the largest value of a field stays within the bar; NaN does not."""
     wanted = f"<= {form.format(bar)}"
     if not rows:
         return Bar(what, wanted, "", "not measured")
@@ -163,7 +163,7 @@ def _mixed(rows: Sequence[Row], kernel: str) -> Iterable[Bar]:
 
 
 def _kernel_peers(parts: Parts, shapes: list[Row]) -> Iterable[Bar]:
-    """Ours against every peer, over the shapes at which both have a time."""
+    """Compare our kernels with every peer, over the shapes at which both have a time."""
     theirs: dict[str, dict[str, Row]] = {}
     others = [
         row
@@ -195,7 +195,7 @@ def _kernel_peers(parts: Parts, shapes: list[Row]) -> Iterable[Bar]:
 
 
 def _model(parts: Parts, model: str) -> Iterable[Bar]:
-    """Decoding and prefill of a model, end to end."""
+    """Yield the bars of decoding and prefill of a model, end to end."""
     name, own = MODELS[model], f"decode_{model}"
     batches = _rows(parts, own, "batches")
     timed = sorted((row for row in batches if "of_bound" in row), key=lambda row: row["batch_size"])
@@ -230,14 +230,14 @@ def _model(parts: Parts, model: str) -> Iterable[Bar]:
 
 
 def _idle(parts: Parts, own: str, name: str, timed: list[Row]) -> Bar:
-    """From a trace where there is one; else the host's own upper bound."""
+    """Return the idle time, from a trace if there is one, else the host's upper bound."""
     what, wanted = f"{name}: device idle", f"< {MAX_IDLE:.0%}"
     traces = _rows(parts, own, "traces")
     if traces:
         worst = max(row["idle_share"] for row in traces)
         long = max(row["long_gap_share"] for row in traces)
         found = f"{worst:.1%}, {long:.1%} in gaps of 20 us and more"
-        # Between steps, that is: what lies between kernels of a step is the kernels' roofline's.
+        # The bar is for gaps between steps; gaps within a step count against the roofline.
         return Bar(what, wanted, found, "met" if long < MAX_IDLE else "not met")
     if timed:
         worst = max(row["host_gap_share"] for row in timed)
@@ -247,7 +247,7 @@ def _idle(parts: Parts, own: str, name: str, timed: list[Row]) -> Bar:
 
 
 def _choices(parts: Parts) -> Iterable[Bar]:
-    """Milliseconds of a step, by layout and flags."""
+    """Yield milliseconds of a step, by layout and flags."""
     found: dict[int, list[str]] = {}
     for name in CHOICES:
         for row in _rows(parts, name, "choices"):
@@ -263,7 +263,7 @@ def _choices(parts: Parts) -> Iterable[Bar]:
 
 
 def _restore(parts: Parts) -> Iterable[Bar]:
-    """Milliseconds until a turn whose pages lie on the host has a token, and what others lose."""
+    """Yield milliseconds to the first token of a turn with pages on the host, and others' loss."""
     found: dict[str, list[str]] = {}
     for point in _rows(parts, "restore", "points"):
         situation = point["situation"].replace("_", " ")

@@ -1,9 +1,9 @@
-"""Everything that is to be known of one GPU, in one file: `make gpu-check`.
+"""Tests and timings of one GPU, in one file: `make gpu-check`.
 
-Tests and times the kernels beside other libraries', and decodes with models of well-known shapes.
-Each part is a process of its own with a limit of its own; one that fails, or is cut off, is
-recorded and the others go on. What the time for all of them does not allow is recorded as skipped.
-The file is written after every part.
+Tests and times the kernels beside those of other libraries, and decodes with models of well-known
+shapes. Each part is a process with its own limit; a part that fails or is cut off is recorded, and
+the others go on. Parts that the total time does not allow are recorded as skipped. The file is
+written after every part.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import commit
-from benchmarks.peers.processes import ROOT, group
-from benchmarks.record import write_whole
+from benchmarks.common.environment import commit
+from benchmarks.common.processes import ROOT, group
+from benchmarks.common.record import write_whole
 from pallas_kernels.paged_attention.tilings import is_tuned
 from scripts.gpu_bars import bars, print_table
 from scripts.gpu_parts import PARTS, Part
 
-# Of other libraries; whether they are there explains what a peer says.
+# Other libraries, whose versions explain the results of the peers.
 _PACKAGES = (
     *("jax-cuda12-plugin", "jax-cuda13-plugin", "optax", "orbax-checkpoint", "torch", "triton"),
     *("flashinfer-python", "flash-attn", "flash-attn-3"),
 )
-# A part that could not even begin properly is not begun.
+# A part with less time than this is skipped.
 _LEAST_S = 20.0
-# Before its limit a benchmark begins nothing more: of its start, and of what it is about to finish.
+# Time before its limit in which a benchmark begins no measurement: it starts, and it finishes one.
 _MARGIN_S = 25.0
 _TAIL = 3000
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts and write the file; 1 if one failed."""
-    options = _parser().parse_args(arguments)
+    """Run the parts and write the file; return 1 if a part failed, 2 if none could run."""
+    options = build_parser().parse_args(arguments)
     names = options.parts.split(",")
     if unknown := sorted(set(names) - set(PARTS)):
         print(f"gpu-check: unknown parts {unknown}; there are {', '.join(PARTS)}", file=sys.stderr)
@@ -64,8 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"gpu-check: {output}", file=sys.stderr)
     if not result["tuned_tiles"]:
         print(
-            "gpu-check: the tiles were never timed on such a device; `python -m benchmarks.tune` "
-            "tries others, and writes the fastest down",
+            "gpu-check: the tiles were never timed on such a device; "
+            "`python -m benchmarks.kernels.tune` tries others and writes the fastest",
             file=sys.stderr,
         )
     failed = [name for name, part in result["parts"].items() if part["status"] == "failed"]
@@ -83,14 +83,14 @@ def check(
     patience: float = 1.0,
     before: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Run parts in their order; what is in the file afterwards.
+    """Run parts in their order, and return the content of the file.
 
     Args:
       about: device, versions and commit.
       budget_s: for all parts.
-      patience: times the limit of every part.
-      before: parts of an earlier file; those that were done are kept and not run, others are kept
-        until they have been run again.
+      patience: multiplies the limit of every part.
+      before: parts of an earlier file. Those that are done do not run again; the others keep their
+        earlier result until they have run again.
     """
     begin_s = time.monotonic()
     results = dict(before or {})
@@ -126,10 +126,10 @@ def check(
 
 
 def run_part(part: Part, own: Path, limit_s: float) -> dict[str, Any]:
-    """A part's result, or what it had written when it was ended.
+    """Run a part, and return its result, or what it had written when it was ended.
 
     Args:
-      own: file for its result and, with `.log` behind it, for what it prints; left behind only if
+      own: file for its result and, with `.log` appended, for its output; both are removed unless
         this process is killed.
     """
     own.parent.mkdir(parents=True, exist_ok=True)
@@ -169,13 +169,13 @@ def run_part(part: Part, own: Path, limit_s: float) -> dict[str, Any]:
         "command": " ".join(part.command),
         "environment": dict(part.environment),
         "result": result,
-        # Compilers and crashes speak here.
+        # Of compilers and crashes.
         **({} if status == "done" else {"output": readable[-_TAIL:]}),
     }
 
 
 def count_tests(text: str) -> dict[str, Any]:
-    """Of pytest's verbose output, whole or cut off."""
+    """Count the outcomes in pytest's verbose output, which may be cut off."""
     outcomes = re.findall(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.MULTILINE)
     failed = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
     passed = sum(outcome == "PASSED" for _, outcome in outcomes)
@@ -183,7 +183,7 @@ def count_tests(text: str) -> dict[str, Any]:
 
 
 def _readable(text: str, part: Part) -> str:
-    """What a part printed, without its result and without progress bars that were overwritten."""
+    """Return the output of a part without its result and without overwritten progress bars."""
     lines = [line.rpartition("\r")[2].rstrip() for line in text.split("\n")]
     if part.writes:
         lines = [line for line in lines if not line.startswith('{"benchmark"')]
@@ -191,9 +191,9 @@ def _readable(text: str, part: Part) -> str:
 
 
 def _about() -> dict[str, Any] | None:
-    """Device, versions and commit, as a process of its own sees them: it would keep the memory."""
+    """Return device, versions and commit; read in a new process, since JAX holds the memory."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.environment", *_PACKAGES],
+        [sys.executable, "-m", "benchmarks.common.environment", *_PACKAGES],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -208,7 +208,7 @@ def _slug(about: Mapping[str, Any]) -> str:
     return re.sub(r"\W+", "_", about["device"]["kind"]).strip("_").lower()
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gpu-check",
         description="Tests, kernel timings, peers and decode speed of one GPU, in one JSON file.",
@@ -217,8 +217,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--parts", default=",".join(PARTS), help="some of them, in this order")
     add("--budget", type=float, default=570.0, help="seconds for all parts")
-    add("--patience", type=float, default=1.0, help="times the limit of every part")
-    add("--resume", action="store_true", help="keep what the file has, run what is not done in it")
+    add("--patience", type=float, default=1.0, help="multiplies the limit of every part")
+    add("--resume", action="store_true", help="run only the parts that are not done in the file")
     add("--output", type=Path, default=None, help="by default under benchmarks/results")
     return parser
 

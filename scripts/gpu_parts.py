@@ -1,4 +1,4 @@
-"""The parts of `make gpu-check`, the most important first, and the time that each may take."""
+"""The parts of `make gpu-check`, the most important first, and their time limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import final
 
-# Shapes that the bars are about; the rest of the curves comes when all else is done.
+# Shapes that the bars need; the rest of the curves comes last.
 _FIRST = ",".join(
     (
         *("llama3_8b_decode_32x4096", "llama3_8b_decode_128x4096", "llama3_8b_decode_32x16384"),
@@ -16,19 +16,19 @@ _FIRST = ",".join(
         "llama3_8b_decode_1x16384",
     )
 )
-# Of the memory that JAX takes when it begins; three quarters by default.
+# Share of the memory that JAX takes at its start; three quarters by default.
 _MOST_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 _TESTS = (
     *("pytest", "-v", "--tb=line", "-W", "default", "-p", "no:cacheprovider"),
     *("tests/pallas_kernels/test_on_gpu.py", "-k"),
 )
-# By name: what it refuses is a failure here, and not XLA's time under its name.
+# By name, so that a shape that Triton refuses fails instead of being timed with XLA.
 _TRITON = ("benchmarks.kernels", "--attention", "triton")
 _EIGHT_BITS = (
     *(*_TRITON, "--shapes", "llama3_8b_decode_32x4096,llama3_8b_decode_128x4096"),
     "--kv-dtype",
 )
-# Tests compile for speed of compiling by default.
+# Tests compile with little optimisation by default.
 _AS_SERVED = {"XLA_FLAGS": ""}
 _COMMAND_BUFFER = "--xla_gpu_enable_command_buffer="
 
@@ -36,13 +36,13 @@ _COMMAND_BUFFER = "--xla_gpu_enable_command_buffer="
 @final
 @dataclass(frozen=True)
 class Part:
-    """A process of its own.
+    """A process of gpu-check.
 
     Attributes:
       command: a module of Python and its arguments.
-      limit_s: after which it is ended; what it has written by then counts.
-      environment: beside what there is.
-      writes: it takes `--budget` and `--output`, as benchmarks do; else it is pytest.
+      limit_s: seconds after which it is ended; its result up to then counts.
+      environment: variables to set.
+      writes: whether it takes `--budget` and `--output`, as benchmarks do; else it is pytest.
     """
 
     command: tuple[str, ...]
@@ -55,12 +55,12 @@ def _decode(model: str, *arguments: str) -> tuple[str, ...]:
     return ("benchmarks.decode", "--model", model, *arguments)
 
 
-_CHOICES = ("benchmarks.choices",)
+_CHOICES = ("benchmarks.decode.choices",)
 
 PARTS: Mapping[str, Part] = MappingProxyType(
     {
         "kernels": Part((*_TRITON, "--peers", "--shapes", _FIRST), 110),
-        "kernel_peers": Part(("benchmarks.kernel_peers", "--shapes", _FIRST), 90),
+        "kernel_peers": Part(("benchmarks.kernels.peers", "--shapes", _FIRST), 90),
         "decode_llama_3_8b": Part(
             _decode(
                 "llama-3-8b",
@@ -69,8 +69,8 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             130,
             _MOST_MEMORY,
         ),
-        "hf_llama_3_8b": Part(("benchmarks.decode_peer", "--batches", "32,1,128,8,256"), 70),
-        # What never ran on a GPU may hang there: apart, and not at the front.
+        "hf_llama_3_8b": Part(("benchmarks.decode.peer", "--batches", "32,1,128,8,256"), 70),
+        # Kernels that never ran on a GPU may hang there, so they have a part of their own.
         "mosaic": Part(
             (
                 *("benchmarks.kernels", "--attention", "mosaic", "--shapes"),
@@ -94,17 +94,23 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             _MOST_MEMORY,
         ),
         "hf_llama_2_13b": Part(
-            ("benchmarks.decode_peer", "--model", "llama-2-13b", "--batches", "32,1,8,128,256"), 60
+            ("benchmarks.decode.peer", "--model", "llama-2-13b", "--batches", "32,1,8,128,256"), 60
         ),
         "tests": Part((*_TESTS, "not mosaic"), 150, _AS_SERVED, writes=False),
         "mosaic_tests": Part((*_TESTS, "mosaic"), 60, _AS_SERVED, writes=False),
         "kernel_peers_rest": Part(
-            ("benchmarks.kernel_peers", "--shapes", "decode,prefill", "--leave-out", _FIRST), 150
+            ("benchmarks.kernels.peers", "--shapes", "decode,prefill", "--leave-out", _FIRST), 150
         ),
         "restore": Part(
             (
-                *("benchmarks.restore", "--model", "llama-3-8b", "--lengths", "4096,1024"),
-                # Loops are 16 iterations long: pages have to have some of them to come with.
+                *(
+                    "benchmarks.conversations.restore",
+                    "--model",
+                    "llama-3-8b",
+                    "--lengths",
+                    "4096,1024",
+                ),
+                # Loops have 16 iterations, and pages come back with several loops.
                 *("--others", "7", "--wait-tokens", "256", "--kv-memory", "8GiB"),
             ),
             150,

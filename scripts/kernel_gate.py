@@ -1,6 +1,6 @@
-"""Compile the GPU kernels, and steps with them, for a GPU that is not there: `make kernel-gate`.
+"""Compile the GPU kernels, and steps with them, without a GPU: `make kernel-gate`.
 
-Runs in an environment of its own, with JAX's CUDA plug-in. Every configuration of the kernels
+Runs in its own environment, with JAX's CUDA plug-in. Every configuration of the kernels
 becomes machine code for an H100. A register spill is an error, and so is shared memory that the
 device does not have, a cache that is not updated in place, or temporaries of its size. A decode
 loop and a mixed step are compiled whole, with unrolled and with scanned layers, with pages in the
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, final
 
 _DUMP = tempfile.TemporaryDirectory(prefix="jaxserve-gate-")
-# For what takes minutes: these configurations have every kernel, head size and dtype of pages.
+# With --subset every third configuration: these have every kernel, head size and dtype of pages.
 _EVERY = 3
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
@@ -56,7 +56,7 @@ from pallas_kernels.paged_attention.configurations import (  # noqa: E402
 from scripts.launches import launches, launches_a_layer  # noqa: E402
 
 _ALL = (*CONFIGURATIONS, *RARE_CONFIGURATIONS)
-# What was found when it was last written down.
+# Launches and registers when they were last recorded.
 KNOWN = Path(__file__).with_name("kernel_gate.json")
 
 
@@ -93,7 +93,7 @@ _STEPS = (
     Steps("scanned", dtype="float32"),
     Steps("scanned", attention="mosaic,triton"),
 )
-# What XLA has to know of the device that it compiles for; NVIDIA's figures.
+# What XLA needs to know of the device that it compiles for; NVIDIA's figures.
 _H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
@@ -122,14 +122,14 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-# Beside arguments and results, of one call: partial results of attention take most.
+# Temporaries of one call; partial results of attention are the largest.
 _MAX_TEMPORARY_BYTES = 128 << 20
-# Of a block that asks for it, as above.
+# Shared memory of a block that opts in, as above.
 _MAX_SHARED_BYTES = 232448
 
 
 def main() -> int:
-    """Check everything; the exit code."""
+    """Check every kernel and step; return the exit code."""
     options = _parser().parse_args()
     mesh = h100()
     chosen = _subset() if options.subset else _ALL
@@ -165,7 +165,7 @@ def main() -> int:
 
 
 def h100() -> Mesh:
-    """A mesh of one H100 that is not there, to compile for."""
+    """Return a mesh of one H100 to compile for; no device is needed."""
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="h100", target_config=_H100, topology="1x1x1"
     )
@@ -173,14 +173,14 @@ def h100() -> Mesh:
 
 
 def _subset() -> list[Configuration]:
-    """Some of attention's, which take the time, and all others."""
+    """Return every third configuration of attention, which are the slow ones, and all others."""
     attention = [c for c in CONFIGURATIONS if isinstance(c, Attention)]
     others = [c for c in CONFIGURATIONS if not isinstance(c, Attention)]
     return [*attention[::_EVERY], *others]
 
 
 def _compile_configurations(mesh: Mesh, configurations: Sequence[Configuration]) -> list[str]:
-    """What is wrong with them."""
+    """Compile the configurations, and return the problems that were found."""
     problems = []
     place = NamedSharding(mesh, PartitionSpec())
     for configuration in tqdm(configurations, desc="compiling kernels", delay=2):
@@ -201,7 +201,7 @@ def _compile_configurations(mesh: Mesh, configurations: Sequence[Configuration])
 
 
 def _compile_steps(mesh: Mesh, steps: Steps, problems: list[str]) -> dict[str, float]:
-    """Launches a layer of the mixed step and the decode loop of a small Llama, by name."""
+    """Return the launches a layer of the mixed step and the decode loop of a small Llama."""
     more = _modules(mesh, steps, 5, problems)
     if steps.layout == "scanned":
         return {name: launches_a_layer(hlo, 5) for name, hlo in more.items()}
@@ -210,7 +210,7 @@ def _compile_steps(mesh: Mesh, steps: Steps, problems: list[str]) -> dict[str, f
 
 
 def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> dict[str, str]:
-    """The compiled modules of both, by name."""
+    """Return the compiled modules of both, by name."""
     config = LlamaConfig(
         vocab_size=32000,
         hidden_size=1024,
@@ -220,6 +220,7 @@ def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> 
         num_kv_heads=2,
         head_dim=128,
         max_position_embeddings=4096,
+        dtype=steps.dtype,
     )
     engine = EngineConfig(
         num_pages=4000,
@@ -230,9 +231,7 @@ def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> 
         attention=steps.attention,
     )
     place = Placement.like(NamedSharding(mesh, PartitionSpec()))
-    model = nnx.eval_shape(
-        lambda: Llama(config, rngs=None, dtype=steps.dtype, layer_layout=steps.layout)
-    )
+    model = nnx.eval_shape(lambda: Llama(config, rngs=None, layer_layout=steps.layout))
     graphdef, params = nnx.split(model)
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place.whole), params
@@ -240,7 +239,7 @@ def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> 
     page_dtype = steps.kv_dtype or steps.dtype
     cache = jax.eval_shape(lambda: empty_cache(config, 4000, 32, page_dtype, steps.layout))
     with place.in_force():
-        programs = Programs(graphdef, engine, config, steps.dtype, place)
+        programs = Programs(graphdef, engine, config, place)
     modules = {}
     for kind, compiled in zip(
         ("mixed step", "decode loop"), programs.compiled_steps(params, cache), strict=True
@@ -273,7 +272,7 @@ def _num_bytes(tree: Any) -> int:
 
 
 def _shared_bytes() -> dict[str, int]:
-    """Most bytes of shared memory that a block of each of our kernels takes."""
+    """Return the most bytes of shared memory that a block of each of our kernels takes."""
     ours = set().union(*(configuration.kernels for configuration in CONFIGURATIONS))
     found = dict.fromkeys(sorted(ours), 0)
     for path in Path(_DUMP.name).glob("*thunk_sequence.txt"):

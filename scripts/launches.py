@@ -1,4 +1,4 @@
-"""Counting what a compiled module launches on a GPU, in its HLO text."""
+"""Counts of the kernels that a compiled module launches on a GPU, from its HLO text."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import re
 from dataclasses import dataclass, field
 from typing import final
 
-# Of these nothing runs: they name, group or only look at what is there. What is asynchronous runs
-# where it starts.
+# Instructions that launch nothing: they name, group or view values. An asynchronous instruction
+# counts at its start.
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("opt-barrier", "partition-id", "replica-id"),
 }
-# These run the computations that they name.
+# Instructions that run the computations that they name.
 _GROUPS = {"while", "call", "conditional"}
 
 
 @final
 @dataclass
 class _Computation:
-    """How many instructions of its own are launched, and what it runs besides.
+    """The number of its own launches, and the computations that it runs.
 
     Attributes:
-      inner: names of the computations run, with how often where XLA knows it.
+      inner: names of these computations, with the number of runs where XLA knows it.
     """
 
     num_launches: int = 0
@@ -30,16 +30,16 @@ class _Computation:
 
 
 def launches(hlo: str) -> int:
-    """Kernels, library calls and copies of a scheduled module, the bodies of loops counted once."""
+    """Count kernels, library calls and copies of a scheduled module, bodies of loops once."""
     computations, entry = _read(hlo)
     return _total(computations, entry)
 
 
 def launches_a_layer(hlo: str, num_layers: int) -> int:
-    """Likewise, of the loop that runs `num_layers` times.
+    """Count the launches in the body of the loop that runs `num_layers` times.
 
     Raises:
-      ValueError: there is no such loop, or several.
+      ValueError: the module has no such loop, or several.
     """
     computations, _ = _read(hlo)
     bodies = [
@@ -59,7 +59,7 @@ def _total(computations: dict[str, _Computation], name: str) -> int:
 
 
 def _read(hlo: str) -> tuple[dict[str, _Computation], str]:
-    """The computations by name, and which one is the entry."""
+    """Return the computations by name, and the name of the entry."""
     computations: dict[str, _Computation] = {}
     current, entry = _Computation(), ""
     for line in hlo.splitlines():
@@ -76,7 +76,7 @@ def _read(hlo: str) -> tuple[dict[str, _Computation], str]:
 
 
 def _inner(line: str) -> list[tuple[str, int | None]]:
-    """Computations that an instruction runs; a counted loop does not run its condition."""
+    """Return the computations that an instruction runs; a counted loop has no condition to run."""
     trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
     kinds = "body|to_apply|true_computation|false_computation" + ("" if trips else "|condition")
     names = re.findall(rf"(?:{kinds})=%?([\w.-]+)", line)

@@ -1,4 +1,4 @@
-"""Compile the Mosaic kernel for a Hopper GPU that is not there: a part of `make kernel-gate`.
+"""Compile the Mosaic kernel for a Hopper GPU without one: a part of `make kernel-gate`.
 
 Every configuration becomes machine code for sm_90a; a register spill is an error, and so is more
 shared memory than a block can have. What the compiler reports is kept beside this script.
@@ -34,7 +34,7 @@ _MAX_SHARED_BYTES = 232448
 
 
 def main() -> int:
-    """Check everything; the exit code."""
+    """Check every configuration; return the exit code."""
     options = _parser().parse_args()
     mesh = kernel_gate.h100()
     report: dict[str, dict[str, int]] = {}
@@ -54,10 +54,10 @@ def main() -> int:
 
 
 def _resources(mesh: Mesh, configuration: Configuration) -> dict[str, int]:
-    """What a configuration's kernel takes.
+    """Return the resources of a configuration's kernel.
 
     Raises:
-      ValueError: it cannot have that, or copies misplace tokens.
+      ValueError: the kernel exceeds the device, or its copies misplace tokens.
     """
     function, arguments = configuration.call()
     place = NamedSharding(mesh, PartitionSpec())
@@ -89,7 +89,7 @@ def _resources(mesh: Mesh, configuration: Configuration) -> dict[str, int]:
 
 
 def _misplaced(text: str) -> list[str]:
-    """Copies between the memories whose tiled rows begin where only the run knows."""
+    """Return the copies between memories whose tiled rows begin at an index of the run."""
     copies = [line for line in text.splitlines() if "mosaic_gpu.async_" in line]
     if len(copies) < 4:
         raise ValueError(f"only {len(copies)} copies are in what was compiled")
@@ -99,7 +99,7 @@ def _misplaced(text: str) -> list[str]:
         (text,) = re.findall(r"slice_lengths = array<i64: ([-\d, ]+)>", line)
         lengths = [int(length) for length in text.split(",")]
         indices = re.findall(r"%\w+", line[: line.index("<{")])[-len(lengths) :]
-        # Lengths of -1 are those of single indices. Of the others, the last two are tiled.
+        # A length of -1 belongs to a single index. Of the others, the last two are tiled.
         begin, _ = [at for at, length in zip(indices, lengths, strict=True) if length > 0][-2:]
         if tiled != "1" and not begin.startswith("%c0_"):
             found.append(line.strip())

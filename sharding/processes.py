@@ -238,7 +238,7 @@ def _within(timeout_s: float, place: _Place) -> Iterator[None]:
 
 
 def _connect(coordinator: str | None) -> ProcessGroup:
-    """Connect the leader with all others; where, they learn from one broadcast over the devices."""
+    """Connect the leader with all followers; a broadcast over the devices sends its address."""
     process_id, num_processes = jax.process_index(), jax.process_count()
     own_host = socket.gethostname()
     host = own_host if coordinator is None else coordinator.rpartition(":")[0]

@@ -37,7 +37,7 @@ def split_replicas(tree: Any) -> list[Any]:
 
 
 def _is_replicated(sharding: Any) -> bool:
-    """Whether every index of a `data` axis of at least 2 holds the same values."""
+    """Return whether every index of a `data` axis of at least 2 holds the same values."""
     if not isinstance(sharding, NamedSharding) or sharding.mesh.shape.get(DATA, 1) == 1:
         return False
     return not any(DATA in (axes if isinstance(axes, tuple) else (axes,)) for axes in sharding.spec)

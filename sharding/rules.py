@@ -65,7 +65,10 @@ def named_sharding(
         is not a multiple of its mesh axis's size.
     """
     if len(logical_axes) != len(shape):
-        raise ValueError(f"logical axes {tuple(logical_axes)} do not fit the shape {tuple(shape)}")
+        raise ValueError(
+            f"logical axes {tuple(logical_axes)} do not fit the shape {tuple(shape)}; pass one per "
+            "dimension"
+        )
     entries = [axis if axis in mesh.shape else None for axis in partition_spec(logical_axes, rules)]
     for i, (size, name, axis) in enumerate(zip(shape, logical_axes, entries, strict=True)):
         if axis is None or size % mesh.shape[axis] == 0:

@@ -117,7 +117,10 @@ def stages_of(mesh: Mesh | StagePlan | None, num_layers: int) -> StagePlan | Non
     if size == 1:
         return None
     if size > num_layers:
-        raise ValueError(f"a stage axis of {size} is more than the model's {num_layers} layers")
+        raise ValueError(
+            f"a stage axis of {size} is more than the model's {num_layers} layers; use a mesh with "
+            "fewer stages"
+        )
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index("stage"), 0)
     return StagePlan.of(
         [num_layers // size + (i < num_layers % size) for i in range(size)],

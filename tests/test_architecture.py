@@ -1,4 +1,4 @@
-"""The house stays as DESIGN.md section 2 draws it: who may import, write and ask whom."""
+"""The house stays as docs/architecture.md draws it: what may import, write and ask what."""
 
 from __future__ import annotations
 
@@ -57,14 +57,27 @@ KNOW_FORCED_LENGTHS = {
 # Class -> modules beside its own that write its attributes, all of its room. The rest of the
 # house changes an object by its methods.
 WRITERS = {
-    # A step donates the buffers and gives new ones back; who runs the step puts them in.
+    # A step donates the buffers and gives new ones back; the executor that runs the step puts them
+    # in.
     "DevicePages": {"jaxserve/execution/device.py", "jaxserve/execution/device_stage.py"},
     "DeviceSlots": {"jaxserve/execution/device.py", "jaxserve/execution/device_stage.py"},
-    # A chunk is a record of the page cache, which alone knows where its page lies.
-    "Chunk": {"jaxserve/memory/page_cache.py"},
-    "Branch": {"jaxserve/memory/page_cache.py"},
-    # Only the scheduler writes a sequence (DESIGN.md, section 2), also through the step it plans.
-    "Sequence": {"jaxserve/scheduling/scheduler.py", "jaxserve/scheduling/step.py"},
+    # A cached page is a record of the page cache, which alone knows where the page lies.
+    "CachedPage": {"jaxserve/memory/page_cache.py"},
+    # Only the scheduler writes a sequence (docs/architecture.md), also through its queues, and when
+    # it takes a step's arrays apart.
+    "Sequence": {
+        "jaxserve/scheduling/scheduler.py",
+        "jaxserve/scheduling/queues.py",
+        "jaxserve/scheduling/step.py",
+        "jaxserve/scheduling/collect.py",
+    },
+    "SequenceTimes": {"jaxserve/scheduling/scheduler.py", "jaxserve/scheduling/queues.py"},
+    # Only the KV manager, whose parts are the prefix cache and the swap space, writes the KV state.
+    "SequenceKV": {
+        "jaxserve/scheduling/kv/manager.py",
+        "jaxserve/scheduling/kv/prefix_cache.py",
+        "jaxserve/scheduling/kv/swap_space.py",
+    },
 }
 
 CORE_DEPENDENCIES = {
@@ -96,9 +109,49 @@ MAY_REACH = {
     "sharding/process_group.py _exit": "os._exit, which Python documents under this name",
     "sharding/processes.py _exit": "os._exit, which Python documents under this name",
 }
-TESTS_MAY_REACH: dict[str, str] = {}
-TESTS_MAY_PATCH: dict[str, str] = {}
-TESTS_MAY_ASSIGN: dict[str, set[str]] = {}
+_EVICTS = "evicts pages anywhere in contexts, which no user can"
+_WAITS = "a disk that hangs: the bound on waiting, and the thread that is left behind"
+_RUNS = "one run of a peer in its own process, whose result is made up"
+TESTS_MAY_REACH = {
+    "tests/benchmarks/decode/test_choices.py _print_table": "a table for the eye, without a run",
+    "tests/benchmarks/kernels/test_tune.py _entries": "tilings are read once a process",
+    "tests/benchmarks/offline/test_peers.py _run_once": _RUNS,
+    "tests/execution/test_kept_pages_on_device.py _cache": _EVICTS,
+    "tests/execution/test_kept_pages_on_device.py _kv": _EVICTS,
+    "tests/execution/test_kept_pages_on_device.py _num_incoming": "pages that a step brings itself",
+    "tests/memory/test_disk_tier.py _wait_until": _WAITS,
+    "tests/memory/test_disk_tier.py _thread": _WAITS,
+    "tests/models/test_store.py _checkpointer": "a checkpoint that fails to be written",
+    "tests/pallas_kernels/test_mosaic.py _src": "JAX's interpreter says there what it supports",
+    "tests/runtime/test_kept_pages.py _cache": _EVICTS,
+    "tests/runtime/test_kept_pages.py _kv": _EVICTS,
+    "tests/runtime/test_kept_pages.py _replicas": _EVICTS,
+    "tests/scheduling/test_prefix_cache.py _cache": "the prefix cache of an engine is the subject",
+    "tests/scheduling/test_prefix_cache.py _kv": "the prefix cache of an engine is the subject",
+}
+# "path name" -> reason. A name that a test may replace.
+TESTS_MAY_PATCH = {
+    "tests/benchmarks/kernels/test_kernels.py paged_attention": "a peer's kernel without its GPU",
+    "tests/benchmarks/kernels/test_kernels.py default_backend": "a peer's kernel without its GPU",
+    "tests/benchmarks/kernels/test_peers.py chosen": "peers that are installed nowhere",
+    "tests/benchmarks/kernels/test_tune.py TUNED": "a file of the test's own",
+    "tests/benchmarks/offline/test_peers.py _run_once": _RUNS,
+    "tests/cli/test_cli_predictor.py logits_of": "interrupts a training in its middle",
+    "tests/memory/gate.py ?": "reads and writes that wait until the test says so",
+    "tests/memory/test_disk_tier.py PATIENCE_S": _WAITS,
+    "tests/memory/test_disk_tier.py _wait_until": _WAITS,
+    "tests/models/test_registry.py copyfileobj": "a disk that is full in the middle of a download",
+    "tests/models/test_store.py _checkpointer": "a checkpoint that fails to be written",
+}
+# Class -> tests that write its attributes.
+TESTS_MAY_ASSIGN = {
+    # As a step does, which donates the buffers and gives new ones back.
+    "DevicePages": {"tests/execution/test_page_copies.py"},
+    # Another base under the same adapters.
+    "AdaptedWeight": {"tests/models/test_linear.py"},
+    # Reads that wait or find nothing.
+    "PageFiles": {"tests/scheduling/test_kept_pages.py"},
+}
 
 HOUSE = sources_of(*PACKAGES)
 TESTS = sources_of("tests")
@@ -130,7 +183,7 @@ def test_no_modules_import_each_other():
 
 
 def test_every_room_has_its_row():
-    """Nothing stands in jaxserve/ that DESIGN.md does not place."""
+    """Nothing stands in jaxserve/ that the map of the house does not place."""
     rooms = {source.room for source in HOUSE} - {None}
     assert rooms <= {room for rooms in ROWS for room in rooms}
 

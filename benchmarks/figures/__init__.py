@@ -1,1 +1,1 @@
-"""Result files into tables and figures: `python -m benchmarks.figures --help`."""
+"""Tables and figures of the result files."""

@@ -1,4 +1,7 @@
-"""README's tables, docs/results.md and docs/figures/ from the result files."""
+"""Result files into tables and figures: `python -m benchmarks.figures --help`.
+
+Writes the results of README.md and of docs/results/, and docs/figures/.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +13,51 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
-from benchmarks.environment import ROOT
+from benchmarks.common.paths import ROOT
 from benchmarks.figures import style
 from benchmarks.figures.charts import charts
-from benchmarks.figures.results import KINDS, Result, load
+from benchmarks.figures.results import Result, load
 from benchmarks.figures.tables import HEADINGS, tables
+from benchmarks.figures.tables.serving import peers
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-# README shows these whole; docs/results.md shows every kind.
-README_KINDS = ("offline", "policies")
 _IDENTIFIER = re.compile(r"jaxserve-result:[0-9a-f]{64}")
 
 
 @final
 @dataclass(frozen=True)
 class Page:
-    """A Markdown file, the heading level of its results, and the kinds it shows."""
+    """A Markdown file with results between two markers.
+
+    Attributes:
+      kinds: the results that it shows; None for the first comparison with other engines alone.
+    """
 
     path: str
-    level: str
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...] | None
 
     @property
     def up(self) -> str:
-        """From the page's folder to the root."""
+        """The way from the page's folder to the root."""
         return "../" * self.path.count("/")
 
 
-PAGES = (Page("README.md", "###", README_KINDS), Page("docs/results.md", "##", KINDS))
+PAGES = (
+    Page("README.md", None),
+    Page("docs/results/throughput.md", ("offline", "loading")),
+    Page("docs/results/policies.md", ("policies", "online", "flover", "simulate", "s3")),
+    Page("docs/results/conversations.md", ("conversations", "pensieve", "scattered", "restore")),
+    Page("docs/results/lengths.md", ("predictor", "probe")),
+    Page("docs/results/devices.md", ("sharding", "gpu_check")),
+)
 FIGURES = "docs/figures"
 RESULTS = "benchmarks/results"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write everything, or with --check say what would change; the exit code."""
-    options = _parser().parse_args(arguments)
+    """Write everything, or with --check print what would change; return the exit code."""
+    options = build_parser().parse_args(arguments)
     try:
         stale = update(options.root, write=not options.check)
     except JaxserveError as error:
@@ -60,13 +72,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def update(root: Path, *, write: bool) -> list[Path]:
-    """The files that differ from what the results say; with `write` they no longer do.
+    """Return the files that differ from the results; with `write`, write them.
 
-    Without `write`, a figure is taken to be the same if it was drawn from the same result file:
+    Without `write`, a figure counts as the same if it was drawn from the same result file, since
     other versions of Matplotlib draw other bytes.
 
     Raises:
-      ResultFileError: a result file is broken, or of an unknown kind.
+      ResultFileError: a result file is broken, of an unknown kind, or without runs.
       InvalidConfigError: a page lacks its markers.
     """
     results = load(root / RESULTS)
@@ -104,23 +116,31 @@ def update(root: Path, *, write: bool) -> list[Path]:
 
 
 def render(page: Page, results: list[Result], root: Path) -> str:
-    """What stands between the page's markers."""
+    """Return the text between the page's markers."""
 
     def link(result: Result) -> str:
         return page.up + result.path.relative_to(root).as_posix()
 
+    def pictures(result: Result) -> list[str]:
+        return [
+            f"![{HEADINGS[result.kind]}: {name}]({page.up}{FIGURES}/{name}.svg)"
+            for name in charts(result)
+        ]
+
     parts = []
-    for kind in page.kinds:
+    if page.kinds is None:
+        compared = [result for result in results if result.kind == "offline" and result.has_peers]
+        for result in compared[:1]:
+            parts += [peers(result, link(result)), *pictures(result)]
+    for kind in page.kinds or ():
         own = [result for result in results if result.kind == kind]
         if own:
-            parts.append(f"{page.level} {HEADINGS[kind]}")
+            parts.append(f"## {HEADINGS[kind]}")
             for result, text in zip(own, tables(kind, own, link), strict=True):
                 parts += [text] if text else []
-                parts += [
-                    f"![{HEADINGS[kind]}: {name}]({page.up}{FIGURES}/{name}.svg)"
-                    for name in charts(result)
-                ]
-    if not any(result.get("device", "platform") != "cpu" for result in results):
+                parts += pictures(result)
+    shows_devices = page.kinds is None or "gpu_check" in page.kinds
+    if shows_devices and all(result.get("device", "platform") == "cpu" for result in results):
         parts.append("Nothing was measured on a GPU yet.")
     return "\n\n".join(parts)
 
@@ -133,19 +153,19 @@ def _spliced(path: Path, text: str, between: str) -> str:
 
 
 def _identifier(path: Path) -> str | None:
-    """Of the result that a figure was drawn from; None for other pictures."""
+    """Return the identifier of the result that a figure was drawn from; None for others."""
     if not path.exists():
         return None
     found = _IDENTIFIER.search(path.read_text(encoding="utf-8"))
     return None if found is None else found.group()
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.figures",
         description=f"Draw every result in {RESULTS}/ under {FIGURES}/, and rewrite the tables of "
-        f"{' and '.join(page.path for page in PAGES)} between their markers. Prints the files "
-        "that changed.",
+        f"{', '.join(page.path for page in PAGES)} between their markers. Prints the files that "
+        "changed.",
     )
     add = parser.add_argument
     add("--check", action="store_true", help="change nothing; exit with 1 if anything would change")

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from benchmarks.common.repeats import Spread
 from jaxserve.core.errors import InvalidConfigError
 
-# What may lie in the folder, in the order of the pages.
+# The kinds of results, in the order of the pages.
 KINDS = (
     *("offline", "policies", "online", "conversations", "flover", "simulate", "predictor"),
     *("probe", "s3", "pensieve", "scattered", "restore", "loading", "sharding", "gpu_check"),
 )
+# Names and positions of a value in a result.
+Keys = Sequence[str | int]
 
 
 class ResultFileError(InvalidConfigError):
-    """A result file that cannot be read, or lacks what its kind has."""
+    """A result file that cannot be read, or lacks a field of its kind."""
 
 
 @final
 @dataclass(frozen=True)
 class Result:
-    """One benchmark's JSON object and where it lies."""
+    """The JSON object of one benchmark, its file, and a digest of both."""
 
     path: Path
     data: dict[str, Any]
@@ -35,10 +39,10 @@ class Result:
         return self.data["benchmark"]
 
     def get(self, *keys: str | int) -> Any:
-        """What lies under the keys, one inside the other.
+        """Return the value under the keys, one inside the other.
 
         Raises:
-          ResultFileError: nothing does.
+          ResultFileError: there is no such value.
         """
         found: Any = self.data
         for depth, key in enumerate(keys):
@@ -53,7 +57,11 @@ class Result:
         return found
 
     def number(self, *keys: str | int) -> float:
-        """The number under the keys. Raises ResultFileError if there is none."""
+        """Return the number under the keys.
+
+        Raises:
+          ResultFileError: there is none.
+        """
         found = self.get(*keys)
         if isinstance(found, bool) or not isinstance(found, int | float):
             name = ".".join(map(str, keys))
@@ -61,11 +69,43 @@ class Result:
         return float(found)
 
     def optional(self, *keys: str | int) -> float | None:
-        """The number under the keys; None where it was not measured."""
+        """Return the number under the keys; None if it was not measured."""
         try:
             return self.number(*keys)
         except ResultFileError:
             return None
+
+    @property
+    def repeats(self) -> int:
+        """Whole runs that each figure comes from.
+
+        Raises:
+          ResultFileError: the file does not say so.
+        """
+        return int(self.number("repeats"))
+
+    def spread(self, at: Keys, *keys: str | int) -> Spread:
+        """Return median and range of a figure over the whole runs of the object `at`.
+
+        Raises:
+          ResultFileError: the object has no runs and the file is not one of a single run, or a run
+            lacks the figure.
+        """
+        if "runs" in self.get(*at):
+            runs = [(*at, "runs", i) for i, _ in self.items(*at, "runs")]
+            return Spread.of([self.number(*run, *keys) for run in runs])
+        if self.repeats > 1:
+            where = ".".join(map(str, at)) or "the file"
+            raise ResultFileError(
+                f"{self.path}: {where} has no runs, of which there were {self.repeats}; a table "
+                "shows medians of whole runs: run the benchmark again"
+            )
+        return Spread.of([self.number(*at, *keys)])
+
+    def optional_spread(self, at: Keys, *keys: str | int) -> Spread | None:
+        """Return the spread; None if the figure was not measured."""
+        first = (*at, "runs", 0) if "runs" in self.get(*at) else at
+        return None if self.optional(*first, *keys) is None else self.spread(at, *keys)
 
     @property
     def has_peers(self) -> bool:
@@ -73,10 +113,10 @@ class Result:
         return bool(self.data.get("compare"))
 
     def items(self, *keys: str | int) -> list[tuple[Any, Any]]:
-        """Names and values of the object under the keys, or positions and values of the list.
+        """Return names and values of an object, or positions and values of a list.
 
         Raises:
-          ResultFileError: neither lies there.
+          ResultFileError: the value under the keys is neither.
         """
         found = self.get(*keys)
         if isinstance(found, dict):
@@ -88,15 +128,15 @@ class Result:
 
 
 def bound_name(result: Result) -> str:
-    """Which bound an offline result is held against: earlier ones timed the products alone."""
+    """Return the name of an offline result's bound; earlier results timed the products alone."""
     return "roofline" if "run_s" in result.get("bound") else "matrix products alone"
 
 
 def load(folder: Path) -> list[Result]:
-    """Every `*.json` of the folder, by kind and name.
+    """Read every `*.json` of the folder, by kind and name.
 
     Raises:
-      ResultFileError: a file that is no result, or of an unknown kind.
+      ResultFileError: a file that is not a result, or of an unknown kind.
     """
     results = [_read(path) for path in sorted(folder.glob("*.json"))]
     return sorted(results, key=lambda result: KINDS.index(result.kind))

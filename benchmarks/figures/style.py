@@ -9,6 +9,8 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from benchmarks.common.repeats import Spread
+
 INK = "#767676"  # a contrast of 4 to 5 on white and on near black
 OURS = "#0072B2"
 # Okabe and Ito's palette, tell-apart for colour-blind readers; the pale ones darkened for white.
@@ -24,7 +26,7 @@ COLOURS = {
     "concurrent_instances": INK,
     "oracle": "#3D8FC0",
 }
-# Of a run's seconds, as figure 6 of the S3 paper.
+# Parts of a run's seconds, as in figure 6 of the S3 paper.
 PARTS = {"generation": OURS, "penalty": "#D55E00", "overhead": "#A67C00"}
 MARKERS = {"flover": "o", "orca": "s", "vllm_like": "D", "fastertransformer": "^",
            "triton_window": "v", "concurrent_instances": "X"}  # fmt: skip
@@ -54,24 +56,24 @@ _LETTER_PT = 5.2
 
 
 def canvas(width: float, height: float) -> Figure:
-    """An empty figure of so many inches; for use within `svg`."""
+    """Return an empty figure, sizes in inches; for use within `svg`."""
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def name(identifier: str) -> str:
-    """As it is written beside a line or bar."""
+    """Return an identifier in words, as tables and charts show it."""
     return identifier.replace("_", " ")
 
 
 def line(axes: Any, policy: str, x: Sequence[float], y: Sequence[float], *, marks: bool = True):
-    """A policy's line, always in its own colour and with its own mark."""
+    """Draw a policy's line in its own colour and with its own mark."""
     dashes = "--" if policy == "flover_without_shuffle" else "-"
     marker = MARKERS.get(policy, "o") if marks else None
     axes.plot(x, y, dashes, color=COLOURS.get(policy, "#3D8FC0"), marker=marker, label=name(policy))
 
 
 def label_lines(axes: Any, *, above: bool = False) -> None:
-    """Every line's name right of its end, or above it; higher where it would cover another."""
+    """Write every line's name right of its end, or above it; higher where names would overlap."""
     axes.figure.draw_without_rendering()
     points_a_pixel = 72 / axes.figure.dpi
     ends = []
@@ -93,11 +95,18 @@ def label_lines(axes: Any, *, above: bool = False) -> None:
         )  # fmt: skip
 
 
-def bars(axes: Any, names: Sequence[str], values: Sequence[float], *, title: str, form: str):
-    """Horizontal bars, the first on top, each with its value at its end."""
+def bars(axes: Any, names: Sequence[str], values: Sequence[Spread], *, title: str, form: str):
+    """Draw horizontal bars of medians with their ranges, the first on top, values at the ends."""
     colours = [COLOURS.get(each, INK) for each in names]
-    drawn = axes.barh([name(each) for each in names], values, color=colours, height=0.62)
-    axes.bar_label(drawn, labels=[format(value, form) for value in values], padding=4)
+    medians = [value.median for value in values]
+    below = [value.median - value.low for value in values]
+    above = [value.high - value.median for value in values]
+    drawn = axes.barh(
+        [name(each) for each in names], medians, color=colours, height=0.62,
+        xerr=[below, above] if any(below) or any(above) else None,
+        error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2},
+    )  # fmt: skip
+    axes.bar_label(drawn, labels=[format(median, form) for median in medians], padding=4)
     axes.invert_yaxis()
     axes.set_title(title)
     axes.spines[["left", "bottom"]].set_visible(False)
@@ -107,7 +116,7 @@ def bars(axes: Any, names: Sequence[str], values: Sequence[float], *, title: str
 
 
 def svg(draw: Callable[[], Figure], identifier: str) -> bytes:
-    """What `draw` draws as a small file that says where it came from."""
+    """Return what `draw` draws as SVG, with the identifier of the result in its metadata."""
     data = io.BytesIO()
     with matplotlib.rc_context(RC):
         draw().savefig(data, format="svg", metadata={"Date": None, "Identifier": identifier})

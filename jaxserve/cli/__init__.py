@@ -1,4 +1,4 @@
-"""The command line: `jaxserve generate | chat | bench | models`."""
+"""The command line, `jaxserve`."""
 
 from jaxserve.cli.app import app, main
 

@@ -1,4 +1,4 @@
-"""The commands put together. What is slow to import waits inside the commands."""
+"""The commands put together. Slow imports are inside the commands."""
 
 from __future__ import annotations
 

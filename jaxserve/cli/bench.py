@@ -12,10 +12,16 @@ from jaxserve.cli import options as opt
 
 
 def bench(
-    num_requests: Annotated[int, typer.Option("--num-requests", help="Requests, at once.")] = 32,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Of each prompt.")] = 64,
-    output_tokens: Annotated[int, typer.Option("--output-tokens", help="Of each answer.")] = 64,
-    seed: Annotated[int, typer.Option("--seed", help="Of the random prompts.")] = 0,
+    num_requests: Annotated[
+        int, typer.Option("--num-requests", help="Requests, submitted at once.")
+    ] = 32,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", help="Tokens of each prompt.")
+    ] = 64,
+    output_tokens: Annotated[
+        int, typer.Option("--output-tokens", help="Tokens of each answer.")
+    ] = 64,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random prompts.")] = 0,
     model: opt.Model = opt.DEFAULT_MODEL,
     policy: opt.Policy = "auto",
     load: opt.Load = "auto",
@@ -30,6 +36,7 @@ def bench(
     max_slots: opt.MaxSlots = None,
     max_context: opt.MaxContext = None,
     tensor_parallel: opt.TensorParallel = 1,
+    replicas: opt.Replicas = 1,
     coordinator: opt.Coordinator = None,
     num_processes: opt.NumProcesses = None,
     process_id: opt.ProcessId = None,
@@ -38,7 +45,7 @@ def bench(
 ) -> None:
     """Measure throughput and latency on random prompts; prints one JSON object.
 
-    Every answer has exactly the asked length. For real prompts and the matching rooflines, use
+    Every answer has exactly the given length. For real prompts and the matching rooflines, use
     `python -m benchmarks.offline` from a checkout.
     """
     with opt.exit_codes():
@@ -47,7 +54,7 @@ def bench(
 
         started_s = time.perf_counter()
         opt.join(coordinator, num_processes, process_id)
-        with opt.open_runtime(
+        with opt.open_service(
             model,
             policy=policy,
             load=load,
@@ -62,19 +69,20 @@ def bench(
             max_slots=max_slots,
             max_context=max_context,
             tensor_parallel=tensor_parallel,
+            replicas=replicas,
             record=record,
             quiet=quiet,
-        ) as rt:
+        ) as service:
             ready_s = time.perf_counter()
             items = random_items(
                 num_requests,
                 num_prompt_tokens=prompt_tokens,
                 num_output_tokens=output_tokens,
-                vocab_size=rt.model_config.vocab_size,
+                vocab_size=service.vocab_size,
                 seed=seed,
             )
             begin_s = time.perf_counter()
-            done = rt.generate(
+            done = service.generate(
                 [list(item.prompt_token_ids) for item in items],
                 [item.params() for item in items],
                 progress=not quiet,

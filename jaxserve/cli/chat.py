@@ -15,7 +15,7 @@ from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.conversations import Conversation
-    from jaxserve.runtime import Runtime
+    from jaxserve.runtime import Service
 
 HELP = (
     "/reset begins a new conversation, /exit leaves; Ctrl-C stops an answer, the next one leaves."
@@ -28,11 +28,11 @@ def chat(
     ] = None,
     id: Annotated[
         str | None,
-        typer.Option("--id", help="Go on with this conversation, or begin one of this id."),
+        typer.Option("--id", help="Continue the conversation with this id, or begin one."),
     ] = None,
     journal: Annotated[
         Path | None,
-        opt.journal("Keep the conversation in this file; with --id alone in {default}."),
+        opt.journal("Keep the conversation in this file; with --id alone, in {default}."),
     ] = None,
     max_tokens: opt.MaxTokens = 512,
     temperature: opt.Temperature = 0.0,
@@ -62,13 +62,13 @@ def chat(
     record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Talk with an instruct model; answers appear as they are made.
+    """Talk with an instruct model; answers appear while they are generated.
 
-    /reset begins a new conversation, /exit (or Ctrl-D) leaves. Ctrl-C stops an answer, which is not
-    kept then; where nothing is being answered it leaves.
+    /reset begins a new conversation, /exit (or Ctrl-D) leaves. Ctrl-C stops an answer, which is
+    then not kept; between answers it leaves.
 
-    With --id or --journal the conversation is kept, and --id goes on with it another time; see
-    `jaxserve conversations`. Without either nothing of it is written anywhere.
+    With --id or --journal the conversation is kept, and --id continues it another time; see
+    `jaxserve conversations`. Without either, nothing of it is written to a file.
     """
     with opt.exit_codes():
         params = opt.sampling_params(
@@ -84,7 +84,7 @@ def chat(
         if id is not None and journal is None:
             journal = opt.made_journal()
         opt.join(coordinator, num_processes, process_id)
-        with opt.open_runtime(
+        with opt.open_service(
             model,
             policy=policy,
             load=load,
@@ -103,15 +103,19 @@ def chat(
             record=record,
             conversations=journal,
             quiet=quiet,
-        ) as rt:
+        ) as service:
             typer.echo(f"{model}: {HELP}", err=True)
-            _converse(rt, params, system, id, journal)
+            _converse(service, params, system, id, journal)
 
 
 def _converse(
-    rt: Runtime, params: SamplingParams, system: str | None, id: str | None, journal: Path | None
+    service: Service,
+    params: SamplingParams,
+    system: str | None,
+    id: str | None,
+    journal: Path | None,
 ) -> None:
-    conversation = rt.conversation(id, system=system)
+    conversation = service.conversation(id, system=system)
     if conversation.turns:
         typer.echo(
             f"(conversation {conversation.id} goes on after {len(conversation.turns)} turns and "
@@ -121,7 +125,7 @@ def _converse(
     try:
         while (said := _ask()) is not None:
             if said == "/reset":
-                conversation = rt.conversation(system=system)
+                conversation = service.conversation(system=system)
                 typer.echo("(a new conversation)", err=True)
             elif said.startswith("/"):
                 typer.echo(f"unknown command {said}; {HELP}", err=True)
@@ -134,7 +138,7 @@ def _converse(
 
 
 def _ask() -> str | None:
-    """The next line that the user gives; None to leave."""
+    """Return the next line of the user; None to leave."""
     try:
         said = input("> ").strip()
     except EOFError:
@@ -147,9 +151,9 @@ def _ask() -> str | None:
 
 
 def _answer(conversation: Conversation, params: SamplingParams, said: str) -> None:
-    """Print the answer as it comes. A turn that is refused or stopped is not kept."""
+    """Print the answer while it is generated. A turn that is refused or stopped is not kept."""
     try:
-        # Closing the generator is what cancels an answer that is still being made.
+        # Closing the generator cancels an answer that is still being generated.
         with closing(conversation.stream(said, params)) as pieces:
             for piece in pieces:
                 typer.echo(piece.text, nl=False)
@@ -157,4 +161,4 @@ def _answer(conversation: Conversation, params: SamplingParams, said: str) -> No
     except KeyboardInterrupt:
         typer.echo(" (stopped, and not kept)")
     except JaxserveError as error:
-        typer.echo(f"{opt.describe(error)} (/reset begins anew)", err=True)
+        typer.echo(f"{opt.describe(error)} (/reset begins a new conversation)", err=True)

@@ -1,4 +1,4 @@
-"""`jaxserve conversations`: what a journal keeps; no model is loaded."""
+"""`jaxserve conversations`: the conversations in a journal. Loads no model."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from jaxserve.conversations import Entry, Journal
 
 conversations_app = typer.Typer(
-    help="List, show, export and delete conversations that are kept in a journal.",
+    help="List, show, export and delete the conversations in a journal.",
     no_args_is_help=True,
 )
 
-Id = Annotated[str, typer.Argument(help="A conversation, as `jaxserve conversations list` has it.")]
+Id = Annotated[str, typer.Argument(help="Id of a conversation; see `jaxserve conversations list`.")]
 
 
 @conversations_app.command("list")
 def list_conversations(journal: opt.Journal = None) -> None:
-    """List conversations, the one used last first."""
+    """List conversations, the most recently used first."""
     with opt.exit_codes(), _opened(journal) as kept:
         from rich.console import Console
         from rich.table import Table
@@ -42,7 +42,7 @@ def list_conversations(journal: opt.Journal = None) -> None:
 
 @conversations_app.command("show")
 def show(id: Id, journal: opt.Journal = None) -> None:
-    """Print what was said in a conversation."""
+    """Print the messages of a conversation."""
     with opt.exit_codes(), _opened(journal) as kept:
         entry = _found(kept, id)
         for message in kept.history(entry).messages:
@@ -52,10 +52,10 @@ def show(id: Id, journal: opt.Journal = None) -> None:
 @conversations_app.command("export")
 def export(
     ids: Annotated[
-        list[str] | None, typer.Argument(help="Conversations; all of them by default.")
+        list[str] | None, typer.Argument(help="Ids of conversations; all of them by default.")
     ] = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Also each turn's token ids, as the model saw them.")
+        bool, typer.Option("--tokens", help="Also write each turn's token ids.")
     ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write JSON lines here, not to stdout.")
@@ -81,12 +81,12 @@ def export(
 
 @conversations_app.command("delete")
 def delete(
-    ids: Annotated[list[str] | None, typer.Argument(help="Conversations.")] = None,
+    ids: Annotated[list[str] | None, typer.Argument(help="Ids of conversations.")] = None,
     all: Annotated[bool, typer.Option("--all", help="Delete every conversation.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     journal: opt.Journal = None,
 ) -> None:
-    """Delete conversations, and wipe every trace of them from the journal's files."""
+    """Delete conversations, and every copy of them in the journal's files."""
     with opt.exit_codes(), _opened(journal) as kept:
         if bool(ids) == all:
             raise InvalidConfigError("give the ids of conversations, or --all, and not both")

@@ -55,7 +55,8 @@ def generate(
     frequency_penalty: opt.FrequencyPenalty = 0.0,
     seed: opt.Seed = None,
     n: Annotated[
-        int, typer.Option("--n", help="Samples a prompt.", rich_help_panel="Sampling")
+        int,
+        typer.Option("--n", help="Number of samples for each prompt.", rich_help_panel="Sampling"),
     ] = 1,
     stop: opt.Stop = None,
     ignore_eos: opt.IgnoreEos = False,
@@ -83,6 +84,7 @@ def generate(
     tensor_parallel: opt.TensorParallel = 1,
     stages: opt.Stages = None,
     data_parallel: opt.DataParallel = 1,
+    replicas: opt.Replicas = 1,
     coordinator: opt.Coordinator = None,
     num_processes: opt.NumProcesses = None,
     process_id: opt.ProcessId = None,
@@ -114,7 +116,7 @@ def generate(
         answers = opt.join(coordinator, num_processes, process_id)
         with (
             _sink(output if answers else None) as sink,
-            opt.open_runtime(
+            opt.open_service(
                 model,
                 policy=policy,
                 load=load,
@@ -131,14 +133,16 @@ def generate(
                 tensor_parallel=tensor_parallel,
                 stages=stages,
                 data_parallel=data_parallel,
+                replicas=replicas,
                 record=record,
                 quiet=quiet,
-            ) as rt,
+            ) as service,
         ):
-            has_template = rt.tokenizer is not None and rt.tokenizer.chat_template is not None
+            tokenizer = service.tokenizer
+            has_template = tokenizer is not None and tokenizer.chat_template is not None
             if has_template if chat is None else chat:
                 jobs = [prompts.as_chat(job, system) for job in jobs]
-            done = rt.generate(
+            done = service.generate(
                 [job.prompt for job in jobs], [job.params for job in jobs], progress=not quiet
             )
             _write(jobs, done, sink, text_only=text)
@@ -180,7 +184,7 @@ def _sink(output: Path | None) -> AbstractContextManager[TextIO]:
 def _write(
     jobs: list[prompts.Job], done: list[Completion], sink: TextIO, *, text_only: bool
 ) -> None:
-    """Every answer that ended by itself or failed; cancelled ones are left out."""
+    """Write every completion except the cancelled ones; errors go to stderr too."""
     for job, completion in zip(jobs, done, strict=True):
         if completion.error is not None:
             typer.echo(f"prompt {job.id}: {opt.describe(completion.error)}", err=True)

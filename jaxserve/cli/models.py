@@ -1,4 +1,4 @@
-"""`jaxserve models`: what can be served, and where it lies."""
+"""`jaxserve models`: the models that can be served, and where their files are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pull(
     name: Annotated[str, typer.Argument(help="A name from `jaxserve models list`.")],
     quiet: opt.Quiet = False,
 ) -> None:
-    """Download a model into the cache, and print where it lies."""
+    """Download a model into the cache, and print its path."""
     with opt.exit_codes():
         from jaxserve.models import registry
 
@@ -25,7 +25,7 @@ def pull(
 
 @models_app.command("list")
 def list_models() -> None:
-    """List the models known by name, and which of them are in the cache."""
+    """List the registered models, and which of them are in the cache."""
     with opt.exit_codes():
         from rich.console import Console
         from rich.table import Table
@@ -42,7 +42,7 @@ def list_models() -> None:
 def show(
     name: Annotated[str, typer.Argument(help="A name, a folder or a GGUF file.")],
 ) -> None:
-    """Describe a model: architecture, sizes, where it lies; nothing is loaded."""
+    """Describe a model: architecture, sizes, path. Loads no weights."""
     with opt.exit_codes():
         from jaxserve.models import registry
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what turns errors into exit codes.
+"""Options that several commands share, the service that they describe, and exit codes.
 
 Exit codes: 0 done, 1 something failed (a request of a batch, memory, the cache), 2 bad input,
 130 interrupted.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,7 +30,8 @@ from jaxserve.core.errors import (
 from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxserve.runtime import Runtime
+    from jaxserve.fleet import Fleet
+    from jaxserve.runtime import Runtime, Service
     from sharding import StagePlan
 
 EXIT_FAILED = 1
@@ -57,59 +58,74 @@ def _processes(name: str, text: str) -> typer.models.OptionInfo:
 
 
 def journal(text: str) -> typer.models.OptionInfo:
-    """An option for the file that keeps conversations; `{default}` in its help is where."""
+    """Return an option for the journal of conversations; `{default}` in `text` is its default."""
     where = "~/.local/share/jaxserve/conversations.sqlite (or in $XDG_DATA_HOME)"
     help = text.format(default=where)
     return typer.Option("--journal", envvar="JAXSERVE_JOURNAL", help=help, show_default=False)
 
 
-MaxTokens = Annotated[int, _sampling("--max-tokens", "Most output tokens of an answer.")]
-MinTokens = Annotated[int, _sampling("--min-tokens", "No end before this many output tokens.")]
+MaxTokens = Annotated[int, _sampling("--max-tokens", "Maximum number of output tokens.")]
+MinTokens = Annotated[int, _sampling("--min-tokens", "Minimum number of output tokens.")]
 Temperature = Annotated[float, _sampling("--temperature", "0 is greedy.")]
 TopK = Annotated[int, _sampling("--top-k", "Keep the k likeliest tokens; 0 keeps all.")]
-TopP = Annotated[float, _sampling("--top-p", "Keep the smallest set of this probability.")]
-MinP = Annotated[float, _sampling("--min-p", "Drop tokens less likely than this x the likeliest.")]
+TopP = Annotated[
+    float, _sampling("--top-p", "Keep the fewest tokens of at least this total probability.")
+]
+MinP = Annotated[
+    float, _sampling("--min-p", "Drop tokens less likely than this times the likeliest.")
+]
 RepetitionPenalty = Annotated[float, _sampling("--repetition-penalty", "1 is off.")]
 PresencePenalty = Annotated[float, _sampling("--presence-penalty", "0 is off.")]
 FrequencyPenalty = Annotated[float, _sampling("--frequency-penalty", "0 is off.")]
 Seed = Annotated[int | None, _sampling("--seed", "Same seed, same answer.")]
-Stop = Annotated[list[str] | None, _sampling("--stop", "Text that ends an answer; repeatable.")]
+Stop = Annotated[
+    list[str] | None, _sampling("--stop", "Text that ends an answer; may be given several times.")
+]
 IgnoreEos = Annotated[bool, _sampling("--ignore-eos", "Go on past the model's end token.")]
 
 Model = Annotated[
     str, _runtime("--model", "-m", text="A name (see `jaxserve models list`), folder or GGUF file.")
 ]
 Policy = Annotated[str, _runtime("--policy", text="Scheduling preset, such as auto, orca, flover.")]
-Load = Annotated[str, _runtime("--load", text="auto, or random for weights made up on the spot.")]
-DType = Annotated[str | None, _runtime("--dtype", text="Of weights and cache, e.g. bfloat16.")]
+Load = Annotated[str, _runtime("--load", text="auto, or random for random weights.")]
+DType = Annotated[str | None, _runtime("--dtype", text="dtype of weights and KV, e.g. bfloat16.")]
 KvMemory = Annotated[str | None, _runtime("--kv-memory", text="Size of the KV pool, e.g. 2GiB.")]
 KvDType = Annotated[
     str | None,
-    _runtime("--kv-dtype", text="Of the KV pool if not --dtype's: int8 or float8_e4m3fn."),
+    _runtime(
+        "--kv-dtype", text="dtype of the KV pool, if not that of --dtype: int8 or float8_e4m3fn."
+    ),
 ]
 HostMemory = Annotated[
     str | None,
-    _runtime("--host-memory", text="On the host, for KV that leaves the device, e.g. 8GiB, or 0."),
+    _runtime("--host-memory", text="Host memory for KV that leaves the device, e.g. 8GiB, or 0."),
 ]
 DiskMemory = Annotated[
     str | None,
-    _runtime("--disk-memory", text="In files, for KV that leaves the host, e.g. 50GiB."),
+    _runtime("--disk-memory", text="Disk space for KV that leaves the host, e.g. 50GiB."),
 ]
 DiskFolder = Annotated[
     Path | None,
-    _runtime("--disk-folder", text="For these files; one runtime at a time uses it."),
+    _runtime("--disk-folder", text="Folder for --disk-memory; one runtime at a time can use it."),
 ]
 Predictor = Annotated[
     str | None,
-    _runtime("--predictor", text="Folder of a length predictor, for policies that use one."),
+    _runtime(
+        "--predictor", text="Folder of a length predictor, for policies that use predictions."
+    ),
 ]
 Probe = Annotated[
     str | None,
-    _runtime("--probe", text="Folder of a probe of remaining lengths, for policies that use one."),
+    _runtime(
+        "--probe", text="Folder of a probe of remaining lengths, for policies that use predictions."
+    ),
 ]
-MaxSlots = Annotated[int | None, _runtime("--max-slots", text="Most sequences that run at once.")]
+MaxSlots = Annotated[
+    int | None, _runtime("--max-slots", text="Maximum number of sequences that run at once.")
+]
 MaxContext = Annotated[
-    int | None, _runtime("--max-context", text="Most tokens of prompt and answer together.")
+    int | None,
+    _runtime("--max-context", text="Maximum number of tokens of prompt and answer together."),
 ]
 TensorParallel = Annotated[
     int, _runtime("--tensor-parallel", text="Devices that the model is split over.")
@@ -122,62 +138,69 @@ Stages = Annotated[
     ),
 ]
 DataParallel = Annotated[
-    int, _runtime("--data-parallel", text="Replicas of the model, each on devices of its own.")
+    int,
+    _runtime("--data-parallel", text="Replicas in this process, each on devices of its own."),
+]
+Replicas = Annotated[
+    int,
+    _runtime("--replicas", text="Replicas in processes of their own, on Ray; see `Fleet`."),
 ]
 Record = Annotated[
     Path | None,
-    _runtime("--record", text="Write every request to this new file, for benchmarks to replay."),
+    _runtime("--record", text="Record every request in this new file, for benchmarks to replay."),
 ]
-Journal = Annotated[Path | None, journal("File that keeps them; by default {default}.")]
+Journal = Annotated[Path | None, journal("Journal of the conversations; by default {default}.")]
 Coordinator = Annotated[
     str | None,
     _processes("--coordinator", "host:port of process 0. [default: JAXSERVE_COORDINATOR, SLURM]"),
 ]
 NumProcesses = Annotated[
     int | None,
-    _processes("--num-processes", "How many there are. [default: JAXSERVE_NUM_PROCESSES, SLURM]"),
+    _processes("--num-processes", "Number of processes. [default: JAXSERVE_NUM_PROCESSES, SLURM]"),
 ]
 ProcessId = Annotated[
     int | None,
-    _processes("--process-id", "Which this is, from 0. [default: JAXSERVE_PROCESS_ID, SLURM]"),
+    _processes(
+        "--process-id", "Number of this process, from 0. [default: JAXSERVE_PROCESS_ID, SLURM]"
+    ),
 ]
 Quiet = Annotated[bool, _runtime("--quiet", "-q", text="No progress bars.")]
 
 
 def default_journal() -> Path:
-    """Where conversations are kept when they are to be kept, and no file is named."""
+    """Return the journal that is used where none is given."""
     folder = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(folder) / "jaxserve" / "conversations.sqlite"
 
 
 def made_journal() -> Path:
-    """`default_journal`, in a folder that is there.
+    """Return `default_journal`, after creating its folder.
 
     Raises:
-      JournalError: it cannot be made.
+      JournalError: the folder cannot be created.
     """
     path = default_journal()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise JournalError(
-            f"the folder {path.parent} cannot be made: {error}; give --journal"
+            f"the folder {path.parent} cannot be created: {error}; give --journal"
         ) from error
     return path
 
 
 def sampling_params(**fields: object) -> SamplingParams:
-    """Parameters from options; those left at None keep their defaults.
+    """Return sampling parameters; fields that are None keep their defaults.
 
     Raises:
-      InvalidSamplingParamsError: naming the option's field.
+      InvalidSamplingParamsError: a field has a value that is not allowed.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     return SamplingParams(**given)  # type: ignore[arg-type]
 
 
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> bool:
-    """Bring the job's processes together, if there are several; whether this one is to answer.
+    """Connect the job's processes, if there are several; return whether this one answers.
 
     Raises:
       InvalidConfigError, ProcessGroupError
@@ -193,27 +216,67 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
     return group is None or group.is_leader
 
 
-def open_runtime(
+def open_service(model: str, *, quiet: bool, replicas: int = 1, **settings: object) -> Service:
+    """Open the service that the options describe. Progress bars go to stderr.
+
+    Args:
+      replicas: processes; several are a `Fleet`, one is a `Runtime`.
+      settings: arguments of `_open_runtime`, `Runtime.from_pretrained` or `Fleet`; None leaves an
+        option at its default.
+
+    Raises:
+      InvalidConfigError: also for options that a fleet does not have.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    if given.get("host_memory") == "0":
+        given["host_memory"] = 0
+    if replicas == 1:
+        return _open_runtime(model, quiet=quiet, **given)  # type: ignore[arg-type]
+    return _open_fleet(model, replicas, quiet=quiet, **given)  # type: ignore[arg-type]
+
+
+def _open_fleet(
+    model: str,
+    replicas: int,
+    *,
+    quiet: bool,
+    stages: str | None = None,
+    data_parallel: int = 1,
+    **given: Any,
+) -> Fleet:
+    # This process must not start JAX's devices: the replicas need them.
+    import jax
+
+    from jaxserve.fleet import Fleet
+
+    if stages is not None or data_parallel != 1:
+        raise InvalidConfigError(
+            f"--replicas {replicas} cannot go together with --stages or --data-parallel; give "
+            "--tensor-parallel to split each replica, or leave --replicas out"
+        )
+    if jax.distributed.is_initialized():
+        raise InvalidConfigError(
+            f"--replicas {replicas} cannot go together with --num-processes: Ray starts the "
+            "replicas' processes; leave one of them out"
+        )
+    return Fleet(model, replicas=replicas, progress=not quiet, **given)
+
+
+def _open_runtime(
     model: str,
     *,
     quiet: bool,
     tensor_parallel: int = 1,
     stages: str | None = None,
     data_parallel: int = 1,
-    **settings: object,
+    **given: Any,
 ) -> Runtime:
-    """The runtime that the options describe; bars go to stderr.
-
-    In a process that only follows it serves the leader and leaves the command when that is done.
-    """
+    """In a process that follows: serve the leader, and leave the command when it is done."""
     import jax
 
     from jaxserve.runtime import Runtime
     from sharding import make_mesh
 
-    given = {name: value for name, value in settings.items() if value is not None}
-    if given.get("host_memory") == "0":
-        given["host_memory"] = 0
     num_processes = jax.process_count()
     try:
         if stages is not None and data_parallel != 1:
@@ -232,7 +295,7 @@ def open_runtime(
     except ValueError as error:
         raise InvalidConfigError(str(error)) from error
     is_quiet = quiet or jax.process_index() > 0
-    rt = Runtime.from_pretrained(model, progress=not is_quiet, **given)  # type: ignore[arg-type]
+    rt = Runtime.from_pretrained(model, progress=not is_quiet, **given)
     if not rt.is_leader:
         with rt:
             rt.follow()
@@ -241,7 +304,7 @@ def open_runtime(
 
 
 def _stage_plan(text: str, tensor_parallel: int) -> StagePlan:
-    """From e.g. "20x2,10x1"; a stage that names no devices has `tensor_parallel` of them."""
+    """Parse e.g. "20x2,10x1". A stage without a number of devices has `tensor_parallel`."""
     from sharding import StagePlan
 
     if not re.fullmatch(r"\d+(x\d+)?(,\d+(x\d+)?)*", text):
@@ -254,7 +317,7 @@ def _stage_plan(text: str, tensor_parallel: int) -> StagePlan:
 
 
 def describe(error: JaxserveError) -> str:
-    """One error as the user reads it: its type, and what it says."""
+    """Return an error as the user reads it: its type and its message."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -282,7 +345,7 @@ def exit_codes() -> Iterator[None]:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What the predictor package refuses, as an error of ours."""
+    """Turn the ValueErrors of the package `predictor` into typed errors."""
     try:
         yield
     except JaxserveError:

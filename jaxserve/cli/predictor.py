@@ -1,4 +1,4 @@
-"""`jaxserve predictor`: train, measure and describe predictors of answers' lengths."""
+"""`jaxserve predictor`: train, measure and describe predictors of output lengths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from predictor import Contender, Example, LengthPredictor
 
 predictor_app = typer.Typer(
-    help="Train, measure and describe predictors of answers' lengths.", no_args_is_help=True
+    help="Train, measure and describe predictors of output lengths.", no_args_is_help=True
 )
 
 predictor_app.add_typer(probe_app, name="probe")
@@ -38,17 +38,20 @@ Data = Annotated[
     ),
 ]
 ServedModel = Annotated[
-    str, typer.Option("--model", "-m", help="Whose tokens are counted; not needed for JSON lines.")
+    str,
+    typer.Option(
+        "--model", "-m", help="Model whose tokens are counted; not needed for JSON lines."
+    ),
 ]
 MaxExamples = Annotated[
-    int | None, typer.Option("--max-examples", help="Draw so many. [default: all]")
+    int | None, typer.Option("--max-examples", help="Number of examples to draw. [default: all]")
 ]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a predictor was trained on and how: kept beside it, so that others can repeat it."""
+    """Settings of a predictor's training, stored beside it."""
 
     data: str
     model: str
@@ -65,7 +68,7 @@ class Settings:
     learning_rate: float
 
     def read(self, progress: bool) -> list[list[Example]]:
-        """What is learned from, what is held out, and what is tested on, as they were served."""
+        """Return the examples for training, calibration and test."""
         from jaxserve.models.tokenizer import Tokenizer
         from jaxserve.workload import answers
         from predictor.data import clipped, split_in_three
@@ -82,7 +85,7 @@ class Settings:
         return [clipped(part, self.max_length) for part in parts]
 
     def start(self, parts: list[list[Example]], progress: bool) -> LengthPredictor:
-        """The predictor before training. What is compiled from here on is kept for other runs."""
+        """Return the untrained predictor. Turns the persistent compilation cache on."""
         from jaxserve.execution.build import enable_compilation_cache
         from jaxserve.models.encoders import untrained_predictor
         from predictor import LengthBuckets
@@ -98,7 +101,7 @@ class Settings:
         )
 
     def save(self, predictor: LengthPredictor, folder: Path) -> None:
-        """Write the trained predictor, and this beside it."""
+        """Write the trained predictor, and these settings beside it."""
         predictor.save(folder)
         (folder / SETTINGS).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
@@ -122,26 +125,26 @@ def train(
         int, typer.Option("--max-prompt-tokens", help="Longer prompts lose their middle.")
     ] = 256,
     buckets: Annotated[
-        str, typer.Option("--buckets", help="Of length: equal, log or quantile.")
+        str, typer.Option("--buckets", help="Kind of buckets: equal, log or quantile.")
     ] = "equal",
     num_buckets: shared.NumBuckets = 10,
     epochs: shared.Epochs = 4,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts a step.")] = 32,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts in a step.")] = 32,
     learning_rate: shared.LearningRate = 5e-5,
     max_examples: MaxExamples = None,
     held_out: shared.HeldOut = 0.1,
     seed: shared.Seed = 0,
     model: ServedModel = opt.DEFAULT_MODEL,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on after the last epoch of a run that was cut off.")
+        bool, typer.Option("--resume", help="Continue after the last epoch of an interrupted run.")
     ] = False,
     as_json: shared.AsJson = False,
     quiet: shared.Quiet = False,
 ) -> None:
-    """Train a predictor, calibrate it, and compare it with baselines on a test of its own.
+    """Train a predictor, calibrate it, and compare it with baselines on a test set.
 
-    Conversations are never torn apart. The state after every epoch is kept in OUTPUT.checkpoints
-    until training is done.
+    All prompts of a conversation are in one part of the split. The state after every epoch is kept
+    in OUTPUT.checkpoints until training is done.
     """
     with opt.exit_codes(), opt.refusals():
         settings = Settings(
@@ -179,21 +182,23 @@ def evaluate(
     data: Annotated[
         str | None,
         typer.Argument(
-            help="As for `train`. [default: what it was trained on]", show_default=False
+            help="As for `train`. [default: the data of its training]", show_default=False
         ),
     ] = None,
     max_examples: MaxExamples = None,
     encoder: Annotated[
         str | None,
-        typer.Option("--encoder", help="Of the linear baseline. [default: as it was trained]"),
+        typer.Option(
+            "--encoder", help="Encoder of the linear baseline. [default: that of its training]"
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Whose tokens are counted.")
+        str | None, typer.Option("--model", "-m", help="Model whose tokens are counted.")
     ] = None,
     as_json: shared.AsJson = False,
     quiet: shared.Quiet = False,
 ) -> None:
-    """Compare a predictor with baselines, on the conversations that it was not trained on.
+    """Compare a predictor with baselines, on conversations that it was not trained on.
 
     The split is that of its training. The predictor keeps its calibration; the baselines are
     trained and calibrated on the data given.
@@ -223,7 +228,7 @@ def evaluate(
 
 @predictor_app.command("show")
 def show(folder: Annotated[Path, typer.Argument(help="A trained predictor.")]) -> None:
-    """Describe a predictor: encoder, buckets, calibration, what it promises."""
+    """Describe a predictor: encoder, buckets, calibration and its levels."""
     with opt.exit_codes(), opt.refusals():
         import jax
 
@@ -249,7 +254,7 @@ def show(folder: Annotated[Path, typer.Argument(help="A trained predictor.")]) -
 
 
 def table_of(contenders: list[dict[str, Any]]) -> Table:
-    """Their figures, as `Contender.to_dict` gives them, the predictor first."""
+    """Return a table of the figures of `Contender.to_dict`, a row a contender."""
     from rich.table import Table
 
     table = Table(
@@ -289,12 +294,18 @@ def _print(
 
 
 def _prepare(output: Path, settings: Settings, resume: bool) -> Path:
-    """The folder for checkpoints, after refusing what training would fail on in the end."""
+    """Check the output folder, and return the folder for checkpoints.
+
+    Raises:
+      InvalidConfigError: one of them cannot be used.
+    """
     shared.check_output(output, marker="predictor.json", kind="predictor")
     checkpoints = output.with_name(output.name + ".checkpoints")
     kept = checkpoints / SETTINGS
     if checkpoints.exists() and not kept.is_file():
-        raise InvalidConfigError(f"{checkpoints} is not ours to use; name another --output")
+        raise InvalidConfigError(
+            f"{checkpoints} holds something other than checkpoints; name another --output"
+        )
     if not resume:
         shutil.rmtree(checkpoints, ignore_errors=True)
     elif kept.is_file() and json.loads(kept.read_text(encoding="utf-8")) != asdict(settings):

@@ -1,4 +1,4 @@
-"""`jaxserve predictor probe`: train and describe probes of answers' remaining lengths."""
+"""`jaxserve predictor probe`: train and describe probes of remaining lengths."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from predictor import History, LengthProbe, Readings
 
 probe_app = typer.Typer(
-    help="Train and describe probes, which read what is left of an answer off the model.",
+    help="Train and describe probes, which read remaining lengths off the model's activations.",
     no_args_is_help=True,
 )
 
-# Tokens that had come, where figures are shown; readings are at whole intervals.
+# Numbers of generated tokens at which figures are shown. Readings are at whole intervals.
 ELAPSED = (0, 16, 32, 64, 128, 256, 512)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings:
-    """What a probe was trained on and how: kept beside it, so that others can repeat it.
+    """Settings of a probe's training, stored beside it.
 
     Attributes:
-      layer: None for the middle one.
-      max_answers: the first so many; all if None.
+      layer: number of layers before the place where the probe reads; None for half of them.
+      max_answers: leading answers of the data to use; None for all.
     """
 
     data: str
@@ -60,7 +60,7 @@ class ProbeSettings:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TrainedProbe:
-    """A probe of a model, and what it was trained, calibrated and is to be tested on, in order."""
+    """A probe of a model. `answers` and `readings` are for training, calibration and test."""
 
     loaded: LoadedModel
     probe: LengthProbe
@@ -70,10 +70,10 @@ class TrainedProbe:
 
 
 def train_probe_on(settings: ProbeSettings, *, progress: bool) -> TrainedProbe:
-    """Read activations along the answers, and train.
+    """Read the activations along the answers, and train a probe on them.
 
     Raises:
-      InvalidConfigError: data or settings that nothing can be learned with.
+      InvalidConfigError: the data is too small, or a setting is not allowed.
       ModelError: the model cannot be loaded.
     """
     from flax import nnx
@@ -150,11 +150,14 @@ def train(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the probe.")],
     model: Annotated[
-        str, typer.Option("--model", "-m", help="The model that gave the answers.")
+        str, typer.Option("--model", "-m", help="The model that generated the answers.")
     ] = opt.DEFAULT_MODEL,
     load: opt.Load = ProbeSettings.load,
     layer: Annotated[
-        int | None, typer.Option("--layer", help="Read behind so many layers. [default: half]")
+        int | None,
+        typer.Option(
+            "--layer", help="Number of layers before the place where it reads. [default: half]"
+        ),
     ] = None,
     interval: Annotated[
         int, typer.Option("--interval", help="Tokens from one reading to the next.")
@@ -163,14 +166,15 @@ def train(
         int, typer.Option("--hidden-size", help="Units of the head; 0 for a linear one.")
     ] = ProbeSettings.hidden_size,
     max_length: Annotated[
-        int, typer.Option("--max-length", help="Longest remaining length that is told apart.")
+        int,
+        typer.Option("--max-length", help="Longest remaining length; longer ones count as this."),
     ] = ProbeSettings.max_length,
     buckets: Annotated[
-        str, typer.Option("--buckets", help="Of remaining length: log, equal or quantile.")
+        str, typer.Option("--buckets", help="Kind of buckets: log, equal or quantile.")
     ] = ProbeSettings.buckets,
     num_buckets: shared.NumBuckets = ProbeSettings.num_buckets,
     max_answers: Annotated[
-        int | None, typer.Option("--max-answers", help="The first so many. [default: all]")
+        int | None, typer.Option("--max-answers", help="Use the first N answers. [default: all]")
     ] = None,
     held_out: shared.HeldOut = ProbeSettings.held_out,
     epochs: shared.Epochs = ProbeSettings.epochs,
@@ -182,9 +186,10 @@ def train(
     as_json: shared.AsJson = False,
     quiet: shared.Quiet = False,
 ) -> None:
-    """Train a probe on answers of the model that it will read, and test it on others.
+    """Train a probe on answers of the model that it will read, and test it on other answers.
 
-    Conversations are never torn apart; an answer without one goes with its prompt.
+    All answers of a conversation are in one part of the split; answers without a conversation are
+    grouped by their prompts.
     """
     with opt.exit_codes():
         settings = ProbeSettings(
@@ -220,7 +225,7 @@ def train(
 
 @probe_app.command("show")
 def show(folder: Annotated[Path, typer.Argument(help="A trained probe.")]) -> None:
-    """Describe a probe: where it reads, its buckets, how its readings are weighed."""
+    """Describe a probe: where it reads, its buckets, and the weights of its readings."""
     with opt.exit_codes(), opt.refusals():
         from predictor import LengthProbe
 
@@ -242,7 +247,7 @@ def show(folder: Annotated[Path, typer.Argument(help="A trained probe.")]) -> No
 
 
 def table_of(figures: Sequence[dict[str, Any]]) -> Table:
-    """Error in tokens, and share of right buckets, a row a way to predict."""
+    """Return a table of errors in tokens and shares of right buckets, a row a predictor."""
     from rich.table import Table
 
     at = list(dict.fromkeys(each["elapsed"] for each in figures))
@@ -263,7 +268,7 @@ def table_of(figures: Sequence[dict[str, Any]]) -> Table:
 
 
 def _prepare(output: Path) -> None:
-    """Refuse what training would fail on in the end."""
+    """Create the output folder. Raises InvalidConfigError where it cannot be used."""
     shared.check_output(output, marker="probe.json", kind="probe")
     try:
         output.mkdir(parents=True, exist_ok=True)

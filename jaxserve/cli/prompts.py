@@ -1,4 +1,4 @@
-"""Prompts from arguments and files, and answers as JSON lines."""
+"""Reads prompts from arguments and files, and writes completions as JSON lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PARAM_KEYS = tuple(field.name for field in fields(SamplingParams))
 @final
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One prompt of the batch, its parameters and the id that its answer carries."""
+    """One prompt of the batch, its parameters, and the id of its line of output."""
 
     id: Any
     prompt: Prompt
@@ -30,12 +30,12 @@ class Job:
 
 
 def from_arguments(prompts: Sequence[str], params: SamplingParams) -> list[Job]:
-    """One job an argument, numbered from 0."""
+    """Return a job for each argument, numbered from 0."""
     return [Job(id=i, prompt=prompt, params=params) for i, prompt in enumerate(prompts)]
 
 
 def from_text_file(path: Path, params: SamplingParams) -> list[Job]:
-    """One job a line that is not blank.
+    """Return a job for each line that is not blank.
 
     Raises:
       InvalidRequestError: the file cannot be read.
@@ -44,11 +44,13 @@ def from_text_file(path: Path, params: SamplingParams) -> list[Job]:
 
 
 def from_jsonl(path: Path, params: SamplingParams) -> list[Job]:
-    """One job a line: an object with `prompt` (text or token ids) or `messages`, maybe an `id`,
-    and any sampling parameters that differ from `params`.
+    """Return a job for each line that is not blank.
+
+    A line is an object with `prompt` (text or token ids) or `messages`, an `id` if wanted, and any
+    sampling parameters that differ from `params`.
 
     Raises:
-      InvalidRequestError: naming the line, what is wrong with it and what is allowed.
+      InvalidRequestError: a line is not such an object.
     """
     jobs = []
     for number, line in enumerate(_lines(path), start=1):
@@ -64,7 +66,7 @@ def from_jsonl(path: Path, params: SamplingParams) -> list[Job]:
 
 
 def as_chat(job: Job, system: str | None) -> Job:
-    """The job with a text prompt turned into chat messages; other prompts stay as they are."""
+    """Return the job with a text prompt as chat messages; other prompts stay as they are."""
     if not isinstance(job.prompt, str):
         return job
     head: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -72,7 +74,7 @@ def as_chat(job: Job, system: str | None) -> Job:
 
 
 def to_json_line(job: Job, completion: Completion) -> str:
-    """One answer as a line of JSON; with `n` samples, all of them under `samples`."""
+    """Return a completion as a line of JSON; several samples are a list, `samples`."""
     record: dict[str, object] = {"id": job.id, "prompt": job.prompt}
     samples = [_sample(sample) for sample in completion.samples]
     if job.params.n > 1:
@@ -131,7 +133,9 @@ def _job(record: object, index: int, params: SamplingParams) -> Job:
 
 def _token_id(key: str) -> int:
     if not key.isdigit():
-        raise InvalidRequestError(f"logit_bias key {key!r} is not a token id")
+        raise InvalidRequestError(
+            f"logit_bias key {key!r} is not a token id; give whole numbers as keys"
+        )
     return int(key)
 
 

@@ -1,4 +1,4 @@
-"""What the commands share that train, measure and describe predictors and probes."""
+"""Options and checks that `jaxserve predictor` and `jaxserve predictor probe` share."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ from jaxserve.core.errors import InvalidConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Beside what was trained: on what, and how, so that others can repeat it.
+# File beside a trained predictor or probe, with the settings of its training.
 SETTINGS = "training.json"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, not a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
 HeldOut = Annotated[
     float,
-    typer.Option("--held-out", help="Share kept for calibration, and as much for the test."),
+    typer.Option("--held-out", help="Share of the data for calibration; the test gets as much."),
 ]
-NumBuckets = Annotated[int, typer.Option("--num-buckets", help="How many.")]
-Epochs = Annotated[int, typer.Option("--epochs", help="At most; it stops early.")]
-LearningRate = Annotated[float, typer.Option("--learning-rate", help="The highest.")]
-Seed = Annotated[int, typer.Option("--seed", help="Of draw, split and training.")]
+NumBuckets = Annotated[int, typer.Option("--num-buckets", help="Number of buckets.")]
+Epochs = Annotated[int, typer.Option("--epochs", help="Maximum number of epochs.")]
+LearningRate = Annotated[float, typer.Option("--learning-rate", help="Highest learning rate.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of draw, split and training.")]
 
 
 def check_output(output: Path, *, marker: str, kind: str) -> None:
-    """Refuse, before training, a folder that what is trained cannot be written to.
+    """Refuse an output folder that cannot be written to, before training.
 
     Args:
-      marker: a file that says a folder holds an earlier one, which may be replaced.
-      kind: what is trained, for the message.
+      marker: a file that marks an earlier result, which may be replaced.
+      kind: "predictor" or "probe", for the message.
+
+    Raises:
+      InvalidConfigError
     """
     if output.exists() and not output.is_dir():
         raise InvalidConfigError(f"--output {output} is a file; name a folder")
     if output.is_dir() and any(output.iterdir()) and not (output / marker).is_file():
         raise InvalidConfigError(
-            f"--output {output} holds something that is no {kind}; name another folder"
+            f"--output {output} is not empty and holds no {kind}; name another folder"
         )
 
 
@@ -48,7 +51,15 @@ def cannot_write(error: OSError) -> InvalidConfigError:
 
 
 def check_parts(parts: Sequence[Sequence[Any]], what: str) -> None:
-    """Refuse a split that leaves nothing to train on, to calibrate by, or to test on."""
+    """Refuse a split with an empty part.
+
+    Args:
+      parts: for training, calibration and test.
+      what: the name of their items, for the message.
+
+    Raises:
+      InvalidConfigError
+    """
     if not all(parts):
         raise InvalidConfigError(
             f"{sum(map(len, parts))} {what} leave {', '.join(str(len(p)) for p in parts)} for "
@@ -57,12 +68,12 @@ def check_parts(parts: Sequence[Sequence[Any]], what: str) -> None:
 
 
 def sizes(parts: Sequence[Sequence[Any]]) -> dict[str, int]:
-    """Of the three parts, by what each is for."""
+    """Return the sizes of the three parts, by name."""
     return dict(zip(("trained_on", "calibrated_on", "tested_on"), map(len, parts), strict=True))
 
 
 def show_wide(table: Table) -> None:
-    """Print a table with room for its columns, however narrow the terminal says it is."""
+    """Print a table at least 120 characters wide."""
     from rich.console import Console
 
     console = Console()
@@ -71,6 +82,6 @@ def show_wide(table: Table) -> None:
 
 
 def describe(about: Mapping[str, Any]) -> None:
-    """A line a fact."""
+    """Print a line for each item."""
     for key, value in about.items():
         typer.echo(f"{key:<26} {value}")

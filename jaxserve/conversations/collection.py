@@ -1,4 +1,4 @@
-"""All conversations of a runtime."""
+"""The conversations of a service."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _MAX_ID_LENGTH = 256
 
 @final
 class Conversations:
-    """Opens, lists and deletes conversations; `Runtime.conversations`. Thread-safe.
+    """Opens, lists and deletes conversations; see `Service.conversations`. Thread-safe.
 
     Attributes:
-      journal: where their turns are kept.
-      client, tokenizer: of the runtime.
-      vocabulary: fingerprint of what token ids mean.
+      journal: holds their turns.
+      client: answers their turns.
+      tokenizer: None restricts conversations to token ids.
+      vocabulary: fingerprint of the meaning of token ids; equal for equal tokenizers.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Conversations:
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.RLock()
-        # One object for each id, so that its turns know of each other.
+        # One object for each id, so that its turns exclude each other.
         self._open: weakref.WeakValueDictionary[str, Conversation] = weakref.WeakValueDictionary()
 
     @property
@@ -55,7 +56,7 @@ class Conversations:
         system: str | None = None,
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> Conversation:
-        """See `Runtime.conversation`."""
+        """See `Service.conversation`."""
         instruction = [{"role": "system", "content": system}] if system else []
         start = as_messages([*instruction, *messages])
         id = _checked_id(id)
@@ -66,31 +67,37 @@ class Conversations:
         said = opened.history[: len(start)]
         if said != list(start):
             raise InvalidConfigError(
-                f"conversation {id!r} is there already and began otherwise (with {said!r}); leave "
-                "out system and messages to go on with it, or choose another id"
+                f"a conversation with the id {id!r} exists and began with other messages "
+                f"({said!r}); leave out system and messages to continue it, or choose another id"
             )
         return opened
 
     def begin(self, id: str | None, start: Sequence[Message], history: History) -> Conversation:
-        """A new conversation that has a history already; see `Conversation.fork`."""
+        """Begin a conversation with a history; see `Conversation.fork`.
+
+        Raises:
+          InvalidConfigError: not a valid id, or a conversation with this id exists.
+        """
         id = _checked_id(id)
         with self._lock:
             if id in self._open or self.journal.find(id) is not None:
-                raise InvalidConfigError(f"conversation {id!r} is there already; choose another id")
+                raise InvalidConfigError(
+                    f"a conversation with the id {id!r} exists; choose another id"
+                )
             if history.turns:
                 self.journal.append(id, None, self.vocabulary, history, history.turns)
             begun = self._open[id] = Conversation(id, self, start)
         return begun
 
     def list(self) -> list[Entry]:
-        """Those in the journal, the one used last first."""
+        """Return the conversations in the journal, the most recently used first."""
         return self.journal.list()
 
     def delete(self, id: str) -> None:
         """See `Conversation.delete`.
 
         Raises:
-          UnknownConversationError: there is none of this id.
+          UnknownConversationError: no conversation has this id.
         """
         with self._lock:
             opened = self._open.get(id)
@@ -103,7 +110,7 @@ class Conversations:
         return self.journal.find(id) is not None
 
     def forget(self, conversation: Conversation) -> None:
-        """It was deleted: another of its id is another."""
+        """Drop a deleted conversation, so that its id can begin another one."""
         with self._lock:
             if self._open.get(conversation.id) is conversation:
                 del self._open[conversation.id]
@@ -114,6 +121,7 @@ def _checked_id(id: str | None) -> str:
         return secrets.token_hex(8)
     if not isinstance(id, str) or not 0 < len(id) <= _MAX_ID_LENGTH or not id.isprintable():
         raise InvalidConfigError(
-            f"id={id!r} is not allowed; give 1 to {_MAX_ID_LENGTH} printable characters"
+            f"id={id!r} is not a valid conversation id; give 1 to {_MAX_ID_LENGTH} printable "
+            "characters"
         )
     return id

@@ -1,4 +1,4 @@
-"""A conversation: turns that build on each other, and are kept."""
+"""A conversation: turns that build on each other."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import time
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Protocol, final
 
+from jaxserve.conversations.journal import Journal
 from jaxserve.conversations.off_loop import entered, in_thread
 from jaxserve.conversations.prompts import NextPrompt, Said, next_prompt
+from jaxserve.conversations.turn_client import TurnClient
 from jaxserve.conversations.turns import History, Message, Turn
 from jaxserve.core.errors import (
     ConversationBusyError,
@@ -27,23 +29,55 @@ from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxserve.conversations.collection import Conversations
     from jaxserve.engine.answers import Piece
+    from jaxserve.models.tokenizer import Tokenizer
+
+
+class Home(Protocol):
+    """What a conversation asks of the `Conversations` that it belongs to."""
+
+    @property
+    def journal(self) -> Journal:
+        """Holds the turns."""
+        ...
+
+    @property
+    def client(self) -> TurnClient:
+        """Answers the turns."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None restricts conversations to token ids."""
+        ...
+
+    @property
+    def vocabulary(self) -> str:
+        """Fingerprint of the meaning of token ids."""
+        ...
+
+    def begin(self, id: str | None, start: Sequence[Message], history: History) -> Conversation:
+        """Begin another conversation with a history."""
+        ...
+
+    def forget(self, conversation: Conversation) -> None:
+        """Drop a deleted conversation, so that its id can begin another one."""
+        ...
 
 
 @final
 class Conversation:
-    """Made by `Runtime.conversation`. Thread-safe; its turns come one after the other.
+    """A conversation that `Service.conversation` opened. Thread-safe; one turn runs at a time.
 
-    A turn is kept as a whole or not at all: one that fails, is cancelled or interrupted leaves the
-    conversation as it was. The prompt of a turn begins with exactly the tokens of the turns before,
-    so that what was computed for them can be used again.
+    A turn is kept as a whole or not at all: a turn that fails, or is cancelled or interrupted,
+    leaves the conversation as it was. The prompt of a turn begins with exactly the tokens of the
+    turns before, so that their KV can be reused.
 
     Attributes:
-      id: of the conversation, in the journal and on its requests.
+      id: in the journal and on the conversation's requests.
     """
 
-    def __init__(self, id: str, home: Conversations, start: Sequence[Message]):
+    def __init__(self, id: str, home: Home, start: Sequence[Message]):
         self.id = id
         self._home = home
         self._start = tuple(start)
@@ -56,7 +90,7 @@ class Conversation:
 
     @property
     def history(self) -> list[Message]:
-        """All messages of turns that were kept, and those that the conversation began with."""
+        """All messages of kept turns, and those that the conversation began with."""
         history = self._history
         if history.turns:
             return history.messages
@@ -64,12 +98,12 @@ class Conversation:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens of turns that were kept, prompts and answers."""
+        """All tokens of kept turns, prompts and answers."""
         return self._history.token_ids
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Those that were kept."""
+        """The turns that were kept."""
         return self._history.turns
 
     def send(
@@ -79,14 +113,14 @@ class Conversation:
         *,
         timeout_s: float | None = None,
     ) -> Completion:
-        """The answer to what is said next; kept in the journal when this returns.
+        """Return the answer to the next turn, which is then in the journal.
 
-        Ctrl-C ends the answer, and is passed on.
+        Ctrl-C ends the request and is raised.
 
         Args:
-          said: a text, which is the user's message; one message or a list of them; or, in a
-            conversation without messages, token ids.
-          timeout_s: seconds to wait for the answer at most.
+          said: a text, which becomes the user's message; one message or a list of them; or, in a
+            conversation of token ids, token ids.
+          timeout_s: seconds to wait at most.
 
         Raises:
           InvalidRequestError: one of its subclasses, ConversationTooLongError among them.
@@ -108,9 +142,9 @@ class Conversation:
         *,
         timeout_s: float | None = None,
     ) -> Completion:
-        """`send` for asyncio; cancelling the task cancels the turn.
+        """`send` for asyncio. Cancelling the task cancels the turn.
 
-        One that is being written to the journal just then is kept.
+        A turn that is being written to the journal at that moment is kept.
         """
         params = _checked(params)
         async with entered(self._turn(said)) as prompt:
@@ -127,21 +161,21 @@ class Conversation:
         *,
         timeout_s: float | None = None,
     ) -> Generator[Piece]:
-        """`send`, piece by piece; the last piece comes when the turn is in the journal.
+        """Yield the answer of `send` piece by piece; the last when the turn is in the journal.
 
-        Leaving the loop before that cancels the answer, and the turn is forgotten.
+        Closing the generator before that cancels the request, and the turn is not kept.
         """
         params = _checked(params)
-        told = _Told()
+        received = _Received()
         with self._turn(said) as prompt:
             pieces = self._home.client.stream(
                 prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
             )
-            with self._in_time(told, timeout_s), closing(pieces):
+            with self._in_time(received, timeout_s), closing(pieces):
                 for piece in pieces:
-                    if told.goes_on(piece):
+                    if received.goes_on(piece):
                         yield piece
-            last = self._keep_told(prompt, told)
+            last = self._keep_received(prompt, received)
         yield last
 
     async def astream(
@@ -151,43 +185,43 @@ class Conversation:
         *,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Piece]:
-        """`stream` for asyncio; close the generator (`contextlib.aclosing`) to leave it early."""
+        """`stream` for asyncio. Close the generator (`contextlib.aclosing`) to leave it early."""
         params = _checked(params)
-        told = _Told()
+        received = _Received()
         async with entered(self._turn(said)) as prompt:
             pieces = self._home.client.astream(
                 prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
             )
-            with self._in_time(told, timeout_s):
+            with self._in_time(received, timeout_s):
                 async with aclosing(pieces):
                     async for piece in pieces:
-                        if told.goes_on(piece):
+                        if received.goes_on(piece):
                             yield piece
-            last = await in_thread(self._keep_told, prompt, told)
+            last = await in_thread(self._keep_received, prompt, received)
         yield last
 
     def fork(self, num_turns: int | None = None, *, id: str | None = None) -> Conversation:
-        """Another conversation with the same beginning, in the journal when this returns.
+        """Return another conversation with the same first turns, which is then in the journal.
 
         Args:
-          num_turns: how many of the turns; all by default.
-          id: of the new one; made up by default.
+          num_turns: number of turns; all by default.
+          id: of the new conversation; made up by default.
 
         Raises:
-          InvalidConfigError: there are not so many turns, or the id is taken.
+          InvalidConfigError: there are fewer turns, or a conversation with this id exists.
           ConversationError: one of its subclasses.
         """
         turns = self._history.turns
         count = len(turns) if num_turns is None else num_turns
         if not min(1, len(turns)) <= count <= len(turns):
             raise InvalidConfigError(
-                f"num_turns={num_turns}: conversation {self.id!r} has {len(turns)} turns; give a "
-                "number from 1 to that"
+                f"num_turns={num_turns} is not allowed: conversation {self.id!r} has {len(turns)} "
+                f"turns; give a number from 1 to {len(turns)}"
             )
         return self._home.begin(id, self._start, History.of(turns[:count]))
 
     def delete(self) -> None:
-        """Forget it, and wipe every trace of it from the journal's files.
+        """Delete the conversation, and overwrite every copy of it in the journal's files.
 
         Raises:
           ConversationBusyError: a turn is being answered.
@@ -217,7 +251,7 @@ class Conversation:
         if not self._one_turn.acquire(blocking=False):
             raise ConversationBusyError(
                 f"conversation {self.id!r} is still being answered; wait for the answer, cancel "
-                "it, or fork() to say something else meanwhile"
+                "it, or fork() to continue it differently meanwhile"
             )
         try:
             if self._is_deleted:
@@ -227,11 +261,11 @@ class Conversation:
             self._one_turn.release()
 
     @contextmanager
-    def _in_time(self, told: _Told, timeout_s: float | None) -> Iterator[None]:
+    def _in_time(self, received: _Received, timeout_s: float | None) -> Iterator[None]:
         try:
             yield
         except TimeoutError:
-            raise TurnTimeoutError(self.id, timeout_s, len(told.token_ids)) from None
+            raise TurnTimeoutError(self.id, timeout_s, len(received.token_ids)) from None
 
     def _keep_completion(self, prompt: NextPrompt, completion: Completion) -> None:
         if completion.error is not None:
@@ -240,12 +274,12 @@ class Conversation:
             raise self._cancelled()
         self._keep(prompt, completion.token_ids, completion.text, completion.finish_reason)
 
-    def _keep_told(self, prompt: NextPrompt, told: _Told) -> Piece:
-        """Returns the last piece."""
-        last = told.last
+    def _keep_received(self, prompt: NextPrompt, received: _Received) -> Piece:
+        """Keep the turn, and return its last piece."""
+        last = received.last
         if last is None or last.finish_reason is None or last.finish_reason == "cancelled":
             raise self._cancelled()
-        self._keep(prompt, told.token_ids, "".join(told.texts), last.finish_reason)
+        self._keep(prompt, received.token_ids, "".join(received.texts), last.finish_reason)
         return last
 
     def _keep(
@@ -267,14 +301,14 @@ class Conversation:
                 self.id, self._entry, home.vocabulary, history, [turn]
             )
             self._history = history
-        except KeyboardInterrupt:  # before the turn was written, or after
+        except KeyboardInterrupt:  # before or after the turn was written
             entry = home.journal.find(self.id)
             if entry is not None and entry.num_turns == len(history.turns):
                 self._entry, self._history = entry, history
             raise
 
     def _catch_up(self) -> None:
-        """Take in what another process or runtime has written."""
+        """Read what another process or runtime has written."""
         entry, known = self._home.journal.find(self.id), self._entry
         if (entry and (entry.key, entry.num_turns)) == (known and (known.key, known.num_turns)):
             return
@@ -285,7 +319,7 @@ class Conversation:
             self._home.forget(self)
             raise ConversationConflictError(
                 f"another process or runtime has begun a conversation {self.id!r} meanwhile; open "
-                "it again with Runtime.conversation, or choose another id"
+                "it again with conversation(), or choose another id"
             )
         self._entry = entry
         self._load()
@@ -297,8 +331,8 @@ class Conversation:
             raise OtherModelError(
                 f"conversation {self.id!r} is in the tokens of another model's vocabulary, or was "
                 "made with another chat template; serve that model, or begin a new conversation "
-                "with its messages: Runtime.conversation(messages=...), from `jaxserve "
-                "conversations export`"
+                "with its messages: conversation(messages=...), from `jaxserve conversations "
+                "export`"
             )
         self._history = self._home.journal.history(entry)
 
@@ -316,15 +350,15 @@ class Conversation:
 
 @final
 @dataclass
-class _Told:
-    """An answer as far as it has come; its last piece is held back."""
+class _Received:
+    """The pieces of an answer so far. The last piece is held back."""
 
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     last: Piece | None = None
 
     def goes_on(self, piece: Piece) -> bool:
-        """Take a piece in; whether others come after it."""
+        """Add a piece; return whether others follow it."""
         self.token_ids += piece.token_ids
         self.texts.append(piece.text)
         if piece.finish_reason is not None:
@@ -336,7 +370,7 @@ def _checked(params: SamplingParams | None) -> SamplingParams:
     params = params or SamplingParams()
     if params.n != 1:
         raise InvalidSamplingParamsError(
-            f"n={params.n}: a conversation goes on with one answer; give n=1, and fork() the "
+            f"n={params.n} is not allowed: a turn has one answer; give n=1, and fork() the "
             "conversation for others"
         )
     return params

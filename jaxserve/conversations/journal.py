@@ -1,4 +1,4 @@
-"""Conversations in SQLite: every turn is there before anybody hears of it."""
+"""Conversations in SQLite. A turn is on the disk before its answer is returned."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_journal(path: str | Path | None) -> None:
-    """Refuse a journal that cannot be used, before anything slow has happened.
+    """Refuse a journal that cannot be used, before anything slow happens.
 
     Raises:
       JournalError: one of its subclasses.
@@ -46,8 +46,8 @@ class Entry:
     """A conversation in the journal.
 
     Attributes:
-      key: of this conversation alone, also when another of its id comes after it.
-      vocabulary: fingerprint of what its tokens mean.
+      key: unique, also where a later conversation has the same id.
+      vocabulary: fingerprint of the meaning of its token ids.
       created_s, used_s: seconds since 1970, of its first and last turn.
     """
 
@@ -65,9 +65,9 @@ class Journal:
     """Turns of conversations, on disk or in memory. Thread-safe; several processes may share one.
 
     Args:
-      path: of the file; None for memory alone.
-      limits: held from the opening on, whenever a turn has been written; None for none.
-      must_exist: refuse to begin a file.
+      path: of the file; None keeps conversations in memory.
+      limits: enforced when the journal is opened and after each turn; None for no limits.
+      must_exist: refuse to create a file.
       connect: opens the SQLite connection, which the journal sets up and closes.
       now: returns the seconds since 1970 that turns are dated with.
 
@@ -100,7 +100,7 @@ class Journal:
 
     @contextmanager
     def using(self, id: str) -> Iterator[None]:
-        """For the length of the block no limit drops this conversation."""
+        """Exempt a conversation from the limits for the length of the block."""
         with self._lock:
             self._in_use[id] += 1
         try:
@@ -112,19 +112,19 @@ class Journal:
                     del self._in_use[id]
 
     def find(self, id: str) -> Entry | None:
-        """The conversation of this id, if there is one."""
+        """Return the conversation with this id, or None."""
         with self._reading() as db:
             row = db.execute(f"SELECT {_ENTRY} FROM conversation WHERE id = ?", (id,)).fetchone()
         return None if row is None else _entry(row)
 
     def list(self) -> list[Entry]:
-        """All conversations, the one used last first."""
+        """Return all conversations, the most recently used first."""
         with self._reading() as db:
             rows = db.execute(f"SELECT {_ENTRY} FROM conversation ORDER BY used_s DESC").fetchall()
         return [_entry(row) for row in rows]
 
     def history(self, entry: Entry) -> History:
-        """Its turns."""
+        """Return a conversation's turns."""
         with self._reading() as db:
             rows = db.execute(
                 f"SELECT {_TURN} FROM turn WHERE conversation = ? ORDER BY number", (entry.key,)
@@ -139,14 +139,15 @@ class Journal:
         history: History,
         turns: Sequence[Turn],
     ) -> Entry:
-        """Write turns at the end of a conversation; on the disk when this returns.
+        """Write turns at the end of a conversation. They are on the disk when this returns.
 
         Args:
-          before: what `find` said of it; None begins it.
+          before: what `find` returned; None begins the conversation.
           history: with the new turns.
 
         Raises:
-          ConversationConflictError: it is not as it was `before`; nothing was written.
+          ConversationConflictError: the conversation has changed since `before`; nothing was
+            written.
         """
         now_s = self._now()
         with self._writing("written") as db:
@@ -181,13 +182,14 @@ class Journal:
         return _entry(row)
 
     def delete(self, *ids: str) -> None:
-        """Forget conversations, and wipe every trace of them from the journal's files.
+        """Delete conversations, and every copy of them in the journal's files.
 
-        The rest of the journal is written anew for this, about 160 MB a second.
+        This rewrites the journal, at about 160 MB a second.
 
         Raises:
-          UnknownConversationError: there is one that is not there; then none is deleted.
-          JournalLockedError: they are deleted, but another process keeps traces from being wiped.
+          UnknownConversationError: an id is unknown; no conversation was deleted.
+          JournalLockedError: the conversations are deleted, but another process prevents the
+            rewrite, so that copies stay in the files.
         """
         with self._writing("written") as db:
             for id in ids:
@@ -199,7 +201,7 @@ class Journal:
         self._wipe()
 
     def close(self) -> None:
-        """Of several processes the last one to close tidies up the files."""
+        """Close the file. The last process that closes it removes the files beside it."""
         with self._lock:
             self._is_closed = True
             self._db.close()
@@ -207,7 +209,7 @@ class Journal:
     # ---- limits ----
 
     def _hold_limits(self, limits: JournalLimits) -> None:
-        """Drop what is over the limits. What goes wrong is logged: the turn has been written."""
+        """Drop conversations over the limits. Errors are logged: the turn has been written."""
         try:
             with self._writing("held within its limits") as db:
                 dropped = [*self._drop_old(db, limits), *self._drop_surplus(db, limits)]
@@ -215,8 +217,8 @@ class Journal:
                     db.execute("INSERT INTO unwiped VALUES (?)", (self._now(),))
             if dropped:
                 _log.warning(
-                    "the journal %s dropped %d conversation(s), used longest ago, to keep its "
-                    "limits (journal_limits)",
+                    "the journal %s dropped %d conversation(s), the least recently used, to keep "
+                    "its limits (journal_limits)",
                     self.where,
                     len(dropped),
                 )
@@ -225,7 +227,7 @@ class Journal:
             _log.warning("%s", error)
 
     def _finish_wiping(self) -> None:
-        """Of deletions after which a process was killed, or could not wipe."""
+        """Rewrite the files where an earlier process deleted conversations and could not do so."""
         with self._reading() as db:
             (num_unwiped,) = db.execute("SELECT count(*) FROM unwiped").fetchone()
         if num_unwiped:
@@ -258,7 +260,7 @@ class Journal:
     def _drop(
         self, db: sqlite3.Connection, condition: str, value: float, *, limit: int
     ) -> list[int]:
-        """Keys of those dropped, oldest first, of which none is in use."""
+        """Drop conversations that are not in use, oldest first, and return their keys."""
         in_use = ",".join("?" * len(self._in_use))
         keys = db.execute(
             f"SELECT key FROM conversation WHERE {condition} AND id NOT IN ({in_use})"
@@ -275,10 +277,10 @@ class Journal:
         return (pages - free) * page_bytes
 
     def _wipe(self) -> None:
-        """Write the file anew, with what it still holds, and empty the log beside it.
+        """Rewrite the file with what it still holds, and empty the log beside it.
 
-        Overwriting what is deleted (`secure_delete`) is not enough: copies that SQLite leaves in
-        the unused part of a page, when it moves rows to others, are not overwritten.
+        Overwriting deleted rows (`secure_delete`) is not enough: SQLite does not overwrite the
+        copies that it leaves in the unused part of a page when it moves rows to others.
         """
         with self._reading("wiped") as db:
             db.execute("VACUUM")
@@ -289,9 +291,8 @@ class Journal:
         if is_busy:
             raise JournalLockedError(
                 f"the conversations are deleted, but another process reads the journal "
-                f"{self.where}, and traces of them stay in {self.where}-wal until it is done; they "
-                "are gone when all have closed it, after the next deletion, or when a runtime "
-                "opens it"
+                f"{self.where}, and traces of them stay in {self.where}-wal until it is done; "
+                "close it in all processes, delete again, or open it with a runtime"
             )
 
     # ---- SQLite ----
@@ -306,7 +307,7 @@ class Journal:
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[sqlite3.Connection]:
-        """All of the block, or nothing."""
+        """Write everything in the block, or nothing."""
         with self._reading(what) as db:
             self._check_is_there()
             db.execute("BEGIN IMMEDIATE")
@@ -318,7 +319,7 @@ class Journal:
                     db.execute("ROLLBACK")
 
     def _check_is_there(self) -> None:
-        """SQLite would go on writing to a file that nobody can open any more."""
+        """Refuse to write to a file that was removed, which SQLite would do."""
         if self._path is None or self._file is None:
             return
         if not self._path.exists() or not os.path.samestat(self._path.stat(), self._file):

@@ -1,4 +1,4 @@
-"""The journal's SQLite file: how it is opened, what is in it, and what its errors mean."""
+"""The journal's SQLite file: its schema, how it is opened, and its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _APPLICATION_ID = 0x4A585356
 _LOCK_TIMEOUT_S = 10.0
 _SCHEMA = """
 CREATE TABLE conversation (
-  key INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given twice, as an id may be
+  key INTEGER PRIMARY KEY AUTOINCREMENT,  -- unlike an id, never reused
   id TEXT NOT NULL UNIQUE,
   vocabulary TEXT NOT NULL,
   created_s REAL NOT NULL,
@@ -53,13 +53,16 @@ class Connect(Protocol):
 def open_journal(
     path: str | Path | None, *, must_exist: bool = False, connect: Connect = sqlite3.connect
 ) -> sqlite3.Connection:
-    """Return a connection for one thread at a time; one in memory where the path is None.
+    """Return a connection for one thread at a time.
 
-    A commit returns when it is on the disk. A new file can be read by its owner alone.
+    A commit returns when it is on the disk. Only its owner can read a new file.
+
+    Args:
+      path: None keeps everything in memory.
 
     Raises:
-      JournalError: there is no such file though it must exist, it cannot be opened, written or
-        read, or it is another program's.
+      JournalError: the file must exist and does not, cannot be opened, read or written, or belongs
+        to another program.
       JournalLockedError, JournalVersionError
     """
     where = ":memory:" if path is None else str(Path(path).absolute())
@@ -72,7 +75,7 @@ def open_journal(
             (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode not in ("wal", "memory"):
                 raise JournalError(
-                    f"the journal {where} cannot be written ahead of (mode {mode}), as on a "
+                    f"the journal {where} cannot have a write-ahead log (mode {mode}), as on a "
                     "network's file system; name a file on a local disk"
                 )
             for setting in ("synchronous = FULL", "secure_delete = ON", "foreign_keys = ON"):
@@ -86,7 +89,7 @@ def open_journal(
 
 @contextmanager
 def journal_errors(where: str, what: str) -> Iterator[None]:
-    """Whatever SQLite and the operating system say, as typed errors.
+    """Turn errors of SQLite and of the operating system into typed errors.
 
     Raises:
       JournalError: or one of its subclasses.
@@ -130,7 +133,7 @@ def _check_version(db: sqlite3.Connection, where: str) -> None:
 
 
 def _make_tables(db: sqlite3.Connection, where: str) -> None:
-    """Unless they are there. Proves that the file can be written, also where they are."""
+    """Create the tables of a new file. Checks in any case that the file can be written."""
     db.execute("BEGIN IMMEDIATE")
     try:
         _check_version(db, where)  # another process may have been faster

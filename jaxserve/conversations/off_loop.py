@@ -1,4 +1,4 @@
-"""Work that blocks, off asyncio's event loop, which nobody leaves while it goes on."""
+"""Runs blocking calls on threads beside asyncio's event loop, always to their end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ P = ParamSpec("P")
 
 
 async def to_its_end(awaitable: Awaitable[T]) -> T:
-    """Its result. A task that is cancelled meanwhile waits for the end, and is cancelled then."""
+    """Return the result of `awaitable`. A task that is cancelled meanwhile first waits for it."""
     future = asyncio.ensure_future(awaitable)
     try:
         return await asyncio.shield(future)
@@ -21,18 +21,18 @@ async def to_its_end(awaitable: Awaitable[T]) -> T:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([future])
         if not future.cancelled():
-            future.exception()  # nobody else will hear of it
+            future.exception()  # marks it as retrieved
         raise
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What a function returns that may wait for locks and disks."""
+    """Return the result of a function that may wait for locks and disks."""
     return await to_its_end(asyncio.to_thread(function, *args, **kwargs))
 
 
 @asynccontextmanager
 async def entered(block: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """A context manager whose ends may wait; it is left whenever it was entered."""
+    """Enter and leave a context manager that may wait. It is left whenever it was entered."""
     inside = ExitStack()
     try:
         yield await in_thread(inside.enter_context, block)

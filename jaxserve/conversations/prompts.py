@@ -1,4 +1,4 @@
-"""The prompt of a conversation's next turn: the tokens so far, and what the template adds."""
+"""The prompt of a conversation's next turn: the history's tokens, then the new messages' tokens."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ Said = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int]
 @final
 @dataclass(frozen=True, kw_only=True)
 class NextPrompt:
-    """Token ids of a whole prompt; its first `num_kept` are those of the history.
+    """The prompt of a turn.
 
-    `messages` are new; None where token ids were given.
+    Attributes:
+      token_ids: of the whole prompt.
+      num_kept: leading tokens that are the history's.
+      messages: the new messages; None where the turn is token ids.
     """
 
     token_ids: tuple[int, ...]
@@ -37,15 +40,15 @@ class NextPrompt:
 def next_prompt(
     tokenizer: Tokenizer | None, history: History, start: Sequence[Message], said: Said
 ) -> NextPrompt:
-    """The prompt that goes on from `history` with what is `said`.
+    """Return the prompt that continues `history` with `said`.
 
-    It begins with all of the history's tokens, as they are. Where the chat template rewrites what
-    came before, it is made of all messages anew, and a warning says so.
+    It begins with the history's tokens, unchanged. Where the chat template writes earlier turns
+    differently than before, the prompt is tokenized from all messages, and a warning is logged.
 
     Args:
-      start: messages that go before those of the first turn.
-      said: a text, which is the user's message; one message or several; or token ids, which follow
-        the history without anything between.
+      start: messages before those of the first turn.
+      said: a text, which becomes the user's message; one or several messages; or token ids, which
+        follow the history directly.
 
     Raises:
       InvalidRequestError: one of its subclasses.
@@ -55,7 +58,7 @@ def next_prompt(
         if start or (history.turns and history.is_chat):
             raise InvalidRequestError(
                 "token ids cannot go on a conversation of messages; give text or messages, or "
-                "begin a conversation without any"
+                "begin a conversation of token ids"
             )
         kept = history.token_ids
         return NextPrompt(token_ids=(*kept, *token_ids), num_kept=len(kept), messages=None)
@@ -81,8 +84,8 @@ def next_prompt(
     pairs = zip(whole, history.token_ids, strict=False)
     num_kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     _log.warning(
-        "the model's chat template writes earlier turns otherwise than when they were asked for: "
-        "the history is tokenized anew, and %d of its %d tokens stay as they were",
+        "the model's chat template writes earlier turns differently than before: the history is "
+        "tokenized again, and %d of its %d tokens stay as they were",
         num_kept,
         len(history.token_ids),
     )
@@ -90,10 +93,10 @@ def next_prompt(
 
 
 def as_messages(said: Any) -> tuple[Message, ...]:
-    """Messages as plain JSON, copied.
+    """Return a copy of the messages as plain JSON.
 
     Raises:
-      InvalidRequestError: they are not, or not of objects.
+      InvalidRequestError: they are not JSON objects.
     """
     try:
         plain = json.loads(json.dumps(list(said), allow_nan=False))
@@ -112,7 +115,7 @@ def as_messages(said: Any) -> tuple[Message, ...]:
 
 
 def _parsed(said: Any) -> tuple[tuple[Message, ...] | None, tuple[int, ...]]:
-    """Messages, or None and token ids."""
+    """Return messages and no token ids, or None and token ids."""
     if isinstance(said, str):
         said = [{"role": "user", "content": said}] if said else ()
     elif isinstance(said, Mapping):
@@ -136,10 +139,10 @@ def _parsed(said: Any) -> tuple[tuple[Message, ...] | None, tuple[int, ...]]:
 def _continuation(
     tokenizer: Tokenizer, history: History, messages: Sequence[Message]
 ) -> list[int] | None:
-    """Token ids between the history's and the next answer, or None; see `ChatTemplate`.
+    """Return the token ids between the history and the next answer, or None; see `ChatTemplate`.
 
-    An answer that ended with the template's own end of a turn does not get it twice, and one that
-    was cut off gets it.
+    The template's end of a turn is left out where the last answer ended with it, and added where
+    the last answer was cut off.
     """
     last = history.turns[-1]
     added = tokenizer.chat_continuation(history.asked, last.reply, messages)

@@ -1,4 +1,4 @@
-"""What conversations need to be answered."""
+"""The protocol between conversations and what answers their turns."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class TurnClient(Protocol):
-    """Who answers prompts: a runtime."""
+    """Answers the prompts of conversations."""
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Of a prompt that leaves room for one output token."""
+        """Length of the longest prompt that leaves room for one output token."""
         ...
 
     def answer(
@@ -28,10 +28,13 @@ class TurnClient(Protocol):
         conversation_id: str,
         timeout_s: float | None,
     ) -> Completion:
-        """The answer. When an exception leaves it, Ctrl-C's for one, the request has ended.
+        """Wait for the completion, and return it; with its error if the request fails.
+
+        When this raises, KeyboardInterrupt included, the request has ended.
 
         Raises:
-          InvalidRequestError, TurnTimeoutError
+          InvalidRequestError: one of its subclasses.
+          TurnTimeoutError: the request had not ended after `timeout_s` seconds.
         """
         ...
 
@@ -43,7 +46,7 @@ class TurnClient(Protocol):
         conversation_id: str,
         timeout_s: float | None,
     ) -> Completion:
-        """`answer` for asyncio; cancelling the task ends the request."""
+        """`answer` for asyncio. Cancelling the task ends the request."""
         ...
 
     def stream(
@@ -54,11 +57,11 @@ class TurnClient(Protocol):
         conversation_id: str,
         timeout_s: float | None,
     ) -> Generator[Piece]:
-        """The answer piece by piece; closing the generator cancels it.
+        """Yield the completion piece by piece. Closing the generator cancels the request.
 
         Raises:
-          InvalidRequestError
-          TimeoutError: the last piece was not there in time.
+          InvalidRequestError: one of its subclasses.
+          TimeoutError: the last piece had not come after `timeout_s` seconds.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What was said, in tokens and in words."""
+"""Turns and histories of conversations, in tokens and in messages."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Message = dict[str, Any]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One question and its answer.
+    """One prompt and its answer.
 
     Attributes:
       num_kept: leading tokens of the history that the prompt kept: all of them, unless the history
-        had to be tokenized anew.
-      prompt: token ids that the prompt had after those.
-      answer: token ids, with the stop token that ended it.
-      messages: that were new to the model, in the first turn with those that began the
-        conversation; None where token ids were given.
-      text: the answer's.
+        was tokenized again.
+      prompt: token ids of the prompt after those.
+      answer: token ids, with the stop token that ended the answer.
+      messages: the new messages, in the first turn with those that began the conversation; None
+        where the turn is token ids.
+      text: of the answer.
       finish_reason: "stop" or "length".
       finished_s: seconds since 1970.
     """
@@ -43,14 +43,14 @@ class Turn:
 @final
 @dataclass(frozen=True)
 class History:
-    """Turns that have ended, and the tokens that they come to. Immutable."""
+    """Turns that have ended, and all their tokens. Immutable."""
 
     turns: tuple[Turn, ...] = ()
     token_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Self:
-        """Of turns in their order."""
+        """Return the history of turns in their order."""
         token_ids: list[int] = []
         for turn in turns:
             del token_ids[turn.num_kept :]
@@ -58,23 +58,23 @@ class History:
         return cls(tuple(turns), tuple(token_ids))
 
     def extended(self, turn: Turn) -> History:
-        """With one turn more."""
+        """Return the history with one turn more."""
         token_ids = (*self.token_ids[: turn.num_kept], *turn.prompt, *turn.answer)
         return History((*self.turns, turn), token_ids)
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is of messages; of token ids otherwise."""
+        """Whether the turns are messages; otherwise they are token ids."""
         return all(turn.messages is not None for turn in self.turns)
 
     @property
     def asked(self) -> list[Message]:
-        """The messages up to the last answer, which is left out."""
+        """All messages before the last answer."""
         return self.messages[:-1]
 
     @property
     def messages(self) -> list[Message]:
-        """All messages; of turns of token ids, the answers alone."""
+        """All messages; only the answers where the turns are token ids."""
         return [
             dict(message) for turn in self.turns for message in (*(turn.messages or ()), turn.reply)
         ]

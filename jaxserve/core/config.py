@@ -8,8 +8,8 @@ from typing import final
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RESTORES
 
-# A step that brings some pages itself takes memory, and time on the link, for this many.
-_MAX_COMING_PAGES = 64
+# Maximum number of pages that a mixed step copies from the host; it takes memory for all of them.
+_MAX_INCOMING_PAGES = 64
 
 
 def _ladder(largest: int, *, smallest: int, ratio: int = 4) -> tuple[int, ...]:
@@ -108,11 +108,11 @@ class EngineConfig:
         return self.restore in ("prefetch", "both")
 
     @property
-    def num_coming_pages(self) -> int:
+    def num_incoming_pages(self) -> int:
         """Maximum number of pages that a mixed step copies from the host layer by layer, or 0."""
         if self.restore not in ("per_layer", "both"):
             return 0
-        return min(_MAX_COMING_PAGES, self.max_pages_per_sequence)
+        return min(_MAX_INCOMING_PAGES, self.max_pages_per_sequence)
 
     @property
     def max_length(self) -> int:

@@ -100,7 +100,7 @@ class InvalidSamplingParamsError(InvalidRequestError):
 
 
 class NumericalError(JaxserveError, ArithmeticError):
-    """The model's logits for this request were not finite."""
+    """A request for which the model's logits were not finite."""
 
 
 class ModelError(JaxserveError):
@@ -140,11 +140,11 @@ class DownloadError(JaxserveError):
 
 
 class ModelCacheError(JaxserveError, OSError):
-    """The model cache cannot be written or read."""
+    """A model cache that cannot be read or written."""
 
 
 class DeviceMemoryError(JaxserveError, MemoryError):
-    """Weights, step temporaries and page pool do not fit in the device's memory."""
+    """Weights, step temporaries and page pool that do not fit in the device's memory."""
 
 
 class InvalidConfigError(JaxserveError, ValueError):
@@ -156,7 +156,7 @@ class InvalidProfileError(JaxserveError, ValueError):
 
 
 class MissingExtraError(JaxserveError, ImportError):
-    """An optional package is not installed."""
+    """An optional package that is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str):
         super().__init__(
@@ -172,7 +172,7 @@ class MissingExtraError(JaxserveError, ImportError):
 
 
 class CompilationAfterWarmupError(JaxserveError):
-    """Strict mode only: an executable was compiled while serving."""
+    """A compilation after warm-up, in strict mode."""
 
 
 class ProcessGroupError(JaxserveError):

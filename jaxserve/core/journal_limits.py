@@ -48,5 +48,5 @@ class JournalLimits:
 
     @property
     def num_bytes(self) -> int:
-        """`max_bytes` as a number."""
+        """`max_bytes` in bytes."""
         return int(self.max_bytes)

@@ -100,7 +100,7 @@ class RuntimeOptions:
         unknown = sorted(set(options) - set(known))
         if unknown:
             raise InvalidConfigError(
-                f"unknown runtime option(s) {', '.join(unknown)}; known are {', '.join(known)}"
+                f"runtime option(s) {', '.join(unknown)} are unknown; known are {', '.join(known)}"
             )
         return cls(**options)
 

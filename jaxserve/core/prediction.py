@@ -1,9 +1,8 @@
-"""What is believed of an answer's length before it has ended."""
+"""The predicted length of an answer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -19,7 +18,7 @@ class LengthPrediction:
 
     Attributes:
       probabilities: float [buckets].
-      calibration: what promises are kept with; None if the predictor was not calibrated.
+      calibration: learned on held-out requests; None if the predictor was not calibrated.
     """
 
     buckets: LengthBuckets
@@ -28,32 +27,28 @@ class LengthPrediction:
 
     @property
     def likeliest_length(self) -> int:
-        """The longest length of the likeliest bucket: what S3 takes for the answer's length."""
+        """The longest length of the likeliest bucket: the predicted length of S3, section 3.2."""
         usable = np.nan_to_num(self.probabilities, nan=-1.0)
         return int(self.buckets.upper(int(np.argmax(usable))))
 
     @property
+    def distribution(self) -> LengthDistributions:
+        """Probabilities of one prompt that sum to 1: [1, buckets]."""
+        return LengthDistributions(self.buckets, self.probabilities[None])
+
+    @property
+    def mean_length(self) -> float:
+        """The mean, in tokens."""
+        return float(self.distribution.expected_remaining()[0])
+
+    @property
     def expected_length(self) -> int:
         """The mean, rounded up."""
-        return math.ceil(stacked([self]).expected_remaining()[0])
+        return math.ceil(self.mean_length)
 
     def quantile(self, miss_rate: float, elapsed: int = 0) -> int:
-        """A length that at most `miss_rate` of requests outgrow, `elapsed` tokens having come."""
+        """Return a length that at most `miss_rate` of requests over `elapsed` tokens outgrow."""
         level = 1.0 - miss_rate
         if self.calibration is not None:
             level = self.calibration.level(miss_rate)
-        return int(stacked([self]).quantile(level, elapsed)[0])
-
-
-def stacked(predictions: Sequence[LengthPrediction | None]) -> LengthDistributions:
-    """Predictions of one predictor together; of those that are None nothing is known.
-
-    Raises:
-      ValueError: all are None.
-    """
-    known = next((each for each in predictions if each is not None), None)
-    if known is None:
-        raise ValueError("no prediction among them")
-    flat = np.diff(known.buckets.edges) / known.buckets.max_length
-    rows = [flat if each is None else each.probabilities for each in predictions]
-    return LengthDistributions(known.buckets, np.stack(rows))
+        return int(self.distribution.quantile(level, elapsed)[0])

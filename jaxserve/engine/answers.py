@@ -1,4 +1,4 @@
-"""From sequences on the move to pieces and completions that a user sees."""
+"""Turns sequences into the pieces and completions that a user sees."""
 
 from __future__ import annotations
 
@@ -65,13 +65,17 @@ class Answer:
         self._was_cut = [False] * count
         self._reported_end = [False] * count
 
+    def begin(self, sequences: list[Running]) -> None:
+        """Take the request's sequences, one a sample, once a scheduler has them."""
+        self.sequences = sequences
+
     @property
     def has_shown(self) -> bool:
         """Whether a consumer has tokens of it, which cannot be taken back."""
         return self._sink is not None and any(self._num_delivered)
 
     def restart(self) -> None:
-        """Forget what was delivered; only where nothing was shown."""
+        """Drop what was delivered; only where nothing was shown."""
         assert not self.has_shown
         self._num_delivered = [0] * len(self._num_delivered)
         if self._decoder is not None:
@@ -79,7 +83,7 @@ class Answer:
             self._assemblers = [TextAssembler(self._decoder(), stops) for _ in self._assemblers]
 
     def deliver(self, sequence: Running, scheduler: Scheduler) -> None:
-        """Take in what is new of `sequence`; ends it when a stop string is complete."""
+        """Take in the new tokens of `sequence`, and end it when a stop string is complete."""
         i = sequence.sample_index
         new = sequence.output[self._num_delivered[i] :]
         if self._assemblers and not self._was_cut[i]:
@@ -93,7 +97,7 @@ class Answer:
     def settle(self, keep: Callable[[Completion], None]) -> bool:
         """Resolve the future if every sample has ended; returns whether it did.
 
-        `keep` sees the completion before anybody who waits for it.
+        `keep` is called with the completion before the future is resolved.
         """
         if any(sequence.phase is not Phase.FINISHED for sequence in self.sequences):
             return False
@@ -116,11 +120,7 @@ class Answer:
 
     def _cut(self, sequence: Running, num_tokens: int, scheduler: Scheduler) -> None:
         self._was_cut[sequence.sample_index] = True
-        del sequence.output[num_tokens:]
-        del sequence.logprobs[num_tokens:]
-        if sequence.phase is Phase.FINISHED:  # its end token came in the same step
-            sequence.finish_reason = "stop"
-        scheduler.end(sequence, "stop")
+        scheduler.stop_at(sequence, num_tokens)
 
     def _emit(self, sequence: Running, new: Sequence[int]) -> None:
         i = sequence.sample_index
@@ -157,7 +157,7 @@ class Answer:
             prompt_token_ids=self.request.prompt,
             samples=tuple(self._sample(sequence) for sequence in self.sequences),
             timing=_timing(self.request, self.sequences),
-            prompt_logprobs=tuple(first.prompt_logprobs.get(p) for p in positions)
+            prompt_logprobs=tuple(first.scores.prompt.get(p) for p in positions)
             if wants_prompt
             else None,
             conversation_id=self.request.conversation_id,
@@ -171,7 +171,9 @@ class Answer:
             text=self._assemblers[i].text if self._assemblers else "",
             token_ids=tuple(sequence.output),
             finish_reason=sequence.finish_reason,
-            logprobs=tuple(sequence.logprobs) if self.request.params.logprobs is not None else None,
+            logprobs=tuple(sequence.scores.output)
+            if self.request.params.logprobs is not None
+            else None,
         )
 
 
@@ -199,11 +201,11 @@ def _timing(request: Request, sequences: Sequence[Running]) -> Timing:
     def earliest(times: list[float | None]) -> float | None:
         return min((t for t in times if t is not None), default=None)
 
-    ends = [s.finished_s for s in sequences if s.finished_s is not None]
+    ends = [s.times.finished_s for s in sequences if s.times.finished_s is not None]
     return Timing(
         arrival_s=request.arrival_s,
-        admitted_s=earliest([s.admitted_s for s in sequences]),
-        first_token_s=earliest([s.first_token_s for s in sequences]),
+        admitted_s=earliest([s.times.admitted_s for s in sequences]),
+        first_token_s=earliest([s.times.first_token_s for s in sequences]),
         finished_s=max(ends, default=None),
         num_preemptions=sum(s.num_preemptions for s in sequences),
     )

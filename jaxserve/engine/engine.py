@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from os import urandom
 from typing import final
@@ -14,8 +15,12 @@ from jaxserve.core.request import Request
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
 from jaxserve.execution.protocol import Executor, StepHandle
-from jaxserve.memory.disk_tier import DiskTier, HostMemory
-from jaxserve.scheduling.outlook import Outlook, outlooks
+from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.memory.eviction import RecomputeCost
+from jaxserve.memory.page_cache import Tier
+from jaxserve.scheduling.kv.costs import SwapCosts
+from jaxserve.scheduling.kv.manager import KVManager
+from jaxserve.scheduling.lengths.outlook import Outlook, outlooks
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.scheduler import Progress, Scheduler
@@ -35,10 +40,16 @@ class Engine:
 
     Args:
       executor: a device or a simulation.
-      policy: who runs, when, and with how much memory.
+      policy: which sequences run, when, and with how much memory.
       clock: the executor's own clock when it is simulated.
       max_in_flight: steps submitted but not read; 2 keeps the device busy while the host plans.
       replica: which of a runtime's engines this is, for the records.
+      disk: keeps the cached pages that leave the executor's host memory, and what former runs
+        left. `close` closes it.
+
+    Attributes:
+      changed: notified, on another thread, when something has come from the disk: `step` has work
+        then. Nothing else of an engine is for other threads.
     """
 
     def __init__(
@@ -49,10 +60,19 @@ class Engine:
         *,
         max_in_flight: int = 2,
         replica: int = 0,
+        disk: DiskTier | None = None,
     ):
-        self.scheduler = Scheduler(
-            executor.config, policy, clock, executor.swap_costs, executor.refinement
+        self.changed = threading.Condition()
+        self._kv = KVManager(
+            executor.config,
+            policy,
+            clock.now,
+            costs=executor.swap_costs,
+            disk=disk,
+            host_memory=executor.host_memory,
+            on_arrival=self._notify,
         )
+        self.scheduler = Scheduler(policy, clock, self._kv, executor.refinement)
         self.stats = EngineStats(clock)
         self.recorder = Recorder(executor.config, replica)
         self._clock = clock
@@ -66,16 +86,21 @@ class Engine:
 
     @property
     def idle_until_s(self) -> float | None:
-        """Where the device may idle although sequences wait: until when, else None.
+        """Until when the device may idle although sequences wait; None where it may not.
 
-        Because the policy waits for others, or the sequences for the disk.
+        The policy waits for more sequences then, or the sequences for the disk.
         """
-        if self._in_flight or self.scheduler.keeper.retrieval.has_arrived:
+        if self._in_flight or self._kv.has_arrived:
             return None
         return self.scheduler.wake_s
 
+    @property
+    def awaits_disk(self) -> bool:
+        """Whether a waiting sequence's pages are on their way from the disk."""
+        return self._kv.gives_up_s is not None
+
     def outlook(self) -> dict[str, Outlook]:
-        """Of requests that have tokens left to compute, by id."""
+        """Return what is expected of the requests that have tokens left to compute, by id."""
         return outlooks(self.scheduler, self.recorder.iteration_s)
 
     def add(self, request: Request) -> list[Sequence]:
@@ -90,7 +115,7 @@ class Engine:
         """
         begin_s = time.perf_counter()
         plan = self.scheduler.plan()
-        self.stats.planning_s += time.perf_counter() - begin_s
+        self.stats.after_plan(time.perf_counter() - begin_s)
         if plan is not None:
             gap_before_s = self.stats.host_gap_s
             self.stats.before_submit(self._newest_handle())
@@ -114,53 +139,56 @@ class Engine:
             news += self._collect()
         return news
 
-    def use_disk(self, disk: DiskTier, memory: HostMemory) -> None:
-        """Keep on the disk what leaves the host, and find there what former runs left.
+    def residency(self, tokens: Seq[int]) -> list[Tier]:
+        """Return the fastest tier on which each full page of a context lies."""
+        return self._kv.residency(tokens)
+
+    def value_by(self, cost: RecomputeCost) -> None:
+        """Value cached pages by what computing them costs, from here on."""
+        self._kv.value_by(cost)
+
+    def swap_by(self, costs: SwapCosts | None) -> None:
+        """Decide between copying and recomputing pages by these costs, from here on.
 
         Args:
-          disk: closed with the engine.
-          memory: of the executor.
+          costs: None to take every copy to be worth it.
         """
-        cache = self.scheduler.keeper.cache
-        cache.disk, cache.host_memory = disk, memory
-        cache.clear(memory.fingerprint())
+        self._kv.swap_by(costs)
 
-    def call_on_arrival(self, wake: Callable[[], None]) -> None:
-        """Have a thread call this when something has come from the disk."""
-        disk = self.scheduler.keeper.cache.disk
-        if disk is not None:
-            disk.on_arrival = wake
+    def preload(self, tokens: Seq[int], contents: bytes) -> bool:
+        """Cache the full pages of `tokens` on the host; False where it has no room for all.
+
+        Args:
+          contents: of each page, as `HostMemory.read_host_page` gives them.
+        """
+        return self._kv.preload(tokens, contents)
 
     def forget_kept_pages(self, *, keeps_disk: bool) -> None:
         """Find nothing that was computed before now; `drain` first.
 
         Args:
-          keeps_disk: but for what the disk keeps of the weights that there are now.
+          keeps_disk: go on finding what the disk has of the weights that there are now.
         """
         assert not self._in_flight, "steps are in flight; drain() first"
-        memory = self.scheduler.keeper.cache.host_memory
-        identity = b"" if memory is None else memory.fingerprint()
-        self.scheduler.keeper.retrieval.clear()
-        self.scheduler.keeper.cache.clear(identity if keeps_disk else identity + urandom(8))
+        self._kv.clear(b"" if keeps_disk else urandom(8))
 
     def close(self, *, is_whole: bool) -> None:
-        """Move what is kept to the disk, where there is one; nothing may run any more.
+        """Move cached pages to the disk, where there is one; nothing may run any more.
 
         Args:
           is_whole: False after a failure; then nothing more is written.
         """
-        cache = self.scheduler.keeper.cache
-        if cache.disk is None:
+        if not self._kv.has_disk:
             return
         try:
             if not is_whole:
                 return
-            cache.save()
-            while plan := self.scheduler.plan_farewell():
+            self._kv.save()
+            while plan := self.scheduler.plan_flush():
                 self._executor.submit(plan).collect()
-                cache.save()
+                self._kv.save()
         finally:
-            cache.disk.close()
+            self._kv.close()
 
     def resize(self, num_pages: int) -> None:
         """Serve from a pool of `num_pages` pages; `drain` first.
@@ -177,7 +205,7 @@ class Engine:
         self.scheduler.resize(num_pages, moves)
 
     def abandon(self) -> None:
-        """Forget what is in flight; for shutting down."""
+        """Drop what is in flight, for shutting down."""
         self._in_flight.clear()
 
     def _collect(self) -> list[Progress]:
@@ -186,6 +214,10 @@ class Engine:
         self.stats.after_collect(self._newest_handle())
         self.recorder.step_collected(self._clock.now())
         return self.scheduler.apply(oldest.plan, result)
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
 
     def _newest_handle(self) -> StepHandle | None:
         return self._in_flight[-1].handle if self._in_flight else None

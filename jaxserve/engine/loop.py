@@ -1,4 +1,4 @@
-"""The thread that runs the engine, and the door through which other threads reach it."""
+"""The thread that runs an engine, and its thread-safe facade."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Running = Literal["finish", "restart", "abort"]
 @final
 @dataclass(eq=False)
 class _Pause:
-    """One wish for a pause; `is_held` when the loop stands still for it."""
+    """One request for a pause; `is_held` while the loop stands still for it."""
 
     running: Running | Literal["keep"]
     is_held: bool = False
@@ -45,15 +45,17 @@ class EngineLoop:
     """Owns an engine from one thread; `submit`, `cancel` and `close` are safe from any.
 
     Requests join at the next iteration, there is no batch window. Every answer's future is
-    resolved exactly once, also when the loop fails or is closed. `logs` get every request that
-    began and ended, unless the loop itself failed.
+    resolved exactly once, also when the loop fails or is closed.
+
+    Args:
+      logs: are told of every request that began and ended, unless the loop itself failed.
     """
 
     def __init__(self, engine: Engine, clock: Clock, logs: Sequence[RequestLog] = ()):
         self._engine = engine
         self._clock = clock
         self._logs = logs
-        self._changed = threading.Condition()
+        self._changed = engine.changed
         self._arrived: list[Answer] = []
         self._held: list[Answer] = []  # arrived during a pause
         self._cancelled: list[str] = []
@@ -64,7 +66,6 @@ class EngineLoop:
         self._failure: JaxserveError | None = None
         self._answers: dict[str, Answer] = {}
         self._by_sequence: dict[int, Answer] = {}
-        engine.call_on_arrival(self._look_again)
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
@@ -94,9 +95,9 @@ class EngineLoop:
             self._changed.notify_all()
 
     def ask(self, question: Callable[[], _T]) -> _T:
-        """What `question` gives on the loop's thread, between two steps, or after a pause.
+        """Return what `question` returns on the loop's thread, between two steps or after a pause.
 
-        Not to be called there (`is_here`), where it would wait for itself.
+        Not to be called on that thread (`is_here`), where it would wait for itself.
 
         Raises:
           RuntimeClosedError: the loop was closed.
@@ -114,7 +115,7 @@ class EngineLoop:
         """Keep the loop's thread from the engine for the length of the block.
 
         No step is in flight then. What is submitted from now on starts after the block's end; in
-        the block, whoever submits, cancels or closes waits.
+        the block, calls of `submit`, `cancel` and `close` wait.
 
         Args:
           running: what becomes of requests that were submitted before: "finish" waits for their
@@ -164,10 +165,6 @@ class EngineLoop:
         if self._is_closing:
             raise RuntimeClosedError("this runtime was closed; create a new one")
 
-    def _look_again(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
     # ---- on the loop's thread ----
 
     def _run(self) -> None:
@@ -180,7 +177,7 @@ class EngineLoop:
             self._cancel_all()
 
     def _take_in(self) -> bool:
-        """Wait for work, or out a pause; False when closing."""
+        """Wait for work, or until the end of a pause; False when closing."""
         pause = self._pause
         if pause is not None:
             self._make_room(pause.running)
@@ -199,7 +196,7 @@ class EngineLoop:
                 self._answers.update((answer.request.id, answer) for answer in self._held)
                 return False
         for answer in arrived:
-            answer.sequences = self._engine.add(answer.request)
+            answer.begin(self._engine.add(answer.request))
             self._by_sequence.update((s.key, answer) for s in answer.sequences)
             self._settle(answer)
         for request_id in cancelled:
@@ -213,7 +210,7 @@ class EngineLoop:
         return True
 
     def _make_room(self, running: Running | Literal["keep"]) -> None:
-        """End, reset or halt what runs, as was asked for; with "finish" it goes on."""
+        """End, restart or halt what runs, as the pause asks; with "finish" it goes on."""
         if running == "finish":
             return
         self._deliver(self._engine.drain())
@@ -225,7 +222,7 @@ class EngineLoop:
                 self._cancel(request_id)
 
     def _stand_still(self, pause: _Pause) -> None:
-        """Until the pause is over; not at all while somebody has to finish before it."""
+        """Wait until the pause is over; return at once while requests have to finish before it."""
         with self._changed:
             if pause.running in ("finish", "abort") and (self._engine.has_work or self._arrived):
                 return
@@ -283,7 +280,7 @@ class EngineLoop:
             log.append(request, completion)
 
     def _cancel_all(self) -> None:
-        """For closing: everyone gets what there is; who had not begun, an error."""
+        """End all requests for closing: with the tokens that have come, or with an error."""
         for request_id, answer in list(self._answers.items()):
             if answer.sequences:
                 self._cancel(request_id)

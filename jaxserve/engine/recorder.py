@@ -27,13 +27,13 @@ class StepRecord:
     Attributes:
       num_rows: sequences it advanced; with `num_padding_tokens`, what the device computed.
       num_tokens: over all iterations; those past an early end are included.
-      num_padding_tokens: computed for nobody, up to the compiled size.
+      num_padding_tokens: computed without use, up to the compiled size.
       num_running, num_waiting: sequences with and without a slot.
-      pages_owned, pages_promised: in use, and reserved on top.
-      pages_cached: in use by nobody, with contents that may be wanted again.
+      pages_owned, pages_reserved: in use, and reserved on top.
+      pages_cached: not in use, with contents that may be wanted again.
       pages_out, pages_in: copied to the host before it, and back.
       host_gap_s: how long the device may have idled before it.
-      collected_s: when the host had read it; None if it never did.
+      collected_s: when the host had read it; None if it did not.
       replica: whose step it was; `index` counts each replica's own.
     """
 
@@ -46,7 +46,7 @@ class StepRecord:
     num_running: int
     num_waiting: int
     pages_owned: int
-    pages_promised: int
+    pages_reserved: int
     pages_cached: int
     pages_out: int
     pages_in: int
@@ -61,7 +61,7 @@ class StepRecord:
 class RequestRecord:
     """One request that has ended; `num_output_tokens` over all its samples.
 
-    `conversation_id` says whose turn it was, if anybody's.
+    `conversation_id` is that of its conversation, if it was the turn of one.
     """
 
     request_id: str
@@ -74,7 +74,7 @@ class RequestRecord:
 
 @final
 class Recorder:
-    """Written by the engine's thread, read by any."""
+    """Keeps the newest records. Written by the engine's thread, read by any."""
 
     def __init__(self, config: EngineConfig, replica: int = 0):
         self._config = config
@@ -112,6 +112,7 @@ class Recorder:
     def step_submitted(
         self, plan: StepPlan, scheduler: Scheduler, now_s: float, host_gap_s: float
     ) -> None:
+        usage = scheduler.page_usage()
         if plan.is_decode_loop:
             padding = plan.num_iterations * (plan.window_size - len(plan.rows))
         else:
@@ -125,10 +126,10 @@ class Recorder:
                 num_iterations=plan.num_iterations,
                 num_padding_tokens=padding,
                 num_running=len(scheduler.running),
-                num_waiting=len(scheduler.waiting),
-                pages_owned=scheduler.pool.num_owned,
-                pages_promised=scheduler.pool.num_promised,
-                pages_cached=scheduler.pool.num_cached,
+                num_waiting=scheduler.num_waiting,
+                pages_owned=usage.num_owned,
+                pages_reserved=usage.num_reserved,
+                pages_cached=usage.num_cached,
                 pages_out=len(plan.swaps_out),
                 pages_in=len(plan.swaps_in),
                 submitted_s=now_s,

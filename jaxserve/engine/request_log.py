@@ -1,4 +1,4 @@
-"""Who wants to know of requests that have ended."""
+"""What is told of requests that have ended."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from jaxserve.scheduling.scheduler import Scheduler
 @final
 @dataclass
 class EngineStats:
-    """What the loop did so far.
+    """What the loop did so far. Counters of scheduling are those of `Scheduler.counters`.
 
     The host gap is the time the device had nothing to do although work waited. It is bounded from
     above: a device found idle at a submission is taken to have been idle since it was last seen
@@ -23,17 +23,20 @@ class EngineStats:
     Attributes:
       num_steps, num_decode_loops, num_iterations: submitted.
       num_tokens: prompt and output tokens computed, iterations past an early end included.
-      num_padding_tokens: computed for nobody (idle slots in the window; mixed steps not counted).
+      num_padding_tokens: computed without use (idle slots in the window; mixed steps not counted).
       num_preemptions: sequences sent back to the pool.
       num_outgrown: of these, because they had used up what was reserved for them.
       num_pages_out, num_pages_in: copied to the host and back.
       num_pages_prefetched: of those that came back, the ones whose sequences waited yet.
       num_recomputed: tokens of preempted sequences whose KV was dropped, to be computed anew.
-      num_sought: tokens of admitted sequences, in full pages, that the cache could have had.
-      num_found: those that it had.
-      num_found_on_host, num_found_on_disk: of these the ones that came from there.
-      num_lost: those that it had given up not long before.
-      num_refined: times that a probe's reading changed what was believed of a sequence's length.
+      num_prefix_queried: tokens of admitted sequences, in full pages, that the prefix cache could
+        have had.
+      num_prefix_hit: those that it had.
+      num_prefix_hit_on_host, num_prefix_hit_on_disk: of these, the ones that came from there.
+      num_evicted_tokens: of the queried, those that it had evicted not long before.
+      num_refined: times that a probe's reading changed what was expected of a sequence's length.
+      num_taken_back: output tokens that steps might have delivered and did not, although their
+        answers had not ended.
       max_pages_owned: most pages in use at once.
       busy_s: seconds with work on hand.
       host_gap_s: of these, seconds the device may have idled.
@@ -53,12 +56,13 @@ class EngineStats:
     num_pages_in: int = 0
     num_pages_prefetched: int = 0
     num_recomputed: int = 0
-    num_sought: int = 0
-    num_found: int = 0
-    num_found_on_host: int = 0
-    num_found_on_disk: int = 0
-    num_lost: int = 0
+    num_prefix_queried: int = 0
+    num_prefix_hit: int = 0
+    num_prefix_hit_on_host: int = 0
+    num_prefix_hit_on_disk: int = 0
+    num_evicted_tokens: int = 0
     num_refined: int = 0
+    num_taken_back: int = 0
     max_pages_owned: int = 0
     busy_s: float = 0.0
     host_gap_s: float = 0.0
@@ -78,6 +82,10 @@ class EngineStats:
             self.busy_s += self.clock.now() - self._busy_since_s
             self._busy_since_s = None
 
+    def after_plan(self, seconds: float) -> None:
+        """Count the time that the scheduler took for a plan."""
+        self.planning_s += seconds
+
     def before_submit(self, newest: StepHandle | None) -> None:
         self.start_busy_period()
         if newest is None or newest.is_ready():
@@ -91,21 +99,9 @@ class EngineStats:
         self.num_tokens += plan.num_tokens
         if plan.is_decode_loop:
             self.num_padding_tokens += plan.num_iterations * (plan.window_size - len(plan.rows))
-        supervisor, keeper = scheduler.supervisor, scheduler.keeper
-        self.num_preemptions = scheduler.num_preemptions
-        self.num_outgrown = supervisor.num_outgrown
-        self.num_pages_out = supervisor.num_pages_out + keeper.cache.num_pages_out
-        self.num_pages_in = supervisor.num_pages_in + keeper.cache.num_pages_in
-        self.num_pages_prefetched = keeper.prefetch.num_pages
-        self.num_recomputed = supervisor.num_recomputed
-        self.num_sought = keeper.num_sought
-        self.num_found = keeper.num_found
-        self.num_found_on_host = keeper.num_found_on_host
-        self.num_found_on_disk = keeper.num_found_on_disk
-        self.num_lost = keeper.num_lost
-        self.num_refined = scheduler.beliefs.num_refined
-        self.penalty_s = supervisor.penalty_s
-        self.max_pages_owned = max(self.max_pages_owned, scheduler.pool.num_owned)
+        for name, count in scheduler.counters().items():
+            setattr(self, name, count)
+        self.max_pages_owned = max(self.max_pages_owned, scheduler.page_usage().num_owned)
 
     def after_collect(self, newest: StepHandle | None) -> None:
         """A step that just ended was busy until now; so is one that still runs."""

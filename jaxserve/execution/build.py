@@ -22,6 +22,7 @@ from jaxserve.execution.group import check_alike, in_group
 from jaxserve.execution.memory_plan import PoolSize, plan_host_pages, plan_pool, plan_resize
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.execution.staged import StagedExecutor
+from jaxserve.execution.weights import check_dtype
 from jaxserve.memory.page_pool import MIN_PAGES
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.config import check_fits
@@ -106,7 +107,7 @@ def build_executor(
     """Size the page pool, create it and the slots beside the parameters, and compile.
 
     Args:
-      model_config: the model's layers, KV heads, head_dim and max_position_embeddings.
+      model_config: the model's layers, KV heads, head_dim, dtype and max_position_embeddings.
       stages: the stages to cut the model into; None for a model in one piece.
       group: all processes that hold the parameters, each of which makes the same calls; None where
         this process holds them alone.
@@ -114,8 +115,8 @@ def build_executor(
 
     Raises:
       DeviceMemoryError: the device has too little memory.
-      InvalidConfigError: also where the processes have different settings, or where the probe does
-        not fit the model.
+      InvalidConfigError: also where parameters have another dtype than the configuration, where the
+        processes have different settings, or where the probe does not fit the model.
     """
     names = () if options.attention is None else options.attention.split(",")
     if not set(names) <= set(IMPLEMENTATIONS):
@@ -123,6 +124,7 @@ def build_executor(
             f"attention={options.attention!r} is unknown; give one of {IMPLEMENTATIONS}, or "
             "several with commas between them"
         )
+    check_dtype(params, model_config.dtype)
     if probe is not None:
         check_probe(probe, model_config)
         if stages is not None or group is not None:
@@ -160,19 +162,18 @@ def _build_whole(
 ) -> tuple[ModelExecutor, PoolSize]:
     # Committed to their devices, as the parameters of an update are: else an update would compile.
     params = jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
-    leaf = jax.tree.leaves(params)[0]
-    place = Placement.like(leaf.sharding)
+    place = Placement.like(jax.tree.leaves(params)[0].sharding)
     if place.mesh is not None:
         check_fits(place.mesh, model_config)
     if group is not None:
-        check_alike(group, _shared_settings(model_config, leaf, options))
+        check_alike(group, _shared_settings(model_config, place, options))
         options = replace(options, restore="on_admission")  # there is no host memory
-    pages = _Pages(model_config, options, leaf.dtype, layer_layout, place)
+    pages = _Pages(model_config, options, layer_layout, place)
     # The largest steps are measured with as many pages as fit without their temporaries. If as many
     # fit with them, the executables that were measured are the ones that run.
     optimistic = _agreed(pages.plan(step_bytes=0), group).num_pages
     draft = _engine_config(model_config, options, num_pages=optimistic)
-    programs = Programs(graphdef, draft, model_config, leaf.dtype, place, probe)
+    programs = Programs(graphdef, draft, model_config, place, probe)
     steps = programs.compiled_steps(params, pages.abstract(optimistic))
     size = _agreed(pages.plan(step_bytes=largest_step_bytes(steps)), group)
     config = _engine_config(
@@ -183,7 +184,7 @@ def _build_whole(
         num_host_pages=pages.plan_host(size) if group is None else 0,
     )
     if size.num_pages != optimistic:
-        programs = Programs(graphdef, config, model_config, leaf.dtype, place, probe)
+        programs = Programs(graphdef, config, model_config, place, probe)
     cache = pages.new(size.num_pages)
     executor = DeviceExecutor(config, programs, params, cache, strict=options.strict)
     return (executor if group is None else in_group(executor, group)), size
@@ -196,12 +197,11 @@ def _build_stages(
     options: RuntimeOptions,
     stages: StagePlan,
 ) -> tuple[ModelExecutor, PoolSize]:
-    dtype = jax.tree.leaves(params)[0].dtype
-    parts = cut(model_config, stages, dtype, layer_layout)
+    parts = cut(model_config, stages, layer_layout)
     own = [part.params_of(params) for part in parts]
     places = [Placement.like(jax.tree.leaves(part)[0].sharding) for part in own]
     pools = [
-        _Pages(model_config.part(part.stage.layers), options, dtype, layer_layout, place)
+        _Pages(model_config.part(part.stage.layers), options, layer_layout, place)
         for part, place in zip(parts, places, strict=True)
     ]
     # A page has one id on all stages, so the stage with the least memory limits their number.
@@ -210,7 +210,7 @@ def _build_stages(
     def programs_for(num_pages: int) -> list[Programs]:
         config = _engine_config(model_config, options, num_pages=num_pages)
         return [
-            Programs(part.graphdef, config, model_config.part(part.stage.layers), dtype, place)
+            Programs(part.graphdef, config, model_config.part(part.stage.layers), place)
             for part, place in zip(parts, places, strict=True)
         ]
 
@@ -218,7 +218,10 @@ def _build_stages(
     programs = programs_for(optimistic)
     for i, (pool, program) in enumerate(zip(pools, programs, strict=True)):
         embed = None if i == 0 else model_config.hidden_size
-        steps = program.compiled_stage_steps(own[i], pool.abstract(optimistic), embed)
+        is_last = i == len(parts) - 1
+        steps = program.compiled_stage_steps(
+            own[i], pool.abstract(optimistic), embed, samples=is_last
+        )
         sizes.append(pool.plan(step_bytes=largest_step_bytes(steps)))
     size = min(sizes, key=lambda each: each.num_pages)
     if size.num_pages < optimistic:
@@ -242,11 +245,10 @@ def _build_stages(
 @final
 @dataclass(frozen=True)
 class _Pages:
-    """The page cache of a model or of one stage. `dtype` is the parameters' own."""
+    """The page cache of a model or of one stage."""
 
     model_config: Any
     options: RuntimeOptions
-    dtype: Any
     layer_layout: LayerLayout
     place: Placement
 
@@ -285,7 +287,7 @@ class _Pages:
             self.model_config,
             num_pages,
             self.options.page_size,
-            self.options.kv_dtype or self.dtype,
+            self.options.kv_dtype or self.model_config.dtype,
             self.layer_layout,
             num_shards=self.place.num_shards,
         )
@@ -320,14 +322,15 @@ def warm_up(executor: ModelExecutor, *, progress: bool) -> None:
     executor.finish_warmup()
 
 
-def _shared_settings(model_config: Any, leaf: jax.Array, options: RuntimeOptions) -> dict[str, Any]:
+def _shared_settings(
+    model_config: Any, place: Placement, options: RuntimeOptions
+) -> dict[str, Any]:
     """Return the settings, by name, that must be equal on all processes."""
     own = ("policy", "predictor", "probe", "learns", "record", "progress")
     return {
         **{name: value for name, value in vars(options).items() if name not in own},
         **{f"model.{name}": str(value) for name, value in asdict(model_config).items()},
-        "dtype": str(leaf.dtype),
-        "mesh": str(leaf.sharding),
+        "mesh": str(place.whole),
         "JAX's version": jax.__version__,
     }
 

@@ -1,4 +1,4 @@
-"""Noticing compilations where none should happen."""
+"""Counts compilations, and raises where none should happen."""
 
 from __future__ import annotations
 
@@ -17,31 +17,40 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 
 @final
 class CompilationCounter:
-    """Counts what is compiled inside its `watch` blocks, in the same thread.
+    """Counts compilations inside its `watch` blocks, on the same thread.
 
-    Loading an executable from the persistent cache counts too: it stalls the loop as well.
+    Loading an executable from the persistent cache counts too, because it also stalls the loop.
 
     Args:
-      strict: a compilation after the warm-up is an error.
+      strict: raise CompilationAfterWarmupError on a compilation after the warm-up.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
         self.count = 0
-        self.is_warm = False
+        self._is_warm = False
         self._strict = strict
         self._thread: int | None = None
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether a compilation is a stall from here on."""
+        return self._is_warm
+
+    def expect_none(self, is_warm: bool = True) -> None:
+        """Treat a compilation from here on as a stall, or no longer."""
+        self._is_warm = is_warm
+
     @contextmanager
     def watch(self, plan: StepPlan) -> Iterator[None]:
-        """Around the submission of `plan`."""
+        """Count compilations in the block, which submits `plan`."""
         before = self.count
         self._thread = threading.get_ident()
         try:
             yield
         finally:
             self._thread = None
-        if self._strict and self.is_warm and self.count > before:
+        if self._strict and self._is_warm and self.count > before:
             raise CompilationAfterWarmupError(
                 f"step {plan.index} ({len(plan.rows)} rows, {plan.num_tokens} tokens) compiled "
                 f"{self.count - before} executables after warm-up; report this as a bug, or serve "

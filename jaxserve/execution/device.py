@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import jax
@@ -22,14 +23,21 @@ from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
-from jaxserve.models.coming import ComingPages
-from jaxserve.scheduling.plan import Needs, PageCopies, StepPlan
-from jaxserve.scheduling.supervisor import SwapCosts
-from jaxserve.steps.functions import MixedBatch
-from jaxserve.steps.packing import pack_needs, pack_rows, pack_sampling, sampling_first
+from jaxserve.models.incoming import IncomingPages
+from jaxserve.scheduling.kv.costs import SwapCosts
+from jaxserve.scheduling.plan import PageCopies, StepPlan
+from jaxserve.steps.batches import MixedBatch
+from jaxserve.steps.packing import (
+    decode_window,
+    pack_rows,
+    pack_window,
+    sampling_first,
+    sampling_slots,
+)
 from jaxserve.steps.programs import Programs
+from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
 
-# Of what the choice between swapping and computing anew rests on.
+# Repetitions of each timing in `DeviceExecutor._measure_swaps`.
 _TIMINGS = 3
 
 
@@ -83,14 +91,18 @@ class DeviceExecutor:
         config = self.config
         steps: list[tuple[str, Callable[[], None]]] = [("slot edits", self._slots.warm_up)]
         for num_tokens in reversed(config.token_buckets):
-            steps.append((f"mixed step, {num_tokens} tokens", _bind(self._warm_body, num_tokens)))
-            if config.num_host_pages and config.num_coming_pages:
+            steps.append((f"mixed step, {num_tokens} tokens", partial(self._warm_body, num_tokens)))
+            if config.num_host_pages and config.num_incoming_pages:
                 name = f"mixed step with pages, {num_tokens} tokens"
-                steps.append((name, _bind(self._warm_coming, num_tokens)))
-        for num_rows in reversed(config.head_buckets):
-            steps.append((f"sampling, {num_rows} rows", _bind(self._warm_head, num_rows)))
-        for num_rows in reversed(config.slot_buckets):
-            steps.append((f"decode loop, {num_rows} slots", _bind(self._warm_decode, num_rows)))
+                steps.append((name, partial(self._warm_incoming, num_tokens)))
+        for variant in Variant:
+            name = variant.name.lower()
+            for num_rows in reversed(variant.sizes(config.head_buckets)):
+                step = partial(self._warm_head, variant, num_rows)
+                steps.append((f"{name} sampling, {num_rows} rows", step))
+            for num_rows in reversed(variant.sizes(config.slot_buckets)):
+                step = partial(self._warm_decode, variant, num_rows)
+                steps.append((f"{name} decode loop, {num_rows} slots", step))
         if config.num_host_pages:
             steps.append(("page swaps", self._measure_swaps))
         return [(name, self._in_force(step)) for name, step in steps]
@@ -99,7 +111,7 @@ class DeviceExecutor:
         """See `ModelExecutor`."""
         jax.block_until_ready((self._pages.cache, self._slots.state))
         self._warm_num_pages.add(self.config.num_pages)
-        self._compilations.is_warm = True
+        self._compilations.expect_none()
 
     @property
     def is_warm(self) -> bool:
@@ -109,11 +121,14 @@ class DeviceExecutor:
     def submit(self, plan: StepPlan) -> DeviceHandle:
         self._raise_if_closed()
         with self._compilations.watch(plan), self._programs.place.in_force():
-            count = self._num_coming(plan)
+            count = self._num_incoming(plan)
             late = plan.swaps_in[:count]
             self._pages.swap(plan.swaps_out, plan.swaps_in[count:])
             self._slots.apply(plan)
-            return self._decode(plan) if plan.is_decode_loop else self._mixed(plan, late)
+            needs = self._slots.needs(plan.rows)
+            if plan.is_decode_loop:
+                return self._decode(plan, needs)
+            return self._mixed(plan, needs, late)
 
     def fitted(self, params: Any) -> Any:
         """See `ModelExecutor`."""
@@ -154,20 +169,20 @@ class DeviceExecutor:
         """The slots as the last submitted step leaves them; the next step donates their state."""
         return self._slots
 
-    def compiled_steps(self) -> list[Any]:
-        """The largest mixed step and decode loop as executables, to read what XLA made of them."""
+    def compiled_steps(self, variant: Variant = Variant.FULL) -> list[Any]:
+        """Return the executables of the largest mixed step and decode loop, for measurements."""
         self._raise_if_closed()
-        return self._programs.compiled_steps(self._params, self._pages.cache)
+        return self._programs.compiled_steps(self._params, self._pages.cache, variant)
 
     def resize(self, num_pages: int, moves: Moves) -> None:
-        """See `Executor`. A size that is new has to be compiled for, as at the start."""
+        """See `Executor`. A new size needs another warm-up."""
         self._raise_if_closed()
         old_num_pages = self.config.num_pages
         with self._programs.place.in_force():
             self._pages.resize(num_pages, moves)
             self._slots.relocate(page_targets(old_num_pages, num_pages, moves))
         self.config = replace(self.config, num_pages=num_pages)
-        self._compilations.is_warm = num_pages in self._warm_num_pages
+        self._compilations.expect_none(num_pages in self._warm_num_pages)
 
     @property
     def num_buffers(self) -> int:
@@ -192,61 +207,60 @@ class DeviceExecutor:
 
     # ---- steps ----
 
-    def _decode(self, plan: StepPlan) -> DeviceHandle:
+    def _decode(self, plan: StepPlan, needs: SamplingNeeds) -> DeviceHandle:
+        window = decode_window(self.config, plan, needs.variant)
         self._pages.cache, self._slots.state, outputs = self._programs.decode_loop(
             self._params,
             self._pages.cache,
             self._slots.state,
-            np.int32(plan.window_start),
+            np.int32(window.start),
+            pack_window(window, plan.rows),
             np.int32(plan.num_iterations),
-            pack_needs(plan.needs),
-            self._programs.plan_decode(
-                plan.rows, plan.window_start, plan.window_size, plan.num_iterations
-            ),
+            self._programs.plan_decode(plan.rows, window, plan.num_iterations),
             self._programs.probe_params,
-            num_rows=plan.window_size,
+            variant=needs.variant,
         )
-        output_rows = np.array([row.slot - plan.window_start for row in plan.rows], np.int32)
-        return DeviceHandle(plan, outputs.tokens, (outputs,), output_rows)
+        output_rows = np.array([row.slot - window.start for row in plan.rows], np.int32)
+        return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows)
 
-    def _num_coming(self, plan: StepPlan) -> int:
+    def _num_incoming(self, plan: StepPlan) -> int:
         """How many pages the step brings itself: more than one call before it would, or none."""
         if plan.is_decode_loop or len(plan.swaps_in) <= PAGES_A_CALL:
             return 0
-        return min(self.config.num_coming_pages, len(plan.swaps_in))
+        return min(self.config.num_incoming_pages, len(plan.swaps_in))
 
-    def _mixed(self, plan: StepPlan, late: PageCopies) -> DeviceHandle:
+    def _mixed(self, plan: StepPlan, needs: SamplingNeeds, late: PageCopies) -> DeviceHandle:
         order = sampling_first(plan.rows)
         rows = [plan.rows[i] for i in order]
         batch, starts = pack_rows(self.config, rows)
-        hidden, row_hidden, tapped = self._body(batch, self._coming(late) if late else None)
+        hidden, row_hidden, tapped = self._body(batch, self._incoming(late) if late else None)
         prompt_parts = self._prompt_parts(plan, order, starts, batch, hidden)
         num_sampling = sum(row.samples for row in rows)
         if num_sampling == 0:
-            return DeviceHandle(plan, row_hidden, (), np.empty(0, np.int32), prompt_parts)
+            return DeviceHandle(plan, needs, row_hidden, (), np.empty(0, np.int32), prompt_parts)
         self._slots.state, outputs = self._programs.mixed_head(
             self._params,
             self._slots.state,
             row_hidden,
-            pack_sampling(self.config, rows),
-            pack_needs(plan.needs),
+            sampling_slots(self.config, rows, needs.variant),
             tapped,
             self._programs.probe_params,
+            variant=needs.variant,
         )
         output_rows = np.full(len(rows), -1, np.int32)
         output_rows[order[:num_sampling]] = np.arange(num_sampling)
-        return DeviceHandle(plan, outputs.tokens, (outputs,), output_rows, prompt_parts)
+        return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows, prompt_parts)
 
-    def _coming(self, copies: PageCopies) -> ComingPages:
-        return self._pages.coming(copies, self.config.num_coming_pages)
+    def _incoming(self, copies: PageCopies) -> IncomingPages:
+        return self._pages.incoming(copies, self.config.num_incoming_pages)
 
     def _body(
-        self, batch: MixedBatch, coming: ComingPages | None
+        self, batch: MixedBatch, incoming: IncomingPages | None
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """See `steps.mixed_body`; the cache is in place."""
         self._pages.cache, *found = self._programs.mixed_body(
             *(self._params, self._pages.cache, self._slots.state, batch),
-            *(self._programs.plan_mixed(batch), None, coming),
+            *(self._programs.plan_mixed(batch), None, incoming),
         )
         hidden, row_hidden, tapped = found
         return hidden, row_hidden, tapped
@@ -283,11 +297,11 @@ class DeviceExecutor:
         hidden, _, _ = self._body(batch, None)
         self._programs.prompt_logprobs(self._params, self._slots.state, hidden, batch)
 
-    def _warm_coming(self, num_tokens: int) -> None:
+    def _warm_incoming(self, num_tokens: int) -> None:
         batch, _ = pack_rows(self.config, (), num_tokens)
-        self._body(batch, self._coming(()))
+        self._body(batch, self._incoming(()))
 
-    def _warm_head(self, num_rows: int) -> None:
+    def _warm_head(self, variant: Variant, num_rows: int) -> None:
         batch, _ = pack_rows(self.config, ())
         _, row_hidden, tapped = self._body(batch, None)
         self._slots.state, _ = self._programs.mixed_head(
@@ -295,28 +309,29 @@ class DeviceExecutor:
             self._slots.state,
             row_hidden,
             np.full(num_rows, self.config.max_slots, np.int32),
-            pack_needs(Needs()),
             tapped,
             self._programs.probe_params,
+            variant=variant,
         )
 
-    def _warm_decode(self, num_rows: int) -> None:
+    def _warm_decode(self, variant: Variant, num_rows: int) -> None:
+        window = range(num_rows)
         self._pages.cache, self._slots.state, _ = self._programs.decode_loop(
             self._params,
             self._pages.cache,
             self._slots.state,
             np.int32(0),
-            np.int32(0),  # iterations: requests may be running
-            pack_needs(Needs()),
-            self._programs.plan_decode((), 0, num_rows),
+            pack_window(window, ()),  # no slot takes part: requests may be running
+            np.int32(0),
+            self._programs.plan_decode((), window),
             self._programs.probe_params,
-            num_rows=num_rows,
+            variant=variant,
         )
 
     def _measure_swaps(self) -> None:
-        """Copy the null page to the host and back, and compute a prompt of nobody's.
+        """Time copies of the null page to the host and back, and the prefill of an empty prompt.
 
-        The least of a few timings, since whatever else the host does can only add to them.
+        The minimum of a few timings counts, since other work of the host can only add to them.
         """
 
         def seconds(step: Callable[[], None]) -> float:
@@ -343,12 +358,8 @@ class DeviceExecutor:
         )
 
     def _work_of_a_position(self) -> float:
-        """Arithmetic of attending to one, as a share of what a token takes beside attention."""
+        """Return the arithmetic of attending to one position, in that of a token's other work."""
         model = self._programs.model_config
         num_params = sum(leaf.size for leaf in jax.tree.leaves(self._params))
         attention = 2 * model.num_layers * model.num_heads * model.head_dim
         return attention / num_params
-
-
-def _bind(function: Callable[[int], None], size: int) -> Callable[[], None]:
-    return lambda: function(size)

@@ -1,4 +1,4 @@
-"""What the device's failures are called in our words."""
+"""Turns failures of the device into typed errors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from jaxserve.core.errors import DeviceMemoryError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether XLA could not allocate; it has no exception type of its own for that."""
+    """Return whether XLA could not allocate memory, for which it has no exception type."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
 @contextmanager
 def out_of_memory_as(doing: str, remedy: str) -> Iterator[None]:
-    """Turn XLA's out-of-memory error into a `DeviceMemoryError` that names the remedy."""
+    """Turn XLA's out-of-memory error into a `DeviceMemoryError`.
+
+    Args:
+      doing: the operation, for the message.
+      remedy: what the user can do.
+    """
     try:
         yield
     except Exception as error:  # XLA's own type moved between versions

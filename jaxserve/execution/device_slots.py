@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,8 +12,9 @@ import jax
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.steps import slots as edits
+from jaxserve.steps.sampling.variants import SamplingNeeds
 from jaxserve.steps.slots import ADMISSIONS_A_CALL, MOVES_A_CALL, PAGE_UPDATES_A_CALL, SlotState
 
 _Item = TypeVar("_Item")
@@ -21,12 +22,16 @@ _Item = TypeVar("_Item")
 
 @final
 class DeviceSlots:
-    """One copy of the slot state; `state` is donated to every step and replaced by its result."""
+    """One copy of the slot state; `state` is donated to every step and replaced by its result.
+
+    Beside it, on the host: what the request in each slot needs of the sampler.
+    """
 
     def __init__(self, config: EngineConfig, place: jax.sharding.Sharding):
         # Made in place: what the host puts on a mesh over several processes it must compare.
         self._new = jax.jit(edits.empty_slots, static_argnums=0, out_shardings=place)
         self.state: SlotState = self._new(config)
+        self._needs = [SamplingNeeds()] * config.max_slots
         self._config = config
         self._place = place
         jit = partial(jax.jit, donate_argnums=0, out_shardings=place)
@@ -35,7 +40,11 @@ class DeviceSlots:
         self._admit_slots = jit(edits.admit)
 
     def apply(self, plan: StepPlan) -> None:
-        """Releases, moves, admissions and page updates."""
+        """Carry out releases, moves, admissions and page updates."""
+        for source, target in plan.moves:
+            self._needs[target] = self._needs[source]
+        for new in plan.admissions:
+            self._needs[new.slot] = SamplingNeeds.of(new.request.params)
         releases = plan.releases
         if plan.moves or plan.admissions:  # page updates belong to what comes after these
             if releases:
@@ -53,6 +62,10 @@ class DeviceSlots:
         if releases:
             self._edit(releases, ())
 
+    def needs(self, rows: Iterable[Row]) -> SamplingNeeds:
+        """What the rows that sample need, after the edits of their plan."""
+        return SamplingNeeds.union(self._needs[row.slot] for row in rows if row.samples)
+
     def warm_up(self) -> None:
         """Compile every edit, changing nothing."""
         self._edit((), ())
@@ -60,13 +73,17 @@ class DeviceSlots:
         self.state = self._admit_slots(self.state, *edits.pack_admissions(self._config, ()))
 
     def relocate(self, targets: np.ndarray) -> None:
-        """Let page tables follow pages; `targets` int32 [old pages], where each of them is now."""
+        """Rewrite page tables after pages were moved.
+
+        Args:
+          targets: int32 [old pages], where each of them is now.
+        """
         tables = jax.device_put(targets[np.asarray(self.state.page_table)], self._place)
         self.state = replace(self.state, page_table=tables)
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """For the length of the block, slots that are all inert in place of these."""
+        """Replace the slots by inert ones for the length of the block."""
         own, self.state = self.state, self._new(self._config)
         try:
             yield

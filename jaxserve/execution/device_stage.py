@@ -1,4 +1,4 @@
-"""One stage of a stage plan on its devices: its layers' part of every step."""
+"""One stage of a stage plan on its devices: its layers' part of each step."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from jaxserve.execution.page_copies import DevicePages
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import Row, StepPlan
-from jaxserve.steps.functions import MixedBatch, Outputs
+from jaxserve.steps.batches import MixedBatch
+from jaxserve.steps.outputs import Outputs
+from jaxserve.steps.packing import pack_window
 from jaxserve.steps.programs import Programs
-from jaxserve.steps.sampling.sampler import SamplingNeeds
+from jaxserve.steps.sampling.variants import Variant
 
 
 @final
 @dataclass
 class _Sampled:
-    """Tokens on their way to a stage. `index` int32 [R], slots; `max_slots` to skip."""
+    """Tokens on their way to a stage. `index` int32 [R] are slots; `max_slots` is skipped."""
 
     index: np.ndarray
     token: jax.Array
@@ -35,10 +37,10 @@ class _Sampled:
 class DeviceStage:
     """Owns the stage's page cache and its copy of the slots; borrows the parameters.
 
-    Every stage keeps all slots, for a few integers a token: so it finds positions, pages and who
-    has ended on its own devices. What the last stage samples is sent to the others, and taken in
-    when the slot is next computed and not before: until then, whatever was submitted earlier need
-    not wait for it.
+    Every stage has a copy of all slots, a few integers a token: positions, pages and which
+    sequences have ended are on its own devices. The tokens that the last stage samples are sent to
+    the other stages, which append them when the slot is next computed, and not before, so that work
+    that was submitted earlier does not wait for them.
     """
 
     def __init__(self, programs: Programs, params: Any, cache: KVCache):
@@ -46,24 +48,28 @@ class DeviceStage:
         self.params = params
         self.slots = DeviceSlots(programs.config, programs.place.whole)
         self.pages = DevicePages(cache, programs.place.pages)
-        self._coming: deque[_Sampled] = deque()
+        self._incoming: deque[_Sampled] = deque()
+
+    def update_params(self, params: Any) -> None:
+        """Compute from here on with other parameters of this stage."""
+        self.params = params
 
     def edit(self, plan: StepPlan) -> None:
-        """What the plan does to the slots before its rows."""
+        """Edit the slots as the plan says, before its rows."""
         skip = self.programs.config.max_slots
         target = np.arange(skip + 1, dtype=np.int32)
-        # What is still to come for a slot's former sequence is nobody's.
+        # Tokens on their way for a slot's former sequence are dropped.
         taken = [*(a.slot for a in plan.admissions), *(to for _, to in plan.moves)]
         target[[*plan.releases, *taken]] = skip
         for origin, to in plan.moves:
             target[origin] = to
-        for sampled in self._coming:
+        for sampled in self._incoming:
             sampled.index = target[sampled.index]
         with self.programs.place.in_force():
             self.slots.apply(plan)
 
     def mixed(self, batch: MixedBatch, inputs: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Where every token ends in this stage [T, E], and every row [S, E]."""
+        """Return this stage's output for every token [T, E], and for every row [S, E]."""
         slots: Any = batch.slot[: int((batch.query_length > 0).sum())]
         self._take_in(slots)
         with self.programs.place.in_force():
@@ -74,24 +80,22 @@ class DeviceStage:
             )
         return hidden, row_hidden
 
-    def decode(
-        self, rows: Sequence[Row], start: int, size: int, inputs: jax.Array | None
-    ) -> jax.Array:
-        """Where the newest tokens of the slots from `start` on end in this stage [size, E].
+    def decode(self, rows: Sequence[Row], window: range, inputs: jax.Array | None) -> jax.Array:
+        """Where the newest tokens of a window's slots end in this stage [R, E].
 
         Args:
-          rows: of these slots, where they stand now.
+          rows: the slots of the window that take part, and where they stand now.
         """
-        self._take_in(np.arange(start, start + size))
+        self._take_in(np.array([row.slot for row in rows], np.int32))
         with self.programs.place.in_force():
             self.pages.cache, hidden = self.programs.stage_decode(
                 self.params,
                 self.pages.cache,
                 self.slots.state,
-                np.int32(start),
-                self.programs.plan_decode(rows, start, size),
+                np.int32(window.start),
+                pack_window(window, rows),
+                self.programs.plan_decode(rows, window),
                 self._moved(inputs),
-                num_rows=size,
             )
         return hidden
 
@@ -101,28 +105,33 @@ class DeviceStage:
         index: np.ndarray,
         outputs: Outputs,
         iteration: int,
-        needs: SamplingNeeds,
+        variant: Variant,
     ) -> tuple[Outputs, jax.Array, jax.Array]:
-        """On the last stage: `steps.stage_head`. Returns outputs, tokens and which are finite."""
+        """On the last stage: sample (`steps.stage_head`).
+
+        Returns:
+          Outputs, tokens, and which of them are finite.
+        """
         with self.programs.place.in_force():
             self.slots.state, outputs, token, finite = self.programs.stage_head(
-                self.params, self.slots.state, hidden, index, outputs, np.int32(iteration), needs
+                *(self.params, self.slots.state, hidden, index, outputs, np.int32(iteration)),
+                variant=variant,
             )
         return outputs, token, finite
 
     def send(self, index: np.ndarray, token: jax.Array, finite: jax.Array) -> None:
-        """On the other stages: what was sampled for the slots at `index`."""
+        """On the other stages: send the tokens that were sampled for the slots at `index`."""
         token, finite = jax.device_put((token, finite), self.programs.place.whole)
-        self._coming.append(_Sampled(index, token, finite))
+        self._incoming.append(_Sampled(index, token, finite))
 
-    def no_outputs(self, num_rows: int, num_iterations: int) -> Outputs:
+    def no_outputs(self, num_rows: int, num_iterations: int, variant: Variant) -> Outputs:
         with self.programs.place.in_force():
-            return self.programs.no_outputs(num_rows, num_iterations)
+            return self.programs.no_outputs(num_rows, num_iterations, variant)
 
     def catch_up(self) -> None:
-        """Take in everything that was sent."""
-        while self._coming:
-            self._append(self._coming.popleft())
+        """Append all tokens that were sent."""
+        while self._incoming:
+            self._append(self._incoming.popleft())
 
     def resize(self, num_pages: int, moves: Moves) -> None:
         """See `Executor.resize`."""
@@ -133,25 +142,25 @@ class DeviceStage:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """For the length of the block, no slot advances."""
+        """Let no slot advance for the length of the block."""
         self.catch_up()
         with self.programs.place.in_force(), self.slots.idle():
             yield
             self.catch_up()
 
     def delete(self) -> None:
-        """Give back cache and slots."""
-        self._coming.clear()
+        """Free cache and slots."""
+        self._incoming.clear()
         self.pages.delete()
         self.slots.delete()
 
     def _take_in(self, slots: np.ndarray) -> None:
-        """What was sent for these slots, and everything before it."""
+        """Append the tokens that were sent for these slots, and all that were sent before them."""
         last = max(
-            (i for i, s in enumerate(self._coming) if np.isin(s.index, slots).any()), default=-1
+            (i for i, s in enumerate(self._incoming) if np.isin(s.index, slots).any()), default=-1
         )
         for _ in range(last + 1):
-            self._append(self._coming.popleft())
+            self._append(self._incoming.popleft())
 
     def _append(self, sampled: _Sampled) -> None:
         with self.programs.place.in_force():

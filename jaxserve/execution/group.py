@@ -22,8 +22,8 @@ from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.handle import DeviceHandle
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.supervisor import SwapCosts
 from predictor import Refinement
 from sharding import ProcessGroup
 

@@ -1,4 +1,4 @@
-"""A step on its way: its arrays on the device, and how to read them."""
+"""A submitted step: its arrays on the device, and how to read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from jaxserve.scheduling.plan import PromptLogprobs, StepPlan, StepResult
-from jaxserve.steps.functions import Outputs
+from jaxserve.steps.outputs import Outputs
+from jaxserve.steps.sampling.variants import SamplingNeeds
 
 
 @final
@@ -28,22 +29,25 @@ class DeviceHandle:
 
     Args:
       plan: what was submitted.
+      needs: of the plan's rows; only the log-probabilities that they return are read.
       marker: an array that exists when the step is through.
       outputs: of the rows that sample, in one or several parts (one a micro-batch); may be empty.
       output_rows: int32 [plan rows], where each row lies in the parts, put one after the other; -1
         for those that do not sample.
-      prompt_part: None when nobody asked.
+      prompt_part: None where no row returns prompt log-probabilities.
     """
 
     def __init__(
         self,
         plan: StepPlan,
+        needs: SamplingNeeds,
         marker: jax.Array,
         outputs: Sequence[Outputs],
         output_rows: np.ndarray,
         prompt_part: PromptPart | None = None,
     ):
         self._plan = plan
+        self._needs = needs
         self._marker = marker
         self._outputs = outputs
         self._output_rows = output_rows
@@ -63,7 +67,7 @@ class DeviceHandle:
             finite = np.ones(num_rows, np.bool_)
             return StepResult(tokens, counts, finite, prompt_logprobs=self._prompt_logprobs())
         samples = self._output_rows >= 0
-        needs = self._plan.needs
+        needs = self._needs
         return StepResult(
             tokens=self._by_row("tokens"),
             num_tokens=np.where(samples, self._by_row("num_tokens"), 0),
@@ -89,11 +93,12 @@ class DeviceHandle:
         }
 
     def _wanted(self) -> list[jax.Array]:
-        wanted = list(self._prompt_part.arrays) if self._prompt_part else []
-        needs = self._plan.needs
+        wanted: list[jax.Array | None] = []
+        if self._prompt_part is not None:
+            wanted += self._prompt_part.arrays
         for out in self._outputs:
             wanted += [out.tokens, out.num_tokens, out.finite]
-            wanted += [out.logprobs] if needs.logprobs else []
-            wanted += [out.top_ids, out.top_logprobs] if needs.top_logprobs else []
-            wanted += [] if out.remaining is None else [out.remaining]
-        return wanted
+            wanted += [out.logprobs] if self._needs.logprobs else []
+            wanted += [out.top_ids, out.top_logprobs] if self._needs.top_logprobs else []
+            wanted += [out.remaining]
+        return [array for array in wanted if array is not None]

@@ -1,4 +1,4 @@
-"""How many pages fit: what the device has, less weights and the largest step's temporaries."""
+"""Sizes of page pools: device memory less weights and the largest step's temporaries."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxserve.memory.page_pool import MIN_PAGES
 
 _log = logging.getLogger(__name__)
 
-# Shares of the free memory that a pool may take. A CPU's memory belongs to others too.
+# Shares of the free memory that a pool may take. Other processes use a CPU's memory too.
 _SHARE = {"cpu": 0.125}
 _DEFAULT_SHARE = 0.92
 _HOST_SHARE = 0.25
-# Leading bits of a number of pages that follows from what is free: see `_repeatable`.
+# Leading bits that are kept of a number of pages that depends on free memory: see `_repeatable`.
 _BITS = {"cpu": 4}
 _DEFAULT_BITS = 7
 
@@ -26,13 +26,13 @@ _DEFAULT_BITS = 7
 @final
 @dataclass(frozen=True, kw_only=True)
 class PoolSize:
-    """The page pool's size and what it was derived from.
+    """The page pool's size, and what it follows from.
 
     Attributes:
-      num_pages: with the null page.
-      page_bytes: keys, values and their scales of one page in all layers.
+      num_pages: including the null page.
+      page_bytes: of keys, values and their scales of one page in all layers.
       free_bytes: of the device, before pool and temporaries.
-      step_bytes: temporaries of the largest step.
+      step_bytes: of the largest step's temporaries.
     """
 
     num_pages: int
@@ -46,7 +46,7 @@ class PoolSize:
 
 
 def free_device_bytes(device: Any) -> int:
-    """What nobody uses yet of a `jax.Device`: its allocator's word, or `available_host_bytes`."""
+    """Return the free memory of a `jax.Device`: by its allocator, else `available_host_bytes`."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -62,17 +62,17 @@ def plan_pool(
     min_pages: int,
     kv_bytes: int | None,
 ) -> PoolSize:
-    """Size the pool.
+    """Return the size of the page pool.
 
     Args:
-      page_bytes: of one page, all layers, with everything that belongs to it.
-      step_bytes: temporaries of the largest step.
-      wanted_pages: more would never be used.
-      min_pages: fewer are of no use.
-      kv_bytes: the user's wish; None for what is left.
+      page_bytes: of one page in all layers, on one device.
+      step_bytes: of the largest step's temporaries.
+      wanted_pages: number of pages that all slots together can use.
+      min_pages: minimum number of pages.
+      kv_bytes: bytes that the user asks for; None for a share of the free memory.
 
     Raises:
-      DeviceMemoryError: the wish is not there, or not even `min_pages` fit.
+      DeviceMemoryError: `kv_bytes` are not free, or fewer than `min_pages` fit.
     """
     free = free_device_bytes(device)
     left = free - step_bytes
@@ -103,24 +103,25 @@ def plan_pool(
 
 
 def _repeatable(num_pages: int, platform: str) -> int:
-    """A little less, but the same from one start to the next, though what is free differs a bit.
+    """Round down to a number that is the same from start to start, though free memory varies.
 
-    Programs are compiled for a number of pages, and found again in the compilation cache by it.
+    Programs are compiled for a number of pages, and the compilation cache has them by it.
     """
     step = 1 << max(0, num_pages.bit_length() - _BITS.get(platform, _DEFAULT_BITS))
     return num_pages - num_pages % step
 
 
 def plan_host_pages(page_bytes: int, num_device_pages: int, wanted_bytes: int | None) -> int:
-    """Pages of host memory, for what leaves the device.
+    """Return the number of pages of host memory, for pages that leave the device.
 
     Args:
-      page_bytes: of one page, all layers and shards, keys and values.
-      num_device_pages: of the pool, which more would never be used beside.
-      wanted_bytes: the user's wish; None for as much as the pool, up to a share of what is free.
+      page_bytes: of one page in all layers and shards.
+      num_device_pages: of the pool; the default number of host pages.
+      wanted_bytes: bytes that the user asks for; None for as many pages as the pool has, up to a
+        share of the free memory.
 
     Raises:
-      DeviceMemoryError: the wish is not there.
+      DeviceMemoryError: `wanted_bytes` are not free.
     """
     free = available_host_bytes()
     if wanted_bytes is None:
@@ -141,24 +142,26 @@ def plan_resize(
     wanted_pages: int,
     num_buffers: int,
 ) -> PoolSize:
-    """What becomes of a pool of `size` that is to have `kv_bytes`.
+    """Return the size of the pool after a resize to `kv_bytes`.
 
     Args:
-      kv_bytes: rounded down to whole pages; 0 for the smallest pool there is, of `MIN_PAGES`.
-      wanted_pages: more would never be used.
-      num_buffers: how often the largest of the buffers, which are copied one by one, goes into all.
+      size: of the pool now.
+      kv_bytes: rounded down to whole pages; 0 for the smallest pool, of `MIN_PAGES`.
+      wanted_pages: number of pages that all slots together can use.
+      num_buffers: size of the whole pool in units of its largest buffer. Buffers are copied one by
+        one.
 
     Raises:
-      DeviceMemoryError: they are not there, not even for the moment of copying; or less than
-        `MIN_PAGES`.
+      DeviceMemoryError: the new pool and one buffer of the copy do not fit, or `kv_bytes` are less
+        than `MIN_PAGES`.
     """
     kv_bytes = kv_bytes or MIN_PAGES * size.page_bytes
     num_pages = min(wanted_pages, kv_bytes // size.page_bytes)
     if num_pages < MIN_PAGES:
         raise DeviceMemoryError(
             f"{kv_bytes:,} bytes hold {num_pages} pages of {size.page_bytes:,}, at least "
-            f"{MIN_PAGES} are needed; give {MIN_PAGES * size.page_bytes:,} or more, or 0 for just "
-            "that"
+            f"{MIN_PAGES} are needed; give {MIN_PAGES * size.page_bytes:,} or more, or 0 for the "
+            "smallest pool"
         )
     if num_pages == size.num_pages and kv_bytes <= size.pool_bytes:
         return size
@@ -178,7 +181,7 @@ def plan_resize(
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """What the system has left, or less where a control group limits this process.
+    """Return the free memory of the host, or of this process's control group if that is less.
 
     Args:
       root: of the file system with `proc` and `sys`.
@@ -197,10 +200,10 @@ def _system_bytes(root: Path) -> int:
 
 
 def _control_group_bytes(root: Path) -> Iterator[int]:
-    """What each limited group above this process has left, version 2 and 1.
+    """Yield the free memory of each limited group above this process, of versions 2 and 1.
 
     In a container the mount may show the process's own group as its root, while
-    `/proc/self/cgroup` gives the host's path: groups that are not there are passed over.
+    `/proc/self/cgroup` gives the host's path: groups without a folder are skipped.
     """
     groups = {"": "/", "memory": "/"}  # controllers -> path
     try:
@@ -231,7 +234,7 @@ def _left_above(
             if limit != "max":
                 used = int((folder / used_name).read_text())
                 counts = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
-                # Page cache that nobody read lately: the kernel drops it before it kills.
+                # Inactive page cache: the kernel drops it before it kills a process.
                 yield int(limit) - used + int(counts.get(cache_name, 0))
         except OSError:
             pass

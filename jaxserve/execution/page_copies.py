@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.memory.relocation import Moves, page_sources
 from jaxserve.models.batch import KVCache
-from jaxserve.models.coming import ComingPages
+from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.plan import PageCopies
 from jaxserve.steps.placement import staging_place
 from pallas_kernels import gather_pages, scatter_pages
@@ -72,9 +72,9 @@ class DevicePages:
         if back:
             self.cache = self._host.swap_in(self.cache, back)
 
-    def coming(self, back: PageCopies, count: int) -> ComingPages:
+    def incoming(self, back: PageCopies, count: int) -> IncomingPages:
         """Return the pages of at most `count` copies from the host, which a step puts in place."""
-        return self._host.coming(self.cache, back, count)
+        return self._host.incoming(self.cache, back, count)
 
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""
@@ -163,7 +163,7 @@ class HostPages:
             cache = self._scatter(cache, ids, self._read(cache, some, PAGES_A_CALL))
         return cache
 
-    def coming(self, cache: KVCache, copies: PageCopies, count: int) -> ComingPages:
+    def incoming(self, cache: KVCache, copies: PageCopies, count: int) -> IncomingPages:
         """Return the contents of at most `count` (host page, device page), for a step to copy."""
         self.settle(wait=True)
         self._allocate(jax.tree.leaves(cache))
@@ -171,7 +171,7 @@ class HostPages:
         target[: len(copies)] = [page for _, page in copies]
         values = self._read(cache, copies, count)
         staged = jax.device_put(values, staging_place(self._place))
-        return ComingPages(target, staged)  # pyright: ignore[reportArgumentType]
+        return IncomingPages(target, staged)  # pyright: ignore[reportArgumentType]
 
     def settle(self, *, wait: bool) -> None:
         """Store the pages that have arrived; with `wait`, all pages that are on their way."""

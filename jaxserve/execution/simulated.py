@@ -21,8 +21,8 @@ from jaxserve.execution.step_cost import FlatCost, StepCost, StepWork
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_sources, page_targets
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import Row, StepPlan, StepResult
-from jaxserve.scheduling.supervisor import SwapCosts
 from predictor import Refinement
 
 END_TOKEN = 0
@@ -30,6 +30,9 @@ _MASK = (1 << 61) - 1
 
 # (request, sample index) -> number of output tokens after which the model ends by itself
 AnswerLength = Callable[[Request, int], int]
+# (request, sample index, tokens of the sequence so far) -> how many of the tokens that its next row
+# may deliver come
+Accepted = Callable[[Request, int, int], int]
 # (request, sample index, output tokens that have come) -> logits of what remains, float [buckets]
 Reading = Callable[[Request, int, int], np.ndarray]
 
@@ -66,18 +69,24 @@ class _SimulatedHandle:
 class SimulatedExecutor:
     """Carries out plans at once, but delivers them when the virtual clock says so.
 
+    Each device group has a clock of its own: its plans are carried out one after the other, beside
+    those of other groups.
+
     Args:
       config: as for a device.
       clock: advanced by the host's work when a step is submitted, and to the step's end when it is
         collected.
       answer_length: when the model itself ends an answer; never by default.
       fault_length: after how many output tokens its logits are no longer finite; never by default.
+      accepted: where rows deliver fewer tokens than they may, as speculation and constraints have
+        them; None for rows that deliver all.
       cost: of a step, in virtual seconds.
+      swap_costs: what a device would measure when it starts; None for no measurement.
       refinement: what readings are worth; None for no probe.
       reading: what the probe reads.
       vocab_size: tokens are drawn from 1 to vocab_size - 1; 0 is the end token.
-      reads_context: False where only lengths and times matter: many times faster, but a token then
-        says nothing about its context, and a wrong page table goes unnoticed.
+      reads_context: False where only lengths and times matter: many times faster, but tokens do not
+        depend on their context then, and a wrong page table goes unnoticed.
     """
 
     def __init__(
@@ -87,14 +96,16 @@ class SimulatedExecutor:
         *,
         answer_length: AnswerLength | None = None,
         fault_length: AnswerLength | None = None,
+        accepted: Accepted | None = None,
         cost: StepCost | None = None,
+        swap_costs: SwapCosts | None = None,
         refinement: Refinement | None = None,
         reading: Reading | None = None,
         vocab_size: int = 1000,
         reads_context: bool = True,
     ):
         self.config = config
-        self.swap_costs: SwapCosts | None = None
+        self.swap_costs = swap_costs
         self.refinement = refinement
         self.group: GroupRole | None = None
         self.can_resize = True
@@ -102,6 +113,7 @@ class SimulatedExecutor:
         self._clock = clock
         self._answer_length = answer_length
         self._fault_length = fault_length
+        self._accepted = accepted
         self._cost = cost or FlatCost()
         self._vocab_size = vocab_size
         self._reads_context = reads_context
@@ -109,7 +121,8 @@ class SimulatedExecutor:
         # What is written at (page, offset): a hash of the whole context up to there.
         self._cells = np.zeros((config.num_pages, config.page_size), np.int64)
         self._host_cells = np.zeros((config.num_host_pages, config.page_size), np.int64)
-        self._free_at_s = 0.0
+        # By device group.
+        self._free_at_s: dict[int, float] = {}
 
     @property
     def host_memory(self) -> HostMemory | None:
@@ -132,9 +145,9 @@ class SimulatedExecutor:
             prefilled, decoded = self._iterate(plan, result)
         result = replace(result, remaining=self._read_remaining(plan))
         work = StepWork(plan, prefilled, tuple(decoded))
-        begin_s = max(self._free_at_s, self._clock.now())
-        self._free_at_s = begin_s + self._cost.device_s(work)
-        return _SimulatedHandle(result, self._free_at_s, self._clock)
+        begin_s = max(self._free_at_s.get(plan.group, 0.0), self._clock.now())
+        ready_s = self._free_at_s[plan.group] = begin_s + self._cost.device_s(work)
+        return _SimulatedHandle(result, ready_s, self._clock)
 
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""
@@ -176,7 +189,7 @@ class SimulatedExecutor:
 
     def _edit_slots(self, plan: StepPlan) -> None:
         for slot in plan.releases:
-            if slot in self._slots:  # else who was admitted there was preempted in the same step
+            if slot in self._slots:  # it is not where its sequence came and went in one plan
                 self._slots[slot].is_inert = True
         for source, target in plan.moves:
             if target in self._slots and not self._slots[target].is_inert:
@@ -203,31 +216,51 @@ class SimulatedExecutor:
     def _iterate(self, plan: StepPlan, result: StepResult) -> tuple[int, list[int]]:
         """Positions attended to by rows of several tokens, and by the others in each iteration."""
         prefilled, decoded = 0, []
-        for _ in range(plan.num_iterations):
+        # Of each row, tokens that it still delivers; a row that delivers none is computed, too.
+        left = [self._num_accepted(row) for row in plan.rows]
+        for iteration in range(plan.num_iterations):
             if plan.is_decode_loop and all(self._slots[row.slot].is_inert for row in plan.rows):
                 break
             decoded.append(0)
             for index, row in enumerate(plan.rows):
                 slot = self._slots[row.slot]
-                if slot.is_inert:
+                start = self._start(slot, row, plan)
+                if start is None or (iteration and not left[index]):
                     continue
-                start = len(slot.tokens) - 1 if plan.is_decode_loop else row.start
                 attended = row.num_tokens * start + row.num_tokens * (row.num_tokens + 1) // 2
                 if row.num_tokens == 1:
                     decoded[-1] += attended
                 else:
                     prefilled += attended
-                self._advance(slot, index, row, start, result)
+                if self._reads_context:
+                    self._write(slot, start, row.num_tokens)
+                if left[index]:
+                    left[index] -= 1
+                    self._sample(slot, index, result)
         return prefilled, decoded
 
-    def _advance(self, slot: _Slot, index: int, row: Row, start: int, result: StepResult) -> None:
-        """Compute one row, and put its token into the result if it samples."""
-        if self._reads_context:
-            self._write(slot, start, row.num_tokens)
+    def _start(self, slot: _Slot, row: Row, plan: StepPlan) -> int | None:
+        """Where a row begins: a sampling one where it ends at the newest token; None if inert."""
+        if slot.is_inert:
+            return None
         if not row.samples:
-            return
-        if start + row.num_tokens != len(slot.tokens):
+            return row.start if row.start + row.num_tokens <= len(slot.tokens) else None
+        start = len(slot.tokens) - row.num_tokens
+        is_late = start > row.start and not plan.is_decode_loop
+        if is_late or (start < row.start and self._accepted is None):
             raise AssertionError("a sampling row must end at the newest token")
+        return start
+
+    def _num_accepted(self, row: Row) -> int:
+        """How many tokens a row delivers, unless its answer ends."""
+        if self._accepted is None or not row.samples:
+            return row.max_new_tokens
+        slot = self._slots[row.slot]
+        num = self._accepted(slot.request, slot.sample_index, len(slot.tokens))
+        return min(row.max_new_tokens, max(0, num))
+
+    def _sample(self, slot: _Slot, index: int, result: StepResult) -> None:
+        """Append a row's next token to its slot and to the result."""
         if self._has_fault(slot):
             result.finite[index], slot.is_inert = False, True
             return
@@ -238,8 +271,8 @@ class SimulatedExecutor:
     @property
     def _is_predictable(self) -> bool:
         """Whether every answer runs to its length limit, with tokens that do not matter."""
-        is_forced = self._answer_length is None and self._fault_length is None
-        return is_forced and not self._reads_context
+        models = (self._answer_length, self._fault_length, self._accepted)
+        return all(model is None for model in models) and not self._reads_context
 
     def _decode_at_once(self, plan: StepPlan, result: StepResult) -> list[int]:
         """As `_iterate`, of a decode loop that is predictable."""

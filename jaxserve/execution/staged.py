@@ -22,11 +22,17 @@ from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
-from jaxserve.scheduling.plan import Needs, Row, StepPlan
-from jaxserve.scheduling.supervisor import SwapCosts
-from jaxserve.steps.functions import Outputs
-from jaxserve.steps.packing import pack_needs, pack_rows, pack_sampling, sampling_first
-from jaxserve.steps.sampling.sampler import SamplingNeeds
+from jaxserve.scheduling.kv.costs import SwapCosts
+from jaxserve.scheduling.plan import Row, StepPlan
+from jaxserve.steps.outputs import Outputs
+from jaxserve.steps.packing import (
+    decode_window,
+    pack_rows,
+    pack_window,
+    sampling_first,
+    sampling_slots,
+)
+from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
 from predictor import Refinement
 
 
@@ -36,8 +42,8 @@ class Pass:
     """A micro-batch that goes once through all stages, in the order of submission.
 
     Attributes:
-      slots: whose tokens it computes.
-      num_rows: that the stages compute, padding included.
+      slots: the slots whose tokens it computes.
+      num_rows: rows that the stages compute, padding included.
       samples: whether the last stage samples behind it.
     """
 
@@ -52,7 +58,7 @@ class StagedExecutor:
 
     Everything is submitted in the order in which the devices should do it, and nothing waits: the
     arrays that pass from stage to stage keep the order. A decode loop runs all of its iterations,
-    since only the devices know who has ended.
+    since only the devices know which sequences have ended.
 
     Args:
       parts: of the model, one a stage, as the stages were made from.
@@ -74,6 +80,7 @@ class StagedExecutor:
     ):
         self.config = stages[0].programs.config
         self.swap_costs: SwapCosts | None = None
+        self.host_memory: HostMemory | None = None
         self.refinement: Refinement | None = None
         self.host_memory: HostMemory | None = None
         self.group: GroupRole | None = None
@@ -103,7 +110,8 @@ class StagedExecutor:
         with self._compilations.watch(plan):
             for stage in self._stages:
                 stage.edit(plan)
-            return self._decode(plan) if plan.is_decode_loop else self._mixed(plan)
+            needs = self._stages[-1].slots.needs(plan.rows)
+            return self._decode(plan, needs) if plan.is_decode_loop else self._mixed(plan, needs)
 
     def fitted(self, params: Any) -> list[Any]:
         """See `ModelExecutor`: each stage's part."""
@@ -117,7 +125,7 @@ class StagedExecutor:
     def update_params(self, params: list[Any]) -> None:
         """See `ModelExecutor`."""
         for stage, own in zip(self._stages, params, strict=True):
-            stage.params = own
+            stage.update_params(own)
 
     @property
     def stages(self) -> tuple[DeviceStage, ...]:
@@ -125,11 +133,12 @@ class StagedExecutor:
         return tuple(self._stages)
 
     def compiled_steps(self) -> list[list[Any]]:
-        """Each stage's largest mixed step and decode iteration, to read what XLA made of them."""
+        """Return the executables of each stage's largest mixed step and decode iteration."""
         self._raise_if_closed()
         return [
             stage.programs.compiled_stage_steps(
-                stage.params, stage.pages.cache, self._embed if i else None
+                *(stage.params, stage.pages.cache, self._embed if i else None),
+                samples=stage is self._stages[-1],
             )
             for i, stage in enumerate(self._stages)
         ]
@@ -148,7 +157,7 @@ class StagedExecutor:
                 stage.resize(old_num_pages, [(new, old) for old, new in moves])
             raise
         self.config = replace(self.config, num_pages=num_pages)
-        self._compilations.is_warm = num_pages in self._warm_num_pages
+        self._compilations.expect_none(num_pages in self._warm_num_pages)
 
     @property
     def num_buffers(self) -> int:
@@ -171,15 +180,14 @@ class StagedExecutor:
 
     # ---- steps ----
 
-    def _mixed(self, plan: StepPlan) -> DeviceHandle:
-        # One batch where somebody asks for the log-probabilities of a prompt: then its spans are
-        # those of the step.
+    def _mixed(self, plan: StepPlan, needs: SamplingNeeds) -> DeviceHandle:
+        # One batch where a row returns prompt log-probabilities, so that their spans are those of
+        # the step.
         wants_prompts = any(row.wants_prompt_logprobs for row in plan.rows)
         batches = [list(enumerate(plan.rows))]
         if not wants_prompts:
             smallest = self.config.token_buckets[0]
             batches = list(_cut(batches[0], self._micro_batches, smallest))
-        needs = pack_needs(plan.needs)
         outputs: list[Outputs] = []
         output_rows = np.full(len(plan.rows), -1, np.int32)
         prompt_part = None
@@ -197,42 +205,49 @@ class StagedExecutor:
             if wants_prompts:
                 prompt_part = self._prompt_part(batch, starts, packed, hidden)
             if samples:
-                index = pack_sampling(self.config, rows)
-                none = self._stages[-1].no_outputs(len(index), 1)
-                outputs.append(self._sample(marker, index, none, 0, needs))
+                index = sampling_slots(self.config, rows, needs.variant)
+                none = self._stages[-1].no_outputs(len(index), 1, needs.variant)
+                outputs.append(self._sample(marker, index, none, 0, needs.variant))
                 sampling = [i for i, row in batch if row.samples]
                 output_rows[sampling] = num_outputs + np.arange(len(sampling))
                 num_outputs += len(index)
         marker = outputs[-1].tokens if outputs else marker
-        return DeviceHandle(plan, marker, outputs, output_rows, prompt_part)
+        return DeviceHandle(plan, needs, marker, outputs, output_rows, prompt_part)
 
-    def _decode(self, plan: StepPlan) -> DeviceHandle:
-        size = plan.window_size // gcd(plan.window_size, self._micro_batches)
-        window = range(plan.window_start, plan.window_start + plan.window_size)
-        live = {(row.slot - window.start) // size for row in plan.rows}
-        starts = [window.start + batch * size for batch in sorted(live)]
-        last = self._stages[-1]
-        outputs = [last.no_outputs(size, self.config.max_decode_iterations) for _ in starts]
-        needs = pack_needs(plan.needs)
+    def _decode(self, plan: StepPlan, needs: SamplingNeeds) -> DeviceHandle:
+        whole = decode_window(self.config, plan, needs.variant)
+        size = self._micro_batch_size(len(whole))
+        live = sorted({(row.slot - whole.start) // size for row in plan.rows})
+        windows = [whole[batch * size : (batch + 1) * size] for batch in live]
+        last, num_iterations = self._stages[-1], self.config.max_decode_iterations
+        outputs = [last.no_outputs(size, num_iterations, needs.variant) for _ in windows]
         for iteration in range(plan.num_iterations):
-            for batch, start in enumerate(starts):
+            for batch, window in enumerate(windows):
                 rows = [
                     replace(row, start=row.start + iteration)
                     for row in plan.rows
-                    if start <= row.slot < start + size
+                    if row.slot in window
                 ]
-                self._tell(range(start, start + size), size, samples=True)
+                self._tell(window, size, samples=True)
                 hidden = None
                 for stage in self._stages:
-                    hidden = stage.decode(rows, start, size, hidden)
-                index = np.arange(start, start + size, dtype=np.int32)
-                outputs[batch] = self._sample(hidden, index, outputs[batch], iteration, needs)
-        place = {start: batch * size for batch, start in enumerate(starts)}
-        output_rows = [
-            place[row.slot - (row.slot - window.start) % size] + (row.slot - window.start) % size
-            for row in plan.rows
-        ]
-        return DeviceHandle(plan, outputs[-1].tokens, outputs, np.array(output_rows, np.int32))
+                    hidden = stage.decode(rows, window, hidden)
+                index = np.where(pack_window(window, rows), window, self.config.max_slots)
+                index = index.astype(np.int32)
+                outputs[batch] = self._sample(
+                    hidden, index, outputs[batch], iteration, needs.variant
+                )
+        place = {
+            slot: batch * size + i
+            for batch, window in enumerate(windows)
+            for i, slot in enumerate(window)
+        }
+        output_rows = np.array([place[row.slot] for row in plan.rows], np.int32)
+        return DeviceHandle(plan, needs, outputs[-1].tokens, outputs, output_rows)
+
+    def _micro_batch_size(self, num_slots: int) -> int:
+        """Slots of a micro-batch of a window with so many."""
+        return num_slots // gcd(num_slots, self._micro_batches)
 
     def _sample(
         self,
@@ -240,10 +255,10 @@ class StagedExecutor:
         index: np.ndarray,
         outputs: Outputs,
         iteration: int,
-        needs: SamplingNeeds,
+        variant: Variant,
     ) -> Outputs:
-        """Sample on the last stage and tell the others."""
-        outputs, token, finite = self._stages[-1].sample(hidden, index, outputs, iteration, needs)
+        """Sample on the last stage and send the tokens to the others."""
+        outputs, token, finite = self._stages[-1].sample(hidden, index, outputs, iteration, variant)
         for stage in self._stages[:-1]:
             stage.send(index, token, finite)
         return outputs
@@ -274,22 +289,22 @@ class StagedExecutor:
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
         """See `ModelExecutor`."""
         config = self.config
-        sizes = sorted({size // gcd(size, self._micro_batches) for size in config.slot_buckets})
         steps: list[tuple[str, Callable[[], Any]]] = [
             ("slot edits", self._warm_edits),
             *(
                 (f"mixed step, {num} tokens", partial(self._warm_mixed, num))
                 for num in reversed(config.token_buckets)
             ),
-            *(
-                (f"sampling, {num} rows", partial(self._warm_head, num))
-                for num in reversed(config.head_buckets)
-            ),
-            *(
-                (f"decoding, {num} slots", partial(self._warm_decode, num))
-                for num in reversed(sizes)
-            ),
         ]
+        for variant in Variant:
+            name = variant.name.lower()
+            for num in reversed(variant.sizes(config.head_buckets)):
+                step = partial(self._warm_head, variant, num)
+                steps.append((f"{name} sampling, {num} rows", step))
+            sizes = {self._micro_batch_size(num) for num in variant.sizes(config.slot_buckets)}
+            for num in sorted(sizes, reverse=True):
+                step = partial(self._warm_decode, variant, num)
+                steps.append((f"{name} decoding, {num} slots", step))
         return [(name, self._idly(step)) for name, step in steps]
 
     def finish_warmup(self) -> None:
@@ -297,7 +312,7 @@ class StagedExecutor:
         for stage in self._stages:
             jax.block_until_ready((stage.pages.cache, stage.slots.state))
         self._warm_num_pages.add(self.config.num_pages)
-        self._compilations.is_warm = True
+        self._compilations.expect_none()
 
     @property
     def is_warm(self) -> bool:
@@ -326,34 +341,39 @@ class StagedExecutor:
         self._prompt_part((), (), batch, hidden)
         return row_hidden
 
-    def _warm_head(self, num_rows: int) -> None:
+    def _warm_head(self, variant: Variant, num_rows: int) -> None:
         hidden = self._warm_mixed(self.config.token_buckets[0])
-        self._warm_sampling(hidden, num_rows, 1)
+        self._warm_sampling(hidden, variant, num_rows, 1)
 
-    def _warm_decode(self, num_rows: int) -> None:
+    def _warm_decode(self, variant: Variant, num_rows: int) -> None:
         hidden = None
         for stage in self._stages:
-            hidden = stage.decode((), 0, num_rows, hidden)
-        self._warm_sampling(hidden, num_rows, self.config.max_decode_iterations)
+            hidden = stage.decode((), range(num_rows), hidden)
+        self._warm_sampling(hidden, variant, num_rows, self.config.max_decode_iterations)
 
-    def _warm_sampling(self, hidden: Any, num_rows: int, num_iterations: int) -> None:
+    def _warm_sampling(
+        self, hidden: Any, variant: Variant, num_rows: int, num_iterations: int
+    ) -> None:
         index = np.full(num_rows, self.config.max_slots, np.int32)
-        none = self._stages[-1].no_outputs(num_rows, num_iterations)
-        self._sample(hidden, index, none, 0, pack_needs(Needs()))
+        none = self._stages[-1].no_outputs(num_rows, num_iterations, variant)
+        self._sample(hidden, index, none, 0, variant)
 
 
 def _shard_bytes(cache: KVCache) -> int:
-    """On one device."""
+    """Return the bytes of a cache on one device."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(cache))
 
 
 def _cut(
     rows: Sequence[tuple[int, Row]], most: int, smallest: int
 ) -> Iterator[list[tuple[int, Row]]]:
-    """At most `most` micro-batches of as equal numbers of tokens as can be, none under `smallest`.
+    """Cut rows into at most `most` micro-batches of about equal numbers of tokens.
 
-    A row that would not fit is cut: what comes first attends, what comes later is sampled from.
-    The order stays, for rows may read what those before them write.
+    A row that does not fit is cut in two, of which the second samples. The order stays, because
+    rows may read what the rows before them write.
+
+    Args:
+      smallest: minimum number of tokens of a micro-batch, except the last.
     """
     total = sum(row.num_tokens for _, row in rows)
     size = max(smallest, -(-total // most))
@@ -363,10 +383,10 @@ def _cut(
         start, tokens = row.start, row.num_tokens
         while tokens > left:
             if left:
-                batch.append((i, Row(row.slot, row.sequence_key, start, left, samples=False)))
+                batch.append((i, Row(row.slot, row.sequence_key, start, left, max_new_tokens=0)))
             yield batch
             start, tokens = start + left, tokens - left
             batch, left = [], size
-        batch.append((i, Row(row.slot, row.sequence_key, start, tokens, row.samples)))
+        batch.append((i, Row(row.slot, row.sequence_key, start, tokens, row.max_new_tokens)))
         left -= tokens
     yield batch

@@ -1,4 +1,4 @@
-"""What a step costs a simulated device."""
+"""Costs of a step on a simulated device."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from jaxserve.scheduling.plan import StepPlan
 @final
 @dataclass(frozen=True)
 class StepWork:
-    """What carrying out a plan came to: rows that ended on the device no longer count.
+    """The work of carrying out a plan. Rows that ended on the device do not count any more.
 
-    A token attends to every position up to its own. Rows of one token and longer ones are apart,
-    because kernels read the keys of a row once for many of its queries.
+    A token attends to every position up to its own. Rows of one token are counted apart from longer
+    ones, because kernels read the keys of a row once for many of its queries.
 
     Attributes:
-      prefilled: positions attended to by the tokens of rows with several tokens, summed.
-      decoded: the same of rows with one token, for each iteration that ran. A mixed step has one;
-        a decode loop ends early once every row has.
+      prefilled: sum of the positions that the tokens of rows with several tokens attend to.
+      decoded: the same for rows with one token, for each iteration that ran. A mixed step has one
+        iteration; a decode loop ends early when every row has ended.
     """
 
     plan: StepPlan
@@ -28,21 +28,21 @@ class StepWork:
 
 
 class StepCost(Protocol):
-    """Seconds of a step. The host works on one step while the device computes those before it."""
+    """Seconds of a step. The host works on a step while the device computes earlier ones."""
 
     def host_s(self, plan: StepPlan) -> float:
-        """To plan, submit and read it."""
+        """Return the host's seconds to plan, submit and read a step."""
         ...
 
     def device_s(self, work: StepWork) -> float:
-        """To carry it out."""
+        """Return the device's seconds to carry a step out."""
         ...
 
 
 @final
 @dataclass(frozen=True)
 class FlatCost:
-    """A constant for each iteration, a share for each token and swapped page; the host is free."""
+    """Constant seconds for each iteration, token and swapped page; none for the host."""
 
     per_iteration_s: float = 1e-3
     per_token_s: float = 1e-5

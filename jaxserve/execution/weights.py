@@ -1,4 +1,4 @@
-"""Parameters on their way to an executor: onto a mesh, or in place of others."""
+"""Puts parameters where an executor needs them: onto a mesh, or in place of others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ELEMENTS_LOOKED_AT = 256
 
 
 def sharded(params: Any, mesh: Mesh, model_config: Any) -> Any:
-    """`params` on `mesh`, by the rules of `sharding`; arrays that are there so are not copied.
+    """Return `params` on `mesh`, by the rules of `sharding`. Arrays in place are not copied.
 
     Raises:
       InvalidConfigError: the mesh does not divide them.
@@ -28,9 +28,9 @@ def sharded(params: Any, mesh: Mesh, model_config: Any) -> Any:
 
 
 def check_same(params: Any, expected: Any) -> None:
-    """Raise InvalidConfigError unless structure, shapes and dtypes of two states are the same.
+    """Raise InvalidConfigError if structure, shapes or dtypes of two states differ.
 
-    Names the first difference. Either may be abstract.
+    The message has the first difference. Either state may be abstract.
     """
     new, now = (
         {path: v.get_value() for path, v in nnx.to_flat_state(tree)} for tree in (params, expected)
@@ -51,10 +51,25 @@ def check_same(params: Any, expected: Any) -> None:
         )
 
 
-def fingerprint(params: Any, *settings: Any) -> bytes:
-    """The same for the same weights and settings in any run, and another for others.
+def check_dtype(params: Any, dtype: str) -> None:
+    """Raise InvalidConfigError unless parameters have the dtype of the model's configuration.
 
-    Of each parameter a few elements are looked at, spread over all of it: training moves them all.
+    Parameters with the metadata `has_own_dtype` (quantised values, scales) may have another.
+    """
+    for path, variable in nnx.to_flat_state(params):
+        found = variable.get_value().dtype.name
+        if found != dtype and not variable.get_metadata().get("has_own_dtype", False):
+            raise InvalidConfigError(
+                f"the parameter {'.'.join(map(str, path))} is {found}, and the model's "
+                f"configuration says {dtype}; cast the parameters, or build the model from "
+                f"dataclasses.replace(config, dtype={found!r})"
+            )
+
+
+def fingerprint(params: Any, *settings: Any) -> bytes:
+    """Return a hash of weights and settings that is the same in every run.
+
+    It reads a few elements of each parameter, spread over all of it: training changes them all.
     """
     digest = blake2b(repr(settings).encode(), digest_size=16)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -66,10 +81,10 @@ def fingerprint(params: Any, *settings: Any) -> bytes:
 
 
 def fitted(params: Any, old: Any) -> Any:
-    """`params` where `old` are; arrays that are there already are not copied.
+    """Return `params` on the devices of `old`. Arrays that are there already are not copied.
 
     Raises:
-      InvalidConfigError: as `check_same`.
+      InvalidConfigError: structure, shapes or dtypes differ; see `check_same`.
     """
     check_same(params, old)
     new = dict(nnx.to_flat_state(params))

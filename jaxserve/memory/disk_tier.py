@@ -1,4 +1,4 @@
-"""The disk below the host, behind a thread: nobody else waits for a file."""
+"""The disk below the host, behind a thread, so that no other thread waits for a file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jaxserve.memory.page_files import PageFiles
 
 _log = logging.getLogger(__name__)
 
-# Chunks on their way to the disk; what comes while so many are is not written.
+# Pages on their way to the disk, at most; what comes beside them is not written.
 _MAX_WRITING = 64
-# Chunks that were asked for and not taken yet.
+# Pages that were asked for and not taken yet, at most.
 _MAX_READING = 64
 # A disk that finishes nothing in this time is not waited for.
 PATIENCE_S = 10.0
@@ -39,7 +39,7 @@ class HostMemory(Protocol):
 
 @final
 class DiskTier:
-    """Writes chunks to files, and reads them back, on a thread of its own; reading goes first.
+    """Writes pages to files, and reads them back, on a thread of its own; reading goes first.
 
     Contents of what was read come with `arrived`.
 
@@ -47,8 +47,7 @@ class DiskTier:
       folder, max_bytes: see `PageFiles`.
 
     Attributes:
-      files: touched by the thread alone, but for `in`.
-      on_arrival: called on the thread when something has arrived.
+      files: touched by the thread alone, except for `in`.
 
     Raises:
       InvalidConfigError: the folder cannot be made or read, or is in use.
@@ -56,9 +55,9 @@ class DiskTier:
 
     def __init__(self, folder: Path, max_bytes: int):
         self.files = PageFiles(folder, max_bytes)
-        self.on_arrival: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
-        self._reads: deque[bytes] = deque()
+        # Keys, and what to call once they have arrived.
+        self._reads: deque[tuple[bytes, Callable[[], None]]] = deque()
         self._arrived: list[tuple[bytes, bytes | None]] = []
         self._num_reading = 0
         # What is to be written, until it is.
@@ -88,8 +87,13 @@ class DiskTier:
                 self._writes[key] = contents
                 self._changed.notify_all()
 
-    def read(self, key: bytes) -> bool:
-        """Have contents arrive later; False where too many are on their way."""
+    def read(self, key: bytes, on_arrival: Callable[[], None] = lambda: None) -> bool:
+        """Have contents arrive later; False where too many are on their way.
+
+        Args:
+          on_arrival: called on the disk's thread when `arrived` has the contents, unless it has
+            them at once.
+        """
         with self._changed:
             if self._num_reading >= _MAX_READING:
                 return False
@@ -97,7 +101,7 @@ class DiskTier:
             if key in self._writes:
                 self._arrived.append((key, self._writes[key]))
             else:
-                self._reads.append(key)
+                self._reads.append((key, on_arrival))
                 self._changed.notify_all()
         return True
 
@@ -162,9 +166,11 @@ class DiskTier:
                 if self._is_given_up or not (self._reads or self._writes):
                     return
                 self._is_busy = True
-                is_read = bool(self._reads)
-                key = self._reads.popleft() if is_read else next(iter(self._writes))
-                contents = None if is_read else self._writes[key]
+                on_arrival = contents = None
+                if self._reads:
+                    key, on_arrival = self._reads.popleft()
+                else:
+                    key, contents = next(iter(self._writes.items()))
             if contents is None:
                 contents = self.files.read(key)
             else:
@@ -172,10 +178,10 @@ class DiskTier:
             with self._changed:
                 self._is_busy = False
                 self._num_done += 1
-                if is_read:
+                if on_arrival is not None:
                     self._arrived.append((key, contents))
                 else:
                     self._writes.pop(key, None)
                 self._changed.notify_all()
-            if is_read:
-                self.on_arrival()
+            if on_arrival is not None:
+                on_arrival()

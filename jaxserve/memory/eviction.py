@@ -1,4 +1,4 @@
-"""What a chunk of the cache is worth: the chunk of the lowest value goes first."""
+"""What a cached page is worth: the page of the lowest value is evicted first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOMENT_S = 1e-6
 @final
 @dataclass(frozen=True)
 class RecomputeCost:
-    """Cost(l) of computing a chunk anew after a context of l tokens (thesis, eq. 3.5 and 3.6).
+    """Cost(l) of computing a page anew after a context of l tokens (thesis, eq. 3.5 and 3.6).
 
     Attributes:
       points: (context, seconds) at contexts that are powers of two, increasing; at least two.
@@ -44,12 +44,13 @@ class RecomputeCost:
 
 
 class Eviction(Protocol):
-    """How much a chunk is worth."""
+    """How much a cached page is worth."""
 
     def value(self, cost_s: float, last_active_s: Sequence[float], now_s: float) -> float:
-        """Of a chunk that costs so much to compute anew.
+        """Return the value of a page.
 
         Args:
+          cost_s: seconds to compute it anew.
           last_active_s: when each conversation that it belongs to was last active; at least one.
         """
         ...
@@ -58,7 +59,7 @@ class Eviction(Protocol):
 @final
 @dataclass(frozen=True)
 class LRU:
-    """What was used last is worth most."""
+    """The page that was used last is worth most."""
 
     def value(self, cost_s: float, last_active_s: Sequence[float], now_s: float) -> float:
         return max(last_active_s) - now_s
@@ -67,7 +68,7 @@ class LRU:
 @final
 @dataclass(frozen=True)
 class CostOverTime:
-    """Cost(s, l) / T, added up over all conversations that share the chunk (thesis, eq. 3.4)."""
+    """Cost(s, l) / T, added up over all conversations that share the page (thesis, eq. 3.4)."""
 
     def value(self, cost_s: float, last_active_s: Sequence[float], now_s: float) -> float:
         value = 0.0

@@ -1,4 +1,4 @@
-"""Chunks in files: bounded, checked, and there again after a restart."""
+"""Pages in files: bounded, checked, and there again after a restart."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class PageFiles:
     """Bytes by key, each in a file of its own; the least recently used go when room is short.
 
     Reading checks a digest of key and contents: a file that is torn or rotten is deleted, and as
-    good as never written. Where the disk fails or is full, chunks are not kept, and the log says so
-    once. For one thread at a time, but for `in`.
+    good as never written. Where the disk fails or is full, pages are not kept, and the log says so
+    once. For one thread at a time, except for `in`.
 
     Args:
-      folder: made where it is not there, and nobody else's until `close`; files of former runs in
-        it are found again.
+      folder: made where it is missing, and this object's alone until `close`; files of former runs
+        in it are found again.
       max_bytes: of all files together.
 
     Attributes:
@@ -102,7 +102,7 @@ class PageFiles:
         digest, contents = whole[len(_MAGIC) :][:_DIGEST_BYTES], whole[_header_bytes() :]
         if not whole.startswith(_MAGIC) or digest != _digest(key, contents):
             self.num_corrupt += 1
-            _log.warning("%s is not what was written; its chunk is computed anew", path)
+            _log.warning("%s is not what was written; its page is computed anew", path)
             self._delete(key)
             return None
         self.num_read += 1
@@ -158,7 +158,7 @@ class PageFiles:
         if not self._has_failed:
             self._has_failed = True
             _log.error(
-                "a kept page could not be %s in %s (%s); chunks that the disk does not keep are "
+                "a kept page could not be %s in %s (%s); pages that the disk does not keep are "
                 "computed anew. Further failures are not reported",
                 *(what, self.folder, error),
             )

@@ -1,4 +1,4 @@
-"""The pages of one sequence, and what it has been promised."""
+"""The pages of one sequence, and its reservation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jaxserve.memory.page_pool import PagePool
 class PageTable:
     """Maps a sequence's positions to pages: position p lies in `pages[p // page_size]`.
 
-    The reservation is the number of pages owned or promised. `reserve` raises it, `grow` draws
-    on it, `close` ends both.
+    The reservation is the number of pages that the sequence owns or may still allocate. `reserve`
+    raises it, `allocate` uses it, `trim` gives pages back to it, `close` ends it.
     """
 
     def __init__(self, pool: PagePool, page_size: int):
         self._pool = pool
         self._page_size = page_size
         self._pages: list[int] = []
-        self._num_promised = 0
+        self._num_unallocated = 0
 
     @property
     def pages(self) -> tuple[int, ...]:
@@ -31,26 +31,26 @@ class PageTable:
         return len(self._pages)
 
     @property
-    def num_reserved(self) -> int:
-        """Pages owned or promised."""
-        return len(self._pages) + self._num_promised
+    def reservation(self) -> int:
+        """Pages that are owned or may still be allocated."""
+        return len(self._pages) + self._num_unallocated
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
 
-    def missing(self, num_tokens: int) -> int:
-        """How many pages beyond the reservation `num_tokens` would take."""
-        return max(0, self.pages_for(num_tokens) - self.num_reserved)
+    def num_missing(self, num_tokens: int) -> int:
+        """Return how many pages beyond the reservation `num_tokens` would take."""
+        return max(0, -(-num_tokens // self._page_size) - len(self._pages) - self._num_unallocated)
 
     def reserve(self, num_tokens: int) -> bool:
         """Raise the reservation to `num_tokens` tokens; False, unchanged, if the pool cannot."""
-        missing = self.missing(num_tokens)
-        if not self._pool.promise(missing):
+        missing = self.num_missing(num_tokens)
+        if not self._pool.reserve(missing):
             return False
-        self._num_promised += missing
+        self._num_unallocated += missing
         return True
 
-    def grow(self, num_tokens: int) -> list[tuple[int, int]]:
+    def allocate(self, num_tokens: int) -> list[tuple[int, int]]:
         """Own pages for `num_tokens` tokens, all of them reserved before.
 
         Returns:
@@ -59,17 +59,28 @@ class PageTable:
         count = self.pages_for(num_tokens) - len(self._pages)
         if count <= 0:
             return []
-        if count > self._num_promised:
-            raise ValueError(f"{count} pages wanted, {self._num_promised} reserved; reserve first")
-        self._num_promised -= count
+        if count > self._num_unallocated:
+            raise ValueError(
+                f"{count} pages wanted, {self._num_unallocated} reserved; reserve first"
+            )
+        self._num_unallocated -= count
         first = len(self._pages)
-        self._pages += self._pool.draw(count)
+        self._pages += self._pool.allocate(count)
         return list(enumerate(self._pages[first:], first))
+
+    def trim(self, num_tokens: int) -> None:
+        """Free the pages beyond those for `num_tokens` tokens; the reservation stays."""
+        count = len(self._pages) - self.pages_for(num_tokens)
+        if count > 0:
+            self._pool.free(self._pages[-count:])
+            del self._pages[-count:]
+            self._pool.reserve(count)
+            self._num_unallocated += count
 
     def begin(self, num_tokens: int, shared: Mapping[int, int], num_pages: int) -> bool:
         """Reserve `num_tokens` tokens for this empty table; own the first `num_pages` pages.
 
-        Nobody may write to a shared page.
+        No sequence may write to a shared page.
 
         Args:
           shared: index in the table -> page, owned or cached, full of what belongs there. All
@@ -78,17 +89,17 @@ class PageTable:
         Returns:
           False, and nothing changes, if the pool has too few pages.
         """
-        if self._pages or self._num_promised:
+        if self._pages or self._num_unallocated:
             raise ValueError("only an empty page table can begin with shared pages")
         missing = self.pages_for(num_tokens) - len(shared)
         num_cached = sum(self._pool.is_cached(page) for page in shared.values())
         if missing + num_cached > self._pool.num_available:
             return False
-        self._pool.share(shared.values())
-        self._pool.promise(missing)
-        drawn = iter(self._pool.draw(num_pages - len(shared)))
-        self._pages = [shared[i] if i in shared else next(drawn) for i in range(num_pages)]
-        self._num_promised = missing - (num_pages - len(shared))
+        self._pool.lock(shared.values())
+        self._pool.reserve(missing)
+        allocated = iter(self._pool.allocate(num_pages - len(shared)))
+        self._pages = [shared[i] if i in shared else next(allocated) for i in range(num_pages)]
+        self._num_unallocated = missing - (num_pages - len(shared))
         return True
 
     def relocate(self, targets: Mapping[int, int]) -> None:
@@ -96,8 +107,8 @@ class PageTable:
         self._pages = [targets.get(page, page) for page in self._pages]
 
     def close(self) -> None:
-        """Release every page and promise; the table is empty and usable again."""
-        self._pool.release(self._pages)
-        self._pool.withdraw(self._num_promised)
+        """Free every page and the reservation; the table is empty and usable again."""
+        self._pool.free(self._pages)
+        self._pool.unreserve(self._num_unallocated)
         self._pages = []
-        self._num_promised = 0
+        self._num_unallocated = 0

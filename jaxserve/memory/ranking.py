@@ -1,4 +1,4 @@
-"""Chunks in the order in which they are given up."""
+"""Cached pages in the order in which they are evicted."""
 
 from __future__ import annotations
 
@@ -7,47 +7,48 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import final
 
-from jaxserve.memory.chunks import Chunk
+from jaxserve.memory.cached_page import CachedPage
 
 
 @final
 class Ranking:
-    """Chunks by value, the lowest first; sorted anew when the lowest of the last sort are used up.
+    """Pages by value, the lowest first; sorted again when the lowest of the last sort are used up.
 
     The value of what is left changes meanwhile, by time alone: what was used since is passed over.
 
     Args:
-      chunks: by page; the ones that `may_go` are ranked.
+      pages: by the page that holds them; the ones that `may_go` are ranked.
+      rank: the sort key.
     """
 
     def __init__(
         self,
-        chunks: Mapping[int, Chunk],
-        may_go: Callable[[Chunk], bool],
-        value: Callable[[Chunk], tuple[float, int]],
+        pages: Mapping[int, CachedPage],
+        may_go: Callable[[CachedPage], bool],
+        rank: Callable[[CachedPage], tuple[float, int]],
     ):
-        self._chunks = chunks
+        self._pages = pages
         self._may_go = may_go
-        self._value = value
-        self._lowest: deque[tuple[Chunk, int]] = deque()
+        self._rank = rank
+        self._lowest: deque[tuple[CachedPage, int]] = deque()
 
-    def lowest(self) -> Chunk | None:
-        """The chunk of the lowest value that may go, or None; it is not ranked any more."""
-        chunk = self._next()
-        if chunk is None:
-            chunks = list(filter(self._may_go, self._chunks.values()))
-            few = heapq.nsmallest(32 + len(chunks) // 4, chunks, key=self._value)
-            self._lowest.extend((chunk, chunk.num_uses) for chunk in few)
-            chunk = self._next()
-        return chunk
+    def lowest(self) -> CachedPage | None:
+        """Return the page of the lowest value that may go, or None; it is not ranked any more."""
+        page = self._next()
+        if page is None:
+            pages = list(filter(self._may_go, self._pages.values()))
+            few = heapq.nsmallest(32 + len(pages) // 4, pages, key=self._rank)
+            self._lowest.extend((page, page.num_uses) for page in few)
+            page = self._next()
+        return page
 
-    def put_back(self, chunk: Chunk) -> None:
-        """It stays the lowest."""
-        self._lowest.appendleft((chunk, chunk.num_uses))
+    def put_back(self, page: CachedPage) -> None:
+        """Rank it again; it stays the lowest."""
+        self._lowest.appendleft((page, page.num_uses))
 
-    def _next(self) -> Chunk | None:
+    def _next(self) -> CachedPage | None:
         while self._lowest:
-            chunk, num_uses = self._lowest.popleft()
-            if chunk.num_uses == num_uses and self._may_go(chunk):
-                return chunk
+            page, num_uses = self._lowest.popleft()
+            if page.num_uses == num_uses and self._may_go(page):
+                return page
         return None

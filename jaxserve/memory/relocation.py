@@ -1,4 +1,4 @@
-"""Bringing the pages of a pool below a new end with the fewest moves."""
+"""Brings the pages of a pool below a new end with the fewest moves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Moves = Sequence[tuple[int, int]]
 
 
 def fewest_moves(owned: Collection[int], num_pages: int) -> list[tuple[int, int]]:
-    """(from, to) of every page of `owned` that does not lie in a pool of `num_pages`.
+    """Return (from, to) of every page of `owned` that does not lie in a pool of `num_pages`.
 
     Pages at or above the new end have to move, and no other does, each once, onto a page below it
     that is not owned: the lowest first. Flover's memory shuffle (Algorithm 3) looks for the window
@@ -30,9 +30,9 @@ def fewest_moves(owned: Collection[int], num_pages: int) -> list[tuple[int, int]
 
 
 def page_sources(old_num_pages: int, num_pages: int, moves: Moves) -> np.ndarray:
-    """int32 [num_pages]: of each page, which of the old ones it is a copy of.
+    """Return which of the old pages each page is a copy of, int32 [num_pages].
 
-    Pages that the old pool did not have, and holds of nobody, are copies of the null page.
+    Pages that the old pool did not have are copies of the null page.
     """
     source = np.arange(num_pages, dtype=np.int32)
     source[old_num_pages:] = NULL_PAGE
@@ -42,7 +42,7 @@ def page_sources(old_num_pages: int, num_pages: int, moves: Moves) -> np.ndarray
 
 
 def page_targets(old_num_pages: int, num_pages: int, moves: Moves) -> np.ndarray:
-    """int32 [old_num_pages]: where each page went; the null page for those that are gone."""
+    """Return where each page went, int32 [old_num_pages]; the null page for those that are gone."""
     target = np.arange(old_num_pages, dtype=np.int32)
     target[num_pages:] = NULL_PAGE
     for old, new in moves:

@@ -1,4 +1,4 @@
-"""Chunks on their way from the disk to the host, and who waits for them."""
+"""Pages on their way from the disk to the host, and the sequences that wait for them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from jaxserve.memory.chunks import Branch
+from jaxserve.memory.cached_page import Branch
 from jaxserve.memory.disk_tier import PATIENCE_S
 from jaxserve.memory.page_cache import PageCache
 
 
 @final
 @dataclass(eq=False, slots=True)
-class _Order:
+class _Wanted:
     """What one sequence has asked for.
 
     Attributes:
-      indices: of all these chunks in the sequence, by key.
-      unread: those that the disk has not been told of, in their order.
+      indices: of all these pages in the sequence, by key.
+      unread: those that the disk has not been told of, in the order of the pages.
       missing: those that have not come.
       loaded: indices of those that were put on the host.
     """
@@ -35,18 +35,21 @@ class _Order:
 class Retrieval:
     """Has the disk read what sequences need before they can begin; `take_in` puts it on the host.
 
-    Nobody asks for a chunk twice before `release`. Chunks that are spoilt, or have no room on the
+    A sequence asks for a page once until `release`. Pages that are spoilt, or have no room on the
     host, count as come: they are computed. So are all while the disk hangs.
 
     Args:
-      cache: with its disk, or without one yet.
+      cache: with its disk, if it has one.
+      on_arrival: called on the disk's thread when there is something for `take_in`.
     """
 
-    def __init__(self, cache: PageCache, now: Callable[[], float]):
+    def __init__(self, cache: PageCache, now: Callable[[], float], on_arrival: Callable[[], None]):
         self._cache = cache
         self._now = now
-        self._orders: dict[int, _Order] = {}
-        # Asked of the disk, and not come.
+        self._on_arrival = on_arrival
+        # By the key of the sequence.
+        self._wanted: dict[int, _Wanted] = {}
+        # Keys that the disk was asked for, and that have not come.
         self._underway: set[bytes] = set()
         self._last_news_s = 0.0
         self._hangs = False
@@ -59,13 +62,13 @@ class Retrieval:
 
     @property
     def gives_up_s(self) -> float | None:
-        """Until when to wait for chunks that are still to come; None where there are none."""
-        if self._hangs or not any(order.missing for order in self._orders.values()):
+        """Until when to wait for pages that are still to come; None where there are none."""
+        if self._hangs or not any(wanted.missing for wanted in self._wanted.values()):
             return None
         return self._last_news_s + PATIENCE_S
 
     def awaits(self, sequence: int, keys: Sequence[bytes]) -> bool:
-        """Whether chunks of a sequence are still to come; asks for those on the disk alone.
+        """Whether pages of a sequence are still to come; asks for those on the disk alone.
 
         Where the host has no room for them beside those of others that have not begun yet, they are
         asked for later.
@@ -74,29 +77,29 @@ class Retrieval:
           sequence: its key.
           keys: of its pages, from the first on.
         """
-        most = self._cache.host.num_pages
+        most = self._cache.max_host_pages
         if self._cache.disk is None or not most or self._hangs:
             return False
-        order = self._orders.get(sequence)
-        if order is not None and order.missing:
+        own = self._wanted.get(sequence)
+        if own is not None and own.missing:
             return True
-        asked = {} if order is None else order.indices
-        wanted = {
+        asked = {} if own is None else own.indices
+        on_disk = {
             key: index
             for index, key in enumerate(keys)
-            if key not in asked and self._cache.where(key) == "disk"
+            if key not in asked and self._cache.tier_of(key) == "disk"
         }
-        if not wanted:
+        if not on_disk:
             return False
-        wanted = dict(list(wanted.items())[-most:])  # the later ones cost more
-        others = sum(len(o.indices) for key, o in self._orders.items() if key != sequence)
-        if others and others + len(wanted) > most:
+        on_disk = dict(list(on_disk.items())[-most:])  # the later ones cost more
+        others = sum(len(each.indices) for key, each in self._wanted.items() if key != sequence)
+        if others and others + len(on_disk) > most:
             return True
-        if order is None:
-            order = self._orders[sequence] = _Order(Branch(self._now()))
-        order.indices.update(wanted)
-        order.unread.extend(wanted)
-        order.missing.update(wanted)
+        if own is None:
+            own = self._wanted[sequence] = _Wanted(Branch(self._now()))
+        own.indices.update(on_disk)
+        own.unread.extend(on_disk)
+        own.missing.update(on_disk)
         if not self._underway:
             self._last_news_s = self._now()
         self._ask_disk()
@@ -104,11 +107,11 @@ class Retrieval:
 
     def release(self, sequence: int) -> set[int]:
         """It begins or has ended; returns the indices of what was put on the host for it."""
-        order = self._orders.pop(sequence, None)
-        return set() if order is None else order.loaded
+        wanted = self._wanted.pop(sequence, None)
+        return set() if wanted is None else wanted.loaded
 
     def take_in(self) -> None:
-        """Put what has arrived on the host; nobody waits for what does not come."""
+        """Put what has arrived on the host, and give up on a disk that hangs."""
         if self._cache.disk is None:
             return
         for key, contents in self._cache.disk.arrived():
@@ -123,29 +126,29 @@ class Retrieval:
             self.clear()
 
     def clear(self) -> None:
-        """Nobody waits any more; what arrives from now on is dropped."""
-        self._orders.clear()
+        """Have no sequence wait any more; what arrives from now on is dropped."""
+        self._wanted.clear()
 
     def _ask_disk(self) -> None:
         disk = self._cache.disk
         assert disk is not None
-        for order in self._orders.values():
-            while order.unread:
-                key = order.unread[0]
+        for wanted in self._wanted.values():
+            while wanted.unread:
+                key = wanted.unread[0]
                 if key not in self._underway:
-                    if self._cache.where(key) != "disk":
+                    if self._cache.tier_of(key) != "disk":
                         self._settle(key, None)
-                    elif not disk.read(key):
+                    elif not disk.read(key, self._on_arrival):
                         return
                     else:
                         self._underway.add(key)
-                order.unread.popleft()
+                wanted.unread.popleft()
 
     def _settle(self, key: bytes, contents: bytes | None) -> None:
-        for order in self._orders.values():
-            if key not in order.missing:
+        for wanted in self._wanted.values():
+            if key not in wanted.missing:
                 continue
-            order.missing.discard(key)
-            index = order.indices[key]
-            if contents is not None and self._cache.bring(index, key, contents, order.branch):
-                order.loaded.add(index)
+            wanted.missing.discard(key)
+            index = wanted.indices[key]
+            if contents is not None and self._cache.load(index, key, contents, wanted.branch):
+                wanted.loaded.add(index)

@@ -1,4 +1,4 @@
-"""What a probe sees along answers that have ended: one forward pass over prompt and answer."""
+"""Activations along finished answers, from one forward pass over prompt and answer."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def read_along(
     interval: int,
     progress: bool = True,
 ) -> Readings:
-    """Activations behind `layer` layers, at every prompt's end and each `interval` tokens on.
+    """Return the activations after `layer` layers, at prompts' ends and every `interval` tokens.
 
     Args:
-      answers: no longer, with their prompts, than the model's context.
+      answers: with their prompts, at most as long as the model's context.
 
     Raises:
-      InvalidConfigError: the model has fewer layers, or a shorter context; no interval.
+      InvalidConfigError: the model has fewer layers or a shorter context, or interval is below 1.
     """
     config = model.config
     if not 1 <= layer <= config.num_layers:
@@ -49,7 +49,7 @@ def read_along(
         )
     graphdef, params = nnx.split(model)
     residual = jax.jit(partial(_residual, graphdef, layer))
-    # The last token of an answer is never an input: nothing is left to be read behind it.
+    # The last token of an answer is never an input: no position after it has an activation.
     sequences = [np.asarray((*a.prompt, *a.output[:-1]), np.int32) for a in answers]
     places = [
         np.arange(len(a.prompt) - 1, len(tokens), interval)
@@ -67,7 +67,7 @@ def read_along(
             tokens = np.zeros((_rows(length), length), np.int32)
             for row, i in enumerate(batch):
                 tokens[row, : len(sequences[i])] = sequences[i]
-            # As NumPy: on the device, every number of places would be compiled for.
+            # In NumPy: on the device, each number of places would compile anew.
             hidden = np.asarray(residual(params, tokens)).astype(np.float32)
             for row, i in enumerate(batch):
                 found[i] = hidden[row, places[i]]
@@ -89,7 +89,7 @@ def _residual(
 
 
 def _padded(length: int) -> int:
-    """The next of a ladder of sizes, each half as long again as the one before or less."""
+    """Return the next of the padded lengths, each at most half as long again as the one before."""
     size = _LEAST_LENGTH
     while size < length:
         size += max(_LEAST_LENGTH, size // 4 // _LEAST_LENGTH * _LEAST_LENGTH)

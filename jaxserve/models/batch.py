@@ -1,4 +1,4 @@
-"""What a decoder is called with besides its tokens: where they stand and where their KV goes."""
+"""The arguments of a decoder beside its tokens: their positions, and the paged KV cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from pallas_kernels.kv_write import IMPLEMENTATIONS as WRITERS
 from pallas_kernels.paged_attention import Plan
 from sharding.shards import TENSOR, over_tensor
 
+# How arrays are split over a mesh: heads [tokens, heads, ...], pages [layers, pages, heads, ...].
+_HEADS, _PAGES = P(None, TENSOR), P(None, None, TENSOR)
+
 
 @final
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("positions", "page", "offset", "rows", "plan"),
+    data_fields=("positions", "page", "offset", "rows", "plan", "adapter"),
     meta_fields=("max_query_length", "implementation"),
 )
 @dataclass(frozen=True)
@@ -29,22 +32,25 @@ class AttentionBatch:
     """Positions, KV destinations and rows of a flat ragged batch.
 
     Attributes:
-      positions: int32 [tokens].
-      page, offset: int32 [tokens], where each token's KV is written; page 0 for padding.
-      rows: see `pallas_kernels.Rows`.
+      positions: int32 [tokens], the place of each token in its sequence.
+      page, offset: int32 [tokens], where each token's KV is written; page 0 for padding. None for
+        a batch of cross attention, which writes nothing.
+      rows: which keys each token sees; `models.attention` makes them.
       max_query_length: static; 1 for a pure decode batch, None otherwise.
-      plan: of the rows, for kernels that work through one.
-      implementation: of attention, and of what writes for it where that has one of this name; None
-        for the platform's choice.
+      plan: the plan of the rows, for kernels that work through one.
+      implementation: the implementation of attention, and of the write where one has this name;
+        None for the platform's choice.
+      adapter: int32 [tokens], the adapter of each token, -1 for none; None where no token has one.
     """
 
     positions: jax.Array
-    page: jax.Array
-    offset: jax.Array
+    page: jax.Array | None
+    offset: jax.Array | None
     rows: Rows
     max_query_length: int | None
     plan: Plan | None = None
     implementation: Any = None
+    adapter: jax.Array | None = None
 
 
 @final
@@ -53,13 +59,13 @@ class AttentionBatch:
 class KVCache:
     """Keys and values of every layer, in pages.
 
-    Either one buffer with all layers or one buffer a layer: the platform's choice, made where the
-    cache is created and nowhere else.
+    The cache is one buffer with all layers, or one buffer a layer. The platform decides which when
+    the cache is created.
 
     Attributes:
       k_pages, v_pages: tuples of [layers in the buffer, pages, kv_heads, page_size, head_dim].
-      k_scales, v_scales: of pages in eight bits (`pallas_kernels.quantize`), tuples of float32
-        [layers in the buffer, pages, kv_heads, page_size]; empty for others.
+      k_scales, v_scales: the scales of pages in eight bits (`pallas_kernels.quantize`), tuples of
+        float32 [layers in the buffer, pages, kv_heads, page_size]; empty for other pages.
     """
 
     k_pages: tuple[jax.Array, ...]
@@ -72,12 +78,12 @@ class KVCache:
         return self.k_pages[0].shape[1]
 
     def buffer(self, index: int) -> KVCache:
-        """The part of the cache that lies in one buffer."""
+        """Return the part of the cache that lies in one buffer."""
         own = (leaves[index : index + 1] for leaves in self._fields)
         return KVCache(*own)
 
     def with_buffer(self, index: int, part: KVCache) -> KVCache:
-        """The cache with another part in that place."""
+        """Return the cache with `part` as one of its buffers."""
         replaced = (
             (*leaves[:index], *new, *leaves[index + 1 :])
             for leaves, new in zip(self._fields, part._fields, strict=True)
@@ -85,15 +91,14 @@ class KVCache:
         return KVCache(*replaced)
 
     def with_pages(self, layer: int | jax.Array, target: jax.Array, values: KVCache) -> KVCache:
-        """The cache with pages of one layer put into it, in place where it is donated.
+        """Return the cache with some pages of one layer replaced, in place where it is donated.
 
         Args:
-          target: int32 [count]; past the end to skip.
-          values: of one layer, `count` pages in one buffer.
+          target: int32 [count], page ids; an id past the end skips that page.
+          values: `count` pages of one layer in one buffer.
         """
         buffer, index = self._place(layer)
-        pages = P(None, None, TENSOR)
-        put = over_tensor(_put_pages, in_specs=(pages, P(), P(), pages), out_specs=pages)
+        put = over_tensor(_put_pages, in_specs=(_PAGES, P(), P(), _PAGES), out_specs=_PAGES)
         return self.with_buffer(
             buffer, put(self.buffer(buffer), jnp.asarray(index), target, values)
         )
@@ -108,33 +113,60 @@ class KVCache:
     ) -> tuple[jax.Array, KVCache]:
         """Write this step's keys and values, and attend with its queries.
 
-        `qkv` [tokens, kv_heads, group + 2, head_dim] has of each KV head its queries, its key and
-        its value, not rotated yet. Returns [tokens, q_heads, head_dim] and the cache with the new
-        keys and values. A traced `layer` (scanned layers) needs the single-buffer form. `options`
-        go to `paged_attention`.
-
         Under a mesh whose `tensor` axis is larger than one, every shard works on its own heads. A
         cache with more KV heads than `qkv` has (fewer than shards) holds copies of each.
+
+        Args:
+          layer: a traced one (scanned layers) needs the single-buffer form.
+          qkv: [tokens, kv_heads, group + 2, head_dim], for each KV head its queries, its key and
+            its value, not rotated yet.
+          options: of `paged_attention`.
+
+        Returns:
+          [tokens, q_heads, head_dim], and the cache with the new keys and values.
         """
         buffer, index = self._place(layer)
         copies = self.k_pages[buffer].shape[2] // qkv.shape[1]
         if copies > 1:
             qkv = _copied_heads(qkv, copies)
-        heads, pages, whole = P(None, TENSOR), P(None, None, TENSOR), P()
         attend = over_tensor(
-            partial(_write_and_attend, **options),
-            in_specs=(heads, whole, pages, whole, whole),
-            out_specs=(heads, pages),
+            partial(_write_and_read, **options),
+            in_specs=(_HEADS, P(), _PAGES, P(), P()),
+            out_specs=(_HEADS, _PAGES),
         )
         out, part = attend(qkv, rope, self.buffer(buffer), jnp.asarray(index), batch)
         return out, self.with_buffer(buffer, part)
+
+    def write(self, layer: int | jax.Array, kv: jax.Array, batch: AttentionBatch) -> KVCache:
+        """Return the cache with keys and values `kv` [tokens, kv_heads, 2, head_dim] written."""
+        buffer, index = self._place(layer)
+        kv = jnp.repeat(kv, self.k_pages[buffer].shape[2] // kv.shape[1], axis=1)
+        qkv = jnp.concatenate([jnp.zeros_like(kv[:, :, :1]), kv], axis=2)
+        write = over_tensor(
+            _write, in_specs=(_HEADS, P(), _PAGES, P(), P()), out_specs=(_HEADS, _PAGES)
+        )
+        _, part = write(qkv, None, self.buffer(buffer), jnp.asarray(index), batch)
+        return self.with_buffer(buffer, part)
+
+    def read(
+        self, layer: int | jax.Array, q: jax.Array, batch: AttentionBatch, **options: Any
+    ) -> jax.Array:
+        """Attend with queries `q` [tokens, q_heads, head_dim] to what was written; write nothing.
+
+        Queries are not rotated. `options` are those of `paged_attention`. Returns q's shape.
+        """
+        buffer, index = self._place(layer)
+        read = over_tensor(
+            partial(_read, **options), in_specs=(_HEADS, _PAGES, P(), P()), out_specs=_HEADS
+        )
+        return read(q, self.buffer(buffer), jnp.asarray(index), batch)
 
     @property
     def _fields(self) -> tuple[tuple[jax.Array, ...], ...]:
         return self.k_pages, self.v_pages, self.k_scales, self.v_scales
 
     def _place(self, layer: int | jax.Array) -> tuple[int, int | jax.Array]:
-        """Which buffer a layer lies in, and where in it."""
+        """Return the buffer that a layer lies in, and its place there."""
         if len(self.k_pages) == 1:
             return 0, layer
         if not isinstance(layer, int):
@@ -157,14 +189,14 @@ def _put_pages(
 
 
 def _copied_heads(qkv: jax.Array, copies: int) -> jax.Array:
-    """Each KV head so often, with a share of its queries."""
+    """Repeat each KV head `copies` times, each copy with a share of its queries."""
     tokens, kv_heads, columns, head_dim = qkv.shape
     group = columns - 2
     q = qkv[:, :, :group].reshape(tokens, kv_heads * copies, group // copies, head_dim)
     return jnp.concatenate([q, jnp.repeat(qkv[:, :, group:], copies, axis=1)], axis=2)
 
 
-def _write_and_attend(
+def _write_and_read(
     qkv: jax.Array,
     rope: RopeTables | None,
     cache: KVCache,  # of one buffer
@@ -172,30 +204,51 @@ def _write_and_attend(
     batch: AttentionBatch,
     **options: Any,
 ) -> tuple[jax.Array, KVCache]:
-    asked = batch.implementation
+    q, cache = _write(qkv, rope, cache, layer, batch)
+    return _read(q, cache, layer, batch, **options), cache
+
+
+def _write(
+    qkv: jax.Array,
+    rope: RopeTables | None,
+    cache: KVCache,  # of one buffer
+    layer: jax.Array,  # in the buffer
+    batch: AttentionBatch,
+) -> tuple[jax.Array, KVCache]:
+    """Rotated queries [tokens, q_heads, head_dim], and the cache with keys and values written."""
+    if batch.page is None or batch.offset is None:
+        raise ValueError("page and offset are None, which is for batches that write nothing")
     scales = {}
     if cache.k_scales:
         scales = {"k_scales": cache.k_scales[0], "v_scales": cache.v_scales[0]}
-    q, k_pages, v_pages, k_scales, v_scales = rotate_and_write(
+    q, *written = rotate_and_write(
         *(qkv, rope, cache.k_pages[0], cache.v_pages[0], layer, batch.page, batch.offset),
         **scales,
-        implementation=asked if asked in WRITERS else None,
+        implementation=batch.implementation if batch.implementation in WRITERS else None,
     )
-    out = paged_attention(
+    return q, KVCache(*(() if each is None else (each,) for each in written))
+
+
+def _read(
+    q: jax.Array,
+    cache: KVCache,  # of one buffer
+    layer: jax.Array,  # in the buffer
+    batch: AttentionBatch,
+    **options: Any,
+) -> jax.Array:
+    return paged_attention(
         q,
-        k_pages,
-        v_pages,
+        cache.k_pages[0],
+        cache.v_pages[0],
         layer,
         batch.rows,
-        k_scales=k_scales,
-        v_scales=v_scales,
+        k_scales=cache.k_scales[0] if cache.k_scales else None,
+        v_scales=cache.v_scales[0] if cache.v_scales else None,
         max_query_length=batch.max_query_length,
         plan=batch.plan,
         implementation=batch.implementation,
         **options,
     )
-    written = (k_pages, v_pages, k_scales, v_scales)
-    return out, KVCache(*(() if each is None else (each,) for each in written))
 
 
 def empty_cache(
@@ -207,11 +260,10 @@ def empty_cache(
     *,
     num_shards: int = 1,
 ) -> KVCache:
-    """A cache of zeros: one buffer a layer when `unrolled`, one for all when `scanned`.
+    """Return a cache of zeros: one buffer a layer when `unrolled`, one for all when `scanned`.
 
-    `num_pages` counts the null page (page 0). With more shards than KV heads, each head is there
-    as often as shards need it. A `dtype` of `KV_DTYPES` brings scales. Abstract under
-    `jax.eval_shape`.
+    `num_pages` counts the null page (page 0). With more shards than KV heads, the cache has a copy
+    of a head for each shard that needs it. A `dtype` of `KV_DTYPES` adds scales.
     """
     buffers, layers = (
         (config.num_layers, 1) if layer_layout == "unrolled" else (1, config.num_layers)

@@ -1,4 +1,4 @@
-"""Chat messages to token ids, as the model's template has them."""
+"""Chat messages to token ids, by the model's template."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ChatTemplate:
     Args:
       source: Jinja, as in a tokenizer_config.json.
       special_tokens: names that the template may use (`bos_token`, ...) and their texts.
-      control_texts: of all control tokens, the longest first.
-      encode: token ids of a text, in which control tokens are read as such or not.
+      control_texts: the texts of all control tokens, the longest first.
+      encode: returns the token ids of a text; a flag says whether control tokens in it count.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ChatTemplate:
         self._encode = encode
 
     def apply(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
-        """Token ids of a chat.
+        """Return the token ids of a chat.
 
         Raises:
           InvalidRequestError: the template refuses these messages, or they are not valid Unicode.
@@ -54,11 +54,11 @@ class ChatTemplate:
     def continuation(
         self, asked: Sequence[Message], answer: Message, new: Sequence[Message]
     ) -> list[int] | None:
-        """What follows the answer's own tokens when a chat goes on with `new`.
+        """Return the token ids after the answer's own tokens when a chat goes on with `new`.
 
-        It begins with the template's end of the answer's turn and ends ready for the next answer.
-        None where the template is not stable: where it writes what came before otherwise than when
-        the answer was asked for, or changes the answer by more than the white space around it.
+        They begin with the template's end of the answer's turn and end where the next begins.
+        None where the template is not stable: where it renders the earlier messages differently
+        than before the answer, or changes the answer by more than the white space around it.
 
         Args:
           asked: the messages to which the answer was given.
@@ -118,7 +118,7 @@ class ChatTemplate:
         return rendered[0]
 
     def _shielded(self, messages: Any) -> tuple[Any, str | None]:
-        """`messages` with a stand-in for every control token, and the pattern that finds those.
+        """Return `messages` with a stand-in for every control token, and the pattern of stand-ins.
 
         The pattern is None when there was nothing to shield.
         """

@@ -1,4 +1,4 @@
-"""What every decoder is made of: frozen, hashable, read from a Hugging Face config.json."""
+"""The configuration that all decoders share: frozen, hashable, read from a config.json."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
 from jaxserve.models.rope import Rope
 from sharding import check_tensor_axis
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What the engine, the cache and the shared layers read; families add what is their own.
+    """The fields that the engine, the cache and the shared layers read; families add their own.
 
     Attributes:
+      dtype: of parameters, activations and, where no other is chosen, of the KV cache; one of
+        `DTYPES`. A checkpoint's own dtype does not matter: `load_model` sets this one.
       max_position_embeddings: the longest context the model was made for, tokens.
-      activation: of the MLP, one of `layers.ACTIVATIONS`.
-      norm_eps: added to the variance (RMS and layer norms).
-      norm_offset: added to an RMS norm's scale (1 in Gemma).
-      qkv_bias, o_bias, mlp_bias, lm_head_bias: which projections have biases.
-      qk_norm: RMS norm over head_dim of queries and keys, before the rotation.
-      attention_scale: of the attention logits; None is 1 / sqrt(head_dim).
-      attention_soft_cap, logits_soft_cap: x becomes cap * tanh(x / cap).
-      rope: None for learned positions.
-      local_rope: of layers with a sliding window, if it differs.
-      sliding_windows: one a layer, tokens; None is full attention. All full by default.
+      activation: the activation of the MLP, one of `layers.ACTIVATIONS`.
+      norm_eps: the number that is added to the variance (RMS and layer norms).
+      norm_offset: the number that is added to an RMS norm's scale (1 in Gemma).
+      qkv_bias, o_bias, mlp_bias, lm_head_bias: whether these projections have biases.
+      qk_norm: whether queries and keys have an RMS norm over head_dim, before the rotation.
+      attention_scale: the factor of the attention logits; None is 1 / sqrt(head_dim).
+      attention_soft_cap, logits_soft_cap: x becomes cap * tanh(x / cap); None for no cap.
+      rope: the rotary embedding; None for learned positions.
+      local_rope: the rotary embedding of layers with a sliding window, if it differs.
+      sliding_windows: the window of each layer, tokens; None is full attention, the default.
     """
 
     vocab_size: int
@@ -38,6 +42,7 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    dtype: str = "float32"
     max_position_embeddings: int = 2048
     activation: str = "silu"
     norm_eps: float = 1e-6
@@ -62,6 +67,8 @@ class DecoderConfig:
             value = getattr(self, name)
             if value < 1:
                 raise UnsupportedModelError(f"{name}={value} must be at least 1")
+        if self.dtype not in DTYPES:
+            raise UnsupportedModelError(f"dtype={self.dtype!r} is not supported; give {DTYPES}")
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
@@ -80,7 +87,7 @@ class DecoderConfig:
 
     @property
     def group(self) -> int:
-        """Query heads a KV head."""
+        """The number of query heads for each KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -91,22 +98,22 @@ class DecoderConfig:
 
     @property
     def num_mlp_parts(self) -> int:
-        """What a mesh shares an MLP out by: its inner size, or its experts."""
+        """The number of parts that a mesh divides an MLP into: its inner size, or its experts."""
         return self.intermediate_size
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers do the same, so that they can be scanned."""
+        """Whether all layers have the same window and rotary embedding, as a scan requires."""
         return len(set(zip(self.sliding_windows, self.layer_ropes, strict=True))) == 1
 
     def part(self, layers: range) -> Self:
-        """The configuration of a part of the model, with these of its layers."""
+        """Return the configuration of a part of the model, with some of the layers."""
         windows = self.sliding_windows[layers.start : layers.stop]
         return replace(self, num_layers=len(layers), sliding_windows=windows)
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
-        """From config.json as a dictionary, as transformers 4 or 5 writes it.
+        """Read config.json, given as a dictionary, as transformers 4 or 5 writes it.
 
         Raises:
           UnsupportedModelError: naming what is given and what is supported.
@@ -115,7 +122,7 @@ class DecoderConfig:
 
 
 def check_readable(given: Mapping[str, Any], required: Sequence[str]) -> None:
-    """Raise UnsupportedModelError for fields that config.json lacks, and for quantized weights."""
+    """Raise UnsupportedModelError if config.json lacks fields, or if its weights are quantized."""
     missing = [name for name in required if given.get(name) is None]
     if missing:
         raise UnsupportedModelError(
@@ -138,15 +145,16 @@ def plain_sizes(
     mlp_factor: int | None = None,
     positions: str = "max_position_embeddings",
 ) -> dict[str, Any]:
-    """Sizes of a decoder without grouped queries, whose heads share out the hidden size.
+    """Return the sizes of a decoder without grouped queries, with head_dim = hidden size / heads.
 
     Args:
-      embed, layers, heads, mlp, positions: what config.json calls them; 2048 positions where it
-        does not say.
-      mlp_factor: of the hidden size to the MLP's where it does not say; None requires it.
+      embed, layers, heads, mlp, positions: the names of the fields in config.json. Without
+        the field of positions there are 2048.
+      mlp_factor: the MLP's size over the hidden size, where config.json lacks the MLP's; None
+        requires the field.
 
     Raises:
-      UnsupportedModelError: one is missing, or the weights are quantized.
+      UnsupportedModelError: a field is missing, or the weights are quantized.
     """
     required = ("vocab_size", embed, layers, heads)
     check_readable(given, required if mlp_factor else (*required, mlp))
@@ -164,7 +172,7 @@ def plain_sizes(
 
 
 def check_is(given: Mapping[str, Any], name: str, allowed: Sequence[Any]) -> None:
-    """Raise UnsupportedModelError if config.json says something else; absent is allowed."""
+    """Raise UnsupportedModelError if config.json has the field with a value that is not allowed."""
     if given.get(name, allowed[0]) not in allowed:
         raise UnsupportedModelError(
             f"{name}={given[name]!r} is not supported for {given['model_type']!r}; only "
@@ -173,10 +181,10 @@ def check_is(given: Mapping[str, Any], name: str, allowed: Sequence[Any]) -> Non
 
 
 def windows_by_kind(kinds: Sequence[str], window: int, num_layers: int) -> tuple[int | None, ...]:
-    """Sliding windows from `layer_types` of a config.json.
+    """Return the sliding window of each layer from `layer_types` of a config.json.
 
     Raises:
-      UnsupportedModelError: an unknown type, or not one a layer.
+      UnsupportedModelError: a type is unknown, or their number is not that of the layers.
     """
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown or len(kinds) != num_layers:
@@ -188,7 +196,7 @@ def windows_by_kind(kinds: Sequence[str], window: int, num_layers: int) -> tuple
 
 
 def check_fits(mesh: Mesh, config: DecoderConfig) -> None:
-    """Raise InvalidConfigError if `mesh` cannot share out such a model, saying what could."""
+    """Raise InvalidConfigError if `mesh` does not divide the model, naming sizes that would."""
     try:
         check_tensor_axis(
             mesh,

@@ -1,4 +1,8 @@
-"""What a layer's attention works with: a paged cache to serve, whole sequences to train."""
+"""What a layer knows of its tokens: their adapters, and the keys and values that they may see.
+
+`PagedContext` serves from a paged cache, `WholeContext` computes whole sequences for training, and
+`CrossContext` reads the encoder's keys and values.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +17,31 @@ from pallas_kernels import RopeTables, apply_rope
 
 
 class LayerContext(Protocol):
-    """Positions, and the keys that a query may see. Made anew for every layer of a trace."""
+    """The context of one layer in one trace; each layer gets a new one."""
+
+    @property
+    def adapter(self) -> Array | None:
+        """int32 [tokens], the adapter of each token, -1 for none; None where no token has one."""
+        ...
 
     def attend(self, qkv: Array, *, scale: float | None, soft_cap: float | None) -> Array:
-        """What the queries of `qkv` find, [tokens, q_heads, head_dim].
+        """Return the attention of the queries in `qkv`, [tokens, q_heads, head_dim].
 
-        `qkv` [tokens, kv_heads, group + 2, head_dim] has of each KV head its queries, its key and
-        its value. Queries and keys are turned by their positions here, where those are rotary.
-        Scale and soft cap are those of `pallas_kernels.paged_attention`.
+        `qkv` [tokens, kv_heads, group + 2, head_dim] holds for each KV head its queries, its key
+        and its value. Where positions are rotary, this rotates queries and keys. `scale` and
+        `soft_cap` are those of `pallas_kernels.paged_attention`.
         """
         ...
 
 
 @final
 class PagedContext:
-    """Keys and values go to the paged cache, and are read from it.
+    """A context that writes keys and values to the paged cache and reads them from it.
+
+    Attention is causal or bidirectional, as the batch's rows are.
 
     Attributes:
-      cache: as the last `attend` left it.
+      cache: the cache as the last `attend` left it.
     """
 
     def __init__(
@@ -47,6 +58,11 @@ class PagedContext:
         self._sliding_window = sliding_window
         self._batch = batch
 
+    @property
+    def adapter(self) -> Array | None:
+        """See `LayerContext`."""
+        return self._batch.adapter
+
     def attend(self, qkv: Array, *, scale: float | None, soft_cap: float | None) -> Array:
         """See `LayerContext`."""
         out, self.cache = self.cache.attend(
@@ -62,11 +78,43 @@ class PagedContext:
 
 
 @final
-class WholeContext:
-    """Sequences of one length, each seen from its first token on; differentiable.
+class CrossContext:
+    """A context of cross attention: the encoder's keys and values, in pages of their own.
 
-    Tokens are those of all sequences, one after the other.
+    Two steps use one: the encoder's, whose batch says where each of its tokens is written, and the
+    decoder's, whose batch has `attention.cross_rows`.
+
+    Attributes:
+      cache: the cache as the last `write` left it.
     """
+
+    def __init__(self, layer: int | Array, batch: AttentionBatch, cache: KVCache):
+        self.cache = cache
+        self._layer = layer
+        self._batch = batch
+
+    @property
+    def adapter(self) -> Array | None:
+        """See `LayerContext`."""
+        return self._batch.adapter
+
+    def write(self, kv: Array) -> None:
+        """Write keys and values `kv` [tokens, kv_heads, 2, head_dim] to the cache."""
+        self.cache = self.cache.write(self._layer, kv, self._batch)
+
+    def attend(self, q: Array, *, scale: float | None, soft_cap: float | None) -> Array:
+        """Return the attention of `q` [tokens, q_heads, head_dim], in q's shape; write nothing."""
+        return self.cache.read(self._layer, q, self._batch, scale=scale, soft_cap=soft_cap)
+
+
+@final
+class WholeContext:
+    """A context of whole sequences of one length, causal, without a cache, differentiable.
+
+    The tokens are those of all sequences, one sequence after the other. None has an adapter.
+    """
+
+    adapter: Array | None = None
 
     def __init__(self, length: int, rope: RopeTables | None, sliding_window: int | None):
         self._length = length
@@ -85,9 +133,8 @@ class WholeContext:
             x.reshape(-1, length, kv_heads, head_dim)
             for x in (rotated[:, :, group], qkv[:, :, group + 1])
         )
-        logits = jnp.einsum("bqkgd,bskd->bkgqs", grouped, k, preferred_element_type=jnp.float32) * (
-            head_dim**-0.5 if scale is None else scale
-        )
+        logits = jnp.einsum("bqkgd,bskd->bkgqs", grouped, k, preferred_element_type=jnp.float32)
+        logits = logits * (head_dim**-0.5 if scale is None else scale)
         if soft_cap is not None:
             logits = soft_cap * jnp.tanh(logits / soft_cap)
         back = jnp.arange(length)[:, None] - jnp.arange(length)

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What an entry holds beside the parameters."""
+    """The contents of an entry beside the parameters."""
 
     config: Mapping[str, Any]
     tokenizer: Tokenizer
@@ -38,9 +38,9 @@ class Header:
 class ConvertedModel:
     """The entry of one source file in one variant (dtype and layout).
 
-    One folder an entry, written aside and renamed into place. An entry counts only for the file
-    it was made from (path, size, modification time) and while every file of it has its size; a
-    damaged one is reported as absent, with a warning, and overwritten by the next `save`.
+    Each entry is a folder, written aside and renamed into place. An entry is valid for the file
+    that it was made from (path, size, modification time) and while all its files have their sizes.
+    A damaged entry counts as absent, with a warning, and the next `save` overwrites it.
     """
 
     def __init__(self, name: str, source: Path, variant: str):
@@ -49,7 +49,7 @@ class ConvertedModel:
         self.folder = cache_folder() / "converted" / f"{name}-{variant}-{key}"
 
     def read_header(self) -> Header | None:
-        """Configuration and tokenizer; None when there is no valid entry."""
+        """Return configuration and tokenizer; None without a valid entry."""
         if not self.folder.is_dir():
             return None
         try:
@@ -59,12 +59,12 @@ class ConvertedModel:
             if entry["files"] != _sizes(self.folder):
                 raise ValueError("files are missing or cut off")
             return Header(config=entry["config"], tokenizer=Tokenizer.load(self.folder))
-        except Exception as error:  # whatever a damaged file provokes
+        except Exception as error:  # any kind, from a damaged file
             self._warn_damaged(error)
             return None
 
     def restore(self, abstract: nnx.State, shardings: nnx.State | None) -> nnx.State | None:
-        """The parameters, straight onto their devices; None when they cannot be read."""
+        """Read the parameters straight onto their devices; None when they cannot be read."""
         import orbax.checkpoint as ocp
 
         flat = dict(nnx.to_flat_state(abstract))
@@ -92,7 +92,7 @@ class ConvertedModel:
         )
 
     def save(self, config: Mapping[str, Any], tokenizer: Tokenizer, params: nnx.State) -> None:
-        """Write the entry; a failure is only warned about, for the model itself is loaded."""
+        """Write the entry; a failure causes a warning only, because the model itself is loaded."""
         try:
             with cache_errors("keeping the converted weights"):
                 self._write(config, tokenizer, params)
@@ -137,7 +137,7 @@ class ConvertedModel:
 def _checkpointer() -> Any:
     import orbax.checkpoint as ocp
 
-    # Uncompressed, an array a file: the fastest to read of the forms measured.
+    # Uncompressed, with a file for each array: the fastest to read of the forms measured.
     return ocp.Checkpointer(
         ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
     )

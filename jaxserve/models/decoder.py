@@ -1,12 +1,13 @@
-"""The decoder that every family is: embedding, layers over the paged cache, norm, logits.
+"""The decoder that every family builds on: embedding, layers over the paged cache, norm, logits.
 
-embedding   [vocab, embed]
-blocks      a `Block` a layer, or one with all layers' parameters stacked
-norm        of the last hidden state
-lm_head     [embed, vocab]     absent when tied to the embedding
-lm_head_bias [vocab]           where the config has it
+embedding     [vocab, embed]
+blocks        one `Block` for each layer, or one block with the parameters of all layers stacked
+norm          of the last hidden state
+lm_head       [embed, vocab]     absent where it is tied to the embedding
+lm_head_bias  [vocab]            where the config has it
 
-A part of it, for a stage of a stage plan, has some of the layers, and the ends if they are its own.
+A decoder can be a part of a model, for a stage of a stage plan: some of the layers, with the
+embedding in the first part and the norm and the logits in the last.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from jax import lax
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.batch import AttentionBatch, KVCache
-from jaxserve.models.coming import ComingPages
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import PagedContext, WholeContext
-from jaxserve.models.layers import Block, ParamMaker, soft_capped
+from jaxserve.models.incoming import IncomingPages
+from jaxserve.models.layers import Block, soft_capped
+from jaxserve.models.linear import Linear
+from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope, rope_tables
-from pallas_kernels import RopeTables, matmul
+from pallas_kernels import RopeTables
 
 LayerLayout = Literal["unrolled", "scanned"]
 
@@ -35,7 +38,7 @@ LayerLayout = Literal["unrolled", "scanned"]
 @final
 @dataclass(frozen=True)
 class Part:
-    """Which layers of a model a decoder has, and whether it embeds tokens and ends in logits."""
+    """The layers of a model that a decoder has, and whether it has the start and the end."""
 
     layers: range
     has_start: bool
@@ -45,11 +48,11 @@ class Part:
 @final
 @dataclass(frozen=True)
 class Tap:
-    """Where the residual stream is read on its way.
+    """A place where the residual stream is read.
 
     Attributes:
-      layer: how many layers lie before.
-      rows: int32 [rows], of which tokens.
+      layer: the number of layers before that place.
+      rows: int32 [rows], the tokens to read.
     """
 
     layer: int
@@ -60,9 +63,9 @@ class Decoder(nnx.Module):
     """A decoder over a flat ragged batch and a paged KV cache; families set `block_class`.
 
     Args:
-      rngs: for random weights; None for zeros where only shapes matter, as `nnx.eval_shape` does.
-      dtype: of the parameters and of the activations.
-      layer_layout: `unrolled` has a block and a cache buffer a layer; `scanned` stacks both
+      config: also says the dtype of the parameters and activations.
+      rngs: for random weights; None for zeros where only shapes matter, as under `nnx.eval_shape`.
+      layer_layout: `unrolled` has a block and a cache buffer for each layer; `scanned` stacks both
         ([layers, ...]) and loops with `lax.scan`.
       part: None for the whole model.
 
@@ -77,7 +80,6 @@ class Decoder(nnx.Module):
         config: DecoderConfig,
         *,
         rngs: nnx.Rngs | None,
-        dtype: jax.typing.DTypeLike = jnp.float32,
         layer_layout: LayerLayout = "unrolled",
         part: Part | None = None,
     ):
@@ -86,7 +88,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.layer_layout = layer_layout
         self.has_start, self.has_end = part.has_start, part.has_end
-        ends = ParamMaker(rngs, dtype)
+        ends = ParamMaker(rngs, config.dtype)
         if self.has_start or config.tie_word_embeddings and self.has_end:
             self._add_embedding(ends)
         if self.has_start:
@@ -94,7 +96,7 @@ class Decoder(nnx.Module):
         if self.has_end:
             self._add_end(ends)
         if layer_layout == "unrolled":
-            new = ParamMaker(rngs, dtype)
+            new = ParamMaker(rngs, config.dtype)
             self.blocks = nnx.List([self.block_class(config, new) for _ in config.sliding_windows])
         elif layer_layout == "scanned":
             if not config.is_uniform:
@@ -102,7 +104,8 @@ class Decoder(nnx.Module):
                     "layers with differing sliding windows or rotary embeddings cannot be scanned; "
                     "use layer_layout='unrolled'"
                 )
-            self.blocks = self.block_class(config, ParamMaker(rngs, dtype, config.num_layers))
+            new = ParamMaker(rngs, config.dtype, config.num_layers)
+            self.blocks = self.block_class(config, new)
         else:
             raise ValueError(
                 f"layer_layout={layer_layout!r} is unknown; give 'unrolled' or 'scanned'"
@@ -111,10 +114,11 @@ class Decoder(nnx.Module):
     def __call__(
         self, inputs: jax.Array, batch: AttentionBatch, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
-        """Hidden states [tokens, embed] after the last norm of tokens `inputs` (int32 [tokens]).
+        """Return the hidden states [tokens, embed] after the last norm, and the cache.
 
-        Also returns the cache with this step's keys and values written. A part without the start
-        takes the residual stream [tokens, embed], one without the end gives it.
+        The cache has this step's keys and values. `inputs` are tokens, int32 [tokens]. A part
+        without the start takes the residual stream [tokens, embed] in their place; a part without
+        the end returns it.
         """
         hidden, cache, _ = self.tapped(inputs, batch, cache, None)
         return hidden, cache
@@ -125,43 +129,43 @@ class Decoder(nnx.Module):
         batch: AttentionBatch,
         cache: KVCache,
         tap: Tap | None,
-        coming: ComingPages | None = None,
+        incoming: IncomingPages | None = None,
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-        """The same, and what runs by `tap` [rows, embed]; None without one.
+        """Return the same, and the residual stream at `tap` [rows, embed]; None without a tap.
 
         Args:
-          coming: pages that the cache gets before it is read.
+          incoming: pages that are put into the cache before it is read.
         """
         tables = self._rope_tables(batch.positions)
-        x = self._embed(inputs, batch.positions) if self.has_start else inputs
+        x = self._embed(inputs, batch.positions, batch.adapter) if self.has_start else inputs
         if self.layer_layout == "unrolled":
             layer_tables = [tables[rope] for rope in self.config.layer_ropes]
-            x, cache, tapped = self._unroll(x, layer_tables, batch, cache, tap, coming)
+            x, cache, tapped = self._unroll(x, layer_tables, batch, cache, tap, incoming)
         else:
             table = tables[self.config.layer_ropes[0]]
-            x, cache, tapped = self._scan(x, table, batch, cache, tap, coming)
-        return (self._end(x) if self.has_end else x), cache, tapped
+            x, cache, tapped = self._scan(x, table, batch, cache, tap, incoming)
+        return (self._end(x, batch.adapter) if self.has_end else x), cache, tapped
 
     def whole_logits(self, tokens: jax.Array) -> jax.Array:
-        """float32 [sequences, length, vocab] of whole sequences (int32 [sequences, length]).
+        """Return the logits of whole sequences, float32 [sequences, length, vocab].
 
-        Without a cache and differentiable: for training, and to score what was sampled. What
-        pads the end of a sequence changes nothing before it.
+        `tokens` are int32 [sequences, length]; padding at the end of a sequence changes nothing
+        before it. Uses no cache, is differentiable, and serves training and scoring.
         """
         x = self.whole_residual(tokens, self.config.num_layers)
-        hidden = self._end(x.reshape(-1, x.shape[-1]))
+        hidden = self._end(x.reshape(-1, x.shape[-1]), None)
         return self.logits(hidden).reshape(*tokens.shape, -1)
 
     def whole_residual(self, tokens: jax.Array, num_layers: int) -> jax.Array:
-        """The residual stream [sequences, length, embed] behind the first `num_layers` layers.
+        """Return the residual stream [sequences, length, embed] after some of the layers.
 
-        Of whole sequences, as in `whole_logits`.
+        The sequences are whole, as in `whole_logits`; `num_layers` counts from the first layer.
         """
         config = self.config
         num_sequences, length = tokens.shape
         positions = jnp.tile(jnp.arange(length), num_sequences)
         tables = self._rope_tables(positions)
-        x = self._embed(tokens.reshape(-1), positions)
+        x = self._embed(tokens.reshape(-1), positions, None)
         if isinstance(self.blocks, nnx.List):
             kinds = zip(self.blocks, config.layer_ropes, config.sliding_windows, strict=True)
             for block, rope, window in list(kinds)[:num_layers]:
@@ -176,43 +180,52 @@ class Decoder(nnx.Module):
             )
         return x.reshape(num_sequences, length, -1)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 [rows, vocab] of final hidden states [rows, embed]."""
+    def logits(self, hidden: jax.Array, adapter: jax.Array | None = None) -> jax.Array:
+        """Return the logits float32 [rows, vocab] of final hidden states [rows, embed].
+
+        Args:
+          adapter: int32 [rows], the adapter of each row, -1 for none; None where no row has one.
+        """
         tied = self.config.tie_word_embeddings
-        weight = self.embedding[...] if tied else self.lm_head[...]
-        logits = matmul(hidden, weight, transposed=tied, out_dtype=jnp.float32)
-        if self.config.lm_head_bias:
-            logits = logits + self.lm_head_bias[...].astype(jnp.float32)
+        weight = self.embedding if tied else self.lm_head
+        bias = self.lm_head_bias if self.config.lm_head_bias else None
+        logits = Linear(weight, bias, transposed=tied)(hidden, adapter, out_dtype=jnp.float32)
         return soft_capped(logits, self.config.logits_soft_cap)
 
     def _add_embedding(self, new: ParamMaker) -> None:
-        """Make what looks tokens up, and gives their logits where it is tied."""
+        """Make the embedding, which also gives the logits where it is tied."""
         vocab, embed = self.config.vocab_size, self.config.hidden_size
-        self.embedding = new.normal(("vocab", "embed"), (vocab, embed), fan_in=embed)
+        self.embedding = new.weight(("vocab", "embed"), (vocab, embed), transposed=True)
 
     def _add_start(self, new: ParamMaker) -> None:
-        """Make what else stands before the layers."""
+        """Make the other parameters before the layers."""
 
     def _add_end(self, new: ParamMaker) -> None:
-        """Make what stands behind the layers."""
+        """Make the parameters after the layers."""
         config = self.config
         vocab, embed = config.vocab_size, config.hidden_size
         self.norm = self.block_class.norm_class(config, new)
         if not config.tie_word_embeddings:
-            self.lm_head = new.normal(("embed", "vocab"), (embed, vocab))
+            self.lm_head = new.weight(("embed", "vocab"), (embed, vocab))
         if config.lm_head_bias:
             self.lm_head_bias = new.zeros(("vocab",), (vocab,))
 
-    def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """The residual stream [tokens, embed] before the first layer."""
-        return self.embedding[...][tokens]
+    def _embed(
+        self, tokens: jax.Array, positions: jax.Array, adapter: jax.Array | None
+    ) -> jax.Array:
+        """Return the residual stream [tokens, embed] before the first layer."""
+        return self._embedded(tokens, adapter)
 
-    def _end(self, x: jax.Array) -> jax.Array:
-        """From the residual stream after the last layer to what `logits` takes."""
+    def _embedded(self, tokens: jax.Array, adapter: jax.Array | None) -> jax.Array:
+        """Return the rows of the embedding for `tokens` (int32 [tokens])."""
+        return Linear(self.embedding).rows(tokens, adapter, self.config.dtype)
+
+    def _end(self, x: jax.Array, adapter: jax.Array | None) -> jax.Array:
+        """Return the input of `logits` for the residual stream after the last layer."""
         return self.norm(x)
 
     def _rope_tables(self, positions: jax.Array) -> dict[Rope | None, RopeTables | None]:
-        """Of every rotary embedding that some layer has."""
+        """Return the tables of every rotary embedding that some layer has."""
         return {
             rope: None if rope is None else rope_tables(positions, self.config.head_dim, rope)
             for rope in dict.fromkeys(self.config.layer_ropes)
@@ -225,7 +238,7 @@ class Decoder(nnx.Module):
         batch: AttentionBatch,
         cache: KVCache,
         tap: Tap | None,
-        coming: ComingPages | None,
+        incoming: IncomingPages | None,
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
         assert isinstance(self.blocks, nnx.List)
         tapped = None
@@ -233,8 +246,8 @@ class Decoder(nnx.Module):
             graphdef, state = nnx.split(block)
             window = self.config.sliding_windows[layer]
             own = cache.buffer(layer)
-            if coming is not None:
-                own = coming.put(own, 0, coming.fetch(layer))
+            if incoming is not None:
+                own = incoming.put(own, 0, incoming.fetch(layer))
             x, own = _one_layer(graphdef, window, state, x, tables[layer], batch, own)
             cache = cache.with_buffer(layer, own)
             if tap is not None and tap.layer == layer + 1:
@@ -248,7 +261,7 @@ class Decoder(nnx.Module):
         batch: AttentionBatch,
         cache: KVCache,
         tap: Tap | None,
-        coming: ComingPages | None,
+        incoming: IncomingPages | None,
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
         graphdef, stacked = nnx.split(self.blocks)
         window = self.config.sliding_windows[0]
@@ -256,9 +269,9 @@ class Decoder(nnx.Module):
         def one_layer(carry, layer_and_state):
             layer, state = layer_and_state
             hidden, cache, tapped, fetched = carry
-            if coming is not None:
-                cache = coming.put(cache, layer, fetched)
-                fetched = coming.fetch(layer + 1)  # while this layer is computed
+            if incoming is not None:
+                cache = incoming.put(cache, layer, fetched)
+                fetched = incoming.fetch(layer + 1)  # while this layer is computed
             context = PagedContext(layer, tables, window, batch, cache)
             hidden = nnx.merge(graphdef, state)(hidden, context)
             if tap is not None:
@@ -267,7 +280,7 @@ class Decoder(nnx.Module):
 
         layers = jnp.arange(self.config.num_layers)
         tapped = None if tap is None else x[tap.rows]
-        fetched = None if coming is None else coming.fetch(0)
+        fetched = None if incoming is None else incoming.fetch(0)
         start = x, cache, tapped, fetched
         (x, cache, tapped, _), _ = lax.scan(one_layer, start, (layers, stacked))
         return x, cache, tapped
@@ -283,6 +296,6 @@ def _one_layer(
     batch: AttentionBatch,
     cache: KVCache,
 ) -> tuple[jax.Array, KVCache]:
-    """One unrolled layer over its own cache buffer. Jitted so that like layers share one trace."""
+    """One unrolled layer over its own cache buffer; jitted so that equal layers share a trace."""
     context = PagedContext(0, tables, window, batch, cache)
     return nnx.merge(graphdef, state)(x, context), context.cache

@@ -1,4 +1,4 @@
-"""Encoders that length predictors start from, by name: where they lie, and how they get there."""
+"""Encoders that length predictors start from, by name, and how to download them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ENCODERS = {"minilm": MINILM}
 
 
 def encoder_folder(name_or_path: str | Path, *, progress: bool = True) -> Path:
-    """The Hugging Face folder of an encoder; one that is known by name is fetched first.
+    """Return the Hugging Face folder of an encoder; download one that is known by name first.
 
     Raises:
       UnknownModelError: neither a known name nor a folder.
@@ -67,17 +67,17 @@ def untrained_predictor(
     seed: int = 0,
     progress: bool = True,
 ) -> LengthPredictor:
-    """A predictor to be trained.
+    """Return a predictor to train.
 
     Args:
       encoder: see `encoder_folder`; or one of `predictor.SIZES`, for random parameters behind
         MiniLM's tokenizer, which is that of BERT.
-      max_tokens: of a prompt; longer ones lose their middle.
-      seed: of what is random, the head at least.
+      max_tokens: the longest prompt; a longer one loses its middle.
+      seed: of the random parameters: the head, and the encoder of a size.
 
     Raises:
       UnknownModelError, DownloadError, ModelCacheError: see `encoder_folder`.
-      ValueError: the folder does not hold an encoder that is understood.
+      ValueError: the folder does not hold a supported encoder.
     """
     from predictor import SIZES, LengthClassifier, LengthPredictor
     from predictor.predictor import read_tokenizer

@@ -1,4 +1,4 @@
-"""What a family of models is: one file of `families/` makes one of these."""
+"""A family of models; each file of `families/` makes one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Family:
     """A decoder, its configuration, and where its weights lie in Hugging Face checkpoints.
 
     Attributes:
-      model_types: values of `model_type` in config.json that it serves.
-      weights: of a configuration: path of each parameter, with dots and without the layer's
-        number, to the tensors that fill it.
-      prefix: that most tensor names begin with; checkpoints of the bare model lack it.
-      ignored: matches names of tensors that may be there and hold nothing of use.
+      model_types: the values of `model_type` in config.json that the family serves.
+      weights: returns, for a configuration, the tensors that fill each parameter, by the
+        parameter's path with dots and without the layer's number.
+      prefix: the beginning of most tensor names; checkpoints of the bare model lack it.
+      ignored: a pattern of tensor names that a checkpoint may have and the model does not need.
     """
 
     model_types: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Reading a GGUF file's header: every length is checked before it is trusted.
+"""A reader of GGUF headers, which checks every length before it uses it.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 """
@@ -30,7 +30,7 @@ PLAIN_TYPES = {0: ("F32", 4), 1: ("F16", 2), 28: ("F64", 8), 30: ("BF16", 2)}
 @final
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. `shape` is in row-major order: [out, in] for a matrix."""
+    """The place of a tensor in the file. `shape` is in row-major order: [out, in] for a matrix."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,11 +54,11 @@ class GGUFFile:
 
     Attributes:
       metadata: key -> Python scalar, string, list of strings, or NumPy array.
-      tensors: name -> `TensorInfo`; every one of them lies inside the file.
+      tensors: name -> `TensorInfo`; all of them lie inside the file.
 
     Raises:
       CheckpointError: not a GGUF file, cut off, or damaged; every misplaced tensor is listed.
-      UnsupportedModelError: a version or tensor type that is not known here.
+      UnsupportedModelError: a version or tensor type that is not supported.
       MissingExtraError: quantised tensors without the `gguf` package.
     """
 
@@ -81,7 +81,7 @@ class GGUFFile:
         self._read_header()
 
     def rows(self, info: TensorInfo) -> np.ndarray:
-        """The stored bytes of a tensor: uint8 [num_rows, row_bytes], a view of the file."""
+        """Return the stored bytes of a tensor: uint8 [num_rows, row_bytes], a view of the file."""
         data = np.frombuffer(self._map, np.uint8, info.size_bytes, info.offset)
         return data.reshape(info.num_rows, info.row_bytes)
 
@@ -99,7 +99,7 @@ class GGUFFile:
                 "supported. Convert it again with a current llama.cpp"
             )
         num_tensors, num_keys = self._scalar("<u8"), self._scalar("<u8")
-        # A key takes 13 bytes at least and a tensor 24: no count beyond that can be true.
+        # A key takes at least 13 bytes and a tensor 24, which bounds their counts.
         if num_keys * 13 + num_tensors * 24 > self._size:
             self._fail(f"claims {num_tensors} tensors and {num_keys} keys, more than it can hold")
         metadata: dict[str, object] = {}
@@ -138,7 +138,7 @@ class GGUFFile:
                 continue
             row_bytes = shape[-1] // block * block_bytes
             info = TensorInfo(name, shape, ggml_type, type_name, data_start + offset, row_bytes)
-            # Python integers: a corrupt shape must not wrap around.
+            # Python integers, which do not wrap around for a corrupt shape.
             end = info.offset + row_bytes
             for dim in shape[:-1]:
                 end = info.offset + (end - info.offset) * dim
@@ -154,7 +154,7 @@ class GGUFFile:
         return tensors
 
     def _block_sizes(self, types: set[int]) -> dict[int, tuple[str, int, int]]:
-        """Ggml type -> (name, values in a block, bytes in a block)."""
+        """Return, by ggml type, the name, the values in a block and the bytes in a block."""
         known = {number: (name, 1, size) for number, (name, size) in PLAIN_TYPES.items()}
         if types - known.keys():
             try:
@@ -204,7 +204,7 @@ class GGUFFile:
         return self._strings(count)
 
     def _strings(self, count: int) -> list[str]:
-        # The vocabulary: worth a tight loop.
+        # The vocabulary is large enough for a loop of its own.
         unpack, data, position = struct.Struct("<Q").unpack_from, self._map, self._position
         strings = []
         for _ in range(count):

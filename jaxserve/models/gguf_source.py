@@ -40,25 +40,25 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Tables of the rotary embedding: its parameters are in the metadata, or recovered from them.
+# Tables of the rotary embedding, whose parameters are in the metadata or recovered from it.
 _ROPE_TABLES = ("rope_freqs.weight", "attn_rot_embd.weight")
 
 
 @final
 class GGUFSource:
-    """A `WeightSource` over one GGUF file: tensor by tensor, never the whole model in memory.
+    """A `WeightSource` over one GGUF file, which reads one tensor at a time.
 
     llama.cpp stores the query and key projections of the `llama` architecture with their rows
-    permuted (rotation by neighbouring pairs); they are handed out in Hugging Face order.
+    permuted (rotation by neighbouring pairs); `read` returns them in Hugging Face order.
 
     Attributes:
-      where: the path, for messages.
+      where: the path, for error messages.
       file: the header, with `metadata` for the tokenizer.
-      config: what the model's config.json would say, for `families.config_from_hf`.
+      config: the fields of the model's config.json, for `families.config_from_hf`.
 
     Raises:
       CheckpointError: not a GGUF file, cut off, damaged, or without a key that it needs.
-      UnsupportedModelError: another architecture, or tensors that no family here uses.
+      UnsupportedModelError: another architecture, or tensors that no family uses.
       MissingExtraError: quantised tensors, and the `gguf` package is not installed.
     """
 
@@ -69,11 +69,11 @@ class GGUFSource:
         self.config: Mapping[str, Any] = self._recovered_config()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor under its Hugging Face name; matrices are [out, in]."""
+        """Return the shape of every tensor by its Hugging Face name; matrices are [out, in]."""
         return {name: info.shape for name, info in self._tensors.items()}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """The tensor, or its part at `index` (unit steps), only whose rows are dequantised.
+        """Return a tensor, or its part at `index` (unit steps); dequantises only its rows.
 
         Quantised tensors come as float32, the others in their stored dtype.
 
@@ -120,7 +120,7 @@ class GGUFSource:
         return tensors
 
     def _row_order(self, name: str) -> np.ndarray | None:
-        """Row i in Hugging Face order is stored row `order[i]`; None where the orders agree."""
+        """Return the stored row for each row in Hugging Face order; None where the orders agree."""
         if self.file.metadata["general.architecture"] != "llama":
             return None
         kind = re.search(r"self_attn\.([qk])_proj\.", name)
@@ -137,7 +137,7 @@ class GGUFSource:
         return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
     def _dequantised(self, info: TensorInfo, rows: np.ndarray) -> np.ndarray:
-        """`rows`: uint8 [..., row_bytes] -> values [..., row length]."""
+        """Return the values [..., row length] of `rows`, uint8 [..., row_bytes]."""
         if info.ggml_type in PLAIN_TYPES:
             return np.ascontiguousarray(rows).view(_PLAIN_DTYPES[info.type_name])
         try:
@@ -151,7 +151,7 @@ class GGUFSource:
                 f"{self.where}: tensor {info.name!r} has type {info.type_name}, which the `gguf` "
                 "package cannot dequantise; use another quantisation, such as Q8_0 or Q4_K_M"
             ) from error
-        except Exception as error:  # whatever NumPy says about damaged blocks
+        except Exception as error:  # any kind, from damaged blocks
             raise CheckpointError(
                 self.where,
                 [f"tensor {info.name!r} cannot be dequantised: {error}"],
@@ -249,7 +249,7 @@ class GGUFSource:
         return rope
 
     def _llama3_scaling(self, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
-        """Llama 3's parameters from `rope_freqs.weight`, by which frequencies are divided."""
+        """Return Llama 3's RoPE scaling from `rope_freqs.weight`, the divisors of frequencies."""
         info = self.file.tensors["rope_freqs.weight"]
         divisors = self._dequantised(info, self.file.rows(info)).reshape(-1).astype(np.float64)
         plain = inverse_frequencies(config["head_dim"], theta, None)

@@ -101,7 +101,7 @@ _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
 @final
 @dataclass(frozen=True)
 class GGUFTokenizer:
-    """What `Tokenizer` is made of. `special_tokens` are the names that chat templates use."""
+    """The parts of a `Tokenizer`. `special_tokens` has the names that chat templates use."""
 
     backend: Tokenizer
     eos_token_ids: tuple[int, ...]
@@ -158,7 +158,7 @@ _TEMPLATE_NAMES = ("bos", "eos", "unk", "pad")
 _SPECIAL_KEYS = {
     "bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding",
 }  # fmt: skip
-# llama.cpp's defaults where the file does not say.
+# llama.cpp's defaults for flags that the file lacks.
 _DEFAULT_IDS = {"gpt2": {"bos": 11, "eos": 11}, "llama": {"bos": 1, "eos": 2, "unk": 0}}
 
 
@@ -208,7 +208,7 @@ def _byte_level_bpe(
 
 
 def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], where: str) -> Tokenizer:
-    """SentencePiece joins the adjacent pair whose result scores best; written out as merges."""
+    """Return the merges that equal SentencePiece's rule: join the pair whose result scores best."""
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) < len(tokens):
         raise _damaged(where, "tokenizer.ggml.scores is missing or too short")
@@ -242,7 +242,7 @@ def _special_ids(
         given = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if isinstance(given, int):
             ids[name] = given
-    # Out of range: llama.cpp warns and goes without.
+    # Out of range: llama.cpp warns and ignores it.
     ids = {name: i for name, i in ids.items() if 0 <= i < num_tokens}
     if "eos" not in ids:
         raise _damaged(where, "no usable tokenizer.ggml.eos_token_id")
@@ -250,7 +250,7 @@ def _special_ids(
 
 
 def _end_ids(special: Mapping[str, int], tokens: list[str], types: Any) -> tuple[int, ...]:
-    """The declared end tokens first, then control tokens known by their text."""
+    """Return the declared end tokens, then control tokens that are known by their text."""
     declared = [special[name] for name in ("eos", "eot", "eom") if name in special]
     index = {token: i for i, token in enumerate(tokens)}
     known = [index[text] for text in END_TEXTS if text in index]

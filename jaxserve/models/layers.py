@@ -1,7 +1,6 @@
-"""The layers that families are made of: norms, attention, MLPs, and how they are put together.
+"""The layers that families are made of: MLPs, and the block that puts a layer together.
 
-Parameters are stored [in, out], fused where they are used together; each says its logical axes in
-its metadata, for `sharding.state_shardings`.
+Parameters are stored [in, out], fused where they are used together.
 """
 
 from __future__ import annotations
@@ -14,12 +13,14 @@ from typing import Any, ClassVar, Protocol, final
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.models.attention import Attention
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
-from pallas_kernels import matmul
+from jaxserve.models.linear import Linear
+from jaxserve.models.norms import Norm
+from jaxserve.models.param_maker import ParamMaker
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
     {
@@ -35,10 +36,10 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
 
 
 def activation_of(given: Mapping[str, Any], field: str, default: str) -> str:
-    """The activation that a config.json names in `field`.
+    """Return the name of the activation that a config.json has in `field`.
 
     Raises:
-      UnsupportedModelError: it is not one of `ACTIVATIONS`.
+      UnsupportedModelError: the activation is not one of `ACTIVATIONS`.
     """
     name = given.get(field) or default
     if name not in ACTIVATIONS:
@@ -48,142 +49,12 @@ def activation_of(given: Mapping[str, Any], field: str, default: str) -> str:
     return name
 
 
-@final
-class ParamMaker:
-    """Makes parameters that know their logical axes; with `layers`, stacked along a first axis.
-
-    Args:
-      rngs: for random weights; None makes zeros of them.
-    """
-
-    def __init__(
-        self, rngs: nnx.Rngs | None, dtype: jax.typing.DTypeLike, layers: int | None = None
-    ):
-        self._rngs = rngs
-        self._dtype = dtype
-        self._layers = layers
-
-    def ones(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> nnx.Param:
-        axes, shape = self._stacked(axes, shape)
-        return nnx.Param(jnp.ones(shape, self._dtype), logical_axes=axes)
-
-    def zeros(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> nnx.Param:
-        axes, shape = self._stacked(axes, shape)
-        return nnx.Param(jnp.zeros(shape, self._dtype), logical_axes=axes)
-
-    def normal(
-        self, axes: tuple[str | None, ...], shape: tuple[int, ...], *, fan_in: int | None = None
-    ) -> nnx.Param:
-        """Normal with 1 / sqrt(fan_in); the first axis is what a product sums over by default."""
-        if self._rngs is None:
-            return self.zeros(axes, shape)
-        scale = (fan_in or shape[0]) ** -0.5
-        axes, shape = self._stacked(axes, shape)
-        value = jax.random.normal(self._rngs.params(), shape, self._dtype)
-        return nnx.Param(value * jnp.asarray(scale, self._dtype), logical_axes=axes)
-
-    def _stacked(
-        self, axes: tuple[str | None, ...], shape: tuple[int, ...]
-    ) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
-        if self._layers is None:
-            return axes, shape
-        return ("layers", *axes), (self._layers, *shape)
-
-
-class Norm(Protocol):
-    """A norm over the last axis."""
-
-    def __init__(self, config: DecoderConfig, new: ParamMaker): ...
-
-    def __call__(self, x: jax.Array) -> jax.Array: ...
-
-
 class MLP(Protocol):
-    """What follows the attention in a layer: [tokens, embed] to the same."""
+    """The part of a layer after attention: [tokens, embed] to the same shape."""
 
     def __init__(self, config: DecoderConfig, new: ParamMaker): ...
 
-    def __call__(self, x: jax.Array) -> jax.Array: ...
-
-
-@final
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis; `scale` [embed], or [head_dim] with `of_heads`."""
-
-    def __init__(self, config: DecoderConfig, new: ParamMaker, *, of_heads: bool = False):
-        axis, size = (None, config.head_dim) if of_heads else ("embed", config.hidden_size)
-        self.scale = (new.zeros if config.norm_offset == 1 else new.ones)((axis,), (size,))
-        self.eps, self.offset = config.norm_eps, config.norm_offset
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """In float32; returns x's dtype."""
-        wide = x.astype(jnp.float32)
-        wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        scale = self.scale[...].astype(jnp.float32) + self.offset
-        return (wide * scale).astype(x.dtype)
-
-
-@final
-class LayerNorm(nnx.Module):
-    """Mean and variance norm over the last axis; `scale` and `bias` [embed]."""
-
-    def __init__(self, config: DecoderConfig, new: ParamMaker):
-        self.scale = new.ones(("embed",), (config.hidden_size,))
-        self.bias = new.zeros(("embed",), (config.hidden_size,))
-        self.eps = config.norm_eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """In float32; returns x's dtype."""
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        scale, bias = (p[...].astype(jnp.float32) for p in (self.scale, self.bias))
-        return (wide * scale + bias).astype(x.dtype)
-
-
-@final
-class Attention(nnx.Module):
-    """Grouped-query self-attention over the paged cache.
-
-    wqkv   [embed, kv_heads, group + 2, head_dim]   a KV head: its queries, k, v
-    wo     [kv_heads, group, head_dim, embed]
-    bqkv, bo, q_norm, k_norm                        where the config has them
-    """
-
-    def __init__(self, config: DecoderConfig, new: ParamMaker):
-        self.config = config
-        embed, head_dim = config.hidden_size, config.head_dim
-        kv_heads, group = config.num_kv_heads, config.group
-        self.wqkv = new.normal(
-            ("embed", "kv_heads", None, None), (embed, kv_heads, group + 2, head_dim)
-        )
-        self.wo = new.normal(
-            ("kv_heads", None, None, "embed"),
-            (kv_heads, group, head_dim, embed),
-            fan_in=kv_heads * group * head_dim,
-        )
-        if config.qkv_bias:
-            self.bqkv = new.zeros(("kv_heads", None, None), (kv_heads, group + 2, head_dim))
-        if config.o_bias:
-            self.bo = new.zeros(("embed",), (embed,))
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config, new, of_heads=True)
-            self.k_norm = RMSNorm(config, new, of_heads=True)
-
-    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
-        """`x` [tokens, embed], normed, to what the attention adds to the residual."""
-        config = self.config
-        group, head_dim = config.group, config.head_dim
-        qkv = matmul(x, self.wqkv[...])  # [tokens, kv_heads, group + 2, head_dim]
-        if config.qkv_bias:
-            qkv = qkv + self.bqkv[...]
-        if config.qk_norm:
-            q, k, v = jnp.split(qkv, (group, group + 1), axis=2)
-            qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2)
-        out = context.attend(qkv, scale=config.attention_scale, soft_cap=config.attention_soft_cap)
-        out = out.reshape(-1, config.num_heads * head_dim)
-        out = matmul(out, self.wo[...].reshape(-1, config.hidden_size))
-        return out + self.bo[...] if config.o_bias else out
+    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array: ...
 
 
 @final
@@ -196,21 +67,19 @@ class GatedMLP(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
-        self.config = config
+        self.activation = config.activation
         embed, mlp = config.hidden_size, config.intermediate_size
-        self.gate_up = new.normal(("embed", None, "mlp"), (embed, 2, mlp))
-        self.down = new.normal(("mlp", "embed"), (mlp, embed))
-        if config.mlp_bias:
-            self.bgate_up = new.zeros((None, "mlp"), (2, mlp))
-            self.bdown = new.zeros(("embed",), (embed,))
+        self.gate_up = new.weight(("embed", None, "mlp"), (embed, 2, mlp))
+        self.down = new.weight(("mlp", "embed"), (mlp, embed))
+        has_bias = config.mlp_bias
+        self.bgate_up = new.zeros((None, "mlp"), (2, mlp)) if has_bias else None
+        self.bdown = new.zeros(("embed",), (embed,)) if has_bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        config = self.config
-        both = matmul(x, self.gate_up[...])  # [tokens, 2, mlp]
-        if config.mlp_bias:
-            both = both + self.bgate_up[...]
-        out = matmul(ACTIVATIONS[config.activation](both[:, 0]) * both[:, 1], self.down[...])
-        return out + self.bdown[...] if config.mlp_bias else out
+    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
+        # [tokens, 2, mlp]
+        both = Linear(self.gate_up, self.bgate_up)(x, context.adapter)
+        gated = ACTIVATIONS[self.activation](both[:, 0]) * both[:, 1]
+        return Linear(self.down, self.bdown)(gated, context.adapter)
 
 
 @final
@@ -223,26 +92,25 @@ class TwoLayerMLP(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
-        self.config = config
+        self.activation = config.activation
         embed, mlp = config.hidden_size, config.intermediate_size
-        self.up = new.normal(("embed", "mlp"), (embed, mlp))
-        self.down = new.normal(("mlp", "embed"), (mlp, embed))
-        if config.mlp_bias:
-            self.bup = new.zeros(("mlp",), (mlp,))
-            self.bdown = new.zeros(("embed",), (embed,))
+        self.up = new.weight(("embed", "mlp"), (embed, mlp))
+        self.down = new.weight(("mlp", "embed"), (mlp, embed))
+        has_bias = config.mlp_bias
+        self.bup = new.zeros(("mlp",), (mlp,)) if has_bias else None
+        self.bdown = new.zeros(("embed",), (embed,)) if has_bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        bias, activation = self.config.mlp_bias, ACTIVATIONS[self.config.activation]
-        x = matmul(x, self.up[...])
-        out = matmul(activation(x + self.bup[...] if bias else x), self.down[...])
-        return out + self.bdown[...] if bias else out
+    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
+        x = ACTIVATIONS[self.activation](Linear(self.up, self.bup)(x, context.adapter))
+        return Linear(self.down, self.bdown)(x, context.adapter)
 
 
 class Block(nnx.Module):
-    """One layer: attention, then an MLP, each over a norm of the residual.
+    """One layer: attention, then an MLP, each over a norm of the residual stream.
 
-    Families set the two classes, and override `__call__` where they are put together otherwise.
-    With a `ParamMaker` that stacks, it holds all layers' parameters, of which a scan hands in one.
+    Families set the two classes, and override `__call__` where a layer is put together otherwise.
+    With a `ParamMaker` that stacks layers, a block holds the parameters of all layers, and a scan
+    passes in those of one.
     """
 
     norm_class: ClassVar[type[Norm]]
@@ -255,11 +123,11 @@ class Block(nnx.Module):
         self.mlp = self.mlp_class(config, new)
 
     def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
-        """The residual stream [tokens, embed] after this layer."""
+        """Return the residual stream [tokens, embed] after this layer."""
         x = x + self.attention(self.attention_norm(x), context)
-        return x + self.mlp(self.mlp_norm(x))
+        return x + self.mlp(self.mlp_norm(x), context)
 
 
 def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
-    """cap * tanh(x / cap), and `x` itself without a cap."""
+    """Return cap * tanh(x / cap), or `x` itself without a cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -28,18 +27,16 @@ def load_params(
     config: DecoderConfig,
     source: WeightSource,
     shardings: nnx.State | None = None,
-    dtype: jax.typing.DTypeLike | None = None,
     progress: Progress | None = None,
 ) -> nnx.State:
-    """The parameters of a decoder, read from a checkpoint straight onto their shards.
+    """Read the parameters of a decoder from a checkpoint straight onto their shards.
 
-    One shard of one parameter at a time is on the host.
+    The host holds one shard of one parameter at a time.
 
     Args:
-      abstract_state: as `abstract_model` gives.
-      source: Hugging Face names.
-      shardings: as `sharding.state_shardings` gives; None for the default device.
-      dtype: of the result; the abstract state's own by default.
+      abstract_state: shapes and dtypes, from `abstract_model`.
+      source: tensors under Hugging Face names.
+      shardings: from `sharding.state_shardings`; None for the default device.
       progress: called with (parameters done, parameters in all).
 
     Raises:
@@ -57,7 +54,7 @@ def load_params(
     loaded = []
     for done, (path, variable) in enumerate(flat):
         place = here if places is None else places[path].get_value()
-        kind = np.dtype(dtype or variable.get_value().dtype)
+        kind = np.dtype(variable.get_value().dtype)
         loaded.append((path, variable.replace(plan[path].load(source, kind, place))))
         if progress is not None:
             progress(done + 1, len(flat))
@@ -68,41 +65,37 @@ def random_params(
     config: DecoderConfig,
     seed: int,
     *,
-    dtype: jax.typing.DTypeLike = jnp.float32,
     layer_layout: LayerLayout = "unrolled",
 ) -> nnx.State:
-    """Random parameters for `load="random"`: normal with 1 / sqrt(fan-in), made on the device.
+    """Return random parameters, normal with 1 / sqrt(fan-in), made on the device.
 
-    Every matrix is drawn in `dtype`, so bfloat16 never has a float32 copy.
+    Every matrix is drawn in the configuration's dtype, so bfloat16 never has a float32 copy.
     """
     # Not under one jit: drawing array by array compiles once a shape, not once a parameter.
     decoder = family_of(config).decoder
-    model = decoder(config, rngs=nnx.Rngs(params=seed), dtype=dtype, layer_layout=layer_layout)
+    model = decoder(config, rngs=nnx.Rngs(params=seed), layer_layout=layer_layout)
     return nnx.state(model, nnx.Param)
 
 
 def abstract_model(
     config: DecoderConfig,
     *,
-    dtype: jax.typing.DTypeLike = jnp.float32,
     layer_layout: LayerLayout = "unrolled",
     part: Part | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Graph definition and abstract parameters; `nnx.merge` the former with loaded ones.
+    """Return the graph definition, to `nnx.merge` with parameters, and abstract parameters.
 
     Args:
       part: None for the whole model.
     """
     decoder = family_of(config).decoder
-    model = nnx.eval_shape(
-        lambda: decoder(config, rngs=None, dtype=dtype, layer_layout=layer_layout, part=part)
-    )
+    model = nnx.eval_shape(lambda: decoder(config, rngs=None, layer_layout=layer_layout, part=part))
     return nnx.split(model)
 
 
 @final
 class _Parameter:
-    """One parameter of the model, of one layer or of all stacked, and what fills it."""
+    """A parameter, of one layer or of all layers stacked, and the tensors that fill it."""
 
     def __init__(
         self,
@@ -121,7 +114,7 @@ class _Parameter:
             self._layers = (path[1],) if in_block else (None,)
 
     def needed(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the tensors that fill it."""
+        """Return names and shapes of the tensors that fill the parameter."""
         shape = self.shape[1:] if self._stacked else self.shape
         for layer in self._layers:
             yield from self.weight.needed(shape, **_place(layer))
@@ -129,14 +122,14 @@ class _Parameter:
     def load(
         self, source: WeightSource, dtype: np.dtype, place: jax.sharding.Sharding
     ) -> jax.Array:
-        """The array, each of its shards read on its own; equal ones once."""
+        """Return the array; each shard is read on its own, and equal shards once."""
         shards: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             parts = index or (slice(None),) * len(self.shape)
             ranges = [part.indices(n)[:2] for part, n in zip(parts, self.shape, strict=True)]
             if tuple(ranges) not in shards:
-                shards.clear()  # callbacks for equal shards come one after another, or are cheap
+                shards.clear()  # equal shards come one after another, or are cheap to read
                 out = np.empty([last - first for first, last in ranges], dtype)
                 self._fill(out, source, [slice(*r) for r in ranges])
                 shards[tuple(ranges)] = out
@@ -167,7 +160,7 @@ def _check(
         for name, shape in sorted(wanted.items())
         if name in found and tuple(found[name]) != shape
     ]
-    # A second copy of tied embeddings, and what the family knows to be of no use.
+    # A second copy of tied embeddings, and tensors that the family does not need.
     tied = r"lm_head\.weight|embed_out\.weight" if config.tie_word_embeddings else "(?!)"
     ignored = re.compile(f"{tied}|{family.ignored}")
     problems += [
@@ -185,14 +178,14 @@ def _check(
 
 
 def _with_prefix(source: WeightSource, prefix: str) -> WeightSource:
-    """The source itself, or with `prefix` before its names if it holds the bare model."""
+    """Return the source, with `prefix` before its names if it holds the bare model."""
     names = source.shapes()
     return source if any(name.startswith(prefix) for name in names) else _Prefixed(source, prefix)
 
 
 @final
 class _Prefixed:
-    """A `WeightSource` with a prefix before every name but those of the head."""
+    """A `WeightSource` with a prefix before every name except those of the head."""
 
     def __init__(self, source: WeightSource, prefix: str):
         self.where = source.where

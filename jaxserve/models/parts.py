@@ -1,4 +1,4 @@
-"""A model cut into the stages of a plan: which parameters each has, and where they lie."""
+"""A model cut into the stages of a plan: the parameters of each stage, and their shardings."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Path = tuple[Any, ...]
 @final
 @dataclass(frozen=True)
 class ModelPart:
-    """What one stage has of a model.
+    """The part of a model that one stage has.
 
     Attributes:
-      graphdef: `nnx.merge` it with `params_of(whole)`.
-      shardings: of its parameters, in their structure.
+      graphdef: the static part, to `nnx.merge` with `params_of(whole)`.
+      shardings: the shardings of the part's parameters, in their structure.
     """
 
     stage: Stage
@@ -34,7 +34,7 @@ class ModelPart:
     shardings: nnx.State
 
     def params_of(self, whole: nnx.State) -> nnx.State:
-        """This part's share of a whole model's parameters; what lies there already is shared."""
+        """Return this part's share of a whole model's parameters; copies no array in place."""
         flat = dict(nnx.to_flat_state(whole))
 
         def own(path: Path, place: nnx.Variable) -> nnx.Variable:
@@ -45,29 +45,28 @@ class ModelPart:
         return nnx.map_state(own, self.shardings)
 
     def _origin(self, path: Path) -> Path:
-        """Where the whole model has the parameter at `path`."""
+        """Return the path in the whole model of the parameter at `path`."""
         if path[0] == "blocks" and isinstance(path[1], int):
             return ("blocks", path[1] + self.stage.layers.start, *path[2:])
         return path
 
     def _cut(self, path: Path, array: jax.Array) -> jax.Array:
-        """This part's layers of a parameter that stacks all of them."""
+        """Return this part's layers of a parameter that stacks all layers."""
         layers = self.stage.layers
         is_stacked = path[0] == "blocks" and not isinstance(path[1], int)
         return array[layers.start : layers.stop] if is_stacked else array
 
     def whole_shardings(self) -> dict[Path, Any]:
-        """Path in a whole unrolled model -> variable with its sharding here."""
+        """Return the variables with shardings, by path in a whole unrolled model."""
         return {self._origin(path): place for path, place in nnx.to_flat_state(self.shardings)}
 
 
-def cut(
-    config: DecoderConfig, plan: StagePlan, dtype: jax.typing.DTypeLike, layer_layout: LayerLayout
-) -> list[ModelPart]:
-    """The parts of a model, one a stage.
+def cut(config: DecoderConfig, plan: StagePlan, layer_layout: LayerLayout) -> list[ModelPart]:
+    """Return the parts of a model, one for each stage.
 
     Raises:
-      InvalidConfigError: the plan is not for so many layers, or a stage cannot share out its own.
+      InvalidConfigError: the plan has another number of layers than the model, or the mesh of a
+        stage does not divide the stage's layers.
     """
     if plan.num_layers != config.num_layers:
         raise InvalidConfigError(
@@ -82,13 +81,13 @@ def cut(
             has_start=stage is plan.stages[0],
             has_end=stage is plan.stages[-1],
         )
-        graphdef, state = abstract_model(config, dtype=dtype, layer_layout=layer_layout, part=part)
+        graphdef, state = abstract_model(config, layer_layout=layer_layout, part=part)
         parts.append(ModelPart(stage, graphdef, state_shardings(state, stage.mesh)))
     return parts
 
 
 def planned_stages(mesh: Mesh | StagePlan | None, config: DecoderConfig) -> StagePlan | None:
-    """The stages that a user asked for; None for a model that stays whole.
+    """Return the stages that a user asked for; None for a model that stays whole.
 
     Raises:
       InvalidConfigError: more stages than layers.
@@ -100,7 +99,7 @@ def planned_stages(mesh: Mesh | StagePlan | None, config: DecoderConfig) -> Stag
 
 
 def shardings_over(parts: Sequence[ModelPart]) -> nnx.State:
-    """Where the parameters of a whole unrolled model lie, each on the first stage that uses it."""
+    """Return shardings of a whole unrolled model, each on the first stage with the parameter."""
     places: dict[Path, Any] = {}
     for part in reversed(parts):
         places |= part.whole_shardings()

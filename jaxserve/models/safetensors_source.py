@@ -22,8 +22,8 @@ _REMEDY = "the download is probably incomplete: fetch the files named above agai
 class SafetensorsSource:
     """A `WeightSource` over `folder`.
 
-    A file is mapped into memory for the length of one read only: what was read of it would stay
-    resident otherwise, a second copy of the weights in the end.
+    A file is mapped into memory during a read only. Otherwise the parts that were read would stay
+    resident, in the end as a second copy of the weights.
 
     Raises:
       UnknownModelError: the folder has no safetensors file.
@@ -56,11 +56,11 @@ class SafetensorsSource:
             raise CheckpointError(self.where, problems, _REMEDY)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor, from the headers."""
+        """Return the shape of every tensor, from the headers."""
         return self._shapes
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """The tensor, or its part at `index`, in its stored dtype (bfloat16 from ml_dtypes).
+        """Return a tensor, or its part at `index`, in its stored dtype (bfloat16 from ml_dtypes).
 
         Raises:
           CheckpointError: no such tensor, or its data cannot be read.
@@ -77,7 +77,7 @@ class SafetensorsSource:
 
 
 def _files_and_tensors(folder: Path) -> dict[str, set[str]]:
-    """File name -> tensors that the index promises in it; an empty set promises nothing."""
+    """Return, by file name, the tensors that the index lists for it; an empty set without index."""
     index = folder / _INDEX
     if index.is_file():
         try:

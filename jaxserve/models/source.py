@@ -1,4 +1,4 @@
-"""Where weights come from: one protocol for every checkpoint format."""
+"""The protocol of weight sources, one for every checkpoint format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class WeightSource(Protocol):
-    """Tensors of one checkpoint under their Hugging Face names, PyTorch orientation ([out, in]).
+    """The tensors of a checkpoint by Hugging Face name, in PyTorch's orientation ([out, in]).
 
     `where` names the checkpoint in error messages.
     """
@@ -17,11 +17,11 @@ class WeightSource(Protocol):
     where: str
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor in the checkpoint, read from headers only."""
+        """Return the shape of every tensor in the checkpoint; reads headers only."""
         ...
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """The tensor, or only its part at `index` (unit steps), in its stored or dequantised dtype.
+        """Return a tensor, or its part at `index` (unit steps), in its stored or dequantised dtype.
 
         Raises:
           CheckpointError: the data cannot be read.

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
 from jaxserve.core.errors import CheckpointError, InvalidConfigError, UnknownModelError
-from jaxserve.models.config import DecoderConfig, check_fits
+from jaxserve.models.config import DTYPES, DecoderConfig, check_fits
 from jaxserve.models.converted import ConvertedModel
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families import config_from_hf
@@ -32,7 +32,6 @@ from jaxserve.models.tokenizer import Tokenizer, declared_end_ids
 from sharding import StagePlan, placed, state_shardings
 
 _log = logging.getLogger(__name__)
-_DTYPES = ("float32", "bfloat16", "float16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -43,9 +42,9 @@ class LoadedModel:
 
     Attributes:
       graphdef, params: `nnx.merge(graphdef, params)` is the `Decoder`.
-      tokenizer: None for a folder or configuration without one; prompts are token ids then.
-      eos_token_ids: tokens that end an answer, the model's own first; may be empty.
-      source_path: the folder or file it came from; None for a bare configuration.
+      tokenizer: None for a folder or configuration without one; then prompts are token ids.
+      eos_token_ids: the tokens that end an answer, the model's own first; may be empty.
+      source_path: the folder or file that the model came from; None for a bare configuration.
     """
 
     name: str
@@ -60,7 +59,7 @@ class LoadedModel:
 def load_model(
     name_or_path: str | Path | DecoderConfig,
     *,
-    dtype: jax.typing.DTypeLike = jnp.float32,
+    dtype: jax.typing.DTypeLike | None = None,
     load: Literal["auto", "random"] = "auto",
     seed: int = 0,
     layer_layout: LayerLayout = "unrolled",
@@ -68,47 +67,42 @@ def load_model(
     cache: bool = True,
     progress: bool = True,
 ) -> LoadedModel:
-    """Load a model, pulling a registered one first if need be.
+    """Load a model; download a registered one first where it is not in the cache.
 
     Args:
       name_or_path: registered name, Hugging Face folder, GGUF file, or (with `load="random"`) a
         configuration.
-      dtype: of the parameters.
+      dtype: of the model, one of `DTYPES`; by default float32, or what a bare configuration says.
       load: `random` draws the weights from `seed`; only a config.json is needed then.
       mesh: where the parameters go, by the rules of `sharding`, or stage by stage; None for the
         default device.
-      cache: keep the converted form of a GGUF file, so that the next start need not convert; not
-        done where the mesh reaches over several processes.
-      layer_layout: of layers that are alike; others, and those of stages, are unrolled.
+      cache: keep the converted form of a GGUF file for the next start; has no effect where the mesh
+        spans several processes.
+      layer_layout: the layout of layers that are alike; layers that differ, and layers of stages,
+        are unrolled.
       progress: show bars on stderr.
 
     Raises:
       ModelError: unknown, unsupported or damaged model.
       InvalidConfigError: `load` unknown, or the mesh does not divide the model.
-      DownloadError, ModelCacheError: a registered model cannot be pulled. A converted form that
-        cannot be saved is only warned about.
+      DownloadError, ModelCacheError: a registered model cannot be downloaded. A converted form that
+        cannot be saved causes a warning only.
     """
     if load not in ("auto", "random"):
         raise InvalidConfigError(f"load={load!r} is unknown; give 'auto' or 'random'")
-    try:
-        allowed = jnp.dtype(dtype).name in _DTYPES
-    except TypeError:
-        allowed = False
-    if not allowed:
-        raise InvalidConfigError(f"dtype={dtype!r} is not allowed; give one of {_DTYPES}")
     if isinstance(mesh, StagePlan) or (mesh is not None and mesh.shape.get("stage", 1) > 1):
         layer_layout = "unrolled"
-    how = _How(jnp.dtype(dtype), layer_layout, mesh, progress)
+    how = _How(_dtype_name(dtype), layer_layout, mesh, progress)
     if isinstance(name_or_path, DecoderConfig):
         if load != "random":
             raise InvalidConfigError(
                 "a configuration has no weights; give load='random', or a model's name or path"
             )
-        return _random("random", name_or_path, seed, how, None, (), None)
+        return _random("random", how.configured(name_or_path), seed, how, None, (), None)
     resolved = resolve(name_or_path)
     path = pull(resolved.name, progress=progress) if resolved.registered else resolved.path
     if resolved.kind == "folder":
-        config = config_from_hf(_config_json(path))
+        config = how.read(_config_json(path))
         tokenizer, ends = _folder_tokenizer(path)
         if load == "random":
             return _random(resolved.name, config, seed, how, tokenizer, ends, path)
@@ -116,13 +110,13 @@ def load_model(
         return _loaded(resolved.name, config, graphdef, params, tokenizer, ends, path)
     if load == "random":
         source = GGUFSource(path)
-        config, tokenizer = config_from_hf(source.config), Tokenizer.from_gguf(source)
+        config, tokenizer = how.read(source.config), Tokenizer.from_gguf(source)
         return _random(resolved.name, config, seed, how, tokenizer, tokenizer.eos_token_ids, path)
     return _gguf(resolved.name, path, how, cache)
 
 
 def load_tokenizer(name_or_path: str, *, progress: bool = True) -> Tokenizer | None:
-    """The tokenizer that `load_model` finds, without the model; None where there is none.
+    """Return the tokenizer that `load_model` would find; None where there is none.
 
     Raises:
       UnknownModelError, CheckpointError, UnsupportedModelError, DownloadError, ModelCacheError
@@ -132,28 +126,48 @@ def load_tokenizer(name_or_path: str, *, progress: bool = True) -> Tokenizer | N
     return _folder_tokenizer(path)[0] if resolved.kind == "folder" else Tokenizer.from_gguf(path)
 
 
+def _dtype_name(dtype: jax.typing.DTypeLike | None) -> str | None:
+    if dtype is None:
+        return None
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name not in DTYPES:
+        raise InvalidConfigError(f"dtype={dtype!r} is not allowed; give one of {DTYPES}")
+    return name
+
+
 @final
 @dataclass(frozen=True)
 class _How:
-    dtype: jnp.dtype
+    dtype: str | None
     layer_layout: LayerLayout
     mesh: Mesh | StagePlan | None
     progress: bool
 
+    def configured(self, config: DecoderConfig) -> DecoderConfig:
+        """Return the configuration with the dtype that was asked for."""
+        return config if self.dtype is None else replace(config, dtype=self.dtype)
+
+    def read(self, given: Mapping[str, Any]) -> DecoderConfig:
+        """Return the configuration of a config.json, with the dtype that was asked for."""
+        return self.configured(config_from_hf(given))
+
     def layout_of(self, config: DecoderConfig) -> LayerLayout:
-        """Layers that differ cannot be scanned, whatever was asked for."""
+        """Return the layout that was asked for, or `unrolled` for layers that differ."""
         if self.layer_layout == "scanned" and not config.is_uniform:
             _log.info("layers differ, so they are unrolled instead of scanned")
             return "unrolled"
         return self.layer_layout
 
     def abstract(self, config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.State, nnx.State | None]:
-        """Graph definition, abstract parameters, and where they go."""
+        """Return the graph definition, the abstract parameters, and their shardings."""
         layout = self.layout_of(config)
-        graphdef, state = abstract_model(config, dtype=self.dtype, layer_layout=layout)
+        graphdef, state = abstract_model(config, layer_layout=layout)
         stages = planned_stages(self.mesh, config)
         if stages is not None:
-            return graphdef, state, shardings_over(cut(config, stages, self.dtype, layout))
+            return graphdef, state, shardings_over(cut(config, stages, layout))
         if not isinstance(self.mesh, Mesh):
             return graphdef, state, None
         check_fits(self.mesh, config)
@@ -161,18 +175,19 @@ class _How:
 
 
 def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
-    # Processes on hosts that do not share a disk would not all find it.
+    # Processes on hosts without a shared disk would not all find the entry.
     cache = cache and not (isinstance(how.mesh, Mesh) and how.mesh.is_multi_process)
-    kept = ConvertedModel(name, path, f"{how.dtype.name}-{how.layer_layout}") if cache else None
+    variant = f"{how.dtype or 'float32'}-{how.layer_layout}"
+    kept = ConvertedModel(name, path, variant) if cache else None
     if kept is not None and (header := kept.read_header()) is not None:
-        config, tokenizer = config_from_hf(header.config), header.tokenizer
+        config, tokenizer = how.read(header.config), header.tokenizer
         graphdef, abstract, shardings = how.abstract(config)
         params = kept.restore(abstract, shardings)
         if params is not None:
             ends = tokenizer.eos_token_ids
             return _loaded(name, config, graphdef, params, tokenizer, ends, path)
     source = GGUFSource(path)
-    config, tokenizer = config_from_hf(source.config), Tokenizer.from_gguf(source)
+    config, tokenizer = how.read(source.config), Tokenizer.from_gguf(source)
     graphdef, params = _converted(config, source, how)
     if kept is not None:
         kept.save(source.config, tokenizer, params)
@@ -184,7 +199,7 @@ def _converted(
 ) -> tuple[nnx.GraphDef, nnx.State]:
     graphdef, abstract, shardings = how.abstract(config)
     with _bar("Loading weights", how.progress) as report:
-        return graphdef, load_params(abstract, config, source, shardings, how.dtype, report)
+        return graphdef, load_params(abstract, config, source, shardings, report)
 
 
 def _random(
@@ -197,7 +212,7 @@ def _random(
     path: Path | None,
 ) -> LoadedModel:
     graphdef, _, shardings = how.abstract(config)
-    params = random_params(config, seed, dtype=how.dtype, layer_layout=how.layout_of(config))
+    params = random_params(config, seed, layer_layout=how.layout_of(config))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     params = placed(params, here if shardings is None else shardings)
     return _loaded(name, config, graphdef, params, tokenizer, ends, path)

@@ -52,7 +52,7 @@ class Tokenizer:
 
     @classmethod
     def of_model(cls, name_or_path: str | Path, *, progress: bool = True) -> Tokenizer:
-        """Of a model by its name, folder or GGUF file; a registered model is fetched first.
+        """Read the tokenizer of a name, folder or GGUF file; download a registered model first.
 
         Raises:
           UnknownModelError: there is no such model.
@@ -66,7 +66,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, source: str | Path | GGUFSource) -> Tokenizer:
-        """From the metadata of a GGUF file; ids equal llama.cpp's.
+        """Read the tokenizer from the metadata of a GGUF file; ids equal llama.cpp's.
 
         Raises:
           CheckpointError, UnsupportedModelError: see `read_gguf_tokenizer`.
@@ -82,10 +82,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """From a Hugging Face folder; end tokens also from generation_config.json and config.json.
+        """Read a Hugging Face folder; end tokens also from generation_config.json and config.json.
 
         Raises:
-          CheckpointError: no tokenizer there, or it cannot be read.
+          CheckpointError: the folder has no tokenizer, or it cannot be read.
           UnsupportedModelError: a tokenizer without a fast (`tokenizers`) form.
         """
         folder = Path(folder)
@@ -126,45 +126,45 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; the model's embedding may have more rows."""
+        """The number of tokens with added ones; the model's embedding may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, parse_special: bool = True
     ) -> list[int]:
-        """Token ids of `text`.
+        """Return the token ids of `text`.
 
         Args:
-          add_special_tokens: put begin and end tokens around it, where the model wants them.
+          add_special_tokens: add the begin and end tokens that the model uses.
           parse_special: control tokens spelt out in the text ("<|im_end|>") become those tokens;
-            otherwise they are read as ordinary text.
+            otherwise they stay ordinary text.
         """
         with self._lock:
             self._backend.encode_special_tokens = not parse_special
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD. No clean-up of spaces."""
+        """Return the text of `token_ids`, spaces as they are; invalid UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
-        """A decoder for one sequence whose tokens come little by little."""
+        """Return a decoder for one sequence whose tokens come in pieces."""
         return StreamDecoder(self, skip_special_tokens)
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Token ids of a chat, ready for the model's answer; see `ChatTemplate.apply`.
+        """Return the token ids of a chat up to the model's answer; see `ChatTemplate.apply`.
 
         Raises:
-          InvalidRequestError: the model has no chat template, or it refuses these messages.
+          InvalidRequestError: the model has no chat template, or the template refuses the messages.
         """
         return self._template.apply(messages, add_generation_prompt=add_generation_prompt)
 
     def chat_continuation(
         self, asked: Sequence[Message], answer: Message, new: Sequence[Message]
     ) -> list[int] | None:
-        """What follows an answer's own tokens when a chat goes on with `new`, or None.
+        """Return the token ids after an answer's own when a chat goes on with `new`, or None.
 
         See `ChatTemplate.continuation`.
 
@@ -175,13 +175,13 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the vocabulary and the chat template: where it is the same, so are token ids."""
+        """Return a hash of vocabulary and chat template; equal hashes mean equal token ids."""
         tokens = sorted(self._backend.get_vocab(with_added_tokens=True).items())
         told = json.dumps([tokens, self.chat_template])
         return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
 
     def save(self, folder: str | Path) -> None:
-        """Write what `load` reads back, into an existing folder."""
+        """Write files for `load` into an existing folder."""
         settings = {
             "eos_token_ids": self.eos_token_ids,
             "chat_template": self.chat_template,
@@ -192,12 +192,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Read what `save` wrote; whatever a damaged file raises is passed on."""
+        """Read the files of `save`; errors of a damaged file propagate."""
         settings = json.loads((Path(folder) / _SETTINGS_FILE).read_text(encoding="utf-8"))
         return cls(tokenizers.Tokenizer.from_file(str(Path(folder) / _TOKENIZER_FILE)), **settings)
 
     def _is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether `decode` passes over this token altogether."""
+        """Whether `decode` ignores this token."""
         if token_id in self._control_ids:
             return skip_special_tokens
         return self._backend.id_to_token(token_id) is None
@@ -222,7 +222,7 @@ class StreamDecoder:
     """Decodes one sequence token by token.
 
     The pieces that `push` and `flush` return, joined, equal `decode` of all tokens. No piece ends
-    inside a character: its bytes are held back until they are whole.
+    inside a character: the decoder keeps its bytes until the character is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
@@ -235,11 +235,11 @@ class StreamDecoder:
         self._context = ""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Text that `token_ids` complete; "" while a character is still in parts."""
+        """Return the text that `token_ids` complete; "" while a character is incomplete."""
         return "".join(map(self._push_one, token_ids))
 
     def flush(self) -> str:
-        """What was held back, U+FFFD for incomplete characters. The decoder starts anew."""
+        """Return the text of kept bytes, U+FFFD for incomplete characters, and start over."""
         rest = self._decode(self._ids)[len(self._context) :]
         self._ids, self._num_read, self._context = [], 0, ""
         return rest
@@ -248,7 +248,7 @@ class StreamDecoder:
         if self._tokenizer._is_silent(token_id, self._skip_special_tokens):
             return ""
         self._ids.append(token_id)
-        # A run of byte tokens is judged as a whole: one bad byte spoils all of it.
+        # A run of byte tokens is decoded as a whole: one bad byte makes all of it invalid.
         if token_id in self._byte_ids:
             return ""
         text = self._decode(self._ids)
@@ -265,7 +265,7 @@ class StreamDecoder:
 
 
 def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
-    """Ids of "<0x00>" to "<0xFF>" where the decoder joins them to characters; else none."""
+    """Return the ids of "<0x00>" to "<0xFF>" if the decoder joins bytes to characters."""
     letter = backend.token_to_id("<0x41>")
     if letter is None or backend.decode([letter]) != "A":
         return frozenset()
@@ -274,7 +274,7 @@ def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
 
 
 def declared_end_ids(folder: Path) -> list[int]:
-    """`eos_token_id` of a folder's generation_config.json, else of its config.json."""
+    """Return `eos_token_id` of a folder's generation_config.json, else of its config.json."""
     for name in ("generation_config.json", "config.json"):
         try:
             given = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")

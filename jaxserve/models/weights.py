@@ -1,4 +1,4 @@
-"""How checkpoint tensors fill a parameter: notation, and reading any part of it.
+"""A notation for how checkpoint tensors fill a parameter, and a reader of any part of one.
 
 A parameter's axes have one-letter names. `Weight("e k x d", ...)` is a fused query, key and value
 projection, and `Tensor("q_proj.weight", "(k x d) e", x=slice(0, 4))` says that rows of this tensor
@@ -25,11 +25,11 @@ class Tensor:
     """One checkpoint tensor and the part of a parameter that it fills.
 
     Args:
-      name: in the checkpoint; `{layer}` stands for the layer.
-      layout: the parameter's axes as they lie in the tensor, major first; those in parentheses
-        share a dimension. Axes that are not named have a part of one.
-      order: axis -> for each place along it, where that is in the tensor; in order by default.
-      part: axis -> the range or the one place of it that the tensor fills; all of it by default.
+      name: the name in the checkpoint; `{layer}` stands for the number of the layer.
+      layout: the parameter's axes in the tensor's order, major first; axes in parentheses share a
+        dimension. Of an axis that is not named, the tensor fills one place.
+      order: by axis, the place in the tensor of each place in the parameter; in order by default.
+      part: by axis, the range or the one place that the tensor fills; the whole axis by default.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Tensor:
         self._part = part
 
     def ranges(self, sizes: Mapping[str, int]) -> dict[str, Range]:
-        """What it fills along each axis of a parameter with these sizes."""
+        """Return the range that the tensor fills along each axis of a parameter of these sizes."""
         filled = {axis: (0, size) for axis, size in sizes.items()}
         for axis, part in self._part.items():
             first, last, _ = (
@@ -56,7 +56,7 @@ class Tensor:
         return filled
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """That it must have in the checkpoint."""
+        """Return the shape that the tensor must have in the checkpoint."""
         spans = {axis: last - first for axis, (first, last) in self.ranges(sizes).items()}
         return tuple(math.prod(spans[axis] for axis in group) for group in self.groups)
 
@@ -67,9 +67,9 @@ class Tensor:
         sizes: Mapping[str, int],
         wanted: Mapping[str, Range],
     ) -> np.ndarray:
-        """The part `wanted` of what it fills, in the parameter's order of axes.
+        """Return the part `wanted` of the parameter, in the parameter's order of axes.
 
-        Only a contiguous piece a dimension is read, cut along its major axis.
+        Of each dimension, reads one contiguous piece, cut along the major axis.
         """
         filled = self.ranges(sizes)
         spans = {axis: last - first for axis, (first, last) in filled.items()}
@@ -101,10 +101,10 @@ class Tensor:
 @final
 @dataclass(frozen=True)
 class Weight:
-    """A parameter as its checkpoint tensors fill it.
+    """A parameter and the checkpoint tensors that fill it.
 
     Attributes:
-      axes: names of its axes, in order.
+      axes: the names of the parameter's axes, in order.
     """
 
     axes: str
@@ -112,14 +112,14 @@ class Weight:
 
     @classmethod
     def of(cls, name: str, axes: str = "e", layout: str | None = None) -> Weight:
-        """From one tensor, laid out like the parameter by default."""
+        """Return the weight that one tensor fills, laid out like the parameter by default."""
         return cls(axes, (Tensor(name, layout or axes),))
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
         return dict(zip(self.axes.split(), shape, strict=True))
 
     def needed(self, shape: Sequence[int], **place: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of its tensors in the checkpoint; `place` fills in their names."""
+        """Yield names and shapes of the tensors in the checkpoint; `place` completes the names."""
         for tensor in self.tensors:
             yield tensor.name.format(**place), tensor.shape(self.sizes(shape))
 
@@ -154,9 +154,9 @@ class Weight:
 def split_qkv(
     prefix: str, kind: str, group: int, *, order: Mapping[str, Sequence[int]] | None = None
 ) -> Weight:
-    """The fused projection of `Attention` from `{prefix}q_proj.{kind}`, k_proj and v_proj.
+    """Return the fused projection of `Attention` from `{prefix}q_proj.{kind}`, k_proj and v_proj.
 
-    `order` is that of queries and keys, where they lie in another than values do.
+    `order` is the order of queries and keys in the checkpoint, where it differs from values'.
     """
     axes, rest = ("e k x d", " e") if kind == "weight" else ("k x d", "")
     parts = {"q": slice(0, group), "k": slice(group, group + 1), "v": slice(group + 1, group + 2)}
@@ -175,7 +175,7 @@ def split_qkv(
 
 
 def layer_norm(path: str, name: str) -> dict[str, Weight]:
-    """Both parameters of a `LayerNorm` at `path` from the tensors of `name`."""
+    """Return both parameters of a `LayerNorm` at `path`, from the tensors of `name`."""
     return {
         f"{path}.scale": Weight.of(f"{name}.weight"),
         f"{path}.bias": Weight.of(f"{name}.bias"),
@@ -183,6 +183,6 @@ def layer_norm(path: str, name: str) -> dict[str, Weight]:
 
 
 def gate_and_up(gate: str, up: str, kind: str) -> Weight:
-    """The fused projection of `GatedMLP` from two tensors."""
+    """Return the fused projection of `GatedMLP`, from two tensors."""
     axes, layout = ("e u m", "m e") if kind == "weight" else ("u m", "m")
     return Weight(axes, (Tensor(gate, layout, u=0), Tensor(up, layout, u=1)))

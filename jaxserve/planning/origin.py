@@ -26,7 +26,7 @@ class Origin:
     """The model, device and configuration that step times were measured on.
 
     Attributes:
-      model: the model's sizes by name, and the dtype of parameters and cache.
+      model: the fields of the model's configuration by name.
       device: platform, kind and count of devices, processor and cores of the host.
       config: the sizes that the executables were compiled for.
       versions: software versions, for information; they are not compared.
@@ -45,12 +45,10 @@ class Origin:
           model_config: the model's configuration, a dataclass.
           params: the parameters on their devices.
         """
-        leaves = jax.tree.leaves(params)
-        leaf = leaves[0]
-        devices = set().union(*(leaf.sharding.device_set for leaf in leaves))
+        devices = set().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(params)))
         device = next(iter(devices))
         return cls(
-            model={**asdict(model_config), "dtype": str(leaf.dtype)},
+            model=asdict(model_config),
             device={
                 "platform": device.platform,
                 "kind": device.device_kind,

@@ -28,7 +28,7 @@ from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.planning.origin import Origin
 from jaxserve.planning.step_times import Curve, StepTimes
-from jaxserve.scheduling.plan import Admission, Needs, Row, StepPlan
+from jaxserve.scheduling.plan import Admission, Row, StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.steps.slots import ADMISSIONS_A_CALL
 
@@ -209,7 +209,10 @@ class _Bench:
         first = _SHORT_TOKENS - 1
         return self._time(
             [
-                _plan(rows=tuple(Row(i, i, first + step, 1, samples) for i in range(size)))
+                # Rows that do not sample leave their slots as they are.
+                _plan(
+                    rows=tuple(Row(i, i, first + step * samples, 1, samples) for i in range(size))
+                )
                 for step in range(_TIMED_STEPS + 1)
             ]
         )
@@ -293,7 +296,6 @@ def _plan(**fields: Any) -> StepPlan:
         "num_iterations": 1,
         "window_start": 0,
         "window_size": 0,
-        "needs": Needs(),
     }
     return StepPlan(**{**nothing, **fields})
 

@@ -8,8 +8,8 @@ from typing import final
 
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.memory.eviction import RecomputeCost
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.supervisor import SwapCosts
 
 
 @final

@@ -22,8 +22,8 @@ from jaxserve.engine.stats import EngineStats
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import StepCost
 from jaxserve.memory.eviction import RecomputeCost
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.supervisor import SwapCosts
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.conversations import FollowUp
 
@@ -82,11 +82,12 @@ def simulate(
       InvalidRequestError: a runtime of this configuration would refuse an item.
     """
     clock = VirtualClock()
-    executor = SimulatedExecutor(config, clock, cost=cost, reads_context=False)
-    executor.swap_costs = swap_costs
+    executor = SimulatedExecutor(
+        config, clock, cost=cost, swap_costs=swap_costs, reads_context=False
+    )
     engine = Engine(executor, policy, clock)
     if chunk_cost is not None:
-        engine.scheduler.keeper.cache.value_by(chunk_cost)
+        engine.value_by(chunk_cost)
     builder = RequestBuilder(
         None,
         eos_token_ids=(),
@@ -156,7 +157,7 @@ class _Clients:
         while self.next_arrival_s <= now_s:
             index = heapq.heappop(self._arriving)[1]
             answer = self._unsettled[index] = self.answers[index]
-            answer.sequences = engine.add(answer.request)
+            answer.begin(engine.add(answer.request))
             has_news = True
         return has_news
 

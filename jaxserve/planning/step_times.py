@@ -126,19 +126,10 @@ class StepTimes:
         Raises:
           InvalidProfileError: the tables' origins differ.
         """
-        return cls.quantile(measured, 0.5)
-
-    @classmethod
-    def quantile(cls, measured: Sequence[StepTimes], level: float) -> StepTimes:
-        """Return a table with a quantile of each entry, see `median`.
-
-        The quantile is median-unbiased, also for few tables.
-        """
         first = measured[0]
         for other in measured[1:]:
             _raise_if_foreign(other.origin, first.origin, "a table to be merged")
-        tables = [times._table() for times in measured]
-        return cls._from_table(first.origin, _quantile(tables, level))
+        return cls._from_table(first.origin, _median([times._table() for times in measured]))
 
     def save(self, path: Path) -> None:
         """Write a JSON file, which `load` reads."""
@@ -193,14 +184,14 @@ class StepTimes:
         return cls(origin=origin, **{**table, **by_size})
 
 
-def _quantile(trees: Sequence[Any], level: float) -> Any:
-    """Return a quantile of each number of equally nested dictionaries and lists."""
+def _median(trees: Sequence[Any]) -> Any:
+    """Return the median of each number of equally nested dictionaries and lists."""
     first = trees[0]
     if isinstance(first, dict):
-        return {key: _quantile([tree[key] for tree in trees], level) for key in first}
+        return {key: _median([tree[key] for tree in trees]) for key in first}
     if isinstance(first, list):
-        return [_quantile(items, level) for items in zip(*trees, strict=True)]
-    return float(np.quantile(trees, level, method="median_unbiased"))
+        return [_median(items) for items in zip(*trees, strict=True)]
+    return float(np.median(trees))
 
 
 def _raise_if_foreign(given: Origin, expected: Origin, name: str) -> None:

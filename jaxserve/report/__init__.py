@@ -13,7 +13,7 @@ __all__ = ["Report", "draw_residency"]
 
 
 def __getattr__(name: str) -> Any:
-    """Matplotlib takes a while to import, and serving does without."""
+    """Import names that need Matplotlib on first use, since its import is slow."""
     if name == "draw_residency":
         from jaxserve.report.residency import draw_residency
 

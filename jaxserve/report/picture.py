@@ -1,17 +1,31 @@
-"""The report's picture."""
+"""The picture of a report."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 from matplotlib.figure import Figure
 
+from jaxserve.engine.recorder import RequestRecord, StepRecord
 from jaxserve.report.totals import over_replicas
 
-if TYPE_CHECKING:
-    from jaxserve.report.report import Report
+
+class Recorded(Protocol):
+    """What a picture is drawn from: a `Report`."""
+
+    @property
+    def policy(self) -> str: ...
+
+    @property
+    def steps(self) -> Sequence[StepRecord]: ...
+
+    @property
+    def requests(self) -> Sequence[RequestRecord]: ...
+
+    @property
+    def num_pages(self) -> int: ...
 
 
 @final
@@ -27,7 +41,7 @@ class Picture:
         return data.getvalue()
 
 
-def draw(report: Report) -> Figure:
+def draw(report: Recorded) -> Figure:
     """Draw the batch, the pages and the latencies in three panels; a report may be empty."""
     figure = Figure(figsize=(9, 7.5), layout="constrained")
     batch, pages, latency = figure.subplots(3, 1)
@@ -40,7 +54,7 @@ def draw(report: Report) -> Figure:
     return figure
 
 
-def _draw_batch(axes: Any, times: Sequence[float], report: Report) -> None:
+def _draw_batch(axes: Any, times: Sequence[float], report: Recorded) -> None:
     running = over_replicas(report.steps, lambda step: step.num_running)
     waiting = over_replicas(report.steps, lambda step: step.num_running + step.num_waiting)
     axes.fill_between(times, running, step="post", alpha=0.7, label="running")
@@ -49,9 +63,9 @@ def _draw_batch(axes: Any, times: Sequence[float], report: Report) -> None:
     axes.legend(loc="upper right", frameon=False)
 
 
-def _draw_pages(axes: Any, times: Sequence[float], report: Report) -> None:
+def _draw_pages(axes: Any, times: Sequence[float], report: Recorded) -> None:
     owned = over_replicas(report.steps, lambda step: step.pages_owned)
-    reserved = over_replicas(report.steps, lambda step: step.pages_owned + step.pages_promised)
+    reserved = over_replicas(report.steps, lambda step: step.pages_owned + step.pages_reserved)
     axes.fill_between(times, owned, step="post", alpha=0.7, label="in use")
     axes.fill_between(times, owned, reserved, step="post", alpha=0.3, label="reserved")
     axes.axhline(report.num_pages, color="0.4", linestyle="--", linewidth=1, label="pool")
@@ -59,7 +73,7 @@ def _draw_pages(axes: Any, times: Sequence[float], report: Report) -> None:
     axes.legend(loc="upper right", frameon=False)
 
 
-def _draw_latency(axes: Any, report: Report) -> None:
+def _draw_latency(axes: Any, report: Recorded) -> None:
     timings = [request.timing for request in report.requests]
     for label, values in (
         ("first token", [t.time_to_first_token_s for t in timings]),

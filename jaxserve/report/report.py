@@ -28,7 +28,8 @@ class Report:
       steps, requests: the records, oldest first. Times are on the engine's clock.
       num_pages: pages of all replicas' pools, without null pages.
       kernels: the implementation of each operation and shape in this process, with the reason.
-      num_sought, num_found: tokens of prompts that could have been kept, and those that were.
+      num_prefix_queried: tokens of prompts, in full pages, that the prefix cache could have had.
+      num_prefix_hit: those that it had.
     """
 
     def __init__(
@@ -39,16 +40,16 @@ class Report:
         policy: str,
         num_pages: int,
         kernels: tuple[Choice, ...] = (),
-        num_sought: int = 0,
-        num_found: int = 0,
+        num_prefix_queried: int = 0,
+        num_prefix_hit: int = 0,
     ):
         self.steps = steps
         self.requests = requests
         self.policy = policy
         self.num_pages = num_pages
         self.kernels = kernels
-        self.num_sought = num_sought
-        self.num_found = num_found
+        self.num_prefix_queried = num_prefix_queried
+        self.num_prefix_hit = num_prefix_hit
 
     def figures(self) -> dict[str, Any]:
         """Return totals, rates and percentiles; None for those without records.
@@ -74,9 +75,11 @@ class Report:
             "num_preemptions": sum(t.num_preemptions for t in timings),
             "pages_out": sum(step.pages_out for step in self.steps),
             "pages_in": sum(step.pages_in for step in self.steps),
-            "num_sought": self.num_sought,
-            "num_found": self.num_found,
-            "hit_rate": self.num_found / self.num_sought if self.num_sought else None,
+            "num_prefix_queried": self.num_prefix_queried,
+            "num_prefix_hit": self.num_prefix_hit,
+            "hit_rate": (
+                self.num_prefix_hit / self.num_prefix_queried if self.num_prefix_queried else None
+            ),
             "padding_share": num_padding / (num_computed + num_padding) if self.steps else None,
             "host_gap_s": sum(step.host_gap_s for step in self.steps),
             "rows_a_step": spread(rows),

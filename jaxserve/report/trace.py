@@ -52,7 +52,7 @@ def _counters(step: StepRecord, at_s: float) -> Iterator[dict[str, Any]]:
             "pages",
             {
                 "owned": step.pages_owned,
-                "promised": step.pages_promised,
+                "reserved": step.pages_reserved,
                 "cached": step.pages_cached,
             },
         ),

@@ -1,7 +1,8 @@
-"""The facade: `Runtime`, and what it hands out."""
+"""The facade `Runtime`, the protocol `Service` that it is, and what its methods return."""
 
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.runtime import Runtime
+from jaxserve.runtime.service import Service
 from jaxserve.runtime.stats import RuntimeStats
 
-__all__ = ["Pending", "Runtime", "RuntimeStats"]
+__all__ = ["Pending", "Runtime", "RuntimeStats", "Service"]

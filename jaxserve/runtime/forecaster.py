@@ -85,10 +85,10 @@ class Forecaster:
                 raise InvalidConfigError(
                     "learns=True trains a predictor, and none is given; give predictor="
                 )
-            if isinstance(policy.admission, Predicted):
+            if isinstance(policy.admission, Predicted) and options.probe is None:
                 _log.warning(
                     "policy %s has no predictor and reserves for the longest answer, as ORCA does; "
-                    "give predictor= (jaxserve predictor train)",
+                    "give predictor= (jaxserve predictor train) or probe=",
                     policy.name,
                 )
             return None

@@ -63,7 +63,7 @@ class Maintenance:
 
     def residency(self, token_ids: Sequence[int]) -> list[Tier]:
         """See `Runtime.residency`."""
-        found = [r.engine.scheduler.keeper.residency(token_ids) for r in self._replicas.all]
+        found = [r.engine.residency(token_ids) for r in self._replicas.all]
         return min(found, key=lambda tiers: tiers.count("nowhere"))
 
     def forget_kept_pages(self) -> None:
@@ -122,11 +122,10 @@ class Maintenance:
         sizes = [resized(r.executor, r.pool_size, kv_bytes) for r in replicas]
         for replica, size in zip(replicas, sizes, strict=True):
             if size.num_pages != replica.executor.config.num_pages:
-                replica.engine.resize(size.num_pages)
-                replica.pool_size = size
+                replica.resize(size)
             if self._warmup and not replica.executor.is_warm:
                 warm_up(replica.executor, progress=self._progress)
 
     def _value_pages_by(self, cost: RecomputeCost) -> None:
         for replica in self._replicas.all:
-            replica.engine.scheduler.keeper.cache.value_by(cost)
+            replica.engine.value_by(cost)

@@ -22,7 +22,7 @@ from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import GroupRole, ModelExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.report import Report
-from jaxserve.scheduling.outlook import Outlook
+from jaxserve.scheduling.lengths.outlook import Outlook
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
 from pallas_kernels import dispatch
@@ -37,6 +37,15 @@ class Replica:
     pool_size: PoolSize
     engine: Engine
     loop: EngineLoop
+
+    def resize(self, size: PoolSize) -> None:
+        """Serve from a pool of this size; the loop must be paused.
+
+        Raises:
+          DeviceMemoryError: nothing has changed.
+        """
+        self.engine.resize(size.num_pages)
+        self.pool_size = size
 
 
 @final
@@ -71,12 +80,11 @@ class Replicas:
         disks: Sequence[DiskTier] = (),
     ):
         engines = [
-            Engine(executor, policy, clock, replica=index)
-            for index, (executor, _) in enumerate(executors)
+            Engine(executor, policy, clock, replica=index, disk=disk)
+            for index, ((executor, _), disk) in enumerate(
+                zip(executors, disks or [None] * len(executors), strict=True)
+            )
         ]
-        for engine, (executor, _), disk in zip(engines, executors, disks, strict=False):
-            assert executor.host_memory is not None
-            engine.use_disk(disk, executor.host_memory)
         self.all = tuple(
             Replica(executor, size, engine, EngineLoop(engine, clock, logs))
             for (executor, size), engine in zip(executors, engines, strict=True)
@@ -194,8 +202,8 @@ class Replicas:
             policy=self.first.engine.scheduler.policy.name,
             num_pages=sum(replica.executor.config.num_pages - 1 for replica in self.all),
             kernels=dispatch.choices(),
-            num_sought=sum(replica.engine.stats.num_sought for replica in self.all),
-            num_found=sum(replica.engine.stats.num_found for replica in self.all),
+            num_prefix_queried=sum(r.engine.stats.num_prefix_queried for r in self.all),
+            num_prefix_hit=sum(r.engine.stats.num_prefix_hit for r in self.all),
         )
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from jaxserve.runtime.loading import load_for
 from jaxserve.runtime.pending import Batch, Params, Pending
 from jaxserve.runtime.stats import RuntimeStats
 from jaxserve.runtime.streams import aread, read
-from jaxserve.scheduling.outlook import Outlook
+from jaxserve.scheduling.lengths.outlook import Outlook
 from jaxserve.workload import WorkloadItem
 from sharding import StagePlan
 

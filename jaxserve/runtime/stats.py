@@ -36,11 +36,11 @@ class RuntimeStats:
     num_pages_in: int
     num_pages_prefetched: int
     num_recomputed: int
-    num_sought: int
-    num_found: int
-    num_found_on_host: int
-    num_found_on_disk: int
-    num_lost: int
+    num_prefix_queried: int
+    num_prefix_hit: int
+    num_prefix_hit_on_host: int
+    num_prefix_hit_on_disk: int
+    num_evicted_tokens: int
     num_refined: int
     num_compilations: int
     busy_s: float

@@ -1,4 +1,4 @@
-"""Taking a step's arrays apart, sequence by sequence."""
+"""Takes a step's arrays apart, sequence by sequence."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def append_outputs(sequence: Sequence, result: StepResult, row: int, count: int)
             assert result.top_ids is not None and result.top_logprobs is not None
             top = _pairs(result.top_ids[row, i, :wanted], result.top_logprobs[row, i, :wanted])
         logprob = float(result.logprobs[row, i])
-        sequence.logprobs.append(TokenLogprob(token_id=token_id, logprob=logprob, top=top))
+        sequence.scores.output.append(TokenLogprob(token_id=token_id, logprob=logprob, top=top))
 
 
 def append_prompt_logprobs(sequence: Sequence, start: int, part: PromptLogprobs) -> None:
-    """Keep what a prefill row says about the prompt tokens that follow its own."""
+    """Keep the log-probabilities of the prompt tokens that follow those of a prefill row."""
     wanted = sequence.request.params.prompt_logprobs or 0
     prompt = sequence.request.prompt
     for i in range(len(part.logprobs)):
         position = start + i + 1
         if position < len(prompt):
             top = _pairs(part.top_ids[i, :wanted], part.top_logprobs[i, :wanted])
-            sequence.prompt_logprobs[position] = TokenLogprob(
+            sequence.scores.prompt[position] = TokenLogprob(
                 token_id=prompt[position], logprob=float(part.logprobs[i]), top=top
             )
 

@@ -1,4 +1,4 @@
-"""Where answers are cut, and the errors of those that cannot go on."""
+"""The length at which an answer is cut, and the errors of sequences that cannot go on."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from jaxserve.scheduling.sequence import Sequence
 
 
 def max_length(request: Request, config: EngineConfig) -> int:
-    """Tokens of prompt and output at which an answer is cut."""
+    """Return the tokens of prompt and output at which an answer is cut."""
     if request.params.max_tokens is None:
         return config.max_length
     return min(config.max_length, len(request.prompt) + request.params.max_tokens)
 
 
 def too_long(sequence: Sequence, config: EngineConfig) -> PromptTooLongError:
-    """Of one that a smaller pool has no room for."""
+    """Return the error of a sequence that a smaller pool has no room for."""
     return PromptTooLongError(
         f"request {sequence.request.id}: {sequence.prompt_length} prompt tokens and "
         f"{len(sequence.output)} of the answer leave no room for another in the page pool, which "
@@ -26,7 +26,7 @@ def too_long(sequence: Sequence, config: EngineConfig) -> PromptTooLongError:
 
 
 def not_finite(sequence: Sequence) -> NumericalError:
-    """Of one whose newest token could not be chosen."""
+    """Return the error of a sequence whose newest token could not be chosen."""
     return NumericalError(
         f"request {sequence.request.id}: the model's logits were NaN or infinite, or bias and "
         f"penalties left no token to choose, after {len(sequence.output)} output tokens. Check "

@@ -32,28 +32,27 @@ class Admission:
 class Row:
     """`num_tokens` tokens of one slot from position `start` on, taken from the slot's own history.
 
-    `samples`: the row ends at the slot's newest token, and the step appends the next one.
+    A row that samples ends at the slot's newest token, and the step appends new ones: at most
+    `max_new_tokens`, and fewer where the answer ends or the device accepts fewer. So `start` is an
+    upper bound, too, until the steps before have been read. The device computes a sampling row's
+    last token where the slot's history ends, and a row that fell short goes on from there; a row
+    that reaches beyond the history and does not sample is inert.
+
+    Attributes:
+      max_new_tokens: 0 for a row that does not sample.
     """
 
     slot: int
     sequence_key: int
     start: int
     num_tokens: int
-    samples: bool
+    max_new_tokens: int
     wants_prompt_logprobs: bool = False
 
-
-@final
-@dataclass(frozen=True)
-class Needs:
-    """What some row of a step asks of the sampler; what nobody asks for is not computed."""
-
-    random: bool = False
-    truncation: bool = False
-    penalties: bool = False
-    constraints: bool = False
-    logprobs: bool = False
-    top_logprobs: bool = False
+    @property
+    def samples(self) -> bool:
+        """Whether the step may append tokens to the slot."""
+        return self.max_new_tokens > 0
 
 
 # (from, to), in the order in which they are made.
@@ -66,13 +65,15 @@ class StepPlan:
     """One step, carried out in the order of the fields.
 
     A plan depends on lengths only, never on token values, so it can be submitted before the
-    step before it has been read. Slots that ended on the device in the meantime are inert: their
-    rows write to the null page and deliver nothing.
+    step before it has been read. It is an upper bound: rows may deliver fewer tokens than they may
+    sample, and the scheduler takes back what did not come. Slots that ended on the device in the
+    meantime are inert: their rows write to the null page and deliver nothing.
 
     Attributes:
+      index: of the plan among its scheduler's.
       swaps_out: (device page, host page), contents to be kept on the host.
       swaps_in: (host page, device page), contents that come back.
-      releases: slots that serve nobody from now on.
+      releases: slots that serve no sequence from now on.
       moves: (from, to) slots, compaction; every `to` is free and every `from` becomes free.
       admissions: slots that begin to serve a sequence.
       page_updates: (slot, index in the slot's page table, page).
@@ -81,20 +82,22 @@ class StepPlan:
         what rows before it write.
       num_iterations: 1 for a mixed step; N for a decode loop (each row one token, sampling).
       window_start, window_size: the slots that a decode loop runs over; size 0 for a mixed step.
+      group: of devices that carries the plan out, in order with its other plans; 0 for the only
+        one.
     """
 
     index: int
-    swaps_out: PageCopies
-    swaps_in: PageCopies
-    releases: tuple[int, ...]
-    moves: tuple[tuple[int, int], ...]
-    admissions: tuple[Admission, ...]
-    page_updates: tuple[tuple[int, int, int], ...]
-    rows: tuple[Row, ...]
-    num_iterations: int
-    window_start: int
-    window_size: int
-    needs: Needs
+    swaps_out: PageCopies = ()
+    swaps_in: PageCopies = ()
+    releases: tuple[int, ...] = ()
+    moves: tuple[tuple[int, int], ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    page_updates: tuple[tuple[int, int, int], ...] = ()
+    rows: tuple[Row, ...] = ()
+    num_iterations: int = 1
+    window_start: int = 0
+    window_size: int = 0
+    group: int = 0
 
     @property
     def is_decode_loop(self) -> bool:
@@ -126,9 +129,9 @@ class StepResult:
 
     Attributes:
       tokens: int32 [rows, iterations].
-      num_tokens: int32 [rows], how many of them are valid: fewer where the slot ended early.
+      num_tokens: int32 [rows], how many of them are valid: at most the row's `max_new_tokens`.
       finite: bool [rows], False where the model's logits were not.
-      logprobs: float32 [rows, iterations], or None when nobody asked.
+      logprobs: float32 [rows, iterations], or None when no row asked.
       top_ids, top_logprobs: [rows, iterations, MAX_LOGPROBS], or None.
       prompt_logprobs: row index -> its prompt log-probabilities.
       remaining: float32 [rows, buckets], what a probe read where each sampling row's last token was

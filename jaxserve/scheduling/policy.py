@@ -1,57 +1,77 @@
-"""The five choices of a policy, as protocols; a preset names one of each."""
+"""The five choices of a policy, as protocols; a preset names one of each.
+
+Each is a frozen dataclass of settings, and one policy may drive any number of schedulers. What an
+iteration shape has to remember from step to step is in a state that it makes itself (`new_state`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, final
+from typing import Any, ClassVar, Protocol, TypeVar, final
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.memory.eviction import Eviction
+from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.preemption.last_in_order import LastInOrder
 from jaxserve.scheduling.sequence import Sequence
+
+_State = TypeVar("_State")
 
 
 class Admission(Protocol):
     """How much memory to reserve for a sequence."""
 
-    def reserve_tokens(self, sequence: Sequence) -> int:
-        """Tokens to reserve before the sequence may run; at least one more than it has."""
+    def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
+        """Return the tokens to reserve before the sequence runs; at least one more than it has.
+
+        For a waiting sequence the number changes only with `lengths.estimate` and with the fields
+        of the sequence that change when it is preempted.
+        """
         ...
 
     def headroom_pages(
-        self, sequence: Sequence, running: Seq[Sequence], config: EngineConfig
+        self,
+        sequence: Sequence,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
     ) -> int:
-        """Pages that must stay available after admitting the sequence, for all to grow into."""
+        """Return the pages that must stay available after the sequence's admission, for growth."""
         ...
 
     @property
     def extends(self) -> bool:
         """Whether a sequence that outgrows its reservation may take more pages.
 
-        Where not, it is preempted, and comes back with another reservation.
+        If not, it is preempted, and its next reservation is computed anew.
         """
         ...
 
 
 class Order(Protocol):
-    """Who goes first."""
+    """Which sequence goes first."""
 
-    def key(self, sequence: Sequence) -> Any:
-        """Sort key; a total order that does not change while a sequence waits or runs."""
+    def key(self, sequence: Sequence, lengths: LengthTracker) -> Any:
+        """Return the sort key of a sequence: a total order.
+
+        The key is taken when the sequence begins to wait, at its submission and after each
+        preemption, and again when its length limit or its output is reset. It is stored while the
+        sequence waits and runs, so it may depend on what changes meanwhile.
+        """
         ...
 
     @property
     def max_passes(self) -> int:
-        """How many may be admitted before a sequence ahead of them that does not fit."""
+        """How many sequences may be admitted before one ahead of them that does not fit."""
         ...
 
 
 class Preemption(Protocol):
-    """Who has to go when memory runs out, and what becomes of its KV."""
+    """Which sequence is preempted when memory runs out, and what becomes of its KV."""
 
-    def victim(self, candidates: Seq[Sequence]) -> Sequence:
-        """One of these, which are in order; the first of all that run is not among them."""
+    def victim(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Sequence:
+        """Return one of the candidates, which are in order and never include the very first."""
         ...
 
     @property
@@ -120,17 +140,12 @@ class StepBuilder(Protocol):
         """Tokens that still fit in this step."""
         ...
 
-    @property
-    def num_admitted_since_loop(self) -> int:
-        """Sequences admitted since the last decode loop, this step's included."""
-        ...
-
     def can_admit(self) -> bool:
         """Whether `admit` would succeed now."""
         ...
 
     def admit(self) -> Sequence | None:
-        """Give the first waiting sequence that fits a slot and its reservation.
+        """Give the first waiting sequence that fits a slot and its reservation, and return it.
 
         None if there is none, or it may not pass those before it.
         """
@@ -141,7 +156,7 @@ class StepBuilder(Protocol):
         ...
 
     def expected_ends(self, num_iterations: int) -> Seq[float] | None:
-        """How many decoding sequences will have ended after 1, 2, ... iterations.
+        """Return how many decoding sequences are expected to have ended after 1, 2, ... iterations.
 
         None where nothing was predicted of them.
         """
@@ -155,36 +170,50 @@ class StepBuilder(Protocol):
         """
         ...
 
-    def add_decode_loop(self, max_iterations: int, *, compacts: bool = True) -> None:
-        """Make this step a decode loop over every decoding sequence.
-
-        `compacts`: bring the live slots together first, so that fewer rows are computed.
+    def add_decode_loop(
+        self, max_iterations: int, *, compacts: bool = True, min_rows: int = 0
+    ) -> bool:
+        """Make this step a decode loop over every decoding sequence; False if there is none.
 
         Runs as many iterations as fit in memory, at most `max_iterations` and never past the
         first sequence's length limit.
+
+        Args:
+          compacts: bring the live slots together first, so that fewer rows are computed.
+          min_rows: rows to compute at least, with or without sequences.
         """
         ...
 
     def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> bool:
-        """Make this step a decode loop over one decoding sequence; the others stand still.
+        """Make this step a decode loop over one decoding sequence, and leave the others out.
 
         False when it had to be preempted.
         """
         ...
 
     def wait_until(self, time_s: float) -> None:
-        """Of a step left empty although sequences wait: ask again at this time, or at news."""
+        """Leave the step empty although sequences wait: plan again at this time, or at news."""
         ...
 
 
-class IterationShape(Protocol):
+class IterationShape(Protocol[_State]):
     """Which sequences advance in the next step, and by how much."""
 
-    keeps_finished_rows: ClassVar[bool]
-    """Whether a sequence that ended keeps its row in the batch until all of them have."""
+    def new_state(self) -> _State:
+        """Return what the shape remembers from step to step, for a scheduler that starts.
 
-    def select(self, step: StepBuilder) -> None:
-        """Fill `step`; leaving it empty means that there is nothing to do."""
+        None for a shape that remembers nothing.
+        """
+        ...
+
+    def select(self, step: StepBuilder, state: _State) -> None:
+        """Fill `step`; leaving it empty means that there is nothing to do.
+
+        Called again, with a new step, where all that could have run had to be preempted.
+
+        Args:
+          state: the scheduler's own, from `new_state`; to be changed in place.
+        """
         ...
 
 
@@ -196,6 +225,10 @@ class Policy:
     name: str
     admission: Admission
     order: Order
-    iteration: IterationShape
+    iteration: IterationShape[Any]
     retention: Retention
     preemption: Preemption = LastInOrder()
+
+    def new_state(self) -> Any:
+        """Return the state of a scheduler that starts: what its iteration shape remembers."""
+        return self.iteration.new_state()

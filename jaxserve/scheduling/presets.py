@@ -40,8 +40,8 @@ PRESETS: dict[str, Policy] = {
         Policy("vllm_like", OnDemand(), FCFS(), Unified(), Stateless()),
         # As vllm_like, but it knows how long every answer will be, and never preempts.
         Policy("oracle", Oracle(), FCFS(), Unified(), Stateless()),
-        # S3: memory reserved by predicted length and packed by decreasing first fit; who uses it
-        # up goes to the host, and comes back with twice as much.
+        # S3: memory reserved by predicted length and packed by decreasing first fit; one that
+        # uses it up goes to the host, and comes back with twice as much.
         Policy(
             "s3",
             Predicted(),

@@ -1,4 +1,4 @@
-"""Which replica a request goes to: one rule for replicas in one process and on Ray."""
+"""Chooses the replica of a request: one rule for replicas in one process and on Ray."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Router:
 
     A replica's cost is the work that it has left, in tokens, less `cached_weight` times the tokens
     of the prompt's leading pages that were sent or answered there before. The lowest cost wins; of
-    equals, the replica that has seen fewer prompts. So a request whose prefix nobody has seen goes
+    equals, the replica that has seen fewer prompts. So a request whose prefix is new goes
     to the least work, a conversation stays with its pages, and it *spills over* when its replica is
     ahead of another by more than `cached_weight` tokens of work for each token that is cached
     there. From then on both replicas have its pages. Every request is placed at once: none waits.

@@ -1,4 +1,4 @@
-"""Rows of the device batch: which are taken, and how to bring the live ones together."""
+"""Slots of the device batch: which are live, and how to bring those together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxserve.core.config import bucket
 
 
 def fewest_moves_window(live: Sequence[bool], size: int) -> int:
-    """Start of the window of `size` slots that already holds the most live ones.
+    """Return the start of the window of `size` slots that already holds the most live ones.
 
     Moving the live slots outside of it into its holes then moves the fewest. O(n) by a sliding
     window, as Algorithm 3 of Flover (section V-D); unlike the listing there, the first window
@@ -26,11 +26,10 @@ def fewest_moves_window(live: Sequence[bool], size: int) -> int:
 
 @final
 class SlotTable:
-    """Which slots are live. A decode loop runs over a contiguous window of them."""
+    """Counts which slots are live. A decode loop runs over a contiguous window of slots."""
 
     def __init__(self, num_slots: int, buckets: tuple[int, ...]):
         self._live = [False] * num_slots
-        self._held: list[int] = []
         self._buckets = buckets
 
     @property
@@ -38,16 +37,11 @@ class SlotTable:
         return sum(self._live)
 
     @property
-    def num_held(self) -> int:
-        """Of the live slots, those whose sequences have ended."""
-        return len(self._held)
-
-    @property
     def num_free(self) -> int:
         return len(self._live) - self.num_live
 
     def take(self) -> int:
-        """Take the free slot that widens the live span least: a hole, else a neighbour."""
+        """Allocate the free slot that widens the live span least: a hole, else a neighbour."""
         span = self._span()
         if span is None:
             slot = 0
@@ -63,23 +57,19 @@ class SlotTable:
             raise ValueError(f"slot {slot} is not live")
         self._live[slot] = False
 
-    def hold(self, slot: int) -> None:
-        """Keep the slot of a sequence that has ended in the batch, until `release_held`."""
-        self._held.append(slot)
+    def window(self, min_size: int = 0) -> tuple[int, int]:
+        """Return (start, size) of the smallest compiled window over every live slot.
 
-    def release_held(self) -> None:
-        for slot in self._held:
-            self.release(slot)
-        self._held.clear()
-
-    def window(self) -> tuple[int, int]:
-        """(start, size) of the smallest compiled window over every live slot."""
+        Args:
+          min_size: slots that it spans at least, those before the live ones first.
+        """
         low, high = self._span() or (0, 1)
-        size = bucket(high - low, self._buckets)
+        low = max(0, min(low, high - min_size))
+        size = bucket(max(high - low, min_size), self._buckets)
         return min(low, len(self._live) - size), size
 
     def window_of_one(self, slot: int) -> tuple[int, int] | None:
-        """(start, size) of the smallest compiled window with `slot` as its only live one."""
+        """Return (start, size) of the smallest compiled window with no live slot but `slot`."""
         size = self._buckets[0]
         for start in range(max(0, slot - size + 1), min(slot, len(self._live) - size) + 1):
             if sum(self._live[start : start + size]) == 1:
@@ -103,8 +93,6 @@ class SlotTable:
         moves = [(stray, next(holes)) for stray in strays]
         for source, target in moves:
             self._live[source], self._live[target] = False, True
-        targets = dict(moves)
-        self._held = [targets.get(slot, slot) for slot in self._held]
         return moves
 
     def _span(self) -> tuple[int, int] | None:

@@ -3,39 +3,59 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import numpy as np
 
-from jaxserve.scheduling.forecast import Forecast
-from jaxserve.scheduling.plan import Admission, Needs, Row, StepPlan
+from jaxserve.scheduling.kv.manager import KVManager
+from jaxserve.scheduling.lengths.tracker import LengthTracker
+from jaxserve.scheduling.plan import Admission, Row, StepPlan
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.queues import Queues
 from jaxserve.scheduling.sequence import Sequence
-
-if TYPE_CHECKING:
-    from jaxserve.scheduling.scheduler import Scheduler
 
 
 @final
 class Step:
-    """Collects rows; every row takes its pages and advances its sequence at once."""
+    """Collects rows; every row takes its pages and advances its sequence at once.
 
-    def __init__(self, scheduler: Scheduler):
-        self.config = scheduler.config
+    Attributes:
+      config: sizes of the device batch and of the pool.
+      sequences: of each row.
+      wake_s: until when the policy lets the device idle; None unless it does.
+    """
+
+    def __init__(
+        self,
+        queues: Queues,
+        kv: KVManager,
+        policy: Policy,
+        lengths: LengthTracker,
+        now: Callable[[], float],
+    ):
+        self.config = kv.config
         self.sequences: list[Sequence] = []
-        self._scheduler = scheduler
+        self.wake_s: float | None = None
+        self._queues = queues
+        self._kv = kv
+        self._policy = policy
+        self._lengths = lengths
+        self._extends = policy.admission.extends
+        self._now = now
         # Of each row, beside its sequence.
         self._spans: list[tuple[int, int]] = []
-        self._samples: list[bool] = []
+        self._max_new: list[int] = []
         self._admitted: list[Sequence] = []
         self._new_pages: list[tuple[Sequence, int, int]] = []
         self._num_iterations = 1
         self._is_decode_loop = False
-        self.has_preempted = False
+        self._has_preempted = False
         self._is_short = False
         self._compacts = True
+        self._min_rows = 0
         self._window: tuple[int, int] | None = None
-        self.wake_s: float | None = None
 
     @property
     def has_rows(self) -> bool:
@@ -44,123 +64,130 @@ class Step:
     @property
     def is_futile(self) -> bool:
         """Whether everything that could have run was preempted."""
-        return self.has_preempted and not self.sequences and not self._admitted
+        return self._has_preempted and not self.sequences and not self._admitted
+
+    # ---- what an iteration shape reads ----
 
     @property
     def now_s(self) -> float:
-        return self._scheduler.now()
+        return self._now()
 
     @property
     def running(self) -> Seq[Sequence]:
-        return tuple(self._scheduler.running)
+        return tuple(self._queues.running)
 
     @property
-    def decoding(self) -> Seq[Sequence]:
-        return [s for s in self._scheduler.running if s.num_uncomputed == 1]
+    def decoding(self) -> list[Sequence]:
+        return [s for s in self._queues.running if s.num_uncomputed == 1 and s.may_grow]
 
     @property
-    def prefilling(self) -> Seq[Sequence]:
-        return [s for s in self._scheduler.running if s.num_uncomputed > 1]
+    def prefilling(self) -> list[Sequence]:
+        return [s for s in self._queues.running if s.num_uncomputed > 1]
 
     @property
     def waiting(self) -> Seq[Sequence]:
-        """Nobody is admitted into a step that ran out of memory."""
-        if self._is_short:
+        if self._is_short:  # none is admitted into a step that ran out of memory
             return []
-        return list(itertools.islice(self._scheduler.waiting.ready(), self.config.max_slots))
+        return list(itertools.islice(self._queues.waiting.ready(), self.config.max_slots))
 
     @property
     def num_tokens_left(self) -> int:
         return self.config.max_step_tokens - sum(end - start for start, end in self._spans)
 
-    @property
-    def num_admitted_since_loop(self) -> int:
-        return self._scheduler.num_admitted_since_loop
-
-    def can_admit(self) -> bool:
-        return not self._is_short and self._scheduler.first_admissible() is not None
-
-    def admit(self) -> Sequence | None:
-        sequence = None if self._is_short else self._scheduler.first_admissible()
-        if sequence is not None:
-            entries = self._scheduler.admit(sequence)
-            self._new_pages += [(sequence, index, page) for index, page in entries]
-            self._admitted.append(sequence)
-        return sequence
-
-    def add_row(self, sequence: Sequence, num_tokens: int, *, is_decode_loop: bool = False) -> bool:
-        num_rows_left = self.config.max_slots - len(self.sequences)
-        spans = sequence.next_spans(num_tokens, num_rows_left)
-        if sequence.slot is None or not spans or not self._secure(sequence, spans[-1][1]):
-            return False
-        self._is_decode_loop |= is_decode_loop
-        self._advance(sequence, spans)
-        return True
-
-    def add_decode_loop(self, max_iterations: int, *, compacts: bool = True) -> None:
-        assert not self.sequences, "a decode loop is a step of its own"
-        self._make_room_to_decode()
-        decoding = self.decoding
-        if not decoding:
-            return
-        count = min(max_iterations, *(s.num_outputs_left for s in decoding))
-        if not self._extends:
-            count = min(count, *(self._num_reserved_left(s) for s in decoding))
-        while count > 1 and not self._fits(count):
-            count //= 2
-        self._compacts = compacts
-        self._num_iterations = count
-        for sequence in decoding:
-            self.add_row(sequence, count, is_decode_loop=True)
-
-    def add_decoding(self) -> None:
-        self._make_room_to_decode()
-        for sequence in self.decoding:
-            self.add_row(sequence, 1)
-
     def expected_ends(self, num_iterations: int) -> Seq[float] | None:
-        forecast = Forecast.of(self.decoding)
+        forecast = self._lengths.forecast(self.decoding)
         if forecast is None:
             return None
         return forecast.expected_ends(np.arange(1.0, num_iterations + 1)).tolist()
 
+    # ---- what it does ----
+
+    def can_admit(self) -> bool:
+        return not self._is_short and self._queues.first_admissible() is not None
+
+    def admit(self) -> Sequence | None:
+        sequence = None if self._is_short else self._queues.first_admissible()
+        if sequence is not None:
+            entries = self._queues.admit(sequence)
+            self._new_pages += [(sequence, index, page) for index, page in entries]
+            self._admitted.append(sequence)
+        return sequence
+
+    def add_row(self, sequence: Sequence, num_tokens: int) -> bool:
+        num_rows_left = self.config.max_slots - len(self.sequences)
+        spans = sequence.kv.next_spans(num_tokens, num_rows_left)
+        if sequence.slot is None or not spans or not sequence.may_grow:
+            return False
+        if not self._secure(sequence, spans[-1][1]):
+            return False
+        self._advance(sequence, spans)
+        return True
+
+    def add_decoding(self) -> None:
+        for sequence in self._with_room_to_decode():
+            self.add_row(sequence, 1)
+
+    def add_decode_loop(
+        self, max_iterations: int, *, compacts: bool = True, min_rows: int = 0
+    ) -> bool:
+        assert not self.sequences, "a decode loop is a step of its own"
+        decoding = self._with_room_to_decode()
+        if not decoding:
+            return False
+        count = min(max_iterations, *(s.num_outputs_left for s in decoding))
+        if not self._extends:
+            count = min(count, *(self._num_reserved_left(s) for s in decoding))
+        while count > 1 and not self._fits(decoding, count):
+            count //= 2
+        self._compacts, self._min_rows = compacts, min_rows
+        self._num_iterations = count
+        self._is_decode_loop = True
+        for sequence in decoding:
+            self.add_row(sequence, count)
+        return True
+
     def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> bool:
-        assert not self.sequences
-        if sequence.slot is None:
+        assert not self.sequences, "a decode loop is a step of its own"
+        if sequence.slot is None or not sequence.may_grow:
             return False
         if self._has_outgrown(sequence):
             self._preempt(sequence, has_outgrown=True)
             return False
-        self._window = self._scheduler.slots.window_of_one(sequence.slot)
+        self._window = self._queues.slots.window_of_one(sequence.slot)
         if self._window is None:
             return self.add_row(sequence, 1)
         count = min(max_iterations, sequence.num_outputs_left)
-        missing = sequence.table.missing(sequence.num_computed + count)
-        if missing > (self._scheduler.pool.num_available if self._extends else 0):
+        missing = sequence.kv.table.num_missing(sequence.kv.num_computed + count)
+        if missing > (self._kv.num_available if self._extends else 0):
             count = 1
         self._num_iterations = count
-        return self.add_row(sequence, count, is_decode_loop=True)
+        self._is_decode_loop = True
+        self._is_decode_loop = self.add_row(sequence, count)
+        return self._is_decode_loop
 
     def wait_until(self, time_s: float) -> None:
         self.wake_s = time_s
 
-    def finish(self, index: int, releases: tuple[int, ...]) -> StepPlan:
-        """The plan; slots are compacted before a decode loop."""
+    # ---- the plan ----
+
+    def finish(self, index: int) -> StepPlan:
+        """Return the plan; slots are compacted before a decode loop."""
+        queues = self._queues
+        releases = queues.take_released()
         moves: tuple[tuple[int, int], ...] = ()
         window_start, window_size = 0, 0
         if self._is_decode_loop:
             if self._window is None and self._compacts:
-                moves = tuple(self._compact())
-            window_start, window_size = self._window or self._scheduler.slots.window()
+                moves = queues.compact()
+            window_start, window_size = self._window or queues.slots.window(self._min_rows)
         admitted = [sequence for sequence in self._admitted if sequence.slot is not None]
-        supervisor, keeper = self._scheduler.supervisor, self._scheduler.keeper
         for sequence in self.sequences:
             sequence.num_in_flight += 1
-            sequence.last_step = index
+        swaps_out, swaps_in = self._kv.copies(admitted)
         return StepPlan(
             index=index,
-            swaps_out=supervisor.copies_out() + keeper.copies_out(),
-            swaps_in=supervisor.copies_in(admitted) + keeper.copies_in(),
+            swaps_out=swaps_out,
+            swaps_in=swaps_in,
             releases=releases,
             moves=moves,
             admissions=tuple(map(_admission, admitted)),
@@ -169,19 +196,13 @@ class Step:
                 for sequence, index, page in self._new_pages
                 if sequence.slot is not None
             ),
-            rows=tuple(
-                self._row(sequence, span, samples)
-                for sequence, span, samples in zip(
-                    self.sequences, self._spans, self._samples, strict=True
-                )
-            ),
+            rows=tuple(map(self._row, self.sequences, self._spans, self._max_new)),
             num_iterations=self._num_iterations,
             window_start=window_start,
             window_size=window_size,
-            needs=_needs(self.sequences),
         )
 
-    def _row(self, sequence: Sequence, span: tuple[int, int], samples: bool) -> Row:
+    def _row(self, sequence: Sequence, span: tuple[int, int], max_new_tokens: int) -> Row:
         assert sequence.slot is not None
         start, end = span
         return Row(
@@ -189,7 +210,7 @@ class Step:
             sequence_key=sequence.key,
             start=start,
             num_tokens=1 if self._is_decode_loop else end - start,
-            samples=samples,
+            max_new_tokens=max_new_tokens,
             wants_prompt_logprobs=(
                 sequence.wants_prompt_logprobs and start < sequence.prompt_length - 1
             ),
@@ -197,75 +218,72 @@ class Step:
 
     def _advance(self, sequence: Sequence, spans: Seq[tuple[int, int]]) -> None:
         """After these tokens: a row that reaches the newest token plans the next one."""
-        end = spans[-1][1]
-        samples = self._is_decode_loop or end == sequence.planned_length
-        if samples:
-            sequence.num_planned_outputs += end - spans[-1][0] if self._is_decode_loop else 1
-        sequence.advance_to(end)
-        self._samples += [False] * (len(spans) - 1) + [samples]
+        start, end = spans[-1]
+        if self._is_decode_loop:
+            max_new_tokens = end - start
+        else:
+            max_new_tokens = int(end == sequence.planned_length)
+        sequence.num_planned_outputs += max_new_tokens
+        self._max_new += [0] * (len(spans) - 1) + [max_new_tokens]
         self.sequences += [sequence] * len(spans)
         self._spans += spans
-        if spans[0][0] < sequence.prompt_length:
-            self._scheduler.keeper.computed(sequence)
+        self._kv.computed(sequence, spans[0][0], end)
 
-    def _fits(self, count: int) -> bool:
-        missing = sum(s.table.missing(s.num_computed + count) for s in self.decoding)
-        return missing <= self._scheduler.pool.num_available
+    # ---- memory ----
 
-    def _make_room_to_decode(self) -> None:
-        """Let every decoding sequence that stays have pages for its next token."""
-        for sequence in self.decoding:
-            if self._has_outgrown(sequence):
-                self._preempt(sequence, has_outgrown=True)
-        while not self._fits(1):
+    def _fits(self, decoding: Seq[Sequence], count: int) -> bool:
+        missing = sum(s.kv.table.num_missing(s.kv.num_computed + count) for s in decoding)
+        return missing <= self._kv.num_available
+
+    def _with_room_to_decode(self) -> list[Sequence]:
+        """Preempt until the decoding sequences that stay have pages for their next tokens."""
+        decoding = self.decoding
+        if not self._extends:
+            for sequence in decoding:
+                if self._has_outgrown(sequence):
+                    self._preempt(sequence, has_outgrown=True)
+            decoding = [s for s in decoding if s.slot is not None]
+        while not self._fits(decoding, 1):
             self._preempt_one()
+            decoding = [s for s in decoding if s.slot is not None]
+        return decoding
 
     def _secure(self, sequence: Sequence, length: int) -> bool:
         """Own the pages for `length` tokens, preempting others for them."""
-        if not self._extends and sequence.table.missing(length):
+        if not self._extends and sequence.kv.table.num_missing(length):
             self._preempt(sequence, has_outgrown=True)
             return False
-        while not sequence.table.reserve(length):
+        while not self._kv.reserve(sequence, length):
             if self._preempt_one() is sequence:
                 return False
-        entries = sequence.table.grow(length)
+        entries = self._kv.allocate(sequence, length)
         self._new_pages += [(sequence, index, page) for index, page in entries]
         return True
 
     def _preempt_one(self) -> Sequence:
-        """Whom the policy chooses of those without a row; never the first, while there are others.
+        """Preempt the policy's victim of those without a row; never the first while there are more.
 
-        So the first in order always gets on, and then the next.
+        So the first in order always advances, and then the next.
         """
-        running = self._scheduler.running
-        candidates = [s for s in running[1:] if s not in self.sequences] or running[:1]
-        victim = self._scheduler.policy.preemption.victim(candidates)
+        running = self._queues.running
+        have_rows = set(self.sequences)
+        candidates = [s for s in running[1:] if s not in have_rows] or running[:1]
+        victim = self._policy.preemption.victim(candidates, self._lengths)
         self._is_short = True
         self._preempt(victim)
         return victim
 
     def _preempt(self, sequence: Sequence, *, has_outgrown: bool = False) -> None:
-        self.has_preempted = True
-        self._scheduler.preempt(sequence, has_outgrown=has_outgrown)
-
-    @property
-    def _extends(self) -> bool:
-        return self._scheduler.policy.admission.extends
+        self._has_preempted = True
+        self._queues.preempt(sequence, has_outgrown=has_outgrown)
 
     def _num_reserved_left(self, sequence: Sequence) -> int:
-        """Tokens that fit into its reservation yet."""
-        return sequence.table.num_reserved * self.config.page_size - sequence.num_computed
+        """Tokens for which its reservation still has room."""
+        kv = sequence.kv
+        return kv.table.reservation * self.config.page_size - kv.num_computed
 
     def _has_outgrown(self, sequence: Sequence) -> bool:
         return not self._extends and self._num_reserved_left(sequence) <= 0
-
-    def _compact(self) -> list[tuple[int, int]]:
-        moves = self._scheduler.slots.compact()
-        targets = dict(moves)
-        for sequence in self._scheduler.running:
-            if sequence.slot in targets:
-                sequence.slot = targets[sequence.slot]
-        return moves
 
 
 def _admission(sequence: Sequence) -> Admission:
@@ -276,18 +294,4 @@ def _admission(sequence: Sequence) -> Admission:
         sample_index=sequence.sample_index,
         tokens=np.asarray(sequence.known_tokens, np.int32),
         max_length=sequence.max_length,
-    )
-
-
-def _needs(sequences: Seq[Sequence]) -> Needs:
-    params = [sequence.request.params for sequence in sequences]
-    return Needs(
-        random=any(not p.is_greedy for p in params),
-        truncation=any(not p.is_greedy and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
-        penalties=any(
-            p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params
-        ),
-        constraints=any(p.logit_bias or p.min_tokens for p in params),
-        logprobs=any(p.logprobs is not None for p in params),
-        top_logprobs=any(p.logprobs for p in params),
     )

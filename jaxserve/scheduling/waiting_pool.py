@@ -6,19 +6,30 @@ import bisect
 from collections.abc import Callable, Iterator
 from typing import final
 
-from jaxserve.scheduling.policy import Order
+from jaxserve.scheduling.kv.prefix_cache import num_shareable
+from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.sequence import Phase, Sequence
 
 
 @final
 class WaitingPool:
-    """In the policy's order. Who does not fit is passed by others as often as the order allows."""
+    """Waiting sequences in the policy's order.
 
-    def __init__(self, order: Order, page_size: int):
-        self._order = order
+    A sequence that does not fit is passed by others as often as the order allows.
+
+    Args:
+      keys: of the sequences' places; a key is taken here whenever a sequence begins to wait.
+      max_passes: see `Order`.
+    """
+
+    def __init__(self, keys: OrderKeys, max_passes: int, page_size: int):
+        self._keys = keys
+        self._max_passes = max_passes
         self._page_size = page_size
         self._sequences: list[Sequence] = []
-        # So many available pages are known to be too few for any of those that wait.
+        # Admissions that went before a sequence although it came first; 0 where it has no entry.
+        self._num_passed: dict[Sequence, int] = {}
+        # This many available pages are known to be too few for any waiting sequence.
         self._too_few_pages = 0
 
     def __len__(self) -> int:
@@ -28,28 +39,33 @@ class WaitingPool:
         return iter(tuple(self._sequences))
 
     def add(self, sequence: Sequence) -> None:
+        """Take the sequence's key, and insert it there."""
         self._too_few_pages = 0
-        bisect.insort(self._sequences, sequence, key=self._order.key)
+        self._keys.take(sequence)
+        bisect.insort(self._sequences, sequence, key=self._keys.of)
 
     def remove(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """Remove a sequence that has ended."""
         self._sequences.remove(sequence)
+        self._num_passed.pop(sequence, None)
 
     def sort(self) -> None:
-        """After limits have changed that the order may go by."""
+        """Take every key anew, because limits or estimates have changed that the order goes by."""
         self._too_few_pages = 0
-        self._sequences.sort(key=self._order.key)
+        for sequence in self._sequences:
+            self._keys.take(sequence)
+        self._sequences.sort(key=self._keys.of)
 
     def ready(self) -> Iterator[Sequence]:
-        """Those that could run at once if they fitted.
+        """Yield the sequences that could run at once if they fitted.
 
-        Unless others may pass it, one whose tokens are still in flight is the end of them.
+        A sequence whose tokens are still in flight ends the iteration, unless it may be passed.
         """
         for sequence in self._sequences:
             if sequence.num_in_flight:
                 if not self._may_be_passed(sequence):
                     return
-            elif not _waits_for_leader(sequence, self._page_size):
+            elif not _waits_for_primary(sequence, self._page_size):
                 yield sequence
 
     def first_that(
@@ -58,12 +74,13 @@ class WaitingPool:
         awaits: Callable[[Sequence], bool],
         num_available: int,
     ) -> Sequence | None:
-        """The first that fits, if it may pass those before it.
+        """Return the first sequence that fits, if it may pass those before it.
 
         Args:
-          fits: whether it does into `num_available` pages; more pages are no worse, and nothing
-            else makes it fit later but its coming back into the pool.
-          awaits: whether it fits but waits for something else; then anybody may pass it.
+          fits: whether a sequence fits into `num_available` pages. Between its insertions into the
+            pool only more available pages can make it fit; a reading that changes its reservation
+            comes while its tokens are in flight, when it is not ready.
+          awaits: whether a sequence fits but waits for something else; then any other may pass it.
         """
         if num_available <= self._too_few_pages:
             return None
@@ -81,25 +98,20 @@ class WaitingPool:
         return None
 
     def admit(self, sequence: Sequence) -> None:
-        """It runs from now on; those before it were passed."""
+        """Remove a sequence that runs from now on; those before it were passed."""
         at = self._sequences.index(sequence)
         for passed in self._sequences[:at]:
-            passed.num_passed += 1
+            self._num_passed[passed] = self._num_passed.get(passed, 0) + 1
         del self._sequences[at]
-        sequence.num_passed = 0
+        self._num_passed.pop(sequence, None)
 
     def _may_be_passed(self, sequence: Sequence) -> bool:
-        return sequence.num_passed < self._order.max_passes
+        return self._num_passed.get(sequence, 0) < self._max_passes
 
 
-def num_shareable(sequence: Sequence, page_size: int) -> int:
-    """Full prompt pages, which samples of one request share; at least one token stays."""
-    return (sequence.prompt_length - 1) // page_size
-
-
-def _waits_for_leader(sequence: Sequence, page_size: int) -> bool:
-    leader = sequence.leader
-    if leader is None or leader.phase in (Phase.CLOSING, Phase.FINISHED):
+def _waits_for_primary(sequence: Sequence, page_size: int) -> bool:
+    primary = sequence.primary
+    if primary is None or primary.phase in (Phase.CLOSING, Phase.FINISHED):
         return False
     shareable = num_shareable(sequence, page_size) * page_size
-    return leader.phase is Phase.WAITING or leader.num_computed < shareable
+    return primary.phase is Phase.WAITING or primary.kv.num_computed < shareable

@@ -1,56 +1,70 @@
-"""From the rows of a plan to the arrays of a mixed step."""
+"""From the rows of a plan to the arrays of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxserve.core.config import EngineConfig, bucket
-from jaxserve.scheduling.plan import Needs, Row
-from jaxserve.steps.functions import MixedBatch
-from jaxserve.steps.sampling.sampler import SamplingNeeds
+from jaxserve.scheduling.plan import Row, StepPlan
+from jaxserve.steps.batches import MixedBatch
+from jaxserve.steps.sampling.variants import Variant
 
 
 def sampling_first(rows: Sequence[Row]) -> list[int]:
-    """Indices of the rows, those that sample before the others."""
+    """Return the indices of the rows, those that sample before the others."""
     return sorted(range(len(rows)), key=lambda i: not rows[i].samples)
 
 
 def pack_rows(
     config: EngineConfig, rows: Sequence[Row], num_tokens: int | None = None
 ) -> tuple[MixedBatch, list[int]]:
-    """The batch of these rows (NumPy arrays), and where in it each row's tokens begin.
+    """Return the batch of these rows (NumPy arrays), and where in it each row's tokens begin.
 
     Args:
-      num_tokens: of the batch; by default the smallest compiled size that holds the rows.
+      num_tokens: size of the batch; by default the smallest compiled one that holds the rows.
     """
     num_slots = config.max_slots
     size = num_tokens or bucket(max(1, sum(row.num_tokens for row in rows)), config.token_buckets)
     token_row = np.full(size, num_slots, np.int32)
     slot, start, query_start, length = np.zeros((4, num_slots), np.int32)
+    samples = np.zeros(num_slots, np.bool_)
     used = 0
     starts = []
     for i, row in enumerate(rows):
         token_row[used : used + row.num_tokens] = i
         slot[i], start[i], query_start[i], length[i] = row.slot, row.start, used, row.num_tokens
+        samples[i] = row.samples
         starts.append(used)
         used += row.num_tokens
-    # NumPy in place of the device arrays that jit makes of them.
-    batch: Any = MixedBatch(token_row, slot, start, query_start, length)  # pyright: ignore[reportArgumentType]
+    # NumPy arrays, which jit turns into device arrays.
+    batch: Any = MixedBatch(token_row, slot, start, query_start, length, samples)  # pyright: ignore[reportArgumentType]
     return batch, starts
 
 
-def pack_sampling(config: EngineConfig, rows: Sequence[Row]) -> np.ndarray:
-    """Slots of the rows that sample, which come first; padded to a compiled size (int32)."""
+def sampling_slots(config: EngineConfig, rows: Sequence[Row], variant: Variant) -> np.ndarray:
+    """Return the slots of the rows that sample, int32, padded to a compiled size of the head.
+
+    Rows that sample come first, in this order; `max_slots` is the padding.
+    """
     slots = [row.slot for row in rows if row.samples]
-    index = np.full(bucket(len(slots), config.head_buckets), config.max_slots, np.int32)
+    size = bucket(len(slots), variant.sizes(config.head_buckets))
+    index = np.full(size, config.max_slots, np.int32)
     index[: len(slots)] = slots
     return index
 
 
-def pack_needs(needs: Needs) -> SamplingNeeds:
-    """The same, as arrays of a step."""
-    flags: dict[str, Any] = {name: np.bool_(value) for name, value in vars(needs).items()}
-    return SamplingNeeds(**flags)
+def decode_window(config: EngineConfig, plan: StepPlan, variant: Variant) -> range:
+    """Return the slots that a decode loop runs over: the plan's, and more up to a compiled size."""
+    size = bucket(plan.window_size, variant.sizes(config.slot_buckets))
+    start = min(plan.window_start, config.max_slots - size)
+    return range(start, start + size)
+
+
+def pack_window(window: range, rows: Iterable[Row]) -> np.ndarray:
+    """Return a flag for each slot of a window: whether one of the rows is of this slot."""
+    decodes = np.zeros(len(window), np.bool_)
+    decodes[[row.slot - window.start for row in rows]] = True
+    return decodes

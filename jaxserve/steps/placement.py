@@ -16,12 +16,12 @@ from sharding.shards import TENSOR
 @final
 @dataclass(frozen=True)
 class Placement:
-    """Shardings of what the engine makes beside the parameters.
+    """The shardings of everything that the engine makes in addition to the parameters.
 
     Attributes:
       mesh: None on one device.
-      whole: of slots and outputs, a copy on every device.
-      pages: of the cache, its KV heads split over the mesh's `tensor` axis.
+      whole: sharding of slots and outputs, a copy on every device.
+      pages: sharding of the cache, its KV heads split over the mesh's `tensor` axis.
     """
 
     mesh: Mesh | None
@@ -30,7 +30,7 @@ class Placement:
 
     @classmethod
     def like(cls, sharding: Sharding) -> Placement:
-        """Beside a parameter with this sharding."""
+        """The placement that matches parameters with this sharding."""
         if not isinstance(sharding, NamedSharding):
             return cls(None, sharding, sharding)
         mesh: Any = sharding.mesh
@@ -39,14 +39,14 @@ class Placement:
 
     @property
     def num_shards(self) -> int:
-        """That the KV heads are split into."""
+        """The number of parts that the KV heads are split into."""
         return 1 if self.mesh is None else self.mesh.shape.get(TENSOR, 1)
 
     def in_force(self) -> AbstractContextManager[Any]:
-        """A context in which the executables are traced and called."""
+        """Return the context in which executables are traced and called."""
         return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
 
 def staging_place(place: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Where pages lie that a step brings itself: memory of the host that the device can read."""
+    """Where incoming pages lie: pinned memory of the host, which the device can read."""
     return place.with_memory_kind("pinned_host")

@@ -1,4 +1,4 @@
-"""What a runtime asks of a probe, and whether one fits a model."""
+"""The protocol of a probe of remaining lengths, and the check that one fits a model."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from predictor import Refinement
 
 
 class Probe(Protocol):
-    """Reads remaining lengths off activations: a `predictor.LengthProbe`, or anything like it."""
+    """Predicts remaining lengths from activations; `predictor.LengthProbe` is one."""
 
     params: Any
-    """A pytree of arrays, which the steps take as an argument."""
+    """Pytree of arrays, an argument of the steps."""
 
     @property
     def layer(self) -> int:
-        """How many of the model's layers lie before the place where it reads."""
+        """The number of layers before the place where the probe reads."""
         ...
 
     @property
     def width(self) -> int:
-        """Of the activations there."""
+        """Width of the activations there."""
         ...
 
     @property
     def refinement(self) -> Refinement:
-        """How what it reads changes what is believed."""
+        """How its readings change a prediction."""
         ...
 
     def apply(self, params: Any, activations: jax.Array, /) -> jax.Array:
-        """float32 logits [rows, buckets of remaining length] of activations [rows, width]."""
+        """Return logits, float32 [rows, buckets], of activations [rows, width]."""
         ...
 
 
 def check_probe(probe: Probe, model_config: Any) -> None:
-    """Refuse a probe that cannot read this model, before anything is compiled.
+    """Check, before anything is compiled, that a probe can read a model.
 
     Raises:
-      InvalidConfigError
+      InvalidConfigError: it cannot; the message says why.
     """
     if probe.width != model_config.hidden_size or not 1 <= probe.layer <= model_config.num_layers:
         raise InvalidConfigError(
@@ -55,7 +55,7 @@ def check_probe(probe: Probe, model_config: Any) -> None:
         given = jax.eval_shape(probe.apply, probe.params, activations).shape
     except Exception as error:
         raise InvalidConfigError(
-            f"the probe cannot be traced: {type(error).__name__}: {error}; give a "
+            f"the probe cannot be traced: {type(error).__name__}: {error}; pass a "
             "predictor.LengthProbe, or leave it out"
         ) from error
     if given != wanted:

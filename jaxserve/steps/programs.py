@@ -1,13 +1,12 @@
 """The executables: the steps, jitted for one model, configuration and placement.
 
 Bodies are keyed by token count and heads by request count, so compiled sizes add up instead of
-multiplying.
+multiplying. `Variant.sizes` says at which sizes a variant of a head or a decode loop is compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any, final
 
@@ -18,34 +17,34 @@ from flax import nnx
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.batch import KVCache
-from jaxserve.models.coming import ComingPages
+from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.plan import Row
-from jaxserve.steps import functions as steps
+from jaxserve.steps import decode, heads, mixed
 from jaxserve.steps.attention_planner import AttentionPlanner
-from jaxserve.steps.functions import MixedBatch, Params
+from jaxserve.steps.batches import MixedBatch, Params
+from jaxserve.steps.outputs import no_outputs
 from jaxserve.steps.packing import pack_rows
 from jaxserve.steps.placement import Placement, staging_place
 from jaxserve.steps.probing import Probe
-from jaxserve.steps.sampling.sampler import SamplingNeeds
+from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import empty_slots
 from pallas_kernels.paged_attention import Plan
 
 
 @final
 class Programs:
-    """The jitted functions of one model, or of a stage's part of it, and one configuration.
+    """The jitted steps of one model, or of a stage's part of it, for one configuration.
 
     Args:
-      graphdef: static part of a decoder: `model.tapped(tokens, batch, cache, tap, coming)`, which
+      graphdef: static part of a decoder: `model.tapped(tokens, batch, cache, tap, incoming)`, which
         gives `hidden, cache, tapped`, and `model.logits(hidden)`.
-      model_config: of the decoder, or of its part.
-      dtype: of its parameters and activations.
-      place: where parameters, cache and slots live.
+      model_config: configuration of the decoder, or of its part.
+      place: where parameters, cache and slots are.
       probe: of remaining lengths, which whole steps read; None for none.
 
     Attributes:
-      probe_params: the probe's, in place; None without one.
-      refinement: what its readings are worth.
+      probe_params: the probe's parameters, in place; None without a probe.
+      refinement: how its readings change a prediction.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class Programs:
         graphdef: nnx.GraphDef,
         config: EngineConfig,
         model_config: Any,
-        dtype: Any,
         place: Placement,
         probe: Probe | None = None,
     ):
@@ -62,108 +60,127 @@ class Programs:
         self.place = place
         self.refinement = None if probe is None else probe.refinement
         self.probe_params = None if probe is None else jax.device_put(probe.params, place.whole)
-        self._planner = AttentionPlanner.of(config, model_config, dtype, place)
+        self._planner = AttentionPlanner.of(config, model_config, place)
         bind = partial(partial, graphdef=graphdef, config=config)
         read = partial(bind, probe=probe)
         whole, pages = place.whole, place.pages
         self.mixed_body = jax.jit(
-            read(steps.mixed_body),
+            read(mixed.mixed_body),
             donate_argnames="cache",
             out_shardings=(pages, whole, whole, whole),
         )
         self.mixed_head = jax.jit(
-            read(steps.mixed_head),
+            partial(heads.mixed_head, graphdef=graphdef, probe=probe),
             donate_argnames="slots",
+            static_argnames="variant",
             out_shardings=whole,
         )
         self.decode_loop = jax.jit(
-            read(steps.decode_loop),
+            read(decode.decode_loop),
             donate_argnames=("cache", "slots"),
-            static_argnames="num_rows",
+            static_argnames="variant",
             out_shardings=(pages, whole, whole),
         )
-        self.prompt_logprobs = jax.jit(bind(steps.score_prompts), out_shardings=whole)
+        self.prompt_logprobs = jax.jit(bind(mixed.score_prompts), out_shardings=whole)
         self.stage_decode = jax.jit(
-            bind(steps.stage_decode),
+            bind(decode.stage_decode),
             donate_argnames="cache",
-            static_argnames="num_rows",
             out_shardings=(pages, whole),
         )
         self.stage_head = jax.jit(
-            partial(steps.stage_head, graphdef=graphdef),
+            partial(heads.stage_head, graphdef=graphdef),
             donate_argnames=("slots", "outputs"),
+            static_argnames="variant",
             out_shardings=whole,
         )
         self.stage_append = jax.jit(
-            steps.stage_append, donate_argnames="slots", out_shardings=whole
+            decode.stage_append, donate_argnames="slots", out_shardings=whole
         )
-        self.no_outputs = jax.jit(steps.no_outputs, static_argnums=(0, 1), out_shardings=whole)
+        self.no_outputs = jax.jit(no_outputs, static_argnums=(0, 1, 2), out_shardings=whole)
 
     def plan_mixed(self, batch: MixedBatch) -> Plan | None:
-        """Of attention in a mixed step, for `mixed_body`."""
+        """The plan of attention in a mixed step, for `mixed_body`."""
         return None if self._planner is None else self._planner.mixed(batch)
 
     def plan_decode(
-        self, rows: Sequence[Row], window_start: int, num_rows: int, num_iterations: int = 1
+        self, rows: Sequence[Row], window: range, num_iterations: int = 1
     ) -> Plan | None:
-        """Of attention in the iterations of a decode loop, for `decode_loop`."""
-        if self._planner is None:
-            return None
-        return self._planner.decode(rows, window_start, num_rows, num_iterations)
+        """The plan of attention in a decode loop over the slots of a window, for `decode_loop`."""
+        return None if self._planner is None else self._planner.decode(rows, window, num_iterations)
 
-    def compiled_steps(self, params: Params, cache: KVCache) -> list[Any]:
+    def compiled_steps(
+        self, params: Params, cache: KVCache, variant: Variant = Variant.FULL
+    ) -> list[Any]:
         """The largest mixed step and decode loop, compiled as they will be called.
 
         Args:
           cache: may be abstract.
+          variant: of the decode loop; FULL takes the most memory.
         """
-        batch, scalar, needs = self._arguments()
+        batch, scalar, decodes = self._arguments()
         cache, slots = self._placed(cache)
-        decode_plan = self.plan_decode((), 0, self.config.max_slots)
-        loop = partial(self.decode_loop.lower, num_rows=self.config.max_slots)
+        decode_plan = self.plan_decode((), range(self.config.max_slots))
         with self.place.in_force():
             lowered = [
                 self.mixed_body.lower(
                     *(params, cache, slots, batch, self.plan_mixed(batch), None),
-                    self._coming(cache),
+                    self._incoming(cache),
                 ),
-                loop(
-                    *(params, cache, slots, scalar, scalar, needs, decode_plan), self.probe_params
+                self.decode_loop.lower(
+                    *(params, cache, slots, scalar, decodes, scalar, decode_plan),
+                    self.probe_params,
+                    variant=variant,
                 ),
             ]
         return [step.compile() for step in lowered]
 
     def compiled_stage_steps(
-        self, params: Params, cache: KVCache, embed: int | None = None
+        self, params: Params, cache: KVCache, embed: int | None = None, *, samples: bool
     ) -> list[Any]:
-        """`compiled_steps` of a stage: its mixed step and one decode iteration.
+        """`compiled_steps` of a stage: its mixed step, one decode iteration, and its head.
 
         Args:
           embed: width of what comes from the stage before; None for the first one.
+          samples: whether this is the last stage, which has a head.
         """
-        batch, scalar, _ = self._arguments()
+        batch, scalar, decodes = self._arguments()
         cache, slots = self._placed(cache)
-        dtype = jax.tree.leaves(params)[0].dtype
+        dtype = jnp.dtype(self.model_config.dtype)
+
+        def whole(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.place.whole)
 
         def inputs(num: int) -> jax.ShapeDtypeStruct | None:
-            if embed is None:
-                return None
-            return jax.ShapeDtypeStruct((num, embed), dtype, sharding=self.place.whole)
+            return None if embed is None else whole(jax.ShapeDtypeStruct((num, embed), dtype))
 
         rows = self.config.max_slots
-        step = partial(self.stage_decode.lower, num_rows=rows)
         with self.place.in_force():
             lowered = [
                 self.mixed_body.lower(
                     *(params, cache, slots, batch, self.plan_mixed(batch)),
                     inputs(self.config.max_step_tokens),
                 ),
-                step(params, cache, slots, scalar, self.plan_decode((), 0, rows), inputs(rows)),
+                self.stage_decode.lower(
+                    *(params, cache, slots, scalar, decodes),
+                    self.plan_decode((), range(rows)),
+                    inputs(rows),
+                ),
             ]
+            if samples:
+                _, _, row_hidden, _ = lowered[0].out_info
+                index: Any = np.zeros(rows, np.int32)
+                outputs = jax.eval_shape(lambda: no_outputs(rows, 1, Variant.FULL))
+                lowered.append(
+                    self.stage_head.lower(
+                        *(params, slots, whole(row_hidden), index, jax.tree.map(whole, outputs)),
+                        scalar,
+                        variant=Variant.FULL,
+                    )
+                )
         return [step.compile() for step in lowered]
 
     def _placed(self, cache: KVCache) -> tuple[Any, Any]:
-        """Abstract cache and slots, where they are."""
+        """Return abstract cache and slots with their shardings."""
         slots = jax.eval_shape(lambda: empty_slots(self.config))
 
         def at(place: jax.sharding.Sharding, tree: Any) -> Any:
@@ -173,9 +190,9 @@ class Programs:
 
         return at(self.place.pages, cache), at(self.place.whole, slots)
 
-    def _coming(self, cache: KVCache) -> ComingPages | None:
-        """Abstract pages that the largest mixed step brings, where steps do."""
-        count = self.config.num_coming_pages
+    def _incoming(self, cache: KVCache) -> IncomingPages | None:
+        """Abstract pages that the largest mixed step brings; None where steps bring none."""
+        count = self.config.num_incoming_pages
         if not count:
             return None
         place = staging_place(self.place.pages)
@@ -186,18 +203,17 @@ class Programs:
             cache,
         )
         target: Any = np.zeros(count, np.int32)
-        return ComingPages(target, values)
+        return IncomingPages(target, values)
 
-    def _arguments(self) -> tuple[MixedBatch, Any, SamplingNeeds]:
-        """The largest batch, without rows; abstract: a number, and needs."""
-        flag = jax.ShapeDtypeStruct((), jnp.bool_)
+    def _arguments(self) -> tuple[MixedBatch, Any, Any]:
+        """The largest batch, without rows; abstract: a number, and a flag for every slot."""
         batch, _ = pack_rows(self.config, (), self.config.max_step_tokens)
-        needs = SamplingNeeds(*(flag for _ in fields(SamplingNeeds)))  # pyright: ignore[reportArgumentType]
-        return batch, jax.ShapeDtypeStruct((), jnp.int32), needs
+        flags = jax.ShapeDtypeStruct((self.config.max_slots,), jnp.bool_)
+        return batch, jax.ShapeDtypeStruct((), jnp.int32), flags
 
 
 def largest_step_bytes(steps: Sequence[Any]) -> int:
-    """Memory that the largest of these compiled steps needs beside its arguments."""
+    """Return the memory that the largest of these compiled steps needs beside its arguments."""
     return max(_extra_bytes(step.memory_analysis()) for step in steps)
 
 

@@ -12,9 +12,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from jaxserve.scheduling.plan import Admission
-from jaxserve.steps.sampling.sampler import SlotSampling
+from jaxserve.steps.sampling.slot_sampling import SlotSampling, empty_sampling, pack_sampling
 from pallas_kernels import move_pages
 from sharding.shards import over_tensor
 
@@ -29,11 +28,11 @@ PAGE_UPDATES_A_CALL = 256
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotState:
-    """Everything the device knows of its S slots; C is the longest context, P its pages.
+    """Everything that the device knows of its S slots; C is the longest context, P its pages.
 
     The token at position p of a slot is `tokens[slot, p]`, prompt and output alike: a prefill
-    chunk and the newest sampled token are looked up in the same way, so the host never has to
-    know a token's value to plan the step that consumes it.
+    chunk and the newest sampled token are looked up in the same way, so the host plans
+    a step without the values of the tokens that the step consumes.
 
     Attributes:
       tokens: int32 [S, C].
@@ -53,7 +52,7 @@ class SlotState:
 
 
 def empty_slots(config: EngineConfig) -> SlotState:
-    """All slots inert."""
+    """Return slots that are all inert."""
     num = config.max_slots
 
     def full(value: float, dtype: jnp.dtype, *shape: int) -> jax.Array:
@@ -65,21 +64,7 @@ def empty_slots(config: EngineConfig) -> SlotState:
         max_length=full(1, jnp.int32),
         done=full(True, jnp.bool_),
         page_table=full(0, jnp.int32, config.max_pages_per_sequence),
-        sampling=SlotSampling(
-            temperature=full(0, jnp.float32),
-            top_k=full(0, jnp.int32),
-            top_p=full(1, jnp.float32),
-            min_p=full(0, jnp.float32),
-            repetition_penalty=full(1, jnp.float32),
-            presence_penalty=full(0, jnp.float32),
-            frequency_penalty=full(0, jnp.float32),
-            seed=full(0, jnp.uint32),
-            stop_ids=full(-1, jnp.int32, MAX_STOP_TOKEN_IDS),
-            min_length=full(0, jnp.int32),
-            prompt_length=full(1, jnp.int32),
-            bias_ids=full(-1, jnp.int32, MAX_LOGIT_BIAS),
-            bias_values=full(0, jnp.float32, MAX_LOGIT_BIAS),
-        ),
+        sampling=empty_sampling(num),
     )
 
 
@@ -102,7 +87,7 @@ def move(
     source: jax.Array,  # int32 [MOVES_A_CALL]
     target: jax.Array,  # int32 [MOVES_A_CALL], S to skip
 ) -> SlotState:
-    """Copy slots to others, none of which is a source too; where they were becomes inert."""
+    """Copy slots to others, none of which is a source too; the sources become inert."""
     num = slots.done.shape[0]
     moved = over_tensor(_moved, in_specs=P(), out_specs=P())(slots, source, target)
     vacated = jnp.where(target < num, source, num)
@@ -132,7 +117,7 @@ def append(
     token: jax.Array,  # int32 [R]
     finite: jax.Array,  # bool [R], whether there is a token
 ) -> SlotState:
-    """Append each live row's token to its slot and end the slots that it ends."""
+    """Append each live row's token to its slot, and make inert the slots that it ends."""
     num = slots.done.shape[0]
     accepted = live & finite
     safe = jnp.minimum(index, num - 1)
@@ -159,60 +144,17 @@ def pack_admissions(
 
     index = full(config.max_slots, np.int32)
     tokens = full(0, np.int32, config.max_context)
-    lengths = {
-        name: full(0, np.int32) for name in ("length", "max_length", "min_length", "prompt_length")
-    }
-    floats = {
-        name: full(0, np.float32)
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        )
-    }
-    top_k, seed = full(0, np.int32), full(0, np.uint32)
-    stop_ids = full(-1, np.int32, MAX_STOP_TOKEN_IDS)
-    bias_ids = full(-1, np.int32, MAX_LOGIT_BIAS)
-    bias_values = full(0, np.float32, MAX_LOGIT_BIAS)
+    length, max_length = full(0, np.int32), full(0, np.int32)
     for i, new in enumerate(admissions):
-        params = new.request.params
         index[i] = new.slot
         tokens[i, : len(new.tokens)] = new.tokens
-        lengths["length"][i] = len(new.tokens)
-        lengths["max_length"][i] = new.request.end_length(new.max_length, new.sample_index)
-        lengths["min_length"][i] = min(
-            len(new.request.prompt) + params.min_tokens, config.max_context
-        )
-        lengths["prompt_length"][i] = len(new.request.prompt)
-        for name, array in floats.items():
-            array[i] = getattr(params, name)
-        top_k[i] = params.top_k
-        seed[i] = sample_seed(new.request.seed, new.sample_index)
-        stop_ids[i, : len(new.request.stop_token_ids)] = new.request.stop_token_ids
-        for j, (token_id, bias) in enumerate((params.logit_bias or {}).items()):
-            bias_ids[i, j], bias_values[i, j] = token_id, bias
+        length[i] = len(new.tokens)
+        max_length[i] = new.request.end_length(new.max_length, new.sample_index)
     return index, SlotState(
         tokens=tokens,
-        length=lengths["length"],
-        max_length=lengths["max_length"],
+        length=length,
+        max_length=max_length,
         done=full(False, np.bool_),
         page_table=full(0, np.int32, config.max_pages_per_sequence),
-        sampling=SlotSampling(
-            top_k=top_k,
-            seed=seed,
-            stop_ids=stop_ids,
-            min_length=lengths["min_length"],
-            prompt_length=lengths["prompt_length"],
-            bias_ids=bias_ids,
-            bias_values=bias_values,
-            **floats,
-        ),
+        sampling=pack_sampling([(new.request, new.sample_index) for new in admissions], num),
     )
-
-
-def sample_seed(seed: int, sample_index: int) -> int:
-    """Seed of one of a request's samples; the first one's is the request's own."""
-    return (seed + 0x9E3779B9 * sample_index) % 2**32

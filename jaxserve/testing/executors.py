@@ -9,23 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 
-from jaxserve.execution.protocol import ModelExecutor, StepHandle
+from jaxserve.core.config import EngineConfig
+from jaxserve.execution.protocol import GroupRole, ModelExecutor, StepHandle
+from jaxserve.memory.disk_tier import HostMemory
+from jaxserve.memory.relocation import Moves
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import StepPlan, StepResult
-from jaxserve.scheduling.supervisor import SwapCosts
-
-if TYPE_CHECKING:
-    _Protocol = ModelExecutor
-else:
-    _Protocol = object
+from predictor import Refinement
 
 _Wrapped = TypeVar("_Wrapped")
 
 
-class ExecutorWrapper(_Protocol):
+class ExecutorWrapper:
     """An executor whose every member is another's, except those that a subclass replaces.
 
     Args:
@@ -39,10 +38,63 @@ class ExecutorWrapper(_Protocol):
     def submit(self, plan: StepPlan) -> StepHandle:
         return self.inner.submit(plan)
 
-    if not TYPE_CHECKING:
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        self.inner.resize(num_pages, moves)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.inner, name)
+    def close(self) -> None:
+        self.inner.close()
+
+    def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
+        return self.inner.warmup_steps()
+
+    def finish_warmup(self) -> None:
+        self.inner.finish_warmup()
+
+    def fitted(self, params: Any) -> Any:
+        return self.inner.fitted(params)
+
+    def update_params(self, params: Any) -> None:
+        self.inner.update_params(params)
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.inner.config
+
+    @property
+    def swap_costs(self) -> SwapCosts | None:
+        return self.inner.swap_costs
+
+    @property
+    def refinement(self) -> Refinement | None:
+        return self.inner.refinement
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        return self.inner.host_memory
+
+    @property
+    def group(self) -> GroupRole | None:
+        return self.inner.group
+
+    @property
+    def can_resize(self) -> bool:
+        return self.inner.can_resize
+
+    @property
+    def num_compilations(self) -> int:
+        return self.inner.num_compilations
+
+    @property
+    def is_warm(self) -> bool:
+        return self.inner.is_warm
+
+    @property
+    def num_buffers(self) -> int:
+        return self.inner.num_buffers
+
+    @property
+    def device(self) -> Any:
+        return self.inner.device
 
 
 @final

@@ -17,14 +17,14 @@ class PolicyCheck:
 
     Attributes:
       num_preemptions: of all sequences.
-      num_found: prompt tokens whose KV was still there from earlier requests.
+      num_prefix_hit: prompt tokens whose KV was still there from earlier requests.
     """
 
     num_traces: int
     num_requests: int
     num_tokens: int
     num_preemptions: int
-    num_found: int
+    num_prefix_hit: int
 
 
 def check_policy(
@@ -47,7 +47,7 @@ def check_policy(
       InvalidConfigError: no preset has that name.
     """
     policy = get_policy(policy)
-    num_requests = num_tokens = num_preemptions = num_found = 0
+    num_requests = num_tokens = num_preemptions = num_prefix_hit = 0
     for seed in range(first_seed, first_seed + num_traces):
         trace = Trace(
             seed,
@@ -64,11 +64,11 @@ def check_policy(
         num_requests += len(trace.asked)
         num_tokens += sum(len(outcome.output) for outcome in together.values())
         num_preemptions += sum(outcome.num_preemptions for outcome in together.values())
-        num_found += trace.keeper.num_found
+        num_prefix_hit += int(trace.counters["num_prefix_hit"])
     return PolicyCheck(
         num_traces=num_traces,
         num_requests=num_requests,
         num_tokens=num_tokens,
         num_preemptions=num_preemptions,
-        num_found=num_found,
+        num_prefix_hit=num_prefix_hit,
     )

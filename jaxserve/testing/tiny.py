@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families.llama import Llama, LlamaConfig
+from jaxserve.models.layers import GatedMLP
 from jaxserve.models.tokenizer import Tokenizer
 
 VOCAB_SIZE = 97
@@ -42,15 +43,12 @@ def tiny_llama(
         num_kv_heads=2,
         head_dim=8,
         max_position_embeddings=MAX_CONTEXT,
+        dtype=jnp.dtype(dtype).name,
     )
-    model = Llama(config, rngs=nnx.Rngs(seed), dtype=dtype, layer_layout=layer_layout)
+    model = Llama(config, rngs=nnx.Rngs(seed), layer_layout=layer_layout)
     for block in model.blocks if isinstance(model.blocks, nnx.List) else [model.blocks]:
-        for weight in (
-            block.attention.wqkv,
-            block.attention.wo,
-            block.mlp.gate_up,
-            block.mlp.down,
-        ):
+        mlp = cast(GatedMLP, block.mlp)
+        for weight in (block.attention.wqkv, block.attention.wo, mlp.gate_up, mlp.down):
             weight[...] = weight[...] * 3
     return model
 

@@ -16,7 +16,7 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import END_TOKEN, SimulatedExecutor
+from jaxserve.execution.simulated import END_TOKEN, Accepted, SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
@@ -134,6 +134,7 @@ class Trace:
       with_faults: some sequences get logits that are not finite.
       with_conversations: requests share prefixes, and some answers are followed by a next turn.
       probe: what its readings are like, see `PROBES`; None for no probe.
+      falls_short: steps deliver fewer tokens than they were planned for, now and then none.
 
     Attributes:
       requests: those that arrive by themselves.
@@ -141,6 +142,8 @@ class Trace:
       num_gaps: pages ahead of what their sequence had computed, summed over the last run's steps.
       pool_sizes: numbers of pages that the pool had in the last run.
       num_moved: sequences whose pages a resize moved in the last run.
+      num_reopened: closed sequences that turned out not to have ended in the last run.
+      counters: of scheduling in the last run.
       num_refined: predictions that readings changed in the last run.
     """
 
@@ -151,6 +154,7 @@ class Trace:
         with_faults: bool = False,
         with_conversations: bool = False,
         probe: str | None = None,
+        falls_short: bool = False,
     ):
         rng = random.Random(seed)
         self.seed = seed
@@ -166,6 +170,10 @@ class Trace:
         self._with_faults = with_faults
         self._with_conversations = with_conversations
         self._probe = probe
+        self._falls_short = falls_short
+        self.num_reopened = 0
+        self.counters: dict[str, float] = {}
+        self.num_refined = 0
 
     def answer_length(self, request: Request, sample: int) -> int:
         """Return after how many tokens the model itself ends an answer."""
@@ -194,6 +202,20 @@ class Trace:
             logits = np.zeros(PROBED.num + 1)
         return logits
 
+    def _accepted(self) -> Accepted:
+        """How many tokens come of those planned: none at times, but not twice in a row."""
+        rng, stalled = random.Random(f"{self.seed} accepted"), set()
+
+        def accepted(request: Request, sample: int, length: int) -> int:
+            at = (request.id, sample)
+            num = rng.choice([0, 1, 1, 2, 3, 100]) if at not in stalled else rng.randint(1, 3)
+            stalled.discard(at)
+            if num == 0:
+                stalled.add(at)
+            return num
+
+        return accepted
+
     def _draw(self, what: str, request: Request, sample: int, low: int, high: int) -> int:
         return random.Random(f"{self.seed} {what} {request.id} {sample}").randint(low, high)
 
@@ -203,6 +225,7 @@ class Trace:
         config: EngineConfig | None = None,
         clock: VirtualClock | None = None,
         disk: DiskTier | None = None,
+        is_alone: bool = False,
     ) -> Engine:
         """Return a new engine on a simulated executor; both have the given or a new clock."""
         clock = clock or VirtualClock()
@@ -211,13 +234,11 @@ class Trace:
             clock,
             answer_length=self.answer_length,
             fault_length=self.fault_length if self._with_faults else None,
+            accepted=self._accepted() if self._falls_short and not is_alone else None,
             refinement=None if self._probe is None else REFINEMENT,
             reading=None if self._probe is None else self.reading,
         )
-        engine = Engine(executor, policy, clock)
-        if disk is not None:
-            engine.use_disk(disk, executor)
-        return engine
+        return Engine(executor, policy, clock, disk=disk)
 
     def run(
         self,
@@ -240,15 +261,14 @@ class Trace:
           By request id and sample.
 
         Raises:
-          AssertionError: an invariant of DESIGN.md section 4 does not hold, or nothing advances.
+          AssertionError: an invariant of docs/architecture.md does not hold, or nothing advances.
         """
         self.pool_sizes, self.num_moved = {self.config.num_pages}, 0
         rng = random.Random(f"{self.seed} run")
         clock = VirtualClock()
         engine = self.engine(policy, clock=clock, disk=disk)
         arriving, sequences = list(self.requests), []
-        self.asked, self.num_gaps = [], 0
-        self.keeper = engine.scheduler.keeper
+        self.asked, self.num_gaps, self.num_reopened = [], 0, 0
         answered: set[int] = set()
         idle = num_waits = 0
         while arriving or engine.has_work:
@@ -262,10 +282,12 @@ class Trace:
             if resize_rate and rng.random() < resize_rate:
                 self._resize(engine, rng)
             before = _advancement(sequences)
+            closed = [s for s in sequences if s.phase is Phase.CLOSING]
             engine.step()
             engine.scheduler.check_integrity()
-            self.num_gaps += sum(len(sequence.ahead) for sequence in engine.scheduler.running)
-            if disk is not None and engine.scheduler.keeper.retrieval.gives_up_s is not None:
+            self.num_reopened += sum(s.phase is Phase.WAITING for s in closed)
+            self.num_gaps += sum(len(sequence.kv.ahead) for sequence in engine.scheduler.running)
+            if engine.awaits_disk and disk is not None:
                 idle = -1
                 if engine.idle_until_s is not None:
                     disk.flush()  # which takes no time on the virtual clock
@@ -279,7 +301,8 @@ class Trace:
             self._require(num_waits <= MAX_WAITS, "the policy waits without end")
             self._require(idle <= MAX_IDLE_STEPS, "nothing advances")
         engine.close(is_whole=True)
-        self.num_refined = engine.scheduler.beliefs.num_refined
+        self.counters = engine.scheduler.counters()
+        self.num_refined = engine.scheduler.lengths.num_refined
         return self._outcomes(engine, sequences)
 
     def _resize(self, engine: Engine, rng: random.Random) -> None:
@@ -287,11 +310,11 @@ class Trace:
         if rng.random() < 0.9:
             num_pages = rng.randint(rng.choice([2, 2 + num_pages // 2]), num_pages)
         engine.drain()
-        before = {s.key: s.table.pages for s in engine.scheduler.running}
+        before = {s.key: s.kv.table.pages for s in engine.scheduler.running}
         engine.resize(num_pages)
         engine.scheduler.check_integrity()
         for sequence in engine.scheduler.running:
-            pages, old = sequence.table.pages, before[sequence.key]
+            pages, old = sequence.kv.table.pages, before[sequence.key]
             stayed = [new == page for new, page in zip(pages, old, strict=True)]
             self._require(stayed == [page < num_pages for page in old], "a page moved needlessly")
             self.num_moved += not all(stayed)
@@ -315,13 +338,17 @@ class Trace:
                 turns.append(replace(sequence.request, id=name, prompt=prompt))
         return turns
 
-    def expected(self) -> dict[tuple[str, int], Outcome]:
-        """Return how every sample of what was asked in the last run ends when it is served alone.
+    def expected(self, requests: Iterable[Request] | None = None) -> dict[tuple[str, int], Outcome]:
+        """Return how every sample ends when its request is served alone.
 
         Alone it has all the memory that it can use, and one token a step. Outcomes are kept for
         other traces of this seed.
+
+        Args:
+          requests: by default all that were asked in the last run.
         """
-        return {key: outcome for request in self.asked for key, outcome in self._alone(request)}
+        asked = self.asked if requests is None else requests
+        return {key: outcome for request in asked for key, outcome in self._alone(request)}
 
     def _alone(self, request: Request) -> Iterable[tuple[tuple[str, int], Outcome]]:
         key = (self.seed, self._with_faults, self._probe, request.id, request.prompt)
@@ -340,7 +367,7 @@ class Trace:
             max_step_tokens=1000,
             max_decode_iterations=1,
         )
-        engine = self.engine(PRESETS["orca"], config)
+        engine = self.engine(PRESETS["orca"], config, is_alone=True)
         sequences = engine.add(request)
         while engine.has_work:
             engine.step()
@@ -349,14 +376,13 @@ class Trace:
     def _outcomes(
         self, engine: Engine, sequences: list[Sequence]
     ) -> dict[tuple[str, int], Outcome]:
-        scheduler = engine.scheduler
-        self._require(scheduler.pool.num_owned == 0, "pages leaked")
-        self._require(scheduler.slots.num_live == 0, "slots leaked")
-        host = scheduler.supervisor.host
-        self._require(host.num_free == host.num_pages, "host pages leaked")
+        usage = engine.scheduler.page_usage()
+        self._require(usage.num_owned == usage.num_reserved == 0, "pages leaked")
+        engine.scheduler.check_integrity()
         self._require(all(s.phase is Phase.FINISHED for s in sequences), "a sequence never ended")
         num_preemptions = sum(s.num_preemptions for s in sequences)
-        self._require(scheduler.num_preemptions == num_preemptions, "preemptions are miscounted")
+        counted = engine.scheduler.num_preemptions
+        self._require(counted == num_preemptions, "preemptions are miscounted")
         return {
             (s.request.id, s.sample_index): Outcome(
                 tuple(s.output), str(s.finish_reason), s.num_preemptions
@@ -370,4 +396,4 @@ class Trace:
 
 
 def _advancement(sequences: list[Sequence]) -> list[tuple[int, int, Phase]]:
-    return [(s.num_computed, len(s.output), s.phase) for s in sequences]
+    return [(s.kv.num_computed, len(s.output), s.phase) for s in sequences]

@@ -17,7 +17,7 @@ from jaxserve.workload import recorded, sharegpt
 from predictor.data import Example, read_jsonl
 
 KNOWN = (
-    "sharegpt, answered:FILE with the lengths of a model's answers from benchmarks.answers, "
+    "sharegpt, answered:FILE with answer lengths that benchmarks.lengths.answers wrote, "
     "recorded:FILE with a file written by --record, or a file of JSON lines"
 )
 _ANSWERED = "answered:"
@@ -136,7 +136,7 @@ def _answered(path: Path, shared: Path | None, progress: bool) -> list[Example]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidConfigError(
             f"{path} does not hold answer lengths ({type(error).__name__}: {error}); pass a file "
-            "that benchmarks.answers wrote"
+            "that benchmarks.lengths.answers wrote"
         ) from error
     shared = shared or fetch(sharegpt.FILE, progress=progress)
     return [

@@ -174,7 +174,7 @@ class Configuration:
 
 
 CONFIGURATIONS = tuple(Configuration(shape) for shape in GPU_SHAPES)
-# To be timed on a CPU.
+# Timed on a CPU.
 SMALL_CONFIGURATIONS = (
     Configuration(
         WriteShape(

@@ -121,7 +121,7 @@ def paged_attention(
 
 
 def serves(group: int, head_dim: int, dtype: str, page_dtype: str) -> bool:
-    """Whether the kernel serves these heads and dtypes in some batches."""
+    """Return whether the kernel serves these heads and dtypes in some batches."""
     fits = group <= _MAX_GROUP and head_dim in _HEAD_DIMS
     return fits and dtype in _DTYPES and page_dtype == dtype
 

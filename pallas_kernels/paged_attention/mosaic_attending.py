@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,6 @@ from pallas_kernels.paged_attention.mosaic_memory import (
     rows_of,
 )
 
-if TYPE_CHECKING:
-    from pallas_kernels.paged_attention.mosaic_tile import TileKernel
-
 _MASKED = -1e30
 # JAX 0.10, on which these kernels do not run, has another signature.
 _load: Any = mosaic.load
@@ -35,12 +32,52 @@ _LOG2_E = math.log2(math.e)
 Softmax = tuple[jax.Array, jax.Array, jax.Array]
 
 
+class Tile(Protocol):
+    """What a warpgroup reads of the kernel that it belongs to: a `mosaic_tile.TileKernel`."""
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def sliding_window(self) -> int | None: ...
+
+    @property
+    def soft_cap(self) -> float | None: ...
+
+    @property
+    def group(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def block_keys(self) -> int: ...
+
+    @property
+    def num_stages(self) -> int: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    @property
+    def interpret(self) -> bool: ...
+
+    @property
+    def queries(self) -> int: ...
+
+    def blocks(self, item: Item, /) -> tuple[jax.Array, jax.Array]: ...
+
+    def for_each_item(
+        self, memory: Memory, body: Callable[[jax.Array, Item, jax.Array], jax.Array], /
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+
 @final
 @dataclass(frozen=True)
 class Attending:
     """A warpgroup that computes attention for its half of each tile's queries."""
 
-    kernel: TileKernel
+    kernel: Tile
     memory: Memory
     warpgroup: Any
 

@@ -1,7 +1,7 @@
 """Tilings of models on devices, from the tables beside this file.
 
 `tuned_tilings.toml` holds tilings that were timed on a device for heads of one kind
-(`benchmarks.tune`), and comes first. `tilings.toml` has an entry for every device.
+(`benchmarks.kernels.tune`), and comes first. `tilings.toml` has an entry for every device.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def planned_tiling(
 
 
 def is_tuned(device: str) -> bool:
-    """Whether there are timed entries for the device."""
+    """Return whether there are timed entries for the device."""
     entries = (*_entries(TUNED, "triton"), *_entries(TUNED, "mosaic"))
     return any(entry["device"] in device for entry in entries)
 

@@ -122,9 +122,9 @@ def test_gone_on_after_it_was_cut_off(folder, monkeypatch):
         (("--max-examples", "3"), "give more, or another --held-out"),
         (("--encoder", "no-such-encoder"), "UnknownModelError: 'no-such-encoder'"),
         (("--encoder", "{folder}"), "has no config.json"),
-        (("--output", "{folder}"), "holds something that is no predictor"),
+        (("--output", "{folder}"), "is not empty and holds no predictor"),
         (("--output", "{folder}/data.jsonl"), "is a file"),
-        (("--output", "{folder}/taken"), "is not ours to use"),
+        (("--output", "{folder}/taken"), "holds something other than checkpoints"),
         (("--output", "/proc/no/such"), "cannot write --output"),
     ],
 )

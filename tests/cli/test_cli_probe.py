@@ -95,7 +95,7 @@ def test_it_serves(folder, model):
 @pytest.mark.parametrize(
     "more, said",
     [
-        (("--output", "{folder}"), "holds something that is no probe"),
+        (("--output", "{folder}"), "is not empty and holds no probe"),
         (("--output", "{folder}/run.jsonl"), "is a file"),
         (("--output", "{folder}/new", "--layer", "9"), "layers 1 to 2"),
         (("--output", "{folder}/new", "--held-out", "0.6"), "between 0 and a half"),

@@ -29,7 +29,7 @@ class Plans:
 
     def __init__(self, simulated: SimulatedExecutor, clock: VirtualClock):
         self.config, self.swap_costs = simulated.config, simulated.swap_costs
-        self.refinement = simulated.refinement
+        self.refinement, self.host_memory = simulated.refinement, simulated.host_memory
         self.seen: list[tuple[object, ...]] = []
         self._simulated, self._clock = simulated, clock
 
@@ -39,7 +39,7 @@ class Plans:
         self.seen.append(
             (
                 self._clock.now(),
-                (plan.index, plan.num_iterations, plan.window_start, plan.window_size, plan.needs),
+                (plan.index, plan.num_iterations, plan.window_start, plan.window_size),
                 (plan.releases, plan.moves, plan.rows, plan.page_updates, admissions),
             )
         )

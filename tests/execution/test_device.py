@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,16 @@ from jaxserve.models.batch import empty_cache
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.order.fcfs import FCFS
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import Admission, Row, StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs, largest_step_bytes
+from jaxserve.steps.sampling.variants import Variant
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts, tiny_llama
+from tests.planning.step_times import plan
 
 CONFIG = EngineConfig(
     page_size=8,
@@ -50,7 +52,7 @@ def _new_executor(model, config: EngineConfig = CONFIG) -> DeviceExecutor:
     cache = empty_cache(model.config, config.num_pages, config.page_size, jnp.float32, "unrolled")
     device = jax.devices()[0]
     place = Placement.like(jax.sharding.SingleDeviceSharding(device))
-    programs = Programs(graphdef, config, model.config, "float32", place)
+    programs = Programs(graphdef, config, model.config, place)
     return DeviceExecutor(config, programs, params, jax.device_put(cache, device), strict=True)
 
 
@@ -70,6 +72,7 @@ class _SmallerPool:
     executor: DeviceExecutor
     config: EngineConfig
     swap_costs: None = None
+    host_memory: None = None
     refinement: None = None
 
     def submit(self, plan: StepPlan):
@@ -92,8 +95,9 @@ def _request(number: int, prompt, params: SamplingParams, stop_token_ids=()) -> 
 
 def _serve(executor, policy: Policy, requests, *, num_pages=None, arrive=None) -> list[Sequence]:
     """All sequences, ended; `arrive(i)` steps pass before request i comes."""
-    config = executor.config if num_pages is None else replace(CONFIG, num_pages=num_pages)
-    engine = Engine(_SmallerPool(executor, config), policy, WallClock())
+    if num_pages is not None:
+        executor = _SmallerPool(executor, replace(CONFIG, num_pages=num_pages))
+    engine = Engine(executor, policy, WallClock())
     sequences: list[Sequence] = []
     waiting = list(requests)
     while waiting or engine.has_work:
@@ -157,6 +161,56 @@ def test_same_tokens_after_preemption(executor, requests, alone, num_pages):
     assert [s.output for s in sequences] == alone[:24]
 
 
+@dataclass
+class _StopsEarly(_SmallerPool):
+    """The same executor, but loops end before they have run as often as was planned."""
+
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def submit(self, plan: StepPlan):
+        if plan.is_decode_loop:
+            plan = replace(plan, num_iterations=self.rng.randint(0, plan.num_iterations))
+        return self.executor.submit(plan)
+
+
+@pytest.mark.parametrize("preset", ["vllm_like", "orca", "s3", "auto", "fastertransformer"])
+def test_same_tokens_when_steps_deliver_less_than_planned(executor, requests, alone, preset):
+    """The next step is submitted before that is known; rows go on where their slots really are."""
+    rng = random.Random(preset)
+    config = replace(CONFIG, num_pages=60)
+    sequences = _serve(
+        _StopsEarly(executor, config),
+        PRESETS[preset],
+        requests[:24],
+        arrive=lambda: rng.random() < 0.3,
+    )
+    assert [s.output for s in sequences] == alone[:24]
+    assert sum(s.falls_short for s in sequences) > 10
+
+
+def test_a_row_beyond_its_slot_is_inert(executor, requests):
+    """It writes to the null page alone; one that samples ends at the newest token that there is."""
+    request = requests[0]
+    prompt = np.asarray(request.prompt, np.int32)
+    num = len(prompt)
+    pages = tuple((0, index, 1 + index) for index in range(MAX_CONTEXT // CONFIG.page_size))
+    admission = Admission(0, request, 0, prompt, MAX_CONTEXT)
+    prefill = plan(
+        admissions=(admission,), page_updates=pages, rows=(Row(0, 0, 0, num, max_new_tokens=1),)
+    )
+    first = executor.submit(prefill).collect().tokens[0, 0]
+    before = jax.tree.map(np.array, executor._pages.cache)
+    beyond = plan(rows=(Row(0, 0, num - 2, 8, max_new_tokens=0),))
+    assert executor.submit(beyond).collect().num_tokens.tolist() == [0]
+    for old, new in zip(*map(jax.tree.leaves, (before, executor._pages.cache)), strict=True):
+        np.testing.assert_array_equal(old[:, 1:], np.asarray(new)[:, 1:])
+    late = plan(rows=(Row(0, 0, num + 5, 1, max_new_tokens=1),))
+    second = executor.submit(late).collect().tokens[0, 0]
+    executor.submit(plan((), releases=(0,))).collect()
+    (wanted,) = _serve(executor, PRESETS["orca"], [request])
+    assert [first, second] == wanted.output[:2]
+
+
 def test_sampled_tokens_depend_on_seed_and_position_only(executor):
     """Random answers, with every option in use, are the same alone and in a preempted batch."""
     rng = np.random.default_rng(5)
@@ -182,6 +236,59 @@ def test_sampled_tokens_depend_on_seed_and_position_only(executor):
     for sequence in together:
         early = sequence.output[: sequence.request.params.min_tokens]
         assert not set(early) & set(range(8))
+
+
+@pytest.mark.parametrize("preset", ["concurrent_instances", "fastertransformer", "vllm_like"])
+def test_neighbours_with_other_needs_change_no_token(executor, requests, alone, preset):
+    """Greedy, random, penalized and scored requests side by side have the tokens they have alone.
+
+    Together they are decoded in wider windows, with slots inside that belong to other steps.
+    """
+    kinds = [
+        GREEDY,
+        replace(GREEDY, temperature=0.8, top_p=0.9),
+        replace(GREEDY, repetition_penalty=1.3),
+        replace(GREEDY, temperature=1.0, logprobs=2),
+    ]
+    mixed = [replace(each, params=kinds[i % len(kinds)]) for i, each in enumerate(requests[:16])]
+    wanted = [_serve(executor, PRESETS["orca"], [request])[0].output for request in mixed]
+    assert wanted[::4] == alone[:16:4] and wanted[1::4] != alone[1:16:4]
+    rng = random.Random(preset)
+    sequences = _serve(executor, PRESETS[preset], mixed, arrive=lambda: rng.random() < 0.3)
+    assert [s.output for s in sequences] == wanted
+    assert [len(s.logprobs) for s in sequences] == [0, 0, 0, GREEDY.max_tokens] * 4
+
+
+@pytest.mark.parametrize(
+    ("params", "logprobs", "top"),
+    [
+        (dict(), False, False),
+        (dict(temperature=1.0), False, False),
+        (dict(frequency_penalty=1.0), False, False),
+        (dict(logprobs=0), True, False),
+        (dict(temperature=1.0, logprobs=1), True, True),
+    ],
+)
+def test_only_log_probabilities_of_the_steps_own_rows_are_read(executor, params, logprobs, top):
+    """Another slot's request that returns some does not bring them into a step without it."""
+    tokens = np.array([1, 2, 3], np.int32)
+    admissions = tuple(
+        Admission(slot, _request(slot, tokens.tolist(), each), 0, tokens, MAX_CONTEXT)
+        for slot, each in enumerate([SamplingParams(**params), SamplingParams(logprobs=3)])
+    )
+    pages = tuple((slot, 0, 1 + slot) for slot in range(2))
+    rows = (Row(0, 0, 0, 3, samples=True), Row(1, 1, 0, 3, samples=False))
+    steps = [
+        plan(rows, admissions=admissions, page_updates=pages),
+        plan((Row(0, 0, 3, 1, samples=True),), num_iterations=2, window_size=1),
+    ]
+    try:
+        for result in [executor.submit(step).collect() for step in steps]:
+            assert result.num_tokens[0] > 0
+            assert (result.logprobs is not None) == logprobs
+            assert (result.top_ids is not None) == (result.top_logprobs is not None) == top
+    finally:
+        executor.submit(plan((), releases=(0, 1), window_size=1)).collect()
 
 
 def test_samples_of_one_prompt_differ_and_are_reproducible(executor):
@@ -211,32 +318,36 @@ def test_logprobs_do_not_depend_on_chunks_or_batch(executor):
     policy = Policy("chunks", OnDemand(), FCFS(), Unified(7), Stateless())
     for request, together in zip(requests, _serve(executor, policy, requests), strict=True):
         single = _serve(executor, PRESETS["orca"], [request])[0]
-        assert len(single.logprobs) == 6
-        assert sorted(single.prompt_logprobs) == list(range(1, len(request.prompt)))
-        for a, b in zip(single.logprobs, together.logprobs, strict=True):
+        assert len(single.scores.output) == 6
+        assert sorted(single.scores.prompt) == list(range(1, len(request.prompt)))
+        for a, b in zip(single.scores.output, together.scores.output, strict=True):
             assert a.token_id == b.token_id and a.logprob == pytest.approx(b.logprob, rel=1e-4)
             assert a.top[0][0] == a.token_id  # greedy
-        for position, a in single.prompt_logprobs.items():
-            b = together.prompt_logprobs[position]
+        for position, a in single.scores.prompt.items():
+            b = together.scores.prompt[position]
             assert a.token_id == request.prompt[position] == b.token_id
             assert a.logprob == pytest.approx(b.logprob, rel=1e-4)
             assert [t for t, _ in a.top] == [t for t, _ in b.top]
 
 
-def test_nothing_compiles_over_a_random_workload(executor):
-    """After warm-up a random workload with arrivals, cancellations and all options is quiet."""
+@pytest.mark.parametrize("preset", ["vllm_like", "concurrent_instances"])
+def test_nothing_compiles_over_a_random_workload(executor, preset):
+    """After warm-up a random workload with arrivals, cancellations and all options is quiet.
+
+    Costly options are rare enough that steps of every variant occur.
+    """
     rng = random.Random(0)
     before = executor.num_compilations
-    engine = Engine(executor, PRESETS["vllm_like"], WallClock())
+    engine = Engine(executor, PRESETS[preset], WallClock())
     sequences: list[Sequence] = []
     for i, prompt in enumerate(random_prompts(80, seed=3)):
         params = SamplingParams(
             max_tokens=rng.randint(1, 40),
             temperature=rng.choice([0.0, 1.0]),
             top_p=rng.choice([0.9, 1.0]),
-            logprobs=rng.choice([None, 2]),
+            logprobs=rng.choice([None] * 9 + [2]),
             prompt_logprobs=rng.choice([None, 1]),
-            repetition_penalty=rng.choice([1.0, 1.2]),
+            repetition_penalty=rng.choice([1.0] * 9 + [1.2]),
         )
         sequences += engine.add(_request(i, prompt, params))
         for _ in range(rng.randint(0, 4)):
@@ -288,7 +399,7 @@ def test_no_copy_of_the_cache_in_any_step(layout):
     model = tiny_llama(layer_layout=layout)
     graphdef, params = nnx.split(model)
     place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    programs = Programs(graphdef, CONFIG, model.config, "float32", place)
+    programs = Programs(graphdef, CONFIG, model.config, place)
 
     def needed(num_pages: int) -> tuple[int, int]:
         cache = jax.eval_shape(
@@ -303,3 +414,20 @@ def test_no_copy_of_the_cache_in_any_step(layout):
     small_bytes, small_needs = needed(1000)
     large_bytes, large_needs = needed(20000)
     assert large_needs - small_needs < 0.01 * (large_bytes - small_bytes)
+
+
+def test_the_costliest_variant_takes_the_most_memory():
+    """So the page pool, which is sized by it, leaves room for the others."""
+    model = tiny_llama()
+    graphdef, params = nnx.split(model)
+    place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    programs = Programs(graphdef, CONFIG, model.config, "float32", place)
+    cache = jax.eval_shape(
+        lambda: empty_cache(model.config, 100, CONFIG.page_size, jnp.float32, "unrolled")
+    )
+    needed = [
+        largest_step_bytes(programs.compiled_steps(params, cache, variant)[1:])
+        for variant in Variant
+    ]
+    assert needed == sorted(needed)
+    assert largest_step_bytes(programs.compiled_steps(params, cache)[1:]) == needed[-1]

@@ -1,4 +1,4 @@
-"""Slots that move keep all their state, and what they leave behind is inert."""
+"""Slots that move keep all their state and needs, and what they leave behind is inert."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.execution.device_slots import DeviceSlots
+from jaxserve.scheduling.plan import Admission, Row
+from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
 from jaxserve.steps.slots import MOVES_A_CALL
 from tests.planning.step_times import plan
 
@@ -35,3 +39,28 @@ def test_moved_slots(count):
     expected.done[source] = True
     for got, wanted in zip(jax.tree.leaves(slots.state), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(got, wanted)
+
+
+def test_needs_follow_the_requests():
+    """Of the rows that sample, wherever their slots were moved, and of the newest request there."""
+    slots = DeviceSlots(CONFIG, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+    def admission(slot: int, **params) -> Admission:
+        tokens = np.array([1], np.int32)
+        request = Request(id=f"{slot}", prompt=(1,), params=SamplingParams(**params), arrival_s=0.0)
+        return Admission(slot, request, 0, tokens, CONFIG.max_context)
+
+    def needs(*numbers: int, samples: bool = True) -> SamplingNeeds:
+        return slots.needs([Row(slot, slot, 0, 1, samples) for slot in numbers])
+
+    new = (admission(0), admission(1, temperature=1.0), admission(2, logprobs=0))
+    slots.apply(plan((), admissions=new))
+    scored = SamplingNeeds(Variant.FULL, logprobs=True)
+    assert needs() == needs(0) == SamplingNeeds(Variant.GREEDY)
+    assert needs(0, 1) == SamplingNeeds(Variant.RANDOM)
+    assert needs(0, 1, 2) == scored
+    assert needs(2, samples=False) == SamplingNeeds(Variant.GREEDY)
+    slots.apply(plan((), releases=(0,), moves=((2, 0),)))
+    assert needs(0) == scored
+    slots.apply(plan((), releases=(0,), admissions=(admission(0),)))
+    assert needs(0) == SamplingNeeds(Variant.GREEDY)

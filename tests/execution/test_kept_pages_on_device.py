@@ -71,7 +71,7 @@ def executor(request):
     cache = empty_cache(model.config, config.num_pages, config.page_size, dtype, layer_layout)
     device = jax.devices()[0]
     place = Placement.like(jax.sharding.SingleDeviceSharding(device))
-    programs = Programs(graphdef, config, model.config, "float32", place)
+    programs = Programs(graphdef, config, model.config, place)
     executor = DeviceExecutor(config, programs, params, jax.device_put(cache, device), strict=True)
     warm_up(executor, progress=False)
     yield executor
@@ -83,6 +83,7 @@ class Watched:
 
     def __init__(self, executor: DeviceExecutor, config: EngineConfig):
         self.config, self.swap_costs, self.refinement = config, None, None
+        self.host_memory = executor.host_memory
         self.counts = Counter()
         self._executor = executor
         self._on_host: dict[int, list[np.ndarray]] = {}
@@ -96,7 +97,7 @@ class Watched:
             for left, came in zip(self._on_host[host_page], self._contents(page), strict=True):
                 assert left.tobytes() == came.tobytes()
         self.counts["restored"] += len(plan.swaps_in)
-        self.counts["in steps"] += self._executor._num_coming(plan)
+        self.counts["in steps"] += self._executor._num_incoming(plan)
         rows = Counter(row.slot for row in plan.rows)
         self.counts["several rows"] += max(rows.values()) > 1
         return handle
@@ -147,19 +148,20 @@ def _converse(executor: DeviceExecutor, policy: Policy, num_host: int) -> tuple[
             histories[who] = talking.pop(who).known_tokens
     while engine.has_work:
         engine.step()
-    assert engine.scheduler.pool.num_owned == 0
+    assert engine.scheduler.page_usage().num_owned == 0
     stats = engine.stats
-    counts = Counter(found=stats.num_found, on_host=stats.num_found_on_host, lost=stats.num_lost)
+    counts = Counter(found=stats.num_prefix_hit, on_host=stats.num_prefix_hit_on_host)
+    counts.update(lost=stats.num_evicted_tokens)
     counts.update(preempted=stats.num_preemptions, prefetched=stats.num_pages_prefetched)
     return [(s.request, s.output, s.finish_reason) for s in turns], counts + watched.counts
 
 
 def _forget_some(engine: Engine, rng: random.Random) -> None:
     """Chunks are dropped anywhere in contexts, as if they had been of low value."""
-    cache = engine.scheduler.keeper.cache
+    cache = engine._kv._cache
     cached = [page for page in range(1, 70) if cache.pool.is_cached(page)]
     for page in rng.sample(cached, len(cached) // 4):
-        cache.forget(cache.at(page))
+        cache.evict(cache.on_page(page))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -176,7 +178,7 @@ def test_conversations_have_the_tokens_of_fresh_runs(executor, name):
     config = executor.config
     assert (counts["prefetched"] > 0) == (config.prefetches and num_host > 0), counts
     if num_host == 60:  # others bring less at once than a copy before the step does
-        assert (counts["in steps"] > 0) == (config.num_coming_pages > 0), counts
+        assert (counts["in steps"] > 0) == (config.num_incoming_pages > 0), counts
 
 
 def test_measuring_copies_leaves_the_pages_of_others_alone(executor):

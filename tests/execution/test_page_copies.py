@@ -15,7 +15,7 @@ from jaxserve.core.options import KV_DTYPES
 from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
 from jaxserve.memory.relocation import fewest_moves
 from jaxserve.models.batch import KVCache
-from jaxserve.models.coming import ComingPages
+from jaxserve.models.incoming import IncomingPages
 from sharding import make_mesh
 
 NUM_PAGES = 40
@@ -82,18 +82,18 @@ def test_a_step_puts_the_pages_that_come_into_every_layer(dtype, layers, num_sha
     pages.swap(tuple((device_page, host) for host, device_page in copies), ())
     pages.cache = jax.tree.map(lambda x: jax.device_put(x * 0, x.sharding), pages.cache)
 
-    def step(cache: KVCache, coming: ComingPages) -> KVCache:
+    def step(cache: KVCache, incoming: IncomingPages) -> KVCache:
         for layer in range(3):
-            cache = coming.put(cache, layer, coming.fetch(layer))
+            cache = incoming.put(cache, layer, incoming.fetch(layer))
         return cache
 
     place = pages.cache.k_pages[0].sharding
     mesh = place.mesh if num_shards > 1 else None
     with nullcontext() if mesh is None else jax.set_mesh(mesh):
-        coming = pages.coming(copies, 16)
-        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(coming.values)}
+        incoming = pages.incoming(copies, 16)
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(incoming.values)}
         assert kinds == {"pinned_host"}
-        pages.cache = jax.jit(step, donate_argnums=0, out_shardings=place)(pages.cache, coming)
+        pages.cache = jax.jit(step, donate_argnums=0, out_shardings=place)(pages.cache, incoming)
     device_pages = [page for _, page in copies]
     for old, new in zip(before, _contents(pages), strict=True):
         assert new[:, device_pages].tobytes() == old[:, device_pages].tobytes()

@@ -5,22 +5,73 @@ from __future__ import annotations
 import random
 from typing import final
 
+import numpy as np
 import pytest
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.requests import RequestBuilder
 from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.execution.step_cost import StepWork
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.execution.step_cost import FlatCost, StepWork
+from jaxserve.scheduling.plan import Admission, Row, StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.workload import WorkloadItem
 
 CONFIG = EngineConfig(
     page_size=4, num_pages=60, max_slots=6, max_context=64, max_step_tokens=32, num_host_pages=20
 )
+
+
+def _admission(slot: int, num_tokens: int) -> Admission:
+    prompt = tuple(range(1, num_tokens + 1))
+    params = SamplingParams(max_tokens=50)
+    request = Request(id=str(slot), prompt=prompt, params=params, arrival_s=0.0)
+    return Admission(slot, request, 0, np.asarray(prompt, np.int32), num_tokens + 50)
+
+
+def test_groups_have_clocks_of_their_own():
+    """Plans of two groups overlap; those of one are carried out one after the other."""
+    clock = VirtualClock()
+    executor = SimulatedExecutor(
+        CONFIG, clock, cost=FlatCost(per_iteration_s=1.0, per_token_s=0.0), reads_context=False
+    )
+    prompts = tuple(_admission(slot, 4) for slot in range(3))
+    rows = [(Row(slot, slot, 0, 4, max_new_tokens=1),) for slot in range(3)]
+    first = executor.submit(StepPlan(index=0, admissions=prompts, rows=rows[0]))
+    beside = executor.submit(StepPlan(index=1, rows=rows[1], group=1))
+    second = executor.submit(StepPlan(index=2, rows=rows[2]))
+    assert not first.is_ready()
+    first.collect()
+    assert (clock.now(), beside.is_ready(), second.is_ready()) == (1.0, True, False)
+    beside.collect()
+    assert clock.now() == 1.0
+    second.collect()
+    assert clock.now() == 2.0
+
+
+def test_a_row_beyond_its_slot_is_inert_and_one_that_fell_short_goes_on():
+    """A sampling row ends at the newest token, wherever its plan had that."""
+    executor = SimulatedExecutor(CONFIG, VirtualClock(), accepted=lambda *_: 1)
+    pages = tuple((0, index, 1 + index) for index in range(4))
+    loop = executor.submit(
+        StepPlan(
+            index=0,
+            admissions=(_admission(0, 5),),
+            page_updates=pages,
+            rows=(Row(0, 0, 4, 1, max_new_tokens=8),),
+            num_iterations=8,
+            window_size=1,
+        )
+    ).collect()
+    assert loop.num_tokens.tolist() == [1]
+    # 8 tokens were planned, so the next begins at 12; the slot has 6, and computes position 5.
+    late = executor.submit(StepPlan(index=1, rows=(Row(0, 0, 12, 1, max_new_tokens=1),))).collect()
+    beyond = executor.submit(StepPlan(index=2, rows=(Row(0, 0, 6, 4, max_new_tokens=0),))).collect()
+    assert (late.num_tokens.tolist(), beyond.num_tokens.tolist()) == ([1], [0])
 
 
 @final
@@ -61,11 +112,11 @@ def _served(policy: str, seed: int, **executor) -> tuple:
             max_tokens=rng.choice((None, 30)),
         )
         answers.append(Answer(builder.build_item(item, 0.0)))
-        answers[-1].sequences = engine.add(answers[-1].request)
+        answers[-1].begin(engine.add(answers[-1].request))
     while engine.has_work:
         engine.step()
     engine.scheduler.check_integrity()
-    ends = [(s.output, s.finish_reason, s.finished_s) for a in answers for s in a.sequences]
+    ends = [(s.output, s.finish_reason, s.times.finished_s) for a in answers for s in a.sequences]
     return cost.work, ends
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import fields
 from typing import final
 
 from jaxserve.core.errors import JaxserveError, ReplicaDiedError
@@ -12,9 +13,14 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.fleet.call import Call, make_call
 from jaxserve.fleet.replica import Started
+from jaxserve.runtime import RuntimeStats
 
 PAGE_SIZE = 4
 ANSWER = tuple(range(2, 2 + 3 * PAGE_SIZE))
+
+
+# Of a process: every counter, and every size, is this.
+EACH_COUNTER = 3
 
 
 def call(name: str, prompt: object = "slow", max_tokens: int = 10) -> Call:
@@ -73,7 +79,12 @@ class FakeReplica:
             vocab_size=50,
         )
 
-    async def answer(self, call: Call, show: PieceSink | None = None) -> Completion:
+    async def stats(self) -> RuntimeStats:
+        if self.is_dead:
+            raise ReplicaDiedError("it was killed")
+        return RuntimeStats(**{field.name: EACH_COUNTER for field in fields(RuntimeStats)})
+
+    async def answer(self, call: Call, on_piece: PieceSink | None = None) -> Completion:
         self.world.asked[call.id] += 1
         self.world.asked_whom[call.id] = self.world.replicas.index(self)
         self.open[call.id] = False
@@ -81,16 +92,16 @@ class FakeReplica:
             self.is_dead = True
         if call.prompt == "odd":
             raise LookupError("a fault of the code")
-        if show is not None:
-            _show(show, 0, self.world.num_shown, len(self.world.replicas))
+        if on_piece is not None:
+            _show(on_piece, 0, self.world.num_shown, len(self.world.replicas))
         while not (self.is_dead or self.world.gate_is_open or self.open[call.id]):
             await asyncio.sleep(0.001)
         if self.is_dead:
             raise ReplicaDiedError("it was killed")
         reason = "cancelled" if self.open.pop(call.id) else "length"
-        if show is not None:
-            _show(show, self.world.num_shown, len(ANSWER), 4)
-            show(Piece(text="", token_ids=(), finish_reason=reason))
+        if on_piece is not None:
+            _show(on_piece, self.world.num_shown, len(ANSWER), 4)
+            on_piece(Piece(text="", token_ids=(), finish_reason=reason))
         return Completion(
             request_id=call.id,
             prompt_token_ids=tuple(map(int, call.prompt)) if call.has_tokens else (1,),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -14,13 +14,14 @@ from jaxserve.core.errors import (
     CheckpointError,
     EngineFailedError,
     InvalidConfigError,
+    InvalidRequestError,
     ReplicaDiedError,
     RuntimeClosedError,
 )
 from jaxserve.core.request import Completion
 from jaxserve.engine.answers import Piece
 from jaxserve.fleet.dispatcher import Dispatcher
-from tests.fleet.fakes import ANSWER, PAGE_SIZE, World, call
+from tests.fleet.fakes import ANSWER, EACH_COUNTER, PAGE_SIZE, World, call
 
 WAIT_S = 20
 
@@ -259,3 +260,62 @@ def test_close_ends_everything():
     assert all(replica.is_dead for replica in world.replicas)
     with pytest.raises(RuntimeClosedError):
         dispatcher.submit(call("late"))
+
+
+def test_stats_are_those_of_the_processes_that_serve():
+    """Counters are summed and sizes are not; a dead process is left out and replaced."""
+    world = World()
+    with _serving(3, world) as dispatcher:
+        stats = dispatcher.stats()
+        assert stats.num_tokens == stats.busy_s == 3 * EACH_COUNTER
+        assert stats.max_pages_owned == stats.num_pages == stats.weights_bytes == EACH_COUNTER
+        world.starts_wait = True
+        world.replicas[1].kill()
+        assert dispatcher.stats().num_tokens == 2 * EACH_COUNTER
+        assert [state.num_deaths for state in dispatcher.replicas] == [0, 1, 0]
+        world.replicas[0].kill()
+        world.replicas[2].kill()
+        with ThreadPoolExecutor() as threads:
+            waiting = threads.submit(dispatcher.stats)
+            _until(lambda: all(state.num_deaths for state in dispatcher.replicas))
+            assert not waiting.done()
+            world.starts_wait = False
+            assert waiting.result(WAIT_S).num_tokens >= EACH_COUNTER
+            world.starts_wait = True
+            for replica in world.replicas:
+                replica.kill()
+            waiting = threads.submit(dispatcher.stats)
+            _until(lambda: sum(state.num_deaths for state in dispatcher.replicas) == 6)
+            dispatcher.close()
+            with pytest.raises(RuntimeClosedError):
+                waiting.result(WAIT_S)
+    with pytest.raises(RuntimeClosedError):
+        dispatcher.stats()
+
+
+def test_ids_are_unique_over_all_replicas():
+    """A running id is refused, and is free as soon as its completion is there."""
+    world = World()
+    with _serving(2, world) as dispatcher:
+        running = _submit_all(dispatcher, world, 1)[0]
+        with pytest.raises(InvalidRequestError, match="'r0' is still running"):
+            dispatcher.submit(call("r0", "other"))
+        world.gate_is_open = True
+        assert running.result(WAIT_S).error is None
+        for _ in range(50):
+            assert dispatcher.submit(call("r0")).result(WAIT_S).error is None
+
+
+def test_what_waits_for_replicas_is_refused_on_the_dispatchers_thread():
+    """To the consumer of a stream, which would wait for itself; the stream goes on."""
+    world, refused = World(), []
+    world.gate_is_open = True
+
+    def look(piece: Piece) -> None:
+        with pytest.raises(InvalidRequestError, match="on another thread"):
+            dispatcher.stats()
+        refused.append(piece)
+
+    with _serving(1, world) as dispatcher:
+        assert dispatcher.submit(call("r"), look).result(WAIT_S).token_ids == ANSWER
+        assert _joined(refused)[0] == ANSWER

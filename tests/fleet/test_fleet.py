@@ -18,19 +18,24 @@ from pathlib import Path
 from typing import final
 
 import pytest
+from typer.testing import CliRunner
 
 from jaxserve import Fleet, Runtime, SamplingParams
+from jaxserve.cli import app
 from jaxserve.core.errors import (
     EmptyPromptError,
     InvalidConfigError,
+    InvalidRequestError,
     MissingExtraError,
     RuntimeClosedError,
     TokenOutOfRangeError,
     TurnTimeoutError,
     UnknownModelError,
 )
+from jaxserve.engine.answers import Piece
 from jaxserve.fleet.fleet import check_resources
 from jaxserve.fleet.replica import ReplicaState
+from jaxserve.runtime import Service
 from jaxserve.testing.tiny import VOCAB_SIZE, random_prompts
 from tests.common.processes import HEED_INTERRUPTS
 
@@ -236,6 +241,86 @@ def test_a_cancelled_request_returns_what_there_is(fleet):
     _until(lambda: sum(state.num_unfinished for state in fleet.replicas) == 1)
     pending.cancel()
     assert pending.result(WAIT_S).finish_reason == "cancelled"
+
+
+def _script(service: Service) -> list[tuple[int, ...]]:
+    """Every call of a service, with the tokens that it gave."""
+    prompt, params = PROMPTS[0], replace(SHORT, seed=1)
+    pieces: list[Piece] = []
+    refused: list[str] = []
+
+    def look(piece: Piece) -> None:
+        for waits in (service.generate, service.stream):
+            with pytest.raises(InvalidRequestError, match="on another thread"):
+                waits(prompt)
+            refused.append(waits.__name__)
+        pieces.append(piece)
+
+    async def arun() -> list[tuple[int, ...]]:
+        completions = await service.agenerate([prompt, PROMPTS[1]], params)
+        async with aclosing(service.astream(prompt, params)) as stream:
+            streamed = [token async for piece in stream for token in piece.token_ids]
+        return [*(c.token_ids for c in completions), tuple(streamed)]
+
+    alone = service.generate(prompt, params)
+    batch = service.generate([PROMPTS[1], [VOCAB_SIZE]], params)
+    assert isinstance(batch[1].error, TokenOutOfRangeError)
+    submitted = service.submit(
+        prompt,
+        params,
+        request_id="mine",
+        priority=1,
+        deadline_s=10.0,
+        conversation_id="talk",
+        on_piece=look,
+    )
+    done = submitted.result(WAIT_S)
+    assert (submitted.request_id, done.request_id) == ("mine", "mine")
+    assert done.conversation_id == "talk"
+    assert refused[:2] == ["generate", "stream"]
+    assert tuple(token for piece in pieces for token in piece.token_ids) == done.token_ids
+    endless = service.submit(prompt, SamplingParams(max_tokens=None), request_id="mine")
+    with pytest.raises(InvalidRequestError, match="'mine' is still running"):
+        service.submit(prompt, request_id="mine")
+    service.cancel("mine")
+    assert endless.result(WAIT_S).finish_reason == "cancelled"
+    chat = service.conversation()
+    turns = [chat.send(PROMPTS[1], params).token_ids, chat.send([1], params).token_ids]
+    service.conversations.delete(chat.id)
+    tokens = [alone, batch[0], done]
+    assert service.stats().num_tokens >= sum(len(each.token_ids) for each in tokens)
+    streamed = [token for piece in service.stream(prompt, params) for token in piece.token_ids]
+    assert service.tokenizer is None and service.vocab_size == VOCAB_SIZE
+    assert service.options.seed == OPTIONS["seed"]
+    return [*(each.token_ids for each in tokens), *turns, tuple(streamed), *asyncio.run(arun())]
+
+
+def test_a_runtime_and_a_fleet_are_one_service(fleet, model):
+    """The same script runs on both, with the same tokens."""
+    with Runtime.from_pretrained(model, **OPTIONS) as rt:
+        assert _script(fleet) == _script(rt)
+
+
+def test_the_command_line_serves_from_a_fleet(ray, model, tmp_path):
+    """`jaxserve generate --replicas 2` prints what it prints without."""
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS[:4]))
+    arguments = ("generate", "--jsonl", str(jobs), "--model", model, "--load", "random", "--quiet")
+    sizes = ("--max-tokens", "8", "--max-slots", "4", "--max-context", "128")
+    runs = [
+        CliRunner().invoke(app, [*arguments, *sizes, "--replicas", replicas])
+        for replicas in ("1", "2")
+    ]
+    assert [run.exit_code for run in runs] == [0, 0], runs[1].stderr
+    alone, fleet = ([json.loads(line) for line in run.stdout.splitlines()] for run in runs)
+    assert len(alone) == 4
+    assert [line["token_ids"] for line in fleet] == [line["token_ids"] for line in alone]
+
+
+def test_an_id_of_the_fleets_own_is_refused(fleet):
+    """So that it never meets one that was made up."""
+    with pytest.raises(InvalidRequestError, match="'fleet-' are reserved"):
+        fleet.submit([1], request_id="fleet-1")
 
 
 def test_what_prevents_a_start_is_raised(ray, tmp_path):

@@ -148,8 +148,7 @@ def test_nobody_waits_for_a_slow_disk(disk):
         disk.put(key, b"x" * 100)
     disk.flush()
     gate, told = Gate(disk, "read"), threading.Semaphore(0)
-    disk.on_arrival = told.release
-    assert all(disk.read(key) for key in KEYS[:4])
+    assert all(disk.read(key, told.release) for key in KEYS[:4])
     disk.put(KEYS[5], b"y")
     assert KEYS[5] in disk and not disk.has_arrived and disk.arrived() == []
     gate.is_open.set()

@@ -1,4 +1,4 @@
-"""Which chunk goes first, and where it lies meanwhile."""
+"""Which cached page is evicted first, and where it lies meanwhile."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import random
 
 import pytest
 
-from jaxserve.memory.chunks import Branch, PageKeys
+from jaxserve.memory.cached_page import Branch, CachedPage, PageKeys
 from jaxserve.memory.eviction import LRU, CostOverTime, RecomputeCost
+from jaxserve.memory.host_pool import HostPool
 from jaxserve.memory.page_cache import PageCache
+from jaxserve.memory.page_values import PageValues
 
 COST = RecomputeCost.analytic(attention=1.0, other=100.0, longest=1024)
 
@@ -22,125 +24,127 @@ class Clock:
         return self.now_s
 
 
-def _cache(num_pages=11, num_host_pages=0, eviction=None, **options) -> tuple[PageCache, Clock]:
+def _cache(
+    num_pages=11, num_host_pages=0, eviction=None, host=None, copy_s=0.0
+) -> tuple[PageCache, PageValues, Clock]:
     clock = Clock()
-    eviction = eviction or CostOverTime()
-    return PageCache(num_pages, num_host_pages, 4, eviction, COST, clock, **options), clock
+    values = PageValues(4, eviction or CostOverTime(), COST, clock, copy_s)
+    return PageCache(num_pages, host or HostPool(num_host_pages), values), values, clock
 
 
-def _remember(cache: PageCache, name: str, num: int, branch: Branch | None = None) -> list:
-    """`num` chunks of one conversation, owned by nobody."""
-    branch = branch or Branch(cache._now())
-    assert cache.pool.promise(num)
-    pages = cache.pool.draw(num)
-    chunks = []
-    for index, page in enumerate(pages):
-        chunks.append(cache.add(page, index, f"{name} {index}".encode(), branch))
-        branch.tip = chunks[-1]
-    cache.pool.release(pages)
-    cache.check_integrity()
-    return chunks
-
-
-def _draw(cache: PageCache, num: int) -> list[int]:
-    assert cache.pool.promise(num)
-    pages = cache.pool.draw(num)
+def _cached(cache: PageCache, clock: Clock, name: str, num: int) -> list[CachedPage]:
+    """`num` pages of one conversation that was active now; no sequence owns them."""
+    branch = Branch(clock())
+    assert cache.pool.reserve(num)
+    owned = cache.pool.allocate(num)
+    pages = []
+    for index, page in enumerate(owned):
+        pages.append(cache.add(page, index, f"{name} {index}".encode(), branch))
+        branch.tip = pages[-1]
+    cache.pool.free(owned)
     cache.check_integrity()
     return pages
 
 
-def _lie(chunks) -> str:
+def _allocate(cache: PageCache, num: int) -> list[int]:
+    assert cache.pool.reserve(num)
+    pages = cache.pool.allocate(num)
+    cache.check_integrity()
+    return pages
+
+
+def _lie(pages) -> str:
     """Where each is: device, host, both or nowhere."""
     letters = {(True, False): "d", (False, True): "h", (True, True): "b", (False, False): "-"}
-    return "".join(letters[c.page is not None, c.host_page is not None] for c in chunks)
+    return "".join(letters[c.device_page is not None, c.host_page is not None] for c in pages)
 
 
-def test_leading_chunks_go_first():
+def test_leading_pages_go_first():
     """They attend to less, so they cost less to compute."""
-    cache, clock = _cache()
-    chunks = _remember(cache, "a", 10)
+    cache, _, clock = _cache()
+    pages = _cached(cache, clock, "a", 10)
     clock.now_s = 1.0
-    _draw(cache, 4)
-    assert _lie(chunks) == "----dddddd" and cache.num_dropped == 4
-    assert cache.find([b"a 0", b"a 4", b"b 0"]) == [chunks[4]]
-    assert cache.num_lost([b"a 0", b"a 4", b"b 0"]) == 1
+    _allocate(cache, 4)
+    assert _lie(pages) == "----dddddd" and cache.num_evicted == 4
+    assert cache.find([b"a 0", b"a 4", b"b 0"]) == [pages[4]]
+    assert cache.num_evicted_of([b"a 0", b"a 4", b"b 0"]) == 1
 
 
 @pytest.mark.parametrize("eviction, expected", [(CostOverTime(), "both"), (LRU(), "older")])
 def test_cost_over_time_weighs_what_lru_does_not(eviction, expected):
-    """A chunk far back in a conversation of a while ago outweighs the first of a later one."""
-    cache, clock = _cache(num_pages=301, eviction=eviction)
-    older = _remember(cache, "older", 200)
+    """A page far back in a conversation of a while ago outweighs the first of a later one."""
+    cache, _, clock = _cache(num_pages=301, eviction=eviction)
+    older = _cached(cache, clock, "older", 200)
     clock.now_s = 1.0
-    newer = _remember(cache, "newer", 100)
+    newer = _cached(cache, clock, "newer", 100)
     clock.now_s = 3.0
-    _draw(cache, 100)
+    _allocate(cache, 100)
     assert ("d" not in _lie(newer)) is False and "-" in _lie(older)
     assert ("-" in _lie(newer)) == (expected == "both")
 
 
-def test_a_chunk_counts_for_every_conversation_that_shares_it():
+def test_a_page_counts_for_every_conversation_that_shares_it():
     """The values add up; those whose end is gone count no more."""
-    cache, clock = _cache()
-    (shared,) = _remember(cache, "a", 1)
-    (alone,) = _remember(cache, "b", 1)
+    cache, values, clock = _cache()
+    (shared,) = _cached(cache, clock, "a", 1)
+    (alone,) = _cached(cache, clock, "b", 1)
     clock.now_s = 2.0
-    assert cache.value(shared) == cache.value(alone)
+    assert values.value(shared) == values.value(alone)
     other = Branch(1.0, tip=alone)
     shared.join(other)
-    assert cache.value(shared) == pytest.approx(3 * cache.value(alone))
-    cache.forget(alone)
-    assert cache.value(shared) == pytest.approx(COST(4) / 2)
+    assert values.value(shared) == pytest.approx(3 * values.value(alone))
+    cache.evict(alone)
+    assert values.value(shared) == pytest.approx(COST(4) / 2)
 
 
-def test_chunks_go_to_the_host_by_value_and_from_there_nowhere():
+def test_pages_go_to_the_host_by_value_and_from_there_nowhere():
     """The host holds the most valuable of what the device gave up."""
-    cache, clock = _cache(num_host_pages=3)
-    chunks = _remember(cache, "a", 10)
+    cache, _, clock = _cache(num_host_pages=3)
+    pages = _cached(cache, clock, "a", 10)
     clock.now_s = 1.0
-    _draw(cache, 2)
-    assert _lie(chunks) == "hhdddddddd"
-    assert cache.copies_out(free_share=0.0) == ((chunks_page(10), 0), (chunks_page(9), 1))
-    _draw(cache, 3)
-    assert _lie(chunks) == "--hhhddddd"
+    _allocate(cache, 2)
+    assert _lie(pages) == "hhdddddddd"
+    assert cache.copies_out(free_share=0.0) == ((_device_page(10), 0), (_device_page(9), 1))
+    _allocate(cache, 3)
+    assert _lie(pages) == "--hhhddddd"
 
 
-def chunks_page(page: int) -> int:
-    """Pages are drawn from the lowest on, so the first chunk has the first."""
+def _device_page(page: int) -> int:
+    """The page of the pool that the i-th page of the first conversation from the end has."""
     return 11 - page
 
 
 def test_what_costs_less_to_compute_than_to_copy_is_dropped():
     """Both ways count."""
-    cache, _ = _cache(num_host_pages=10, copy_s=57.0)  # COST(4) is 104, COST(16) is 116
-    chunks = _remember(cache, "a", 10)
-    _draw(cache, 5)
-    assert _lie(chunks) == "---hhddddd"
+    cache, _, clock = _cache(num_host_pages=10, copy_s=57.0)  # COST(4) is 104, COST(16) is 116
+    pages = _cached(cache, clock, "a", 10)
+    _allocate(cache, 5)
+    assert _lie(pages) == "---hhddddd"
 
 
 def test_nothing_is_copied_ahead_while_something_comes_back():
     """Retrieval goes before eviction."""
-    cache, clock = _cache(num_host_pages=10)
-    chunks = _remember(cache, "a", 10)
+    cache, _, clock = _cache(num_host_pages=10)
+    first, *_ = _cached(cache, clock, "a", 10)
     clock.now_s = 1.0
-    pages = _draw(cache, 1)
+    (owned,) = _allocate(cache, 1)
     cache.copies_out(free_share=0.0)
-    cache.restore(chunks[0], pages[0])
+    cache.restore(first, owned)
     assert cache.copies_out(free_share=1.0) == ()
-    assert cache.copies_in() == ((0, pages[0]),)
+    assert cache.copies_in() == ((0, owned),)
     assert len(cache.copies_out(free_share=0.5)) == 5
 
 
 def test_a_page_without_a_name_is_dropped_where_its_contents_are_known():
     """Two pages of the same contents: one is enough."""
-    cache, clock = _cache()
+    cache, _, clock = _cache()
     branch = Branch(clock())
-    pages = _draw(cache, 3)
+    pages = _allocate(cache, 3)
     known = cache.add(pages[0], 0, b"x", branch)
     late, other = cache.add(pages[1], 0, None, branch), cache.add(pages[2], 0, None, branch)
-    cache.pool.release(pages)
-    cache.name(late, b"x")
-    cache.name(other, b"y")
+    cache.pool.free(pages)
+    cache.set_key(late, b"x")
+    cache.set_key(other, b"y")
     assert _lie([known, late, other]) == "d-d" and cache.find([b"y"]) == [other]
     cache.check_integrity()
 
@@ -167,40 +171,41 @@ def test_costs_are_interpolated_between_powers_of_two():
 
 
 def test_random_use_keeps_the_books():
-    """Remembering, finding, sharing, restoring, drawing, shrinking and clearing at random."""
+    """Adding, finding, sharing, restoring, allocating, freeing and clearing at random."""
     for seed in range(150):
         rng = random.Random(seed)
-        cache, clock = _cache(rng.randint(3, 20), rng.choice([0, 2, 30]))
+        num_pages, host = rng.randint(3, 20), HostPool(rng.choice([0, 2, 30]))
+        cache, _, clock = _cache(num_pages, host=host)
         owned: list[list[int]] = []
         for number in range(60):
             clock.now_s += rng.random()
             action = rng.randrange(6)
             if action == 0 and cache.pool.num_available:
-                _remember(cache, str(number // 8), rng.randint(1, cache.pool.num_available))
+                _cached(cache, clock, str(number // 8), rng.randint(1, cache.pool.num_available))
             elif action == 1 and cache.pool.num_available:
-                owned.append(_draw(cache, rng.randint(1, cache.pool.num_available)))
+                owned.append(_allocate(cache, rng.randint(1, cache.pool.num_available)))
             elif action == 2 and owned:
-                cache.pool.release(owned.pop())
+                cache.pool.free(owned.pop())
             elif action == 3:
                 keys = [f"{rng.randint(0, number // 8)} {i}".encode() for i in range(9)]
-                for chunk in cache.find(keys):
-                    if chunk.page is not None and cache.pool.num_available:
-                        cache.pool.share([chunk.page])
-                        owned.append([chunk.page])
-                    elif chunk.page is None and cache.pool.num_available:
-                        owned.append(_draw(cache, 1))
-                        if chunk.host_page is not None:
-                            cache.restore(chunk, owned[-1][0])
+                for page in cache.find(keys):
+                    if page.device_page is not None and cache.pool.num_available:
+                        cache.pool.lock([page.device_page])
+                        owned.append([page.device_page])
+                    elif page.device_page is None and cache.pool.num_available:
+                        owned.append(_allocate(cache, 1))
+                        if page.host_page is not None:
+                            cache.restore(page, owned[-1][0])
             elif action == 4:
                 taken = {host_page for _, host_page in cache.copies_out(free_share=rng.random())}
-                assert len(taken) <= cache.host.num_pages
+                assert len(taken) <= cache.max_host_pages
                 cache.copies_in()
             elif rng.random() < 0.1:
-                cache.forget_uncopied()
+                cache.drop_uncopied()
                 cache.clear(b"new")
             cache.check_integrity()
         for pages in owned:
-            cache.pool.release(pages)
+            cache.pool.free(pages)
         cache.clear(b"")
         assert cache.pool.num_free == cache.pool.num_usable, seed
-        assert cache.host.num_free == cache.host.num_pages, seed
+        assert host.num_free == host.num_pages, seed

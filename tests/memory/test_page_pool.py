@@ -1,4 +1,4 @@
-"""The page pool counts references and promises."""
+"""The page pool counts references and reservations."""
 
 import random
 
@@ -8,15 +8,15 @@ from jaxserve.memory.page_pool import NULL_PAGE, PagePool
 from jaxserve.memory.page_table import PageTable
 
 
-def test_promised_pages_are_available_to_nobody_else():
-    """A promise takes from what is available without naming pages."""
+def test_reserved_pages_are_not_available():
+    """A reservation takes from what is available without naming pages."""
     pool = PagePool(6)
-    assert pool.promise(4)
+    assert pool.reserve(4)
     assert (pool.num_free, pool.num_available) == (5, 1)
-    assert not pool.promise(2)
-    pages = pool.draw(3)
+    assert not pool.reserve(2)
+    pages = pool.allocate(3)
     assert NULL_PAGE not in pages and len(set(pages)) == 3
-    pool.withdraw(1)
+    pool.unreserve(1)
     assert pool.num_available == 2
     pool.check_integrity()
 
@@ -24,17 +24,17 @@ def test_promised_pages_are_available_to_nobody_else():
 def test_shared_page_is_free_only_after_its_last_reference():
     """Sharing adds a reference; the page returns when all are dropped."""
     pool = PagePool(3)
-    pool.promise(1)
-    pages = pool.draw(1)
-    pool.share(pages)
-    pool.release(pages)
+    pool.reserve(1)
+    pages = pool.allocate(1)
+    pool.lock(pages)
+    pool.free(pages)
     assert pool.num_owned == 1
-    pool.release(pages)
+    pool.free(pages)
     assert pool.num_owned == 0
     with pytest.raises(ValueError, match="not owned"):
-        pool.release(pages)
+        pool.free(pages)
     with pytest.raises(ValueError, match="is free"):
-        pool.share(pages)
+        pool.lock(pages)
 
 
 def test_random_use_keeps_every_page_in_one_state():
@@ -48,17 +48,17 @@ def test_random_use_keeps_every_page_in_one_state():
             action = rng.randrange(4)
             tokens = rng.randint(1, 40)
             if action == 0 and table.reserve(tokens):
-                assert table.missing(tokens) == 0
-            elif action == 1 and not table.missing(tokens):
-                table.grow(tokens)
+                assert table.num_missing(tokens) == 0
+            elif action == 1 and not table.num_missing(tokens):
+                table.allocate(tokens)
                 assert table.num_pages * page_size >= tokens
-            elif action == 2 and not table.num_reserved:
+            elif action == 2 and not table.reservation:
                 shared = dict(enumerate(other.pages[: rng.randint(0, other.num_pages)]))
                 table.begin(max(tokens, len(shared) * page_size), shared, len(shared))
             elif action == 3:
                 table.close()
             pool.check_integrity()
-            assert pool.num_promised == sum(t.num_reserved - t.num_pages for t in tables)
+            assert pool.num_reserved == sum(t.reservation - t.num_pages for t in tables)
             assert {p for t in tables for p in t.pages} == {
                 p for p in range(1, pool.num_usable + 1) if pool.refcount(p)
             }
@@ -69,4 +69,4 @@ def test_growing_past_the_reservation_is_refused():
     table = PageTable(PagePool(4), 2)
     table.reserve(2)
     with pytest.raises(ValueError, match="reserve first"):
-        table.grow(4)
+        table.allocate(4)

@@ -31,24 +31,24 @@ def test_too_many_pages_are_refused():
 
 
 def _random_tables(rng: random.Random, pool: PagePool) -> list[PageTable]:
-    """Some that hold pages, some of them shared, and promises."""
+    """Some that hold pages, some of them shared, and reservations."""
     tables = [PageTable(pool, 1) for _ in range(5)]
     for _ in range(30):
         table, other = rng.sample(tables, 2)
         action = rng.randrange(3)
         if action == 0 and table.reserve(table.num_pages + rng.randint(0, 6)):
-            table.grow(rng.randint(0, table.num_reserved))
-        elif action == 1 and not table.num_reserved:
+            table.allocate(rng.randint(0, table.reservation))
+        elif action == 1 and not table.reservation:
             shared = dict(enumerate(other.pages[: rng.randint(0, other.num_pages)]))
             table.begin(len(shared), shared, len(shared))
         elif action == 2:
-            table.reserve(table.num_reserved + 1)
+            table.reserve(table.reservation + 1)
     for table in rng.sample(tables, 2):
         table.close()
     return tables
 
 
-def test_a_resized_pool_keeps_contents_references_and_promises():
+def test_a_resized_pool_keeps_contents_references_and_reservations():
     """Every table reads what it read, shared pages stay shared, there and back again."""
     num_moves = 0
     for seed in range(300):
@@ -59,9 +59,9 @@ def test_a_resized_pool_keeps_contents_references_and_promises():
         contents = rng.sample(range(1000), num_pages)
         wanted = [[contents[page] for page in table.pages] for table in tables]
         references = sorted(pool.refcount(page) for page in pool.held)
-        promised = pool.num_promised
+        reserved = pool.num_reserved
         for _ in range(4):
-            smallest = max(2, 1 + pool.num_owned + promised)
+            smallest = max(2, 1 + pool.num_owned + reserved)
             size = rng.choice([smallest, rng.randint(smallest, 40)])
             moves = fewest_moves(pool.held, size)
             num_moves += len(moves)
@@ -70,7 +70,7 @@ def test_a_resized_pool_keeps_contents_references_and_promises():
             for table in tables:
                 table.relocate(dict(moves))
             pool.check_integrity()
-            assert (pool.num_usable, pool.num_promised) == (size - 1, promised), seed
+            assert (pool.num_usable, pool.num_reserved) == (size - 1, reserved), seed
             assert sorted(pool.refcount(page) for page in pool.held) == references, seed
             assert [[contents[page] for page in t.pages] for t in tables] == wanted, seed
         for table in tables:
@@ -89,12 +89,12 @@ def test_tables_and_contents_agree_on_where_pages_went():
 
 
 def test_a_size_that_loses_pages_is_refused():
-    """Neither owned pages nor promises are dropped, and nothing has changed after trying."""
+    """Neither owned pages nor reservations are dropped, and nothing has changed after trying."""
     pool = PagePool(6)
-    pool.promise(3)
-    (page, _) = pool.draw(2)
+    pool.reserve(3)
+    (page, _) = pool.allocate(2)
     for size, moves, message in (
-        (3, (), "2 owned and 1 promised pages do not fit into 2"),
+        (3, (), "2 owned and 1 reserved pages do not fit into 2"),
         (5, [(page, 7)], "cannot go to 7"),
         (5, [(page, NULL_PAGE)], "cannot go to 0"),
         (1, (), "the null page and at least one more"),
@@ -102,4 +102,4 @@ def test_a_size_that_loses_pages_is_refused():
         with pytest.raises(ValueError, match=message):
             pool.resize(size, moves)
         pool.check_integrity()
-        assert (pool.num_usable, pool.num_owned, pool.num_promised) == (5, 2, 1)
+        assert (pool.num_usable, pool.num_owned, pool.num_reserved) == (5, 2, 1)

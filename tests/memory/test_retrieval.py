@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.memory.chunks import Branch
+from jaxserve.memory.cached_page import Branch
 from jaxserve.memory.disk_tier import PATIENCE_S, DiskTier
 from jaxserve.memory.eviction import CostOverTime, RecomputeCost
+from jaxserve.memory.host_pool import HostPool
 from jaxserve.memory.page_cache import PageCache
+from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.retrieval import Retrieval
 from tests.memory.gate import Gate
 
@@ -35,15 +37,21 @@ class Host:
 
 
 class Bench:
-    """A cache whose disk has six chunks each of `a`, `b` and `c`, and a clock that is told."""
+    """A cache whose disk has six pages each of `a`, `b` and `c`, and a clock that is told."""
 
     def __init__(self, folder: Path):
         self.now_s = 0.0
         self.host = Host()
-        self.cache = PageCache(9, NUM_HOST_PAGES, 4, CostOverTime(), COST, lambda: self.now_s)
-        self.disk = self.cache.disk = DiskTier(folder, 100_000)
-        self.cache.host_memory = self.host
-        self.retrieval = Retrieval(self.cache, lambda: self.now_s)
+        self.disk = DiskTier(folder, 100_000)
+        self.host_pool = HostPool(NUM_HOST_PAGES)
+        self.cache = PageCache(
+            9,
+            self.host_pool,
+            PageValues(4, CostOverTime(), COST, lambda: self.now_s, 0.0),
+            disk=self.disk,
+            host_memory=self.host,
+        )
+        self.retrieval = Retrieval(self.cache, lambda: self.now_s, lambda: None)
         for name in "abc":
             for key in self.keys(name, 6):
                 self.disk.put(key, b"of " + key)
@@ -53,7 +61,7 @@ class Bench:
         return [f"{name} {index}".encode() for index in range(count)]
 
     def wheres(self, name: str, count: int = 6) -> set[str]:
-        return {self.cache.where(key) for key in self.keys(name, count)}
+        return {self.cache.tier_of(key) for key in self.keys(name, count)}
 
     def take_in(self) -> None:
         """What the disk has been told to read."""
@@ -76,8 +84,8 @@ def test_a_sequence_waits_until_all_has_come(bench):
     assert bench.retrieval.gives_up_s == PATIENCE_S
     bench.take_in()
     assert not bench.retrieval.awaits(1, keys) and bench.retrieval.gives_up_s is None
-    chunks = bench.cache.find(keys)
-    assert [bench.host.pages[chunk.host_page] for chunk in chunks] == [
+    pages = bench.cache.find(keys)
+    assert [bench.host.pages[page.host_page] for page in pages] == [
         b"of " + key for key in keys[:3]
     ]
     assert bench.retrieval.release(1) == {0, 1, 2} and bench.retrieval.release(1) == set()
@@ -127,13 +135,13 @@ def test_what_was_computed_meanwhile_stays_where_it_is(bench):
     keys = bench.keys("a", 6)
     assert bench.retrieval.awaits(1, keys)
     gate.wait_for_calls(1)
-    assert bench.cache.pool.promise(1)
-    (page,) = bench.cache.pool.draw(1)
+    assert bench.cache.pool.reserve(1)
+    (page,) = bench.cache.pool.allocate(1)
     bench.cache.add(page, 5, keys[5], Branch(0.0))
     gate.is_open.set()
     bench.take_in()
     assert not bench.retrieval.awaits(1, keys)
-    assert bench.cache.where(keys[5]) == "device" and bench.cache.num_pages_in == 0
+    assert bench.cache.tier_of(keys[5]) == "device" and bench.cache.num_pages_in == 0
 
 
 def test_who_has_gone_is_forgotten(bench):
@@ -143,7 +151,7 @@ def test_who_has_gone_is_forgotten(bench):
         forget()
         assert bench.retrieval.gives_up_s is None
         bench.take_in()
-        assert bench.wheres("a", 3) == {"disk"} and bench.cache.host.num_free == NUM_HOST_PAGES
+        assert bench.wheres("a", 3) == {"disk"} and bench.host_pool.num_free == NUM_HOST_PAGES
 
 
 def test_a_disk_that_hangs_is_not_waited_for(bench):

@@ -29,18 +29,28 @@ NUM_TOKENS = 48
 def _step(graphdef, state, tokens, batch, cache):
     model = nnx.merge(graphdef, state)
     hidden, cache = model(tokens, batch, cache)
-    return model.logits(hidden), cache
+    return model.logits(hidden, batch.adapter), cache
 
 
 class Server:
     """A model, its cache, and a page table for each of `NUM_SEQUENCES` sequences.
 
     Sizes are the same for all, so that tests of one configuration share their executables.
+
+    Args:
+      adapters: the adapter of each sequence, -1 for none; None for models without adapters.
     """
 
     def __init__(
-        self, graphdef, params, config, layer_layout="unrolled", kv_dtype: str = "float32"
+        self,
+        graphdef,
+        params,
+        config,
+        layer_layout="unrolled",
+        kv_dtype: str = "float32",
+        adapters: tuple[int, ...] | None = None,
     ):
+        self._adapters = adapters
         self._graphdef, self._params = graphdef, params
         self._place = Placement.like(jax.tree.leaves(params)[0].sharding)
         pages = 1 + NUM_SEQUENCES * PAGES_PER_SEQUENCE
@@ -90,6 +100,7 @@ class Server:
     ) -> list[np.ndarray]:
         tokens = np.zeros(num_tokens, np.int32)
         positions, page, offset = np.zeros((3, num_tokens), np.int32)
+        adapter = np.full(num_tokens, -1, np.int32)
         fields = np.zeros((4, NUM_SEQUENCES), np.int32)
         tables = np.zeros((NUM_SEQUENCES, PAGES_PER_SEQUENCE), np.int32)
         places, at = [], 0
@@ -100,6 +111,8 @@ class Server:
             positions[place] = np.arange(first, first + size)
             page[place] = self._tables[sequence, positions[place] // PAGE_SIZE]
             offset[place] = positions[place] % PAGE_SIZE
+            if self._adapters is not None:
+                adapter[place] = self._adapters[sequence]
             fields[:, row] = (at, size, first, first + size)
             tables[row] = self._tables[sequence]
             places.append(place)
@@ -111,6 +124,7 @@ class Server:
             offset=jnp.asarray(offset),
             rows=Rows(*map(jnp.asarray, fields), page_table=jnp.asarray(tables)),
             max_query_length=max_query_length,
+            adapter=None if self._adapters is None else jnp.asarray(adapter),
         )
         with self._place.in_force():
             logits, self._cache = _step(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax.numpy as jnp
 import pytest
 
 from jaxserve.core.errors import UnsupportedModelError
@@ -96,6 +99,18 @@ def test_gemma3_of_both_transformers_agree():
     assert old.sliding_windows == (5,) * 5 + (None, 5)
     assert [rope.theta for rope in old.layer_ropes] == [1e4] * 5 + [1e6, 1e4]
     assert not old.is_uniform
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", jnp.bfloat16])
+def test_the_dtype_is_one_of_three_names(dtype):
+    """It is float32 by default, part of the configuration's identity, and kept by parts of it."""
+    config = config_from_hf(LLAMA)
+    half = replace(config, dtype="bfloat16")
+    assert config.dtype == "float32"
+    assert half.dtype == half.part(range(1, 3)).dtype == "bfloat16"
+    assert config != half and hash(half) == hash(replace(config, dtype="bfloat16"))
+    with pytest.raises(UnsupportedModelError, match="give .*'float32', 'bfloat16', 'float16'"):
+        replace(config, dtype=dtype)
 
 
 def test_gpt3_shapes_have_their_parameters():

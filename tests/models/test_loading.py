@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,16 +96,16 @@ def test_scanned_layout_stacks_the_unrolled_one():
 
 
 def test_loads_in_the_dtype_and_onto_the_mesh_asked_for():
-    """Arrays come in the target dtype with the shardings given, and progress reaches the end."""
-    _, abstract = abstract_model(CONFIG)
+    """Arrays have the configuration's dtype and the given shardings; progress reaches the end."""
+    config = replace(CONFIG, dtype="bfloat16")
+    _, abstract = abstract_model(config)
     shardings = state_shardings(abstract, make_mesh())
     seen = []
     params = load_params(
         abstract,
-        CONFIG,
+        config,
         _Arrays(_arrays()),
         shardings,
-        jnp.bfloat16,
         progress=lambda done, count: seen.append((done, count)),
     )
     leaves = jax.tree.leaves(params)
@@ -114,7 +116,8 @@ def test_loads_in_the_dtype_and_onto_the_mesh_asked_for():
 
 def test_random_params_fit_the_abstract_state():
     """Random parameters have the abstract state's structure and depend on the seed."""
-    first, again, other = (random_params(CONFIG, seed, dtype=jnp.bfloat16) for seed in (1, 1, 2))
+    config = replace(CONFIG, dtype="bfloat16")
+    first, again, other = (random_params(config, seed) for seed in (1, 1, 2))
     assert jax.tree.structure(first) == jax.tree.structure(abstract_model(CONFIG)[1])
     embeddings = [np.asarray(x["embedding"].get_value(), "f") for x in (first, again, other)]
     np.testing.assert_array_equal(embeddings[0], embeddings[1])

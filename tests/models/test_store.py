@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -65,6 +66,7 @@ def test_the_second_load_restores_what_the_first_converted(path, cache, options)
     """The second load equals the first and does not touch the tensors of the GGUF file."""
     first = _load(path, **options)
     assert first.params["embedding"][...].dtype == options.get("dtype", jnp.float32)
+    assert first.config.dtype == jnp.dtype(options.get("dtype", jnp.float32)).name
     assert first.name == "tiny" and first.source_path == path
     _blank_the_weights(path)
     second = _load(path, **options)
@@ -212,6 +214,10 @@ def test_random_weights_need_only_a_configuration(tmp_path, path):
     other = _load(LlamaConfig.from_hf(given), load="random", seed=3)
     _assert_same_params(one, other)
     assert other.source_path is None and other.tokenizer is None
+    half = replace(LlamaConfig.from_hf(given), dtype="bfloat16")
+    for dtype, wanted in ((None, "bfloat16"), ("float16", "float16")):
+        loaded = _load(half, load="random", dtype=dtype)
+        assert loaded.config.dtype == loaded.params["embedding"][...].dtype == wanted
     different = _load(LlamaConfig.from_hf(given), load="random", seed=4)
     assert not np.array_equal(one.params["embedding"][...], different.params["embedding"][...])
     placed = _load(path, load="random", mesh=make_mesh())

@@ -7,7 +7,7 @@ from typing import Any
 from jaxserve.core.config import EngineConfig
 from jaxserve.planning import Origin, StepTimes
 from jaxserve.planning.step_times import Curve
-from jaxserve.scheduling.plan import Needs, Row, StepPlan
+from jaxserve.scheduling.plan import Row, StepPlan
 
 CONFIG = EngineConfig(
     page_size=8,
@@ -48,4 +48,4 @@ def plan(rows: tuple[Row, ...], **fields: Any) -> StepPlan:
     nothing = ("swaps_out", "swaps_in", "releases", "moves", "admissions", "page_updates")
     defaults: dict[str, Any] = {name: () for name in nothing}
     defaults |= {"index": 0, "num_iterations": 1, "window_start": 0, "window_size": 0}
-    return StepPlan(**{**defaults, "needs": Needs(), "rows": rows, **fields})
+    return StepPlan(**{**defaults, "rows": rows, **fields})

@@ -13,9 +13,9 @@ from jaxserve.core.metrics import summarise
 from jaxserve.execution.step_cost import FlatCost
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.planning import Simulation, simulate
+from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.scheduling.supervisor import SwapCosts
 from jaxserve.testing.tiny import random_prompts, tiny_llama
 from jaxserve.workload import WorkloadItem
 from tests.planning.step_times import CONFIG, made_up
@@ -143,7 +143,7 @@ def _shapes(steps, completions) -> list[tuple]:
     end_s = max(completion.timing.finished_s for completion in completions)
     return [
         (step.kind, step.num_rows, step.num_tokens, step.num_iterations, step.num_padding_tokens)
-        + (step.num_running, step.num_waiting, step.pages_owned, step.pages_promised)
+        + (step.num_running, step.num_waiting, step.pages_owned, step.pages_reserved)
         for step in steps
         if step.collected_s <= end_s
     ]
@@ -168,7 +168,7 @@ def test_kept_pages_are_valued_by_the_cost_given():
 
     def num_found(chunk_cost: RecomputeCost) -> int:
         run = simulate(items, policy, config, SECOND, chunk_cost=chunk_cost, progress=False)
-        return run.stats.num_found
+        return run.stats.num_prefix_hit
 
     alike = RecomputeCost(((1, 1.0), (64, 1.0)))
     late_is_dear = RecomputeCost(((1, 1.0), (64, 1000.0)))

@@ -41,7 +41,7 @@ def expected():
     for seed in (0, 1):
         with Runtime(tiny_llama(seed), **{**OPTIONS, "policy": "vllm_like"}) as rt:
             tokens[seed] = _talk(rt)
-            assert rt.stats().num_sought == 0
+            assert rt.stats().num_prefix_queried == 0
     return tokens
 
 
@@ -50,7 +50,7 @@ def test_pages_come_back_from_the_host_layer_by_layer(expected):
     options = FREE | {"restore": "both", "kv_memory": "40kB", "strict": True}
     with Runtime(tiny_llama(), **options) as rt:
         assert _talk(rt) == expected[0] == _talk(rt)
-        assert rt.stats().num_pages_in > 0 and rt.config.num_coming_pages == 16
+        assert rt.stats().num_pages_in > 0 and rt.config.num_incoming_pages == 16
     with pytest.raises(InvalidConfigError, match=r"restore='later' .*'on_admission', 'prefetch'"):
         Runtime(tiny_llama(), **OPTIONS, restore="later")
 
@@ -76,8 +76,8 @@ def test_the_next_turn_finds_the_one_before(expected, policy):
     with Runtime(tiny_llama(), **{**OPTIONS, "policy": policy}) as rt:
         assert _talk(rt) == expected[0]
         stats = rt.stats()
-        assert stats.num_found >= sum(len(prompt) + 12 - 8 for prompt in PROMPTS)
-        assert rt.report().figures()["hit_rate"] == stats.num_found / stats.num_sought
+        assert stats.num_prefix_hit >= sum(len(prompt) + 12 - 8 for prompt in PROMPTS)
+        assert rt.report().figures()["hit_rate"] == stats.num_prefix_hit / stats.num_prefix_queried
         assert max(step.pages_cached for step in rt.report().steps) > 0
         tiers = rt.residency([*PROMPTS[0], *FOLLOW_UP])
         assert tiers == ["device"] * (len(PROMPTS[0]) // rt.config.page_size)
@@ -85,7 +85,7 @@ def test_the_next_turn_finds_the_one_before(expected, policy):
         assert draw_residency({"a": tiers, "b": []})._repr_png_().startswith(b"\x89PNG")
         rt.forget_kept_pages()
         assert _talk(rt) == expected[0]
-        assert rt.stats().num_found == 2 * stats.num_found
+        assert rt.stats().num_prefix_hit == 2 * stats.num_prefix_hit
         rt.measure_step_times(rounds=1)  # which writes to pages
         assert _talk(rt) == expected[0]
 
@@ -94,10 +94,10 @@ def test_new_weights_find_nothing_of_the_old(expected):
     """Their keys and values are others."""
     with Runtime(tiny_llama(), **OPTIONS) as rt:
         assert _talk(rt) == expected[0]
-        found = rt.stats().num_found
+        found = rt.stats().num_prefix_hit
         rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
         assert _talk(rt) == expected[1]
-        assert rt.stats().num_found == 2 * found
+        assert rt.stats().num_prefix_hit == 2 * found
 
 
 def test_a_runtime_finds_what_the_one_before_it_wrote(expected, tmp_path):
@@ -105,16 +105,16 @@ def test_a_runtime_finds_what_the_one_before_it_wrote(expected, tmp_path):
     disk = {"disk_memory": "4MB", "disk_folder": tmp_path, "host_memory": "100kB"}
     with Runtime(tiny_llama(), **FREE, **disk) as rt:
         assert _talk(rt) == expected[0]
-        assert rt.stats().num_found_on_disk == 0
+        assert rt.stats().num_prefix_hit_on_disk == 0
     with Runtime(tiny_llama(), **OPTIONS, **disk) as rt:
         assert _talk(rt) == expected[0]
-        assert rt.stats().num_found_on_disk >= sum(len(prompt) - 8 for prompt in PROMPTS)
+        assert rt.stats().num_prefix_hit_on_disk >= sum(len(prompt) - 8 for prompt in PROMPTS)
     with Runtime(tiny_llama(1), **OPTIONS, **disk) as rt:
         assert _talk(rt) == expected[1]
-        assert rt.stats().num_found_on_disk == 0
+        assert rt.stats().num_prefix_hit_on_disk == 0
         rt.update_params(nnx.state(tiny_llama(0), nnx.Param))
         assert _talk(rt) == expected[0]
-        assert rt.stats().num_found_on_disk > 0
+        assert rt.stats().num_prefix_hit_on_disk > 0
 
 
 @final
@@ -174,7 +174,7 @@ def test_a_slow_disk_delays_only_those_that_need_it(expected, tmp_path):
         assert rt.stats().planning_s == planning_s
         slow.is_open.set()
         assert [one.result(60).token_ids for one in waiting] == expected[0][:3]
-        assert rt.stats().num_found_on_disk >= sum(len(prompt) - 8 for prompt in PROMPTS[:3])
+        assert rt.stats().num_prefix_hit_on_disk >= sum(len(prompt) - 8 for prompt in PROMPTS[:3])
         slow.is_open.clear()
         num_asked = slow.num_asked
         closed = rt.submit(PROMPTS[3], PARAMS)
@@ -205,9 +205,9 @@ def test_stages_keep_pages_on_their_devices(expected):
     plan = StagePlan.of([1, 1], micro_batches=2)
     with Runtime(tiny_llama(), **OPTIONS, mesh=plan) as rt:
         assert _talk(rt) == expected[0]
-        assert rt.stats().num_found >= sum(len(prompt) + 12 - 8 for prompt in PROMPTS)
-        cache = rt._replicas.first.engine.scheduler.keeper.cache
+        assert rt.stats().num_prefix_hit >= sum(len(prompt) + 12 - 8 for prompt in PROMPTS)
+        cache = rt._replicas.first.engine._kv._cache
         for page in range(1, rt.config.num_pages, 2):
             if cache.pool.is_cached(page):
-                cache.forget(cache.at(page))
+                cache.evict(cache.on_page(page))
         assert _talk(rt) == expected[0]

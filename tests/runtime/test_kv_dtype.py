@@ -86,7 +86,7 @@ def test_a_disk_gives_back_pages_of_its_own_dtype_alone(tmp_path):
     for kv_dtype in ("int8", None, "int8"):
         with _runtime(kv_dtype, **options) as rt:
             answers.append(_tokens(rt.generate(PROMPTS, PARAMS)))
-            assert (rt.stats().num_found_on_disk > 0) == (len(answers) == 3)
+            assert (rt.stats().num_prefix_hit_on_disk > 0) == (len(answers) == 3)
     assert answers[2] == answers[0]
 
 

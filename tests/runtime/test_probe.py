@@ -77,6 +77,15 @@ def test_wrong_readings_cost_time_and_never_tokens(expected, name):
     assert (stats.num_refined > len(PROMPTS)) == (name not in ("not numbers", "infinite"))
 
 
+def test_with_a_probe_alone_s3_does_not_reserve_for_the_longest_answer(expected, caplog):
+    """More answers run at once than fit at full length, with the same tokens and no warning."""
+    with Runtime(tiny_llama(), probe=WRONG["short"], **{**MEMORY, "policy": "s3"}) as rt:
+        done = rt.generate(PROMPTS, PARAMS)
+        most = max(step.num_running for step in rt.report().steps)
+    assert [each.token_ids for each in done] == expected
+    assert most > 3 and "reserves for the longest answer" not in caplog.text
+
+
 def _readings(executor: RecordingExecutor) -> dict[tuple[str, int], np.ndarray]:
     """What was read of each request where it had so many output tokens before its newest one."""
     read, serving = {}, {}

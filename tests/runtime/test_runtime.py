@@ -563,3 +563,19 @@ def test_executors_can_be_wrapped():
         assert warm == [True] and len(recording.plans) == rt.stats().num_steps > 0
     with pytest.raises(RuntimeClosedError):
         recording.fitted(None)
+
+
+class _Fixed(ExecutorWrapper):
+    """An executor that declares that its pool cannot be resized, as those of a group do."""
+
+    can_resize = False
+
+
+def test_a_pool_that_cannot_be_resized_is_left_alone():
+    """The refusal comes before any request is touched; requests go on."""
+    with Runtime(tiny_llama(), wrap_executor=_Fixed, warmup=False, **OPTIONS) as rt:
+        pool = rt.config
+        running = rt.submit([1, 2, 3], GREEDY)
+        with pytest.raises(InvalidConfigError, match="several processes serve cannot be resized"):
+            rt.resize_kv("1MiB")
+        assert running.result(30).finish_reason == "length" and rt.config == pool

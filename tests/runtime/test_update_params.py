@@ -128,6 +128,18 @@ def test_weights_are_moved_where_the_old_ones_are(answers):
         assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[0]
 
 
+def test_parameters_have_the_dtype_of_the_configuration():
+    """The configuration decides; parameters of another dtype are refused before compiling."""
+    halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _params(1))
+    with pytest.raises(InvalidConfigError, match=r"bfloat16.*says float32.*dtype='bfloat16'"):
+        Runtime(tiny_llama(0), halves, **OPTIONS)
+    with Runtime(tiny_llama(1, jnp.bfloat16), halves, warmup=False, **OPTIONS) as rt:
+        assert rt.model_config.dtype == "bfloat16"
+        pages = rt.stats().pool_bytes / (rt.config.num_pages * rt.config.page_size)
+        assert pages == 2 * 2 * 2 * 8 * 2  # layers, keys and values, heads, head_dim, bytes
+        assert rt.generate(PROMPTS[0], SamplingParams(max_tokens=3)).finish_reason == "length"
+
+
 def test_what_does_not_fit_is_refused():
     """Another shape, dtype or structure is named, and the runtime goes on as it was."""
     with Runtime(tiny_llama(0), **OPTIONS) as rt:

@@ -22,7 +22,7 @@ class Recorder:
     def __init__(self, simulated: SimulatedExecutor):
         self._simulated = simulated
         self.config, self.swap_costs = simulated.config, simulated.swap_costs
-        self.refinement = simulated.refinement
+        self.refinement, self.host_memory = simulated.refinement, simulated.host_memory
         self.plans: list[StepPlan] = []
 
     def submit(self, plan: StepPlan):
@@ -56,7 +56,7 @@ def _run(policy: str, seed: int, lengths: list[int]):
     while engine.has_work:
         engine.step()
         clock.advance_to(engine.idle_until_s or 0.0)
-        if plans_at_first_end is None and any(s.finished_s is not None for s in sequences):
+        if plans_at_first_end is None and any(s.times.finished_s is not None for s in sequences):
             plans_at_first_end = len(executor.plans)
     plans = [(p.rows, p.num_iterations, p.page_updates, p.releases) for p in executor.plans]
     return plans, plans_at_first_end, [len(s.output) for s in sequences]

@@ -61,10 +61,10 @@ def test_conversations_have_the_tokens_of_fresh_runs(policy: Policy):
         together = trace.run(policy, cancel_rate=0.02 if seed % 3 else 0.0)
         for key, alone in trace.expected().items():
             assert together[key].agrees_with(alone), f"seed {seed}, {key}"
-        counts["found"] += trace.keeper.num_found
-        counts["found on the host"] += trace.keeper.num_found_on_host
-        counts["lost"] += trace.keeper.num_lost
-        counts["prefetched"] += trace.keeper.prefetch.num_pages
+        counts["found"] += trace.counters["num_prefix_hit"]
+        counts["found on the host"] += trace.counters["num_prefix_hit_on_host"]
+        counts["lost"] += trace.counters["num_evicted_tokens"]
+        counts["prefetched"] += trace.counters["num_pages_prefetched"]
         counts["gaps"] += trace.num_gaps
     assert counts["found"] > 1000 and counts["lost"] > 100 and counts["gaps"] > 0, counts
     is_tiered = isinstance(policy.retention, Tiered)
@@ -81,7 +81,7 @@ def test_a_resized_pool_keeps_what_fits(policy: Policy):
         for key, alone in trace.expected().items():
             got = together[key].output
             assert got == alone.output[: len(got)], f"seed {seed}, {key}"
-        num_found += trace.keeper.num_found
+        num_found += trace.counters["num_prefix_hit"]
     assert num_found > 1000
 
 
@@ -123,7 +123,7 @@ def test_a_restarted_engine_finds_on_the_disk_what_is_right(policy: Policy, tmp_
             assert disk.files.num_bytes <= (20_000 if seed % 3 else 500)
             for key, alone in trace.expected().items():
                 assert together[key].output == alone.output, f"seed {seed}, run {run}, {key}"
-            num_found[run] += trace.keeper.num_found_on_disk
+            num_found[run] += trace.counters["num_prefix_hit_on_disk"]
             num_corrupt += disk.files.num_corrupt
             _spoil(folder, random.Random(seed))
     assert num_found[1] > 100 and num_corrupt > 10, (num_found, num_corrupt)

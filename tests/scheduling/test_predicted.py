@@ -1,8 +1,12 @@
-"""S3's packing and its supervisor, on cases worked out by hand."""
+"""S3's packing, preemption and swapping, on cases worked out by hand."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
+import pytest
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
@@ -11,10 +15,12 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.scheduling.admission.predicted import Predicted
+from jaxserve.scheduling.order.longest_first import LongestFirst
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
-from predictor import LengthBuckets
+from predictor import LengthBuckets, Refinement
 
 # Ten buckets of ten tokens.
 BUCKETS = LengthBuckets.equal_width(100, 10)
@@ -57,8 +63,8 @@ def _run(engine: Engine, requests: list[Request]) -> list[Sequence]:
     while engine.has_work:
         engine.step()
         engine.scheduler.check_integrity()
-        pool = engine.scheduler.pool
-        assert pool.num_owned + pool.num_promised <= pool.num_usable
+        usage = engine.scheduler.page_usage()
+        assert usage.num_owned + usage.num_reserved <= usage.num_usable
     return sequences
 
 
@@ -82,7 +88,7 @@ def test_decreasing_first_fit_by_hand():
     for name, predicted in {"u": 10, "v": 40, "w": 80, "x": 20, "y": 10}.items():
         engine.add(_request(name, predicted))
     assert _admitted(engine) == {"w", "u"}
-    assert engine.scheduler.pool.num_available == 0
+    assert engine.scheduler.page_usage().num_available == 0
 
 
 def test_without_a_prediction_the_longest_answer_is_reserved():
@@ -95,7 +101,7 @@ def test_without_a_prediction_the_longest_answer_is_reserved():
         )
     )
     engine.step()
-    assert engine.scheduler.running[0].table.num_reserved == 200
+    assert engine.scheduler.running[0].kv.table.reservation == 200
 
 
 def test_who_outgrows_a_reservation_goes_to_the_host_and_comes_back_with_twice_as_much():
@@ -107,8 +113,8 @@ def test_who_outgrows_a_reservation_goes_to_the_host_and_comes_back_with_twice_a
     while engine.has_work:
         engine.step()
         engine.scheduler.check_integrity()
-        if sequence.phase is Phase.RUNNING and sequence.table.num_reserved not in reserved:
-            reserved.append(sequence.table.num_reserved)
+        if sequence.phase is Phase.RUNNING and sequence.kv.table.reservation not in reserved:
+            reserved.append(sequence.kv.table.reservation)
     assert reserved == [15, 30, 60]
     stats = engine.stats
     assert (stats.num_preemptions, stats.num_outgrown, stats.num_recomputed) == (2, 2, 0)
@@ -161,3 +167,118 @@ def test_decode_loops_end_where_answers_are_expected_to():
     loops = [step.num_iterations for step in engine.recorder.steps if step.kind == "decode loop"]
     # Uncertain within its bucket only: short loops, but more than one iteration at the start.
     assert max(loops) > 1
+
+
+# Answers have 30 tokens more often than any other number of them; a reading every second token.
+MARGINAL = np.asarray([0.1, 0.1, 0.3, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.05])
+REFINEMENT = Refinement(
+    buckets=BUCKETS, marginal=MARGINAL, belief_weight=0.0, reading_weight=1.0, interval=2
+)
+
+
+def _probed(policy: str | Policy, remaining: int | None, num_tokens: int = 300) -> Engine:
+    """A probe that reads the bucket of so many remaining tokens, at all times; None: nothing."""
+    logits = np.full(BUCKETS.num, np.nan)
+    if remaining is not None:
+        logits = 30.0 * np.eye(BUCKETS.num)[BUCKETS.bucket_of(remaining)]
+    clock = VirtualClock()
+    executor = SimulatedExecutor(
+        _config(num_tokens), clock, refinement=REFINEMENT, reading=lambda *_: logits
+    )
+    return Engine(executor, PRESETS[policy] if isinstance(policy, str) else policy, clock)
+
+
+def _unpredicted(name: str, actual: int) -> Request:
+    return replace(_request(name, 10, actual=actual), prediction=None)
+
+
+def _reservations(engine: Engine, sequence: Sequence) -> list[tuple[int, int]]:
+    """(reserved tokens, output tokens planned before) of each admission, to the end."""
+    seen: list[tuple[int, int]] = []
+    num_admitted = 0
+    while engine.has_work:
+        before = sequence.num_planned_outputs
+        engine.step()
+        engine.scheduler.check_integrity()
+        if sequence.phase is Phase.RUNNING and sequence.num_preemptions == num_admitted:
+            num_admitted += 1
+            seen.append((sequence.kv.table.reservation, before))
+    return seen
+
+
+def test_with_only_a_probe_the_usual_length_is_reserved_at_first():
+    """Prompt and the likeliest bucket of all answers: 35 tokens, where ORCA reserves all 200."""
+    engine = _probed("s3", None)
+    (sequence,) = engine.add(_unpredicted("a", 30))
+    assert _reservations(engine, sequence) == [(35, 0)]
+    assert engine.stats.num_preemptions == 0
+    engine = _probed("s3", None, num_tokens=140)
+    for name in "abcd":
+        engine.add(_unpredicted(name, 30))
+    assert _admitted(engine) == set("abcd")
+
+
+def test_with_a_probe_the_next_reservation_is_what_was_read_where_that_is_more_than_twice():
+    """35 tokens; then 30 + 90 of the answer and its prompt, not only 70."""
+    engine = _probed("s3", 90)
+    (sequence,) = engine.add(_unpredicted("a", 95))
+    (first, second) = _reservations(engine, sequence)
+    assert first == (35, 0)
+    reserved, planned = second
+    newest_read = reserved - 5 - 90
+    assert planned == 31 and planned - 3 <= newest_read < planned
+    (alone,) = _run(_engine("orca", _config(300)), [_unpredicted("a", 95)])
+    assert sequence.output == alone.output
+
+
+@pytest.mark.parametrize("interval", [1, 2, 16])
+def test_readings_that_are_always_too_short_preempt_a_logarithm_of_times(interval):
+    """Reservations double all the same: 35, 70, 140."""
+    logits = 30.0 * np.eye(BUCKETS.num)[0]
+    clock = VirtualClock()
+    executor = SimulatedExecutor(
+        _config(300),
+        clock,
+        refinement=replace(REFINEMENT, interval=interval),
+        reading=lambda *_: logits,
+    )
+    engine = Engine(executor, PRESETS["s3"], clock)
+    (sequence,) = engine.add(_unpredicted("a", 120))
+    reserved = [tokens for tokens, _ in _reservations(engine, sequence)]
+    assert reserved == [35, 70, 140]
+    assert sequence.num_preemptions <= math.log2(200 / 35)
+
+
+def test_a_promise_counts_from_the_newest_reading():
+    """A reservation at a miss rate, of a sequence that was preempted after readings of 50 more."""
+    policy = Policy(
+        "promised",
+        Predicted(miss_rate=0.5),
+        LongestFirst(Predicted(miss_rate=0.5)),
+        PRESETS["s3"].iteration,
+        PRESETS["s3"].retention,
+        PRESETS["s3"].preemption,
+    )
+    engine = _probed(policy, 50)
+    (sequence,) = engine.add(_unpredicted("a", 70))
+    (first, second) = _reservations(engine, sequence)
+    # Half of all answers have 30 tokens or fewer.
+    assert first[0] == 5 + 30
+    reserved, planned = second
+    # 41 to 50 more than when it was read, all equally likely: half of them have 45 or fewer. That
+    # is more than twice the first reservation.
+    assert planned - 3 <= reserved - 5 - 45 < planned and reserved > 2 * first[0]
+
+
+def test_packing_goes_by_what_was_reserved_when_a_sequence_began_to_wait():
+    """A preempted sequence of which much was read comes before unread ones; running, it stays."""
+    engine = _probed("s3", 100, num_tokens=200)
+    (early,) = engine.add(_unpredicted("early", 90))
+    keys = engine.scheduler.order_keys
+    before = keys.of(early)
+    while not early.num_preemptions:
+        assert keys.of(early) == before
+        engine.step()
+    engine.add(_unpredicted("late", 30))
+    assert keys.of(early) < before
+    assert next(iter(engine.scheduler.waiting)) is early or early.phase is Phase.RUNNING

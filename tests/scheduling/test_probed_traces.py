@@ -23,11 +23,12 @@ from predictor import LengthBuckets, Refinement
 from tests.scheduling.test_traces import PREDICTED
 
 AUTO = PRESETS["auto"]
+S3 = PRESETS["s3"]
 QUANTILES = next(policy for policy in PREDICTED if policy.name == "quantiles")
 
 
 CASES = [(AUTO, probe, 25) for probe in PROBES]
-CASES += [(policy, "any", 100) for policy in (AUTO, QUANTILES)]
+CASES += [(policy, "any", 100) for policy in (AUTO, QUANTILES, S3)]
 CASES += [(AUTO, "misshapen", 25)]
 
 
@@ -121,19 +122,30 @@ def test_readings_make_better_schedules():
         assert own_preemptions <= preemptions, (noise, own_preemptions, preemptions)
 
 
+def test_a_probe_alone_lets_s3_reserve_less_than_all():
+    """Far fewer iterations than with reservations for the longest answer, without preemptions."""
+    longest, _ = _served(PRESETS["orca"], None)
+    for noise in (None, 0.2):
+        iterations, preemptions = _served(S3, noise)
+        assert iterations < 0.4 * longest and preemptions == 0, (noise, iterations, longest)
+
+
 def test_a_reading_is_of_the_time_before_its_token():
-    """Beliefs stand where the activation was, and move on with what was planned since."""
+    """An estimate is as of the activation that was read, and the next one an interval later."""
     trace = Trace(0, probe="truth")
     request = replace(
         trace.requests[0], params=SamplingParams(max_tokens=20), prompt=(1, 2), prediction=None
     )
     engine = trace.engine(AUTO, replace(trace.config, max_decode_iterations=1))
     [sequence] = engine.add(request)
-    assert sequence.prediction is not None and not sequence.is_refined
+    lengths = engine.scheduler.lengths
+    first = lengths.estimate(sequence)
+    assert first is not None
     seen = []
     while engine.has_work:
         engine.step()
-        if sequence.is_refined and sequence.phase is Phase.RUNNING:
-            seen.append((len(sequence.output), sequence.predicted_at))
+        newest = lengths.estimate(sequence)
+        if newest is not None and newest is not first and sequence.phase is Phase.RUNNING:
+            seen.append((len(sequence.output), newest.at))
     assert seen[0] == (1, 0)
     assert all(at % 3 == 0 and 0 <= count - at - 1 < 3 for count, at in seen), seen

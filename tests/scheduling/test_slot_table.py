@@ -53,17 +53,15 @@ def test_random_use_keeps_live_slots_apart_and_inside_the_window():
             assert table.num_live == len(live)
 
 
-def test_held_slots_are_compacted_too():
-    """One that was moved is released where it went."""
-    table = SlotTable(4, (2, 4))
+@pytest.mark.parametrize("ended", [(0,), (1, 3), (0, 1), (2, 3)])
+def test_a_batch_keeps_its_window_when_some_of_it_have_ended(ended):
+    """It spans as many slots as the batch began with, and all live ones."""
+    table = SlotTable(9, (1, 4, 9))
     for _ in range(4):
         table.take()
-    table.hold(3)
-    table.release(1)
-    table.release(2)
-    assert table.compact() == [(3, 1)]
-    table.release_held()
-    assert table.num_live == 1 and table.window() == (0, 2)
+    for slot in ended:
+        table.release(slot)
+    assert table.window(min_size=4) == (0, 4)
 
 
 def test_releasing_a_free_slot_is_refused():

@@ -55,8 +55,8 @@ KINDS = ("one token", "long", "big", "mixed")
 class Overload:
     """Requests that keep on coming, so that more always wait than can run."""
 
-    def __init__(self, seed: int, kind: str, policy: Policy):
-        self.trace = Trace(seed)
+    def __init__(self, seed: int, kind: str, policy: Policy, probe: str | None = None):
+        self.trace = Trace(seed, probe=probe)
         self.config = self.trace.config
         self.clock = VirtualClock()
         self.engine: Engine = self.trace.engine(policy, clock=self.clock)
@@ -118,9 +118,9 @@ class Overload:
         )
 
 
-def _overload(policy: Policy, seed: int, kind: str) -> int:
-    """Plays one until its victims have ended; returns how many preemptions there were."""
-    load = Overload(seed, kind, policy)
+def _overload(policy: Policy, seed: int, kind: str, probe: str | None = None) -> int:
+    """Play one until its victims have ended; return how many preemptions there were."""
+    load = Overload(seed, kind, policy, probe)
     victims = [s for request in load.trace.requests for s in load.add(request)]
     if isinstance(policy.order, (Priority, LongestFirst)):
         # From here on whoever arrives comes after all victims.
@@ -129,7 +129,8 @@ def _overload(policy: Policy, seed: int, kind: str) -> int:
         ahead = [s for s in load.all if s.phase is not Phase.FINISHED and s not in victims]
     else:
         ahead = []
-    victims.sort(key=policy.order.key)
+    lengths = load.engine.scheduler.lengths
+    victims.sort(key=lambda victim: policy.order.key(victim, lengths))
     num_steps = 0
     for victim in victims:
         ahead.append(victim)
@@ -154,6 +155,16 @@ def test_no_request_starves(policy: Policy):
         assert num_preemptions > 0
 
 
+@pytest.mark.parametrize("probe", ["any", "shortest"])
+@pytest.mark.parametrize("policy", [PACKED["s3"], PRESETS["auto"]], ids=lambda policy: policy.name)
+def test_no_request_starves_whatever_a_probe_reads(policy: Policy, probe: str):
+    """Also where readings change reservations and places in the order at each preemption."""
+    num_preemptions = sum(
+        _overload(policy, seed, kind, probe) for seed in range(2) for kind in KINDS
+    )
+    assert num_preemptions > 0
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS.keys() - PACKED.keys()))
 def test_a_big_prompt_is_not_overtaken(name: str):
     """Small requests that would fit wait behind a big one that does not."""
@@ -161,6 +172,6 @@ def test_a_big_prompt_is_not_overtaken(name: str):
         load = Overload(seed, "mixed", PRESETS[name])
         for _ in range(300):
             load.step()
-        begun = [s.admitted_s for s in load.all if s.admitted_s is not None]
+        begun = [s.times.admitted_s for s in load.all if s.times.admitted_s is not None]
         assert len(begun) > 1 and begun == sorted(begun), f"seed {seed}"
-        assert all(s.admitted_s is not None for s in load.all[: len(begun)]), f"seed {seed}"
+        assert all(s.times.admitted_s is not None for s in load.all[: len(begun)]), f"seed {seed}"

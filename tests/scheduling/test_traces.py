@@ -1,4 +1,4 @@
-"""The invariants of DESIGN.md section 4, over thousands of random traces without a device.
+"""The invariants of docs/architecture.md, over thousands of random traces without a device.
 
 The simulated model's tokens depend on its context as read through the page table, so equal tokens
 mean that no page was lost, overwritten or shared wrongly.
@@ -66,6 +66,7 @@ RESIZED = [
     *(PRESETS[name] for name in ("fastertransformer", "concurrent_instances")),
 ]
 CASES += [(PRESETS[name], seeds) for name in BASELINES for seeds in SEEDS[:2]]
+SHORT = [*PRESETS.values(), POLICIES[3], *PREDICTED]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,44 @@ def test_a_resized_pool_serves_the_same_tokens(policy):
     assert num_moved and min(ends[end] for end in ("as alone", "length", "error")) > 5, ends
 
 
+@pytest.mark.parametrize("policy", SHORT, ids=lambda policy: policy.name)
+def test_plans_are_upper_bounds(policy):
+    """Steps that deliver less than planned, or nothing: the same tokens, and no page is lost.
+
+    Sequences are preempted, swapped, cancelled, resized and closed with such steps in flight.
+    """
+    counts = Counter()
+    for seed in range(40):
+        with_faults, resizes = seed % 4 == 0, seed % 5 == 0
+        trace = Trace(seed, with_faults=with_faults, falls_short=True)
+        together = trace.run(
+            policy, cancel_rate=0.02 if seed % 3 else 0.0, resize_rate=0.05 if resizes else 0.0
+        )
+        counts["reopened"] += trace.num_reopened
+        counts["short"] += trace.counters["num_taken_back"]
+        for key, wanted in trace.expected().items():
+            got = together[key]
+            counts["preempted"] += got.num_preemptions
+            if resizes:  # answers are cut where they fit no more
+                assert got.output == wanted.output[: len(got.output)], f"seed {seed}, {key}"
+            else:
+                assert got.agrees_with(wanted), f"seed {seed}, sequence {key}"
+    assert counts["short"] > 1000 and counts["reopened"] > 0 < counts["preempted"], counts
+
+
+@pytest.mark.parametrize("name", ["pensieve", "auto"])
+def test_kept_pages_are_right_although_steps_fall_short(name):
+    """Conversations go on with cached pages of answers that came in other pieces than planned."""
+    num_hit = 0
+    for seed in range(40):
+        trace = Trace(seed, with_conversations=True, falls_short=True)
+        together = trace.run(PRESETS[name], cancel_rate=0.02 if seed % 3 else 0.0)
+        num_hit += trace.counters["num_prefix_hit"]
+        for key, wanted in trace.expected().items():
+            assert together[key].agrees_with(wanted), f"seed {seed}, sequence {key}"
+    assert num_hit > 1000
+
+
 def test_samples_share_the_full_pages_of_their_prompt():
     """Three samples of one prompt own its full pages once."""
     for seed in range(200):
@@ -123,7 +162,7 @@ def test_samples_share_the_full_pages_of_their_prompt():
         shared = (len(request.prompt) - 1) // trace.config.page_size
         while engine.has_work:
             engine.step()
-            tables = [s.table.pages[:shared] for s in sequences if s.table.num_pages > shared]
+            tables = [s.kv.table.pages[:shared] for s in sequences if s.kv.table.num_pages > shared]
             if len(tables) == 3 and shared and not any(s.num_preemptions for s in sequences):
                 assert tables[0] == tables[1] == tables[2]
                 return

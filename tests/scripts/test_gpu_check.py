@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from benchmarks.decode import SHAPES, hf_config
-from benchmarks.kernels import chosen
-from benchmarks.restore import _lengths
+from benchmarks.common.shapes import SHAPES, hf_config
+from benchmarks.conversations.restore import lengths_from
+from benchmarks.kernels.shapes import chosen
 from scripts.gpu_check import check, count_tests, main, run_part
 from scripts.gpu_parts import PARTS, Part
 
@@ -27,11 +27,11 @@ def _part(does: str, limit_s: float = 30.0) -> Part:
 
 
 def _options(name: str) -> argparse.Namespace:
-    """What a part's command makes of its arguments."""
+    """Return the options that a part's command parses from its arguments."""
     module, *arguments = PARTS[name].command
-    if module == "benchmarks.kernel_peers":
+    if hasattr(importlib.import_module(module), "__path__"):  # a package
         module += ".__main__"
-    parser = importlib.import_module(module)._parser()
+    parser = importlib.import_module(module).build_parser()
     return parser.parse_args([*arguments, "--budget", "10", "--output", "x.json"])
 
 
@@ -138,7 +138,7 @@ def test_restores_take_the_shape_of_a_model():
     options = _options("restore")
     assert options.model in SHAPES
     model = hf_config(options.model)
-    longest = max(_lengths(options.lengths))
+    longest = max(lengths_from(options.lengths))
     assert longest + options.wait_tokens + options.new_tokens < model["max_position_embeddings"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -42,18 +44,40 @@ def test_plans_are_of_the_rows_of_the_step():
         attention="triton_interpreted",
     )
     place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    planner = AttentionPlanner.of(config, tiny_llama().config, "float32", place)
+    planner = AttentionPlanner.of(config, tiny_llama().config, place)
     assert planner is not None
     rows = [_row(slot=3, start=1530, num_tokens=1), _row(slot=1, start=0, num_tokens=300)]
     batch, _ = pack_rows(config, rows)
     mixed = planner.mixed(batch)
     assert set(mixed.splits[: mixed.counts[1], 0]) == {0}
     assert mixed.tiles[: mixed.counts[0], [0, 2]].tolist() == [[1, 12]] + [[1, 32]] * 9
-    decode = planner.decode(rows[:1], 2, 2, num_iterations=8)
+    decode = planner.decode(rows[:1], range(2, 4), num_iterations=8)
     chunks = decode.splits[: decode.counts[1]]
     assert set(chunks[:, 0]) == {1} and chunks[:, 4].max() == -(-(1530 + 8) // 512)
-    none = planner.decode((), 0, 2)
+    none = planner.decode((), range(2))
     assert not np.any(none.counts) and none.splits.shape == decode.splits.shape
+
+
+def test_windows_reach_back_to_the_shortest_context():
+    """Chunks of 512 keys: a loop that begins at 605 needs keys of the first, at 612 none."""
+    config = EngineConfig(
+        num_pages=999,
+        max_slots=2,
+        max_context=4096,
+        max_step_tokens=64,
+        max_decode_iterations=8,
+        attention="triton_interpreted",
+    )
+    place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    model_config = replace(tiny_llama().config, sliding_windows=(100, 100))
+    planner = AttentionPlanner.of(config, model_config, "float32", place)
+    assert planner is not None
+    decode = planner.decode([_row(slot=0, start=605, num_tokens=1)], range(1), num_iterations=8)
+    assert decode.splits[: decode.counts[1], 3].min() == 0
+    # A row that is planned at 612 may stand at 605, where the step before delivers nothing.
+    batch, _ = pack_rows(config, [_row(slot=0, start=612, num_tokens=1)])
+    mixed = planner.mixed(batch)
+    assert mixed.splits[: mixed.counts[1], 3].min() == 0
 
 
 def test_an_implementation_that_cannot_serve_is_refused():
@@ -65,4 +89,4 @@ def test_an_implementation_that_cannot_serve_is_refused():
 
 
 def _row(*, slot: int, start: int, num_tokens: int) -> Row:
-    return Row(slot=slot, sequence_key=0, start=start, num_tokens=num_tokens, samples=True)
+    return Row(slot=slot, sequence_key=0, start=start, num_tokens=num_tokens, max_new_tokens=1)

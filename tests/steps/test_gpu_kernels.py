@@ -15,12 +15,12 @@ from flax import nnx
 from jaxserve.core.config import EngineConfig
 from jaxserve.execution.page_copies import PAGES_A_CALL, gathered, scattered
 from jaxserve.models.batch import empty_cache
-from jaxserve.models.coming import ComingPages
-from jaxserve.scheduling.plan import Needs
+from jaxserve.models.incoming import IncomingPages
 from jaxserve.steps import slots as edits
-from jaxserve.steps.packing import pack_needs, pack_rows
+from jaxserve.steps.packing import pack_rows, pack_window
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs
+from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import MOVES_A_CALL, empty_slots
 from jaxserve.testing.tiny import MAX_CONTEXT, tiny_llama
 from pallas_kernels import dispatch
@@ -51,17 +51,17 @@ def test_steps(layout):
         mixed = _kernels(
             *(programs.mixed_body, params, cache, slots, batch, programs.plan_mixed(batch))
         )
-        plan = programs.plan_decode((), 0, CONFIG.max_slots)
+        window = range(CONFIG.max_slots)
         decode = _kernels(
-            *(programs.decode_loop, params, cache, slots, np.int32(0), np.int32(1)),
-            *(pack_needs(Needs()), plan, None),
-            num_rows=CONFIG.max_slots,
+            *(programs.decode_loop, params, cache, slots, np.int32(0), pack_window(window, ())),
+            *(np.int32(1), programs.plan_decode((), window), None),
+            variant=Variant.FULL,
         )
         values = jax.eval_shape(gathered, cache, np.zeros(8, np.int32))
-        coming = ComingPages(np.zeros(8, np.int32), values)
+        incoming = IncomingPages(np.zeros(8, np.int32), values)
         bringing = _kernels(
             *(programs.mixed_body, params, cache, slots, batch, programs.plan_mixed(batch)),
-            *(None, coming),
+            *(None, incoming),
         )
     assert mixed == {"rotate_and_write"} | ATTENTION
     assert bringing == mixed | {"copy_pages"}

@@ -58,7 +58,7 @@ def test_a_models_own_answers_to_sharegpt(tmp_path):
     found = _read(f"answered:{own}", path=shared)
     assert sorted(found, key=str) == [Example("c", 7, "x"), Example("e", 14, "x")]
     own.write_text('{"record": "x_1"}')
-    with pytest.raises(InvalidConfigError, match="benchmarks.answers"):
+    with pytest.raises(InvalidConfigError, match="benchmarks.lengths.answers"):
         _read(f"answered:{own}", path=shared)
 
 

@@ -1,4 +1,4 @@
-"""The families of models that there are, one a file; docs/adding_a_model.md says how to add one."""
+"""All families of models, one in each file; docs/adding_a_model.md says how to add one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def config_from_hf(given: Mapping[str, Any]) -> DecoderConfig:
-    """The configuration of any supported family from config.json as a dictionary.
+    """Return the configuration of a model of any family, from config.json as a dictionary.
 
     Raises:
       UnsupportedModelError: naming what is given and what is supported.
@@ -32,5 +32,5 @@ def config_from_hf(given: Mapping[str, Any]) -> DecoderConfig:
 
 
 def family_of(config: DecoderConfig) -> Family:
-    """The family that a configuration belongs to."""
+    """Return the family that a configuration belongs to."""
     return next(family for family in _ALL if family.config is type(config))

@@ -14,7 +14,9 @@ from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.llama import LAYER, attention_weights, mlp_weights
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP, ParamMaker, RMSNorm, activation_of
+from jaxserve.models.layers import Block, GatedMLP, activation_of
+from jaxserve.models.norms import RMSNorm
+from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight
 
@@ -34,7 +36,7 @@ _PATTERN = {"gemma2": 2, "gemma3_text": 6}
 @final
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(DecoderConfig):
-    """Gemma 2 (arXiv:2408.00118) with soft caps; Gemma 3 (arXiv:2503.19786) with norms of heads."""
+    """Gemma 2 (arXiv:2408.00118) with soft caps; Gemma 3 (arXiv:2503.19786) with head norms."""
 
     activation: str = "gelu_pytorch_tanh"
     norm_offset: float = 1.0
@@ -80,7 +82,7 @@ class GemmaConfig(DecoderConfig):
 
 
 def _ropes(given: Mapping[str, Any], max_position: int) -> tuple[Rope, Rope | None]:
-    """Of layers that see the whole context, and of those with a window."""
+    """Return the rotary embeddings of layers that see the whole context, and with a window."""
     fields = rope_fields(given)
     if given["model_type"] == "gemma2":
         return Rope.from_hf(fields, max_position), None
@@ -107,7 +109,7 @@ class GemmaBlock(Block):
 
     def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
         x = x + self.attention_end_norm(self.attention(self.attention_norm(x), context))
-        return x + self.mlp_end_norm(self.mlp(self.mlp_norm(x)))
+        return x + self.mlp_end_norm(self.mlp(self.mlp_norm(x), context))
 
 
 @final
@@ -116,8 +118,10 @@ class Gemma(Decoder):
 
     block_class = GemmaBlock
 
-    def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        x = self.embedding[...][tokens]
+    def _embed(
+        self, tokens: jax.Array, positions: jax.Array, adapter: jax.Array | None
+    ) -> jax.Array:
+        x = self._embedded(tokens, adapter)
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
 
 

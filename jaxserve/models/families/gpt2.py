@@ -11,7 +11,9 @@ import jax
 from jaxserve.models.config import DecoderConfig, check_is, plain_sizes
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, LayerNorm, ParamMaker, TwoLayerMLP, activation_of
+from jaxserve.models.layers import Block, TwoLayerMLP, activation_of
+from jaxserve.models.norms import LayerNorm
+from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.weights import Weight, layer_norm
 
 
@@ -31,7 +33,7 @@ class GPT2Config(DecoderConfig):
     def of_shape(
         cls, *, num_layers: int, hidden_size: int, num_heads: int, **others: Any
     ) -> GPT2Config:
-        """A model of these sizes, the others as GPT-3 has them."""
+        """Return a configuration of these sizes, with GPT-3's values for the others."""
         sizes: dict[str, Any] = dict(
             vocab_size=50257,
             hidden_size=hidden_size,
@@ -59,7 +61,7 @@ class GPT2Config(DecoderConfig):
 
 
 def gpt_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`plain_sizes` by the names of GPT-2's config.json, which GPT-J has too."""
+    """Return `plain_sizes` by the names in config.json that GPT-2 and GPT-J share."""
     return plain_sizes(
         given,
         embed="n_embd",
@@ -97,10 +99,12 @@ class GPT2(Decoder):
     def _add_start(self, new: ParamMaker) -> None:
         config = self.config
         shape = (config.max_position_embeddings, config.hidden_size)
-        self.positions = new.normal((None, "embed"), shape, fan_in=config.hidden_size)
+        self.positions = new.table((None, "embed"), shape)
 
-    def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        return self.embedding[...][tokens] + self.positions[...][positions]
+    def _embed(
+        self, tokens: jax.Array, positions: jax.Array, adapter: jax.Array | None
+    ) -> jax.Array:
+        return self._embedded(tokens, adapter) + self.positions[...][positions]
 
 
 def _weights(config: GPT2Config) -> dict[str, Weight]:

@@ -12,7 +12,9 @@ from jaxserve.models.config import DecoderConfig, plain_sizes
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, LayerNorm, ParamMaker, TwoLayerMLP, activation_of
+from jaxserve.models.layers import Block, TwoLayerMLP, activation_of
+from jaxserve.models.norms import LayerNorm
+from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight, layer_norm
 
@@ -23,7 +25,8 @@ class GPTNeoXConfig(DecoderConfig):
     """Black et al., arXiv:2204.06745.
 
     Attributes:
-      parallel_residual: x + attention(norm(x)) + mlp(norm(x)), each with its norm; else in turn.
+      parallel_residual: a layer is x + attention(norm(x)) + mlp(norm(x)), with a norm each; else
+        the MLP follows the attention.
     """
 
     activation: str = "gelu"
@@ -69,7 +72,8 @@ class GPTNeoXBlock(Block):
     def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
         if not self.parallel_residual:
             return super().__call__(x, context)
-        return x + self.attention(self.attention_norm(x), context) + self.mlp(self.mlp_norm(x))
+        attended = self.attention(self.attention_norm(x), context)
+        return x + attended + self.mlp(self.mlp_norm(x), context)
 
 
 @final

@@ -9,19 +9,15 @@ from typing import Any, Self, final
 import jax
 from flax import nnx
 
+from jaxserve.models.attention import Attention
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.gpt2 import gpt_sizes
 from jaxserve.models.family import Family
-from jaxserve.models.layers import (
-    Attention,
-    Block,
-    LayerNorm,
-    ParamMaker,
-    TwoLayerMLP,
-    activation_of,
-)
+from jaxserve.models.layers import Block, TwoLayerMLP, activation_of
+from jaxserve.models.norms import LayerNorm
+from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Weight, layer_norm, split_qkv
 
@@ -64,7 +60,7 @@ class GPTJBlock(Block):
 
     def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
         normed = self.attention_norm(x)
-        return x + self.attention(normed, context) + self.mlp(normed)
+        return x + self.attention(normed, context) + self.mlp(normed, context)
 
 
 @final

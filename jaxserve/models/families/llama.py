@@ -9,7 +9,8 @@ from typing import Any, Self, final
 from jaxserve.models.config import DecoderConfig, check_is, check_readable, windows_by_kind
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, GatedMLP, RMSNorm
+from jaxserve.models.layers import Block, GatedMLP
+from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight, gate_and_up, split_qkv
 
@@ -45,7 +46,7 @@ class LlamaConfig(DecoderConfig):
 
 
 def rotary_decoder_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the Llama family and those with its field names have in config.json alike.
+    """Return the fields of a configuration that families share whose config.json is like Llama's.
 
     Raises:
       UnsupportedModelError: as `DecoderConfig.from_hf`.
@@ -73,7 +74,7 @@ def rotary_decoder_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sliding_windows(given: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Mistral, Mixtral: all layers. Qwen: those that are named, or from `max_window_layers` on."""
+    """Return the window of each layer: Mistral has one in all, Qwen in those that it names."""
     num_layers = given["num_hidden_layers"]
     window = given.get("sliding_window")
     if given["model_type"] == "llama" or window is None:
@@ -108,7 +109,7 @@ LAYER = "model.layers.{layer}."
 
 
 def attention_weights(config: DecoderConfig) -> dict[str, Weight]:
-    """Of everything but the MLPs; families with Llama's names share it."""
+    """Return the weights of everything except the MLPs, under Llama's names."""
     attention = LAYER + "self_attn."
     return {
         "embedding": Weight.of("model.embed_tokens.weight", "v e"),
@@ -126,7 +127,7 @@ def attention_weights(config: DecoderConfig) -> dict[str, Weight]:
 
 
 def mlp_weights() -> dict[str, Weight]:
-    """Of a `GatedMLP` under Llama's names."""
+    """Return the weights of a `GatedMLP` under Llama's names."""
     mlp = LAYER + "mlp."
     return {
         **{

@@ -6,32 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-from jaxserve.models.config import DecoderConfig, check_is
+from jaxserve.models.config import check_is
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.experts import MixtureOfExperts
+from jaxserve.models.experts import ExpertsConfig, MixtureOfExperts
 from jaxserve.models.families.llama import LAYER, attention_weights, rotary_decoder_fields
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, RMSNorm
+from jaxserve.models.layers import Block
+from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Tensor, Weight
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig(DecoderConfig):
+class MoEConfig(ExpertsConfig):
     """Mixtral (arXiv:2401.04088), Qwen3-MoE (arXiv:2505.09388).
 
     Attributes:
-      intermediate_size: of one expert.
-      num_experts, experts_per_token: there are, and each token goes to.
-      normalises_gates: the gates of a token's experts are made to add up to one.
-      expert_names: how checkpoints call them, a key of `_EXPERT_NAMES`.
+      intermediate_size: the inner size of one expert.
+      expert_names: the names of experts in checkpoints, a key of `_EXPERT_NAMES`.
     """
 
     rope: Rope | None = Rope()
-    num_experts: int
-    experts_per_token: int
-    normalises_gates: bool = True
     expert_names: str = "mixtral"
 
     @property
@@ -65,7 +61,7 @@ class MoEConfig(DecoderConfig):
         )
 
 
-# What stands for the MLP, the router in it, an expert's gate, up and down projection.
+# The names of the MLP, and of an expert's gate, up and down projection.
 _EXPERT_NAMES = {
     "mixtral": ("block_sparse_moe.", "w1", "w3", "w2"),
     "qwen3_moe": ("mlp.", "gate_proj", "up_proj", "down_proj"),

@@ -1,4 +1,4 @@
-"""OPT: learned positions from the third row on, ReLU, biases; the 350M one norms afterwards."""
+"""OPT: learned positions, ReLU, biases; in the 350M model norms follow the sums."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from jaxserve.models.config import DecoderConfig, check_is, plain_sizes
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block, LayerNorm, ParamMaker, TwoLayerMLP, activation_of
+from jaxserve.models.layers import Block, TwoLayerMLP, activation_of
+from jaxserve.models.linear import Linear
+from jaxserve.models.norms import LayerNorm
+from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.weights import Weight, layer_norm, split_qkv
-from pallas_kernels import matmul
 
-_FIRST_POSITION = 2  # the rows before were meant for padding
+_FIRST_POSITION = 2  # checkpoints have two rows before it, for padding
 
 
 @final
@@ -25,8 +27,10 @@ class OPTConfig(DecoderConfig):
     """Zhang et al., arXiv:2205.01068.
 
     Attributes:
-      norm_first: norms come before attention and MLP, and one comes last; all but the 350M model.
-      embedding_size: of token embeddings; projected where it is not hidden_size (350M).
+      norm_first: whether norms come before attention and MLP, and one after the last layer; true
+        except in the 350M model.
+      embedding_size: the width of token embeddings, which are projected where it is not
+        hidden_size (350M).
     """
 
     activation: str = "relu"
@@ -40,7 +44,7 @@ class OPTConfig(DecoderConfig):
 
     @property
     def projects(self) -> bool:
-        """Whether token embeddings are of another size than the layers."""
+        """Whether token embeddings have another width than the layers."""
         return self.embedding_size != self.hidden_size
 
     @classmethod
@@ -61,7 +65,7 @@ class OPTConfig(DecoderConfig):
 
 @final
 class OPTBlock(Block):
-    """See `Block`; norms behind the sums where `norm_first` is false."""
+    """See `Block`; norms follow the sums where `norm_first` is false."""
 
     norm_class = LayerNorm
     mlp_class = TwoLayerMLP
@@ -74,7 +78,7 @@ class OPTBlock(Block):
         if self.norm_first:
             return super().__call__(x, context)
         x = self.attention_norm(x + self.attention(x, context))
-        return self.mlp_norm(x + self.mlp(x))
+        return self.mlp_norm(x + self.mlp(x, context))
 
 
 @final
@@ -84,7 +88,7 @@ class OPT(Decoder):
     embedding    [vocab, embedding_size], as lm_head [embedding_size, vocab]
     positions    [max_position_embeddings + 2, embed]
     project_in   [embedding_size, embed], project_out [embed, embedding_size]   if they differ
-    norm         where norms come first
+    norm         where `norm_first` is true
     """
 
     block_class = OPTBlock
@@ -92,35 +96,37 @@ class OPT(Decoder):
 
     def _add_embedding(self, new: ParamMaker) -> None:
         vocab, size = self.config.vocab_size, self.config.embedding_size
-        self.embedding = new.normal(("vocab", "embed"), (vocab, size), fan_in=size)
+        self.embedding = new.weight(("vocab", "embed"), (vocab, size), transposed=True)
 
     def _add_start(self, new: ParamMaker) -> None:
         config = self.config
         embed, size = config.hidden_size, config.embedding_size
         rows = config.max_position_embeddings + _FIRST_POSITION
-        self.positions = new.normal((None, "embed"), (rows, embed), fan_in=embed)
+        self.positions = new.table((None, "embed"), (rows, embed))
         if config.projects:
-            self.project_in = new.normal((None, "embed"), (size, embed))
+            self.project_in = new.weight((None, "embed"), (size, embed))
 
     def _add_end(self, new: ParamMaker) -> None:
         config = self.config
         vocab, embed, size = config.vocab_size, config.hidden_size, config.embedding_size
         if config.projects:
-            self.project_out = new.normal(("embed", None), (embed, size))
+            self.project_out = new.weight(("embed", None), (embed, size))
         if config.norm_first:
             self.norm = LayerNorm(config, new)
         if not config.tie_word_embeddings:
-            self.lm_head = new.normal(("embed", "vocab"), (size, vocab))
+            self.lm_head = new.weight(("embed", "vocab"), (size, vocab))
 
-    def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        x = self.embedding[...][tokens]
+    def _embed(
+        self, tokens: jax.Array, positions: jax.Array, adapter: jax.Array | None
+    ) -> jax.Array:
+        x = self._embedded(tokens, adapter)
         if self.config.projects:
-            x = matmul(x, self.project_in[...])
+            x = Linear(self.project_in)(x, adapter)
         return x + self.positions[...][positions + _FIRST_POSITION]
 
-    def _end(self, x: jax.Array) -> jax.Array:
+    def _end(self, x: jax.Array, adapter: jax.Array | None) -> jax.Array:
         x = self.norm(x) if self.config.norm_first else x
-        return matmul(x, self.project_out[...]) if self.config.projects else x
+        return Linear(self.project_out)(x, adapter) if self.config.projects else x
 
 
 def _weights(config: OPTConfig) -> dict[str, Weight]:

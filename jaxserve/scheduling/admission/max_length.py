@@ -7,19 +7,24 @@ from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
 
 @final
 @dataclass(frozen=True)
 class MaxLength:
-    """A sequence never outgrows its reservation, so nothing is ever preempted."""
+    """Reserve the limit of each sequence: none outgrows its reservation, so none is preempted."""
 
-    def reserve_tokens(self, sequence: Sequence) -> int:
+    def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
         return sequence.max_length
 
     def headroom_pages(
-        self, sequence: Sequence, running: Seq[Sequence], config: EngineConfig
+        self,
+        sequence: Sequence,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
     ) -> int:
         return 0
 

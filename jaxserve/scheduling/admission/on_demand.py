@@ -1,4 +1,4 @@
-"""Reserve what is there and grow page by page, as vLLM does."""
+"""Reserve the present tokens and grow page by page, as vLLM does."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
 
 @final
 @dataclass(frozen=True)
 class OnDemand:
-    """Pages are taken as tokens come; when they run out, the last in order is preempted.
+    """Take pages as tokens come; when they run out, a sequence is preempted.
 
-    `watermark` of the pool stays available at an admission, so that those running can grow for a
-    while before somebody has to go.
+    Attributes:
+      watermark: share of the pool that stays available at an admission, for running sequences to
+        grow into before one is preempted.
     """
 
     watermark: float = 0.01
 
-    def reserve_tokens(self, sequence: Sequence) -> int:
+    def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
         return sequence.planned_length + 1
 
     def headroom_pages(
-        self, sequence: Sequence, running: Seq[Sequence], config: EngineConfig
+        self,
+        sequence: Sequence,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
     ) -> int:
         return int(self.watermark * (config.num_pages - 1)) if running else 0
 

@@ -7,22 +7,27 @@ from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
 
 @final
 @dataclass(frozen=True)
 class Oracle:
-    """Knows forced lengths: the bound of what any prediction of lengths can reach.
+    """Reserve by forced lengths: an upper bound for every prediction of lengths.
 
-    Answers without a forced length are reserved to their limit.
+    An answer without a forced length is reserved to its limit.
     """
 
-    def reserve_tokens(self, sequence: Sequence) -> int:
+    def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
         return sequence.request.end_length(sequence.max_length, sequence.sample_index)
 
     def headroom_pages(
-        self, sequence: Sequence, running: Seq[Sequence], config: EngineConfig
+        self,
+        sequence: Sequence,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
     ) -> int:
         return 0
 

@@ -1,1 +1,1 @@
-"""Who advances in the next step: one strategy a file."""
+"""Which sequences advance in the next step: one strategy a file."""

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, final
+from dataclasses import dataclass, field
+from typing import final
 
 from jaxserve.scheduling.policy import StepBuilder
-from jaxserve.scheduling.sequence import Sequence
+
+
+@final
+@dataclass
+class Turns:
+    """Whose turn it was.
+
+    Attributes:
+      num_turns: turns so far.
+      last: by the key of each running sequence, the number of its last turn; of one that had none
+        since its admission, that of the last turn before.
+    """
+
+    num_turns: int = 0
+    last: dict[int, int] = field(default_factory=dict)
 
 
 @final
@@ -18,19 +32,21 @@ class Concurrent:
     longest first; each turn reads all weights for one sequence.
     """
 
-    keeps_finished_rows: ClassVar[bool] = False
+    def new_state(self) -> Turns:
+        return Turns()
 
-    def select(self, step: StepBuilder) -> None:
-        while step.admit():
-            pass
-        for turn in sorted(step.running, key=_last_turn):
-            if turn.num_uncomputed > 1:
-                advances = step.add_row(turn, min(turn.num_uncomputed, step.num_tokens_left))
+    def select(self, step: StepBuilder, state: Turns) -> None:
+        last = {each.key: state.last[each.key] for each in step.running}
+        while admitted := step.admit():
+            last[admitted.key] = state.num_turns - 1
+        state.last = last
+        for sequence in sorted(step.running, key=lambda each: last[each.key]):
+            if sequence.num_uncomputed > 1:
+                count = min(sequence.num_uncomputed, step.num_tokens_left)
+                advances = step.add_row(sequence, count)
             else:
-                advances = step.add_decode_loop_of(turn, step.config.max_decode_iterations)
+                advances = step.add_decode_loop_of(sequence, step.config.max_decode_iterations)
             if advances:
+                last[sequence.key] = state.num_turns
+                state.num_turns += 1
                 return
-
-
-def _last_turn(sequence: Sequence) -> int:
-    return sequence.last_step

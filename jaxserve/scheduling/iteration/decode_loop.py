@@ -6,11 +6,10 @@ from jaxserve.scheduling.policy import StepBuilder
 
 
 def decode_iterations(step: StepBuilder) -> int:
-    """All that the device was compiled for, or fewer while others wait for a slot or memory.
+    """Return all that the device was compiled for, or fewer while sequences wait.
 
-    Then as many as are expected to end half an answer, whose place somebody else could have; a
-    quarter where nothing is known of their lengths. The loop is cut at the first length limit
-    anyway.
+    Then they are as many as are expected to end half an answer, whose place another could take; a
+    quarter where nothing is known of lengths. The loop is cut at the first length limit anyway.
     """
     most = step.config.max_decode_iterations
     if not step.waiting:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 from jaxserve.scheduling.iteration.decode_loop import decode_iterations
 from jaxserve.scheduling.policy import StepBuilder
+
+
+@final
+@dataclass
+class Admissions:
+    """How many sequences were admitted since the last decode loop."""
+
+    num_since_loop: int = 0
 
 
 @final
@@ -23,12 +31,14 @@ class IterationLevel:
     """
 
     compacts: bool = True
-    keeps_finished_rows: ClassVar[bool] = False
 
-    def select(self, step: StepBuilder) -> None:
+    def new_state(self) -> Admissions:
+        return Admissions()
+
+    def select(self, step: StepBuilder, state: Admissions) -> None:
         num_first = step.config.max_slots
         if step.decoding:
-            num_first = max(0, num_first - step.num_admitted_since_loop)
+            num_first = max(0, num_first - state.num_since_loop)
         for sequence in step.prefilling:
             if step.num_tokens_left == 0:
                 break
@@ -37,6 +47,8 @@ class IterationLevel:
             sequence = step.admit() if step.num_tokens_left else None
             if sequence is None:
                 break
+            state.num_since_loop += 1
             step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
-        if step.num_tokens_left == step.config.max_step_tokens:
-            step.add_decode_loop(decode_iterations(step), compacts=self.compacts)
+        is_empty = step.num_tokens_left == step.config.max_step_tokens
+        if is_empty and step.add_decode_loop(decode_iterations(step), compacts=self.compacts):
+            state.num_since_loop = 0

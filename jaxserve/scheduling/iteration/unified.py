@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 from jaxserve.scheduling.iteration.decode_loop import decode_iterations
 from jaxserve.scheduling.policy import StepBuilder
@@ -20,11 +20,12 @@ class Unified:
     step is a decode loop.
     """
 
-    keeps_finished_rows: ClassVar[bool] = False
-
     chunk_tokens: int = 0
 
-    def select(self, step: StepBuilder) -> None:
+    def new_state(self) -> None:
+        return None
+
+    def select(self, step: StepBuilder, state: None) -> None:
         if not step.prefilling and not step.can_admit():
             step.add_decode_loop(decode_iterations(step))
             return

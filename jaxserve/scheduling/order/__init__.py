@@ -1,1 +1,1 @@
-"""Who goes first: one strategy a file."""
+"""Which sequence goes first: one strategy a file."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
 
 @final
 @dataclass(frozen=True)
 class FCFS:
-    """By arrival; a preempted sequence keeps its place."""
+    """Order by arrival; a preempted sequence keeps its place."""
 
-    def key(self, sequence: Sequence) -> tuple[float, int]:
+    def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, int]:
         return (sequence.request.arrival_s, sequence.key)
 
     @property

@@ -1,10 +1,11 @@
-"""Decreasing first fit: the largest reservation first, and whoever fits beside it."""
+"""Decreasing first fit: the largest reservation first, then each that fits beside it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import final
 
+from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.policy import Admission
 from jaxserve.scheduling.sequence import Sequence
 
@@ -14,22 +15,23 @@ from jaxserve.scheduling.sequence import Sequence
 class LongestFirst:
     """S3's packing of one bin (section 3.2; Johnson 1973): by reservation, the largest first.
 
-    Who does not fit is passed by those who do. As the paper says nothing of starvation: a reserved
-    token is a head start of `ageing_s`, so that arrivals long after a sequence come behind it
-    whatever their length; and one that was passed `max_passes` times is passed no more.
+    A sequence that does not fit is passed by those that do. The paper does not treat starvation;
+    here a reserved token is a head start of `ageing_s` seconds, so that a sequence that arrives
+    long after another comes behind it whatever its length, and a sequence that was passed
+    `max_passes` times is passed no more.
 
     Attributes:
-      by: what is reserved. It may not depend on tokens that come while the sequence runs.
+      by: computes the reservation.
     """
 
     by: Admission
     ageing_s: float = 1.0
     max_passes: int = 256
 
-    def key(self, sequence: Sequence) -> tuple[float, float, int]:
+    def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
         arrival_s = sequence.request.arrival_s
         return (
-            arrival_s - self.ageing_s * self.by.reserve_tokens(sequence),
+            arrival_s - self.ageing_s * self.by.reserve_tokens(sequence, lengths),
             arrival_s,
             sequence.key,
         )

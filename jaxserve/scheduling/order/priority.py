@@ -1,28 +1,29 @@
-"""Highest priority first, as long as nobody waits too long for it."""
+"""Highest priority first, with ageing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import final
 
+from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
 
 @final
 @dataclass(frozen=True)
 class Priority:
-    """By priority (higher first), then deadline (earlier first), then arrival; with ageing.
+    """Order by priority (higher first), then deadline (earlier first), then arrival; with ageing.
 
-    A level of priority is a head start of `ageing_s`, and so at most is a deadline: who waits
-    outgrows those who arrive later. A request is overtaken only by requests that arrive less than
-    `(1 + levels) * ageing_s` after it, `levels` being how far their priority is above its own; so
-    no stream of urgent requests starves it. Deadlines further off than `ageing_s` count as none.
-    Requests that arrive together are in strict order of priority, then deadline.
+    A level of priority is a head start of `ageing_s` seconds, and a deadline is one of at most
+    `ageing_s`. A request is overtaken only by requests that arrive less than
+    `(1 + levels) * ageing_s` after it, where `levels` is the difference of their priorities; so no
+    stream of urgent requests starves it. A deadline later than `ageing_s` has no effect. Requests
+    that arrive together are in strict order of priority, then deadline.
     """
 
     ageing_s: float = 300.0
 
-    def key(self, sequence: Sequence) -> tuple[float, float, int]:
+    def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
         request = sequence.request
         due_s = request.arrival_s + self.ageing_s
         if request.deadline_s is not None:

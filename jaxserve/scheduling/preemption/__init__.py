@@ -1,1 +1,1 @@
-"""Who has to go when memory runs out, and what becomes of its KV: one strategy a file."""
+"""Which sequence goes when memory runs out, and what becomes of its KV: one strategy a file."""

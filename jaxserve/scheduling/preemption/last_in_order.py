@@ -1,4 +1,4 @@
-"""The last in order goes first."""
+"""Preempt the last in order."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import final
 
+from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
 
 @final
 @dataclass(frozen=True)
 class LastInOrder:
-    """As vLLM. With `keeps_state` its KV waits on the host; else it is computed anew."""
+    """Preempt as vLLM does. With `keeps_state` its KV goes to the host, else it is recomputed."""
 
     keeps_state: bool = False
 
-    def victim(self, candidates: Seq[Sequence]) -> Sequence:
+    def victim(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Sequence:
         return candidates[-1]

@@ -1,4 +1,4 @@
-"""Who is expected to need memory for longest goes first."""
+"""Preempt the sequence that is expected to need memory for longest."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import final
 
-from jaxserve.scheduling.forecast import Forecast
+from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
 
 @final
 @dataclass(frozen=True)
 class LongestRemaining:
-    """By expected remaining tokens, given those that have come; the last in order without.
+    """Preempt by expected remaining tokens, given those that have come.
 
-    Answers that are nearly there are left alone: they give their memory back soon by themselves.
+    An answer that is almost complete stays: it frees its memory soon. Without any estimate the last
+    in order is preempted.
     """
 
     keeps_state: bool = True
 
-    def victim(self, candidates: Seq[Sequence]) -> Sequence:
-        forecast = Forecast.of(candidates)
+    def victim(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Sequence:
+        forecast = lengths.forecast(candidates)
         if forecast is None:
             return candidates[-1]
         remaining = forecast.expected_remaining()
-        # Of equals the last in order.
+        # Of several with the same expectation, the last in order.
         return candidates[len(candidates) - 1 - int(remaining[::-1].argmax())]

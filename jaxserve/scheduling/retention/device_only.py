@@ -1,4 +1,4 @@
-"""Keep pages on the device, for as long as nobody needs their place."""
+"""Keep pages on the device until their place is needed."""
 
 from __future__ import annotations
 

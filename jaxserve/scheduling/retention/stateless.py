@@ -1,4 +1,4 @@
-"""Forget everything."""
+"""Keep no pages."""
 
 from __future__ import annotations
 

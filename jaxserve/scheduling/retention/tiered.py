@@ -13,11 +13,11 @@ from jaxserve.memory.eviction import CostOverTime, Eviction
 class Tiered:
     """As Pensieve (section 3.4.3 of the thesis). Without host memory it is `DeviceOnly`.
 
-    Preempted sequences go the same way: their pages are of high value, for they were active just
-    now, and found again when they are admitted.
+    Pages of preempted sequences go the same way: they are of high value, because their sequences
+    were active just now, and are found again at the next admission.
 
     Attributes:
-      free_share: of the device's pages; when less can be taken without loss, chunks of low value
+      free_share: of the device's pages; when less can be taken without loss, pages of low value
         are copied to the host ahead of time.
     """
 

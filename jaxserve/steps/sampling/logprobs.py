@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.core.sampling_params import MAX_LOGPROBS
-from jaxserve.steps.sampling.top_k import top_k
+from jaxserve.steps.sampling.largest import top_k
 
 
 def log_normalizer(logits: jax.Array) -> jax.Array:  # f32 [R, V]

@@ -1,219 +1,132 @@
-"""Choosing the next token, on the device.
-
-One executable serves every batch: what no row needs is skipped by a branch on `SamplingNeeds`, and
-an all-greedy batch pays for an argmax only.
-"""
+"""Choosing the next token, on the device."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve.core.sampling_params import MAX_LOGPROBS
+from jaxserve.steps.sampling.choice import RandomChoice, draw
+from jaxserve.steps.sampling.largest import argmax
 from jaxserve.steps.sampling.logprobs import likeliest, log_normalizer, token_logprobs
-from jaxserve.steps.sampling.random_choice import draw, truncation_limit
-from jaxserve.steps.sampling.top_k import argmax
+from jaxserve.steps.sampling.processors import PROCESSORS
+from jaxserve.steps.sampling.processors.processor import (
+    Arrays,
+    ChoiceProcessor,
+    LogitsProcessor,
+    Processor,
+    Rows,
+)
+from jaxserve.steps.sampling.slot_sampling import SlotSampling
+from jaxserve.steps.sampling.variants import Variant
 
 _VOCAB_MULTIPLE = 256
 
-
-@final
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SlotSampling:
-    """Sampling parameters of every slot. [S] unless noted.
-
-    temperature f32 (0 greedy), top_k i32 (0 off), top_p f32, min_p f32, repetition_penalty f32,
-    presence_penalty f32, frequency_penalty f32, seed uint32,
-    stop_ids i32 [S, MAX_STOP_TOKEN_IDS] padded with -1,
-    min_length i32: stop tokens are forbidden while prompt + output tokens are fewer,
-    prompt_length i32, bias_ids i32 [S, MAX_LOGIT_BIAS] padded with -1, bias_values f32 likewise.
-    """
-
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    repetition_penalty: jax.Array
-    presence_penalty: jax.Array
-    frequency_penalty: jax.Array
-    seed: jax.Array
-    stop_ids: jax.Array
-    min_length: jax.Array
-    prompt_length: jax.Array
-    bias_ids: jax.Array
-    bias_values: jax.Array
-
-
-@final
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SamplingNeeds:
-    """What any row of the batch asks for: bool scalars on the device, branches of one executable.
-
-    random: some row has a temperature; truncation: some row has top-k or top-p;
-    penalties; constraints: some row has logit bias or min_length; logprobs; top_logprobs.
-    """
-
-    random: jax.Array
-    truncation: jax.Array
-    penalties: jax.Array
-    constraints: jax.Array
-    logprobs: jax.Array
-    top_logprobs: jax.Array
+# Name of a processor -> its `step_arrays`, [R, ...] each.
+StepArrays = Mapping[str, Arrays]
 
 
 @final
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled:
-    """What was chosen for each row, in one pytree for one copy to the host.
+    """What was chosen for each row.
 
-    token i32 [R], logprob f32 [R], top_ids i32 and top_logprobs f32 [R, MAX_LOGPROBS] (zeros
-    where no row asked; at -inf past the end of a smaller vocabulary), finite bool [R]: False
-    where the logits held a NaN, +inf or nothing but -inf, or where nothing was left to choose;
-    such a row's other fields are zeros.
+    A row is not finite where its logits hold a NaN, +inf or nothing but -inf, or where nothing is
+    left to choose from; such a row's other fields are zeros.
+
+    Attributes:
+      token: int32 [R].
+      finite: bool [R].
+      logprob: float32 [R]; None except in the FULL variant, like the two below.
+      top_ids: int32 [R, MAX_LOGPROBS], the likeliest tokens.
+      top_logprobs: float32 [R, MAX_LOGPROBS], -inf past the end of a smaller vocabulary.
     """
 
     token: jax.Array
-    logprob: jax.Array
-    top_ids: jax.Array
-    top_logprobs: jax.Array
     finite: jax.Array
+    logprob: jax.Array | None = None
+    top_ids: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
 
 
 def sample(
     logits: jax.Array,  # f32 [R, vocab]
-    params: SlotSampling,  # of the R rows
+    sampling: SlotSampling,  # of the R rows
     tokens: jax.Array,  # i32 [R, max_context]: prompt and output so far
-    length: jax.Array,  # i32 [R]: how many of them are valid = position of the token to choose
-    needs: SamplingNeeds,
+    length: jax.Array,  # i32 [R]: valid tokens = position of the token to choose
+    *,
+    variant: Variant,
+    step_arrays: StepArrays | None = None,
+    processors: Sequence[Processor] = PROCESSORS,
 ) -> Sampled:
-    """Choose one token a row; a row's choice depends on nothing outside the row.
+    """Choose one token a row. A row's choice depends on nothing outside the row.
 
-    Semantics are those of `SamplingParams`. May be called under jit and inside loops.
+    The semantics are those of `SamplingParams`. Can be called under jit and inside loops.
+
+    Args:
+      variant: serves every row's needs; static.
+      step_arrays: arrays that come with this step alone, for the processors that take some; a
+        processor whose arrays are missing is left out.
+      processors: in the order of application; static.
     """
-    likeliest_token, largest = argmax(logits)
+    token, largest = argmax(logits)
     # A maximum may pass over a NaN; a sum never does.
     finite = jnp.isfinite(largest) & ~jnp.isnan(jnp.sum(logits, axis=-1))
-    token, found = jax.lax.cond(
-        needs.penalties | needs.constraints | needs.random,
-        lambda: _choose(logits, params, tokens, length, needs),
-        lambda: (likeliest_token, jnp.full_like(finite, True)),
-    )
-    finite &= found
+    if variant is not Variant.GREEDY:
+        rows = Rows(tokens, length, sampling.prompt_length, sampling.stop_ids)
+        active = _active(processors, sampling, step_arrays or {})
+        edited = _padded(logits)
+        if variant is Variant.FULL:
+            for processor, arrays in active:
+                if isinstance(processor, LogitsProcessor):
+                    edited = processor.apply(edited, arrays, rows)
+            token, largest = argmax(edited)
+            finite &= jnp.isfinite(largest)
+        choice = RandomChoice(largest[:, None] - edited, jnp.full_like(largest, jnp.inf))
+        for processor, arrays in active:
+            if isinstance(processor, ChoiceProcessor):
+                choice = processor.apply(choice, arrays, rows)
+        # Greedy rows are drawn too, and what is drawn is discarded.
+        drawn = draw(choice, _random_bits(sampling.seed, length))
+        token = jnp.where(sampling.is_random, drawn, token)
     token = jnp.where(finite, token, 0)
-
-    normalizer = jax.lax.cond(
-        needs.logprobs | needs.top_logprobs,
-        lambda: log_normalizer(logits),
-        lambda: jnp.zeros_like(largest),
-    )
-    logprob = jax.lax.cond(
-        needs.logprobs,
-        lambda: token_logprobs(logits, token, normalizer),
-        lambda: jnp.zeros_like(largest),
-    )
-    shape = (logits.shape[0], MAX_LOGPROBS)
-    top_ids, top_logprobs = jax.lax.cond(
-        needs.top_logprobs,
-        lambda: likeliest(logits, normalizer),
-        lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)),
-    )
+    if variant is not Variant.FULL:
+        return Sampled(token, finite)
+    normalizer = log_normalizer(logits)
+    top_ids, top_logprobs = likeliest(logits, normalizer)
     return Sampled(
         token=token,
-        logprob=jnp.where(finite, logprob, 0.0),
+        finite=finite,
+        logprob=jnp.where(finite, token_logprobs(logits, token, normalizer), 0.0),
         top_ids=jnp.where(finite[:, None], top_ids, 0),
         top_logprobs=jnp.where(finite[:, None], top_logprobs, 0.0),
-        finite=finite,
     )
 
 
-def _choose(
-    logits: jax.Array,
-    params: SlotSampling,
-    tokens: jax.Array,
-    length: jax.Array,
-    needs: SamplingNeeds,
-) -> tuple[jax.Array, jax.Array]:
-    """Token i32 [R], and bool [R] whether there was any left to choose."""
-    # Padded once here, not again in each pass below.
+def _active(
+    processors: Sequence[Processor], sampling: SlotSampling, step_arrays: StepArrays
+) -> list[tuple[Processor, Arrays]]:
+    """Return the processors with their arrays, without those whose `step_arrays` are missing."""
+    return [
+        (each, {**sampling.processors.get(each.name, {}), **step_arrays.get(each.name, {})})
+        for each in processors
+        if not each.step_arrays or each.name in step_arrays
+    ]
+
+
+def _padded(logits: jax.Array) -> jax.Array:
+    """Pad the vocabulary once, so that the passes over it need not."""
     extra = -logits.shape[1] % _VOCAB_MULTIPLE
-    logits = jnp.pad(logits, ((0, 0), (0, extra)), constant_values=-jnp.inf)
-    logits = jax.lax.cond(
-        needs.penalties, lambda: _penalize(logits, params, tokens, length), lambda: logits
-    )
-    logits = jax.lax.cond(
-        needs.constraints, lambda: _constrain(logits, params, length), lambda: logits
-    )
-    greedy_token, largest = argmax(logits)
-    token = jax.lax.cond(
-        needs.random,
-        lambda: jnp.where(
-            params.temperature > 0,
-            _random_token(logits, largest, params, length, needs),
-            greedy_token,
-        ),
-        lambda: greedy_token,
-    )
-    return token, jnp.isfinite(largest)
-
-
-def _penalize(
-    logits: jax.Array, params: SlotSampling, tokens: jax.Array, length: jax.Array
-) -> jax.Array:
-    rows = jnp.arange(logits.shape[0])[:, None]
-    position = jnp.arange(tokens.shape[1])[None, :]
-    nowhere = logits.shape[1]
-    seen = jnp.where(position < length[:, None], tokens, nowhere)
-    output = jnp.where(position >= params.prompt_length[:, None], seen, nowhere)
-
-    # Every occurrence writes the same value, so a token seen twice is still penalized once.
-    factor = params.repetition_penalty[:, None]
-    before = logits.at[rows, seen].get(mode="fill", fill_value=0.0)
-    after = jnp.where(before > 0, before / factor, before * factor)
-    logits = logits.at[rows, seen].set(after, mode="drop")
-
-    count = jnp.zeros(logits.shape, jnp.float32).at[rows, output].add(1.0, mode="drop")
-    logits -= count * params.frequency_penalty[:, None]
-    return logits - jnp.where(count > 0, params.presence_penalty[:, None], 0.0)
-
-
-def _constrain(logits: jax.Array, params: SlotSampling, length: jax.Array) -> jax.Array:
-    rows = jnp.arange(logits.shape[0])[:, None]
-    nowhere = logits.shape[1]
-    biased = jnp.where(params.bias_ids >= 0, params.bias_ids, nowhere)
-    logits = logits.at[rows, biased].add(params.bias_values, mode="drop")
-    too_short = (length < params.min_length)[:, None]
-    forbidden = jnp.where(too_short & (params.stop_ids >= 0), params.stop_ids, nowhere)
-    return logits.at[rows, forbidden].set(-jnp.inf, mode="drop")
-
-
-def _random_token(
-    logits: jax.Array,
-    largest: jax.Array,  # f32 [R]
-    params: SlotSampling,
-    length: jax.Array,
-    needs: SamplingNeeds,
-) -> jax.Array:
-    # Greedy rows are drawn too, as cheaply as can be, and the draw discarded.
-    is_random = params.temperature > 0
-    temperature = jnp.where(is_random, params.temperature, 1.0)
-    top_k = jnp.where(is_random, params.top_k, 0)
-    top_p = jnp.where(is_random, params.top_p, 1.0)
-    gap = (largest[:, None] - logits) / temperature[:, None]
-    limit = jax.lax.cond(
-        needs.truncation,
-        lambda: truncation_limit(gap, top_k, top_p),
-        lambda: jnp.full_like(largest, jnp.inf),
-    )
-    return draw(gap, limit, params.min_p, _random_bits(params.seed, length))
+    return jnp.pad(logits, ((0, 0), (0, extra)), constant_values=-jnp.inf)
 
 
 def _random_bits(seed: jax.Array, position: jax.Array) -> jax.Array:
+    """Return uint32 [R], which depends on a row's seed and position only."""
+
     def bits(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.key(seed, impl="threefry2x32")
         return jax.random.bits(jax.random.fold_in(key, position), dtype=jnp.uint32)

@@ -1,0 +1,74 @@
+"""Counters of an engine, counted over one run, and what they say of the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, final
+
+if TYPE_CHECKING:
+    from jaxserve.engine.recorder import StepRecord
+
+# Fields of statistics that are sizes; every other number grows with the steps.
+_SIZES = (
+    *("num_pages", "max_pages_owned", "page_size", "pool_bytes", "weights_bytes", "step_bytes"),
+)
+
+
+def counters_of(stats: Any) -> dict[str, float]:
+    """Return the public numbers of a statistics dataclass by name."""
+    values = {
+        field.name: getattr(stats, field.name)
+        for field in fields(stats)
+        if not field.name.startswith("_")
+    }
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+
+def since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """Return the counters of the time between two states, and the sizes as they are now."""
+    return {name: v if name in _SIZES else v - before[name] for name, v in now.items()}
+
+
+def average_batch(steps: Sequence[StepRecord]) -> float:
+    """Return the mean number of sequences that an iteration advances."""
+    num_iterations = sum(step.num_iterations for step in steps)
+    return sum(step.num_rows * step.num_iterations for step in steps) / max(1, num_iterations)
+
+
+_PREFIX_NAMES = (
+    *("num_prefix_queried", "num_prefix_hit"),
+    *("num_prefix_hit_on_host", "num_evicted_tokens"),
+)
+_FORMER_PREFIX_NAMES = ("num_sought", "num_found", "num_found_on_host", "num_lost")
+
+
+@final
+@dataclass(frozen=True)
+class PrefixCounts:
+    """Prompt tokens in whole pages of the sequences that began.
+
+    Attributes:
+      queried: tokens that the cache was asked for.
+      hit: of these, tokens whose KV was there; `hit_on_host` of these on the host.
+      evicted: tokens whose KV had been there and was evicted before.
+    """
+
+    queried: float
+    hit: float
+    hit_on_host: float
+    evicted: float
+
+    @classmethod
+    def of(cls, engine: Mapping[str, float]) -> PrefixCounts:
+        """Read them off an engine's counters, also by the names that older result files have."""
+        names = _PREFIX_NAMES if "num_prefix_queried" in engine else _FORMER_PREFIX_NAMES
+        return cls(*(engine[name] for name in names))
+
+    @property
+    def hit_share(self) -> float:
+        return self.hit / max(1.0, self.queried)
+
+    @property
+    def hit_on_host_share(self) -> float:
+        return self.hit_on_host / max(1.0, self.queried)

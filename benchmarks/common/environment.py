@@ -1,0 +1,70 @@
+"""Device, versions and commit of a run, as JSON: `python -m benchmarks.common.environment`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+
+import jax
+
+from benchmarks.common.paths import ROOT
+from jaxserve.core.host import cpu_name
+
+PACKAGES = ("jaxserve", "jax", "jaxlib", "flax", "numpy", "transformers")
+
+
+def describe(*others: str) -> dict[str, object]:
+    """Return device, host, versions and commit of this run.
+
+    Args:
+      others: packages whose versions are reported too.
+    """
+    device = jax.devices()[0]
+    return {
+        "device": {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "count": jax.device_count(),
+            "host_cpu": cpu_name(),
+            "host_cores": len(os.sched_getaffinity(0)),
+        },
+        "versions": {"python": platform.python_version(), **versions(*PACKAGES, *others)},
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """Return the commit of the checkout, with "-dirty" appended where files differ from it.
+
+    Without git, return the value of JAXSERVE_COMMIT, or "unknown".
+    """
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("JAXSERVE_COMMIT", "unknown")
+    return done.stdout.strip()
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Return the version of each package, "not installed" for a missing one."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe(*sys.argv[1:])))

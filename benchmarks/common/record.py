@@ -1,0 +1,89 @@
+"""The result of a benchmark that grows, for runs that may be ended before they are done."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+# Characters of an error's text; compilers print pages.
+_MAX_REASON = 600
+
+
+@final
+class Record:
+    """Figures by kind; the file is written after each of them, so an early end loses none.
+
+    Args:
+      path: of the file; None to write no file.
+      budget_s: seconds from now after which no measurement begins; None for no limit.
+      about: the first entries of the result.
+
+    Attributes:
+      result: the result so far. `failed` has reasons by name; `skipped` names the measurements
+        that the budget did not allow.
+    """
+
+    def __init__(self, path: Path | None, budget_s: float | None, **about: Any):
+        self.result: dict[str, Any] = {**about, "failed": {}, "skipped": []}
+        self._path = path
+        self._end_s = None if budget_s is None else time.monotonic() + budget_s
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the budget is used up."""
+        return self._end_s is not None and time.monotonic() >= self._end_s
+
+    def add(self, kind: str, name: str, measure: Callable[[], Any]) -> Any | None:
+        """Append what `measure` returns to the list of a kind, if the budget allows.
+
+        An error is recorded and does not end the run.
+
+        Returns:
+          The figures; None if the measurement failed or was skipped.
+        """
+        if self.is_spent:
+            self.skip(name)
+            return None
+        try:
+            figures = measure()
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            self.fail(name, error)
+            return None
+        self.result.setdefault(kind, []).append(figures)
+        self.save()
+        return figures
+
+    def skip(self, name: str) -> None:
+        """Record a measurement that the budget did not allow."""
+        self.result["skipped"].append(name)
+        self.save()
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Record why a measurement has no figures."""
+        self.result["failed"][name] = reason(error)
+        self.save()
+
+    def save(self) -> None:
+        """Write the file; a reader finds a complete file at any time."""
+        if self._path is not None:
+            write_whole(self._path, self.result)
+
+
+def reason(error: Exception) -> str:
+    """Return an error as one line of at most `_MAX_REASON` characters."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} ..."
+
+
+def write_whole(path: Path, result: dict[str, Any]) -> None:
+    """Write indented JSON; a reader finds either the old file or the new one, complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    new.replace(path)

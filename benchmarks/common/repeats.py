@@ -1,0 +1,109 @@
+"""Whole runs of several contenders in turns, and the median and range of their figures.
+
+Other work on the machine slows some runs and leaves others alone. Contenders that take turns meet
+it alike, and the range shows how much it was. No figure is composed of parts of several runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+from jaxserve.core.errors import InvalidConfigError
+
+Figures = dict[str, Any]
+
+REPEATS = 3
+
+
+@final
+@dataclass(frozen=True)
+class Spread:
+    """Median, least and largest of one figure over `num_runs` whole runs."""
+
+    median: float
+    low: float
+    high: float
+    num_runs: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Return the spread of at least one value; the median of two is their mean."""
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+    def overlaps(self, other: Spread) -> bool:
+        """Return whether the ranges have a value in common."""
+        return self.low <= other.high and other.low <= self.high
+
+
+def add_repeats(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add `--repeats`; `what` names the contenders that take turns."""
+    text = f"whole runs of every {what}, in turns; the median and the range are reported"
+    parser.add_argument("--repeats", type=int, default=REPEATS, help=text)
+
+
+def in_turns(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
+    """Return the order of runs, (number of the run, name): A, B, C, A, B, C, ...
+
+    Raises:
+      InvalidConfigError: `repeats` is below 1.
+    """
+    if repeats < 1:
+        raise InvalidConfigError(f"--repeats is {repeats}; it must be at least 1")
+    return ((number, name) for number in range(repeats) for name in names)
+
+
+def summary(runs: Sequence[Figures]) -> Figures:
+    """Return the median of every number of the runs, their `range`, and the `runs` themselves.
+
+    Args:
+      runs: of one contender, at least one; nested dictionaries of the same keys. A number that is
+        None in one run has neither median nor range. Of other values, those that are equal in
+        all runs are kept beside the medians.
+
+    Returns:
+      The medians under the names that a run has; `range` has [least, largest] under the same
+      names, nested likewise.
+    """
+    return {**_medians(runs), "range": _ranges(runs), "runs": list(runs)}
+
+
+def ratios(own: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Return own over other, run by run; runs of one number stood beside each other.
+
+    A contender that failed after some runs has fewer; the runs that both have count.
+    """
+    return [a / b for a, b in zip(own, other, strict=False)]
+
+
+def _medians(runs: Sequence[Figures]) -> Figures:
+    medians: Figures = {}
+    for name, first in runs[0].items():
+        values = [run[name] for run in runs]
+        if all(isinstance(value, dict) for value in values):
+            medians[name] = _medians(values)
+        elif all(value == first for value in values):
+            medians[name] = first
+        elif _are_numbers(values):
+            medians[name] = statistics.median(values)
+        elif any(value is None for value in values):
+            medians[name] = None
+    return medians
+
+
+def _ranges(runs: Sequence[Figures]) -> Figures:
+    ranges: Figures = {}
+    for name in runs[0]:
+        values = [run[name] for run in runs]
+        if all(isinstance(value, dict) for value in values):
+            ranges[name] = _ranges(values)
+        elif _are_numbers(values):
+            ranges[name] = [min(values), max(values)]
+    return ranges
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)

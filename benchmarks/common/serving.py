@@ -1,0 +1,135 @@
+"""Runtimes around one copy of the weights, and one measured run of a runtime."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, cast, final
+
+from benchmarks.common.counters import average_batch, counters_of, since
+from benchmarks.common.predictors import load_predictor
+from benchmarks.common.replay import replay
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.metrics import summarise
+from jaxserve.core.request import Completion
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.scheduling.policy import Policy
+from jaxserve.workload import WorkloadItem
+from jaxserve.workload.conversations import FollowUp
+
+if TYPE_CHECKING:
+    from jaxserve.runtime import Runtime
+
+_SETTLING_S = 0.02
+
+
+@final
+class Runtimes:
+    """Runtimes around one copy of the weights. A context manager, which closes them.
+
+    Args:
+      options: as `add_policy_options` describes them.
+
+    Attributes:
+      predictor: the predictor of `--predictor`; None without one.
+    """
+
+    def __init__(self, options: argparse.Namespace):
+        from jaxserve.execution.build import enable_compilation_cache, platform_defaults
+        from jaxserve.models.store import load_model
+
+        enable_compilation_cache()
+        defaults = platform_defaults()
+        self.predictor = load_predictor(options)
+        self._model = load_model(
+            options.model, dtype=defaults.dtype, layer_layout=cast(Any, defaults.layer_layout)
+        )
+        self._settings = {
+            "kv_memory": options.kv_memory,
+            "max_slots": options.max_slots,
+            "max_context": options.max_context,
+            "predictor": self.predictor,
+        }
+        self._num_pages: int | None = None
+        self._open = ExitStack()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._model.tokenizer
+
+    def open(self, policy: Policy) -> Runtime:
+        """Return a runtime with the policy and a page pool as large as that of the others.
+
+        Raises:
+          InvalidConfigError, DeviceMemoryError: the memory does not hold a pool as large.
+        """
+        from flax import nnx
+
+        from jaxserve import Runtime
+
+        model = self._model
+        rt = self._open.enter_context(
+            Runtime(
+                nnx.merge(model.graphdef, model.params),
+                model.params,
+                tokenizer=model.tokenizer,
+                eos_token_ids=model.eos_token_ids,
+                policy=policy,
+                **self._settings,
+            )
+        )
+        if self._num_pages not in (None, rt.config.num_pages):
+            raise InvalidConfigError(
+                f"the memory that is left holds {rt.config.num_pages} pages for policy "
+                f"{policy.name}, and the runtimes before it have {self._num_pages}; give a "
+                "--kv-memory that fits once for each policy, or fewer policies"
+            )
+        self._num_pages = rt.config.num_pages
+        return rt
+
+    def __enter__(self) -> Runtimes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+
+def measure(
+    rt: Runtime,
+    items: Sequence[WorkloadItem],
+    *,
+    label: str,
+    follow_up: FollowUp | None = None,
+) -> tuple[dict[str, Any], list[Completion]]:
+    """Play the items, and the items that follow them, against a runtime that may have run before.
+
+    The runtime's cache is cleared first.
+
+    Returns:
+      The figures of this run alone (`engine` has the runtime's counters) and the completions.
+
+    Raises:
+      JaxserveError: the error of the first request that failed.
+    """
+    # A step that was submitted ahead may still compute for answers that have ended.
+    rt.generate([1], SamplingParams(max_tokens=1), progress=False)
+    rt.forget_kept_pages()  # earlier runs had the same prompts
+    time.sleep(_SETTLING_S)
+    before, begin_s = counters_of(rt.stats()), time.perf_counter()
+    done, wall_s = replay(rt, items, label=label, follow_up=follow_up)
+    time.sleep(_SETTLING_S)
+    for completion in done:
+        if completion.error is not None:
+            raise completion.error
+    steps = [step for step in rt.report().steps if step.submitted_s >= begin_s]
+    return {
+        **summarise(done, wall_s),
+        "average_batch": average_batch(steps),
+        "engine": {
+            **since(before, counters_of(rt.stats())),
+            "max_pages_owned": max((step.pages_owned for step in steps), default=0),
+        },
+    }, done

@@ -1,0 +1,40 @@
+"""Models of well-known shapes, whose weights are random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.core.errors import InvalidConfigError
+
+# Of config.json, for Llama's architecture.
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+)
+SHAPES = {
+    "llama-3-8b": (4096, 14336, 32, 32, 8, 128256),
+    "llama-2-13b": (5120, 13824, 40, 40, 40, 32000),
+}
+
+
+def hf_config(shape: str, num_layers: int | None = None) -> dict[str, Any]:
+    """Return config.json of a shape, with `num_layers` layers if given."""
+    config = dict(zip(_SIZES, SHAPES[shape], strict=True))
+    if num_layers is not None:
+        config["num_hidden_layers"] = num_layers
+    return {**config, "model_type": "llama", "max_position_embeddings": 8192}
+
+
+def sizes_from(text: str) -> list[int]:
+    """Return batch sizes, separated by commas in `text`.
+
+    Raises:
+      InvalidConfigError: a size that is not a whole number above 0.
+    """
+    try:
+        sizes = [int(size) for size in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise InvalidConfigError(f"--batches {text}: give whole numbers, separated by commas")
+    return sizes

@@ -1,0 +1,143 @@
+"""Sweeps over rates of arrival: which rates are played, and when a policy stops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from typing import final
+
+from benchmarks.common.repeats import Figures, in_turns, summary
+from jaxserve.core.errors import InvalidConfigError
+
+# Latency over its value at the lowest rate, beyond which it is no longer flat.
+FLAT = 5.0
+# Throughput is saturated if it rises by less than this share of the rise of the rate.
+RISING = 0.1
+
+# (policy, rate) -> figures of one run
+Play = Callable[[str, float], Figures]
+
+
+@final
+@dataclass
+class Curve:
+    """One policy's figures by rate (`points`, see `summary`), and why it played no higher rate."""
+
+    points: list[Figures] = field(default_factory=list)
+    stopped_by: str | None = None
+
+
+def rates_from(text: str) -> list[float]:
+    """Return the rates of `text`, requests a second separated by commas.
+
+    Raises:
+      InvalidConfigError: `text` has something else, or a rate that is not above 0.
+    """
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(0 < rate < float("inf") for rate in rates):
+        raise InvalidConfigError(
+            f"rates {text!r} are not understood; give requests a second above 0, such as 0.5,1,2"
+        )
+    return rates
+
+
+def geometric(start: float, factor: float) -> Iterator[float]:
+    """Yield start, start x factor, start x factor², ... without end.
+
+    Raises:
+      InvalidConfigError: a factor that is not above 1, or a start that is not above 0.
+    """
+    if not factor > 1 or not start > 0:
+        raise InvalidConfigError(
+            f"a sweep from rate {start} by factor {factor} goes nowhere; "
+            "give a rate above 0 and a factor above 1"
+        )
+    return (start * factor**power for power in count())
+
+
+def play_every(
+    play: Play, names: Sequence[str], rates: Sequence[float], *, repeats: int
+) -> dict[str, Curve]:
+    """Play every policy `repeats` times at every rate, policies in turns."""
+    curves = {name: Curve(stopped_by="rates given") for name in names}
+    for rate in rates:
+        for name, point in _points(play, names, rate, repeats).items():
+            curves[name].points.append(point)
+    return curves
+
+
+def climb(
+    play: Play,
+    names: Sequence[str],
+    *,
+    start: float,
+    factor: float,
+    max_rates: int,
+    repeats: int,
+) -> dict[str, Curve]:
+    """Raise the rate, policies in turns, until each has a reason to stop.
+
+    Args:
+      play: returns `output_tokens_per_s` and `normalised_latency_s` among other figures.
+      start: requests a second that every policy serves without a queue.
+      max_rates: most rates a policy.
+      repeats: runs of a policy at a rate.
+    """
+    curves = {name: Curve() for name in names}
+    for index, rate in enumerate(geometric(start, factor)):
+        names = [name for name, curve in curves.items() if curve.stopped_by is None]
+        for name, point in _points(play, names, rate, repeats).items():
+            curve = curves[name]
+            curve.points.append(point)
+            curve.stopped_by = reason_to_stop(curve.points)
+            if curve.stopped_by is None and index + 1 >= max_rates:
+                curve.stopped_by = "number of rates"
+        if all(curve.stopped_by for curve in curves.values()):
+            return curves
+    raise AssertionError("rates do not end")
+
+
+def _points(play: Play, names: Sequence[str], rate: float, repeats: int) -> dict[str, Figures]:
+    runs: dict[str, list[Figures]] = {name: [] for name in names}
+    for _, name in in_turns(names, repeats):
+        runs[name].append(play(name, rate))
+    return {name: {"rate": rate, **summary(own)} for name, own in runs.items()}
+
+
+def reason_to_stop(points: Sequence[Figures]) -> str | None:
+    """Return why a higher rate would tell no more; None to go on."""
+    first, last = points[0], points[-1]
+    if last["normalised_latency_s"]["p90"] > FLAT * first["normalised_latency_s"]["p90"]:
+        return "latency"
+    if len(points) > 1:
+        before = points[-2]
+        rise = last["output_tokens_per_s"] / before["output_tokens_per_s"] - 1
+        if rise < RISING * (last["rate"] / before["rate"] - 1):
+            return "throughput"
+    return None
+
+
+def served_at(points: Sequence[Figures], bound_s: float) -> float | None:
+    """Return the requests served a second where p90 of normalised latency is `bound_s` seconds.
+
+    The value lies on a straight line between the two points around the bound; None if the bound
+    is not between two points.
+    """
+    for below, above in pairwise(points):
+        low, high = p90(below), p90(above)
+        if low <= bound_s < high:
+            share = (bound_s - low) / (high - low)
+            rise = above["requests_per_s"] - below["requests_per_s"]
+            return below["requests_per_s"] + share * rise
+    return None
+
+
+def p90(point: Figures) -> float:
+    """Return the 90th percentile of normalised latency; infinity without an answer."""
+    spread = point["normalised_latency_s"]
+    return math.inf if spread is None else spread["p90"]

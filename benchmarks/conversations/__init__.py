@@ -1,0 +1,1 @@
+"""Conversations whose turns come back, and ways of restoring their pages."""

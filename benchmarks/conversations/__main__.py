@@ -1,0 +1,234 @@
+"""Conversations whose turns come back: `python -m benchmarks.conversations --help`.
+
+Turns of ShareGPT in their order, each after the answer before and a reaction time (section 3.6.1 of
+the Pensieve thesis), at rising rates, the policies in turns at each. A table on stderr, one JSON
+object on stdout; docs/benchmarks/conversations.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from benchmarks.common import sweep
+from benchmarks.common.counters import PrefixCounts, average_batch, counters_of
+from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.policies import add_policy_options, missing_baselines, parse_policies
+from benchmarks.common.repeats import add_repeats
+from benchmarks.common.serving import Runtimes, measure
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.metrics import summarise
+from jaxserve.scheduling.policy import Policy
+from jaxserve.workload.conversations import Talk, Talks, sample
+
+if TYPE_CHECKING:
+    from jaxserve.core.config import EngineConfig
+    from jaxserve.planning import StepTimes
+    from jaxserve.runtime import Runtime
+
+STATELESS = "vllm_like"
+DEFAULT = "vllm_like,s3_oracle,pensieve_device_only,pensieve_lru,pensieve,auto"
+Play = Callable[[Policy, list[Talk], str], dict[str, Any]]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return every policy's figures at every rate, for each set of conversations."""
+    from benchmarks.common import environment
+
+    policies = {policy.name: policy for policy in parse_policies(options.policies)}
+    rates = sweep.rates_from(options.rates)
+    rounds = _numbers(options.min_rounds, "--min-rounds")
+    reactions = _numbers(options.reaction_s, "--reaction-s")
+    # A simulation is deterministic: one run says all.
+    repeats = 1 if options.simulated else options.repeats
+    with Runtimes(options) as runtimes:
+        play: Play = _Simulator(runtimes, policies) if options.simulated else _device(runtimes)
+        sets = [
+            _sweep(options, repeats, play, runtimes, policies, rates, int(min_rounds), reaction_s)
+            for min_rounds, reaction_s in itertools.product(rounds, reactions)
+        ]
+    return {
+        "benchmark": "conversations",
+        "arguments": arguments_of(options),
+        "repeats": repeats,
+        "missing_baselines": missing_baselines(policies),
+        "sets": sets,
+        **environment.describe(),
+    }
+
+
+def _sweep(
+    options: argparse.Namespace,
+    repeats: int,
+    play: Play,
+    runtimes: Runtimes,
+    policies: dict[str, Policy],
+    rates: list[float],
+    min_rounds: int,
+    reaction_s: float,
+) -> dict[str, Any]:
+    """Play all policies at all rates, on conversations of `min_rounds` rounds or more."""
+    num_turns = 0
+
+    def at(name: str, rate: float) -> sweep.Figures:
+        nonlocal num_turns
+        talks = sample(
+            options.num_conversations,
+            options.seed,
+            tokenizer=runtimes.tokenizer,
+            max_context=options.max_context,
+            min_rounds=min_rounds,
+            scale=options.scale,
+            reaction_s=reaction_s,
+            rate=rate,
+        )
+        num_turns = sum(len(talk.turns) for talk in talks)
+        label = f"{name}, {rate:.3g} conversations/s"
+        print(label, file=sys.stderr)
+        return play(policies[name], talks, label)
+
+    curves = sweep.play_every(at, list(policies), rates, repeats=repeats)
+    served = {name: sweep.served_at(curve.points, options.bound) for name, curve in curves.items()}
+    stateless = served.get(STATELESS)
+    return {
+        "min_rounds": min_rounds,
+        "reaction_s": reaction_s,
+        "num_turns": num_turns,
+        "policies": {
+            name: {
+                **asdict(curve),
+                "requests_per_s_at_bound": served[name],
+                "of_stateless": _ratio(served[name], stateless),
+            }
+            for name, curve in curves.items()
+        },
+    }
+
+
+def _ratio(served: float | None, stateless: float | None) -> float | None:
+    return served / stateless if served and stateless else None
+
+
+def _device(runtimes: Runtimes) -> Play:
+    """Play on the device, with a runtime for each policy."""
+    opened: dict[str, Runtime] = {}
+
+    def play(policy: Policy, talks: list[Talk], label: str) -> dict[str, Any]:
+        client = Talks(talks)
+        if policy.name not in opened:
+            opened[policy.name] = runtimes.open(policy)
+        rt = opened[policy.name]
+        return measure(rt, client.items, label=label, follow_up=client.follow_up)[0]
+
+    return play
+
+
+class _Simulator:
+    """Plays on the simulated executor, with step times that are measured once."""
+
+    def __init__(self, runtimes: Runtimes, policies: dict[str, Policy]):
+        with closing(runtimes.open(next(iter(policies.values())))) as rt:
+            self._config: EngineConfig = rt.config
+            self._times: StepTimes = rt.measure_step_times(rounds=1)
+
+    def __call__(self, policy: Policy, talks: list[Talk], label: str) -> dict[str, Any]:
+        from jaxserve.planning import simulate
+
+        client = Talks(talks)
+        simulation = simulate(
+            client.items, policy, self._config, self._times,
+            follow_up=client.follow_up, chunk_cost=self._times.chunk_cost(), label=label,
+        )  # fmt: skip
+        return {
+            **summarise(simulation.completions, simulation.wall_s),
+            "average_batch": average_batch(simulation.steps),
+            "engine": counters_of(simulation.stats),
+        }
+
+
+def _numbers(text: str, option: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) <= 0:
+        raise InvalidConfigError(
+            f"{option} {text!r} is not understood; give numbers above 0, such as 1,5"
+        )
+    return numbers
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    for each in result["sets"]:
+        table = Table(
+            "policy", "conversations/s", "requests/s", "tokens/s", "s/token p50", "p90",
+            "first token p50 s", "hit", "on host", "evicted", box=None, header_style="bold",
+            title=f"{each['min_rounds']} rounds or more, reaction {each['reaction_s']:g} s",
+        )  # fmt: skip
+        for name, curve in each["policies"].items():
+            for point in curve["points"]:
+                prefix = PrefixCounts.of(point["engine"])
+                table.add_row(
+                    name,
+                    f"{point['rate']:.3g}",
+                    f"{point['requests_per_s']:.3g}",
+                    f"{point['output_tokens_per_s']:.0f}",
+                    f"{point['normalised_latency_s']['p50']:.3f}",
+                    f"{point['normalised_latency_s']['p90']:.3f}",
+                    f"{point['time_to_first_token_s']['p50']:.2f}",
+                    f"{prefix.hit_share:.0%}",
+                    f"{prefix.hit_on_host_share:.0%}",
+                    f"{prefix.evicted:.0f}",
+                )
+            table.add_section()
+        show(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.conversations",
+        description="Conversations whose turns follow their answers, for every policy and rate. "
+        "Prints a table and one JSON object.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--num-conversations", type=int, default=32, help="drawn from ShareGPT")
+    add("--min-rounds", default="1,5", help="sets, by the least number of rounds")
+    add(
+        "--reaction-s",
+        default="5",
+        help="sets, by the mean time between an answer and the next turn",
+    )
+    add("--rates", default="0.25,0.5,1", help="conversations that begin a second")
+    add("--scale", type=float, default=0.25, help="multiplies the lengths of all texts")
+    add(
+        "--bound",
+        type=float,
+        default=0.1,
+        help="throughput is compared where p90 is this many seconds a token",
+    )
+    add("--seed", type=int, default=0, help="of the draw, the arrivals and the reactions")
+    add(
+        "--simulated",
+        action="store_true",
+        help="measure step times once, and play everything on the simulated executor",
+    )
+    add_repeats(parser, "policy at every rate (once if simulated)")
+    add_policy_options(parser, policies=DEFAULT, max_context=1024)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

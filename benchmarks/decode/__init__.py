@@ -1,0 +1,1 @@
+"""Decode steps of one model against the memory roofline."""

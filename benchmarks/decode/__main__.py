@@ -1,0 +1,170 @@
+"""Decode steps and prefill against the memory roofline: `python -m benchmarks.decode --help`.
+
+One model, with random weights of a well-known shape by default, at several batch sizes. A table on
+stderr, one JSON object on stdout; docs/benchmarks/gpu.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.common.output import command, record_parser, show
+from benchmarks.common.record import Record
+from benchmarks.common.shapes import SHAPES, hf_config, sizes_from
+from jaxserve.core.errors import InvalidConfigError
+
+# Tokens of the answers in a trace, which has every kernel of every step.
+_TRACED_TOKENS = 64
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of every batch."""
+    import jax.numpy as jnp
+
+    from benchmarks.common import environment, roofline
+    from benchmarks.decode.batches import measure_batch, measure_prefill, trace_batch
+    from jaxserve import Runtime
+    from jaxserve.execution.build import platform_defaults
+    from pallas_kernels import dispatch
+
+    sizes = sizes_from(options.batches)
+    prefills = _prefills_from(options.prefill)
+    dtype = jnp.dtype(options.dtype or platform_defaults().dtype)
+    record = Record(
+        options.output,
+        options.budget,
+        benchmark="decode",
+        model=options.model,
+        precision=dtype.name,
+        kv_dtype=options.kv_dtype or dtype.name,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        batches=[],
+        prefill=[],
+        **environment.describe(),
+    )
+    # Before the runtime takes the memory.
+    machine = roofline.measure_gpu(dtype)
+    record.result["machine"] = {
+        "copy_bytes_per_s": machine.bytes_per_s,
+        "product_flops_per_s": machine.flops_per_s,
+    }
+    with ExitStack() as stack:
+        model, load = options.model, None
+        if model in SHAPES:
+            model = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxserve-shape-"))
+            config = json.dumps(hf_config(options.model))
+            (Path(model) / "config.json").write_text(config, encoding="utf-8")
+            load = "random"
+        answered = options.prompt_tokens + options.output_tokens
+        rt = stack.enter_context(
+            Runtime.from_pretrained(
+                model,
+                load=load or "auto",
+                dtype=options.dtype,
+                kv_dtype=options.kv_dtype,
+                attention=options.attention,
+                max_slots=max(sizes),
+                max_context=max([answered, *(tokens + 1 for _, tokens in prefills)]),
+                # Only some sizes are used, and each of them runs once before it is timed.
+                warmup=False,
+            )
+        )
+        lengths = {
+            "prompt_tokens": options.prompt_tokens,
+            "output_tokens": options.output_tokens,
+        }
+
+        def batches(chosen: list[int]) -> None:
+            for size in chosen:
+                measured = partial(measure_batch, rt, size, machine, dtype, **lengths)
+                record.add("batches", f"batch {size}", measured)
+
+        # One measurement of each kind first, in case the budget runs out.
+        batches(sizes[:1])
+        for count, tokens in prefills:
+            measured = partial(measure_prefill, rt, count, tokens, machine, dtype)
+            record.add("prefill", f"{count} prompts of {tokens}", measured)
+        for size in sizes_from(options.trace) if options.trace else []:
+            traced = min(_TRACED_TOKENS, options.output_tokens)
+            measured = partial(trace_batch, rt, size, options.prompt_tokens, traced)
+            record.add("traces", f"trace of batch {size}", measured)
+        batches(sizes[1:])
+    record.result["served_by"] = [asdict(choice) for choice in dispatch.choices()]
+    record.save()
+    return record.result
+
+
+def _prefills_from(text: str) -> list[tuple[int, int]]:
+    try:
+        pairs = [tuple(map(int, each.split("x"))) for each in text.split(",") if each]
+        return [(count, tokens) for count, tokens in pairs]
+    except ValueError:
+        raise InvalidConfigError(
+            f"--prefill {text}: give COUNTxTOKENS, separated by commas, such as 8x4096"
+        ) from None
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    table = Table(
+        *("batch", "ms a step", "tokens/s", "of bound", "host gap", "tokens/s with prompts"),
+        title=f"{result['model']}, {result['precision']}, KV in {result['kv_dtype']}",
+        box=None,
+    )
+    for row in result["batches"]:
+        if "does_not_fit" in row:
+            table.add_row(str(row["batch_size"]), row["does_not_fit"])
+            continue
+        table.add_row(
+            str(row["batch_size"]),
+            f"{row['decode_step_s'] * 1e3:.2f}",
+            f"{row['decode_tokens_per_s']:,.0f}",
+            f"{row['of_bound']:.0%}",
+            f"{row['host_gap_share']:.1%}",
+            f"{row['output_tokens_per_s']:,.0f}",
+        )
+    show(table)
+    for row in result["prefill"]:
+        print(
+            f"{row['prompts']} prompts of {row['prompt_tokens']}: {row['tokens_per_s']:,.0f} "
+            f"tokens/s, {row['of_bound']:.0%} of the bound",
+            file=sys.stderr,
+        )
+    for row in result.get("traces", ()):
+        print(f"batch {row['batch_size']}: device idle {row['idle_share']:.1%}", file=sys.stderr)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = record_parser(
+        "benchmarks.decode", "Decode steps at several batch sizes against the memory roofline."
+    )
+    add = parser.add_argument
+    add("--model", default="llama-3-8b", help=f"{', '.join(SHAPES)}, or a name, folder or GGUF")
+    add("--dtype", default=None, help="of weights and cache; the platform's by default")
+    add("--kv-dtype", default=None, help="of the cache, if not --dtype's: int8 or float8_e4m3fn")
+    add("--batches", default="1,8,32,128,256", help="sequences that decode together")
+    add("--prompt-tokens", type=int, default=512, help="of each prompt")
+    add("--output-tokens", type=int, default=128, help="of each answer")
+    add("--attention", default=None, help="by name, such as mosaic,triton; the platform's choice")
+    add("--prefill", default="", help="COUNTxTOKENS of prompts that get one token, such as 8x4096")
+    add("--trace", default="", help="batches whose idle time on a GPU is read off a trace")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

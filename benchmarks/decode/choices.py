@@ -1,0 +1,142 @@
+"""Decode steps with scanned and unrolled layers: `python -m benchmarks.decode.choices --help`.
+
+XLA reads its flags once, so other flags need another process:
+XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE puts decode loops into CUDA graphs. One JSON object
+on stdout, a table on stderr; docs/benchmarks/gpu.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from rich.table import Table
+
+from benchmarks.common import environment, roofline
+from benchmarks.common.output import command, record_parser, show
+from benchmarks.common.record import Record
+from benchmarks.common.shapes import SHAPES, hf_config, sizes_from
+from benchmarks.decode.batches import measure_batch
+from jaxserve import Runtime
+from jaxserve.execution.build import platform_defaults
+from jaxserve.models.families.llama import LlamaConfig
+from jaxserve.models.loading import LayerLayout, abstract_model, random_params
+
+LAYOUTS: tuple[LayerLayout, ...] = ("scanned", "unrolled")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of both layouts at every batch size."""
+    dtype = jnp.dtype(options.dtype or platform_defaults().dtype)
+    sizes = sizes_from(options.batches)
+    record = Record(
+        options.output,
+        options.budget,
+        benchmark="choices",
+        model=options.model,
+        layers=options.layers,
+        precision=dtype.name,
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
+        choices=[],
+        **environment.describe(),
+    )
+    machine = roofline.measure_gpu(dtype)
+    config = LlamaConfig.from_hf(hf_config(options.model, options.layers))
+    for layout in LAYOUTS:
+        with ExitStack() as stack:
+            if record.is_spent:
+                record.skip(layout)
+                continue
+            try:
+                rt = stack.enter_context(_runtime(config, dtype, layout, options, max(sizes)))
+            except Exception as error:
+                record.fail(layout, error)
+                continue
+            for size in sizes:
+                measured = partial(_measure, rt, layout, size, machine, dtype, options)
+                record.add("choices", f"{layout}, batch {size}", measured)
+        del rt
+        jax.clear_caches()
+    return record.result
+
+
+def _runtime(
+    config: LlamaConfig,
+    dtype: jnp.dtype,
+    layout: LayerLayout,
+    options: argparse.Namespace,
+    max_slots: int,
+) -> Runtime:
+    config = replace(config, dtype=dtype.name)
+    params = random_params(config, 0, layer_layout=layout)
+    graphdef, _ = abstract_model(config, layer_layout=layout)
+    return Runtime(
+        nnx.merge(graphdef, params),
+        max_slots=max_slots,
+        max_context=options.prompt_tokens + options.output_tokens,
+        warmup=False,
+    )
+
+
+def _measure(
+    rt: Runtime,
+    layout: LayerLayout,
+    size: int,
+    machine: roofline.Machine,
+    dtype: jnp.dtype,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    lengths = {"prompt_tokens": options.prompt_tokens, "output_tokens": options.output_tokens}
+    return {"layout": layout, **measure_batch(rt, size, machine, dtype, **lengths)}
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    table = Table(
+        *("layers", "batch", "ms a step", "of bound", "host gap"),
+        title=f"{result['layers']} layers of {result['model']}, flags: {result['xla_flags']}",
+        box=None,
+    )
+    for row in result["choices"]:
+        if "does_not_fit" in row:
+            table.add_row(row["layout"], str(row["batch_size"]), row["does_not_fit"])
+            continue
+        table.add_row(
+            row["layout"],
+            str(row["batch_size"]),
+            f"{row['decode_step_s'] * 1e3:.3f}",
+            f"{row['of_bound']:.0%}",
+            f"{row['host_gap_share']:.1%}",
+        )
+    show(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = record_parser(
+        "benchmarks.decode.choices",
+        "Decode steps with layers scanned and unrolled, under the present XLA_FLAGS.",
+    )
+    add = parser.add_argument
+    add("--model", default="llama-3-8b", choices=tuple(SHAPES), help="the shape of the model")
+    add("--layers", type=int, default=8, help="of the model; unrolled layers compile slowly")
+    add("--dtype", default=None, help="of weights and cache; the platform's by default")
+    add("--batches", default="1,32", help="sequences that decode together")
+    add("--prompt-tokens", type=int, default=128, help="of each prompt")
+    add("--output-tokens", type=int, default=64, help="of each answer")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

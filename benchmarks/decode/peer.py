@@ -1,0 +1,168 @@
+"""transformers' continuous batching in PyTorch: `python -m benchmarks.decode.peer --help`.
+
+A model with random weights of the shape of `benchmarks.decode` answers as many requests of the same
+lengths. One JSON object on stdout, a table on stderr; docs/benchmarks/gpu.md says what each figure
+means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.common import environment
+from benchmarks.common.output import command, record_parser, show
+from benchmarks.common.record import Record
+from benchmarks.common.shapes import SHAPES, hf_config, sizes_from
+from benchmarks.offline.peers.transformers_continuous import answer
+
+PACKAGES = ("torch", "transformers", "accelerate", "triton", "flash-attn")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of every batch."""
+    import torch
+    from transformers import GenerationConfig
+
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    sizes = sizes_from(options.batches)
+    record = Record(
+        options.output,
+        options.budget,
+        benchmark="decode_peer",
+        model=options.model,
+        precision=options.dtype,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        batches=[],
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        versions={"python": platform.python_version(), **environment.versions(*PACKAGES)},
+        commit=environment.commit(),
+    )
+    model = _model(options, device)
+    record.result["attention"] = model.config._attn_implementation
+    # Answers go on past an end token, as in benchmarks.decode.
+    greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with model.continuous_batching_context_manager(
+        generation_config=greedy, **_batching(options, max(sizes))
+    ) as manager:
+        for size in sizes:
+            measured = partial(_measure, manager, size, options, model.config.vocab_size)
+            record.add("batches", f"batch {size}", measured)
+    # The manager may have changed it.
+    record.result["attention"] = model.config._attn_implementation
+    return record.result
+
+
+def _model(options: argparse.Namespace, device: Any) -> Any:
+    """Return a model with random weights, made on the device."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    given = hf_config(options.model, options.layers)
+    given.pop("model_type")
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(**given), dtype=getattr(torch, options.dtype)
+        )
+    return model.eval()
+
+
+def _batching(options: argparse.Namespace, max_requests: int) -> dict[str, Any]:
+    """Return the options that `generate_batch` sets for these requests; the rest are defaults."""
+    from transformers import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    return {
+        "continuous_batching_config": ContinuousBatchingConfig(allow_block_sharing=False),
+        "workload_hints": WorkloadHints(
+            max_prompt_length=options.prompt_tokens,
+            max_generated_length=options.output_tokens,
+            num_requests=max_requests,
+        ),
+    }
+
+
+def _measure(
+    manager: Any, size: int, options: argparse.Namespace, vocab_size: int
+) -> dict[str, Any]:
+    """Time a batch with answers of full length, and with answers of one token."""
+    prompts = iter(
+        np.random.default_rng(size).integers(0, vocab_size, (4, size, options.prompt_tokens))
+    )
+
+    def seconds(output_tokens: int) -> float:
+        requests = [
+            {"prompt": prompt, "num_output_tokens": output_tokens}
+            for prompt in next(prompts).tolist()
+        ]
+        begin_s = time.perf_counter()
+        try:
+            answers = answer(manager, requests)
+        except SystemExit as error:  # how `answer` reports a failure
+            raise RuntimeError(str(error)) from error
+        wall_s = time.perf_counter() - begin_s
+        if any(len(each) != output_tokens for each in answers):
+            raise RuntimeError(f"answers of {sorted({len(each) for each in answers})} tokens")
+        return wall_s
+
+    # Compiles and captures.
+    seconds(min(4, options.output_tokens))
+    prefill_s, wall_s = seconds(1), seconds(options.output_tokens)
+    decode_s = (wall_s - prefill_s) / max(1, options.output_tokens - 1)
+    return {
+        "batch_size": size,
+        "wall_s": wall_s,
+        "output_tokens_per_s": size * options.output_tokens / wall_s,
+        "prefill_tokens_per_s": size * options.prompt_tokens / prefill_s,
+        "decode_step_s": decode_s,
+        "decode_tokens_per_s": size / decode_s,
+    }
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    table = Table(
+        *("batch", "ms a step", "tokens/s", "tokens/s with prompts"),
+        title=f"transformers, {result['model']}, {result['precision']}, {result['attention']}",
+        box=None,
+    )
+    for row in result["batches"]:
+        table.add_row(
+            str(row["batch_size"]),
+            f"{row['decode_step_s'] * 1e3:.2f}",
+            f"{row['decode_tokens_per_s']:,.0f}",
+            f"{row['output_tokens_per_s']:,.0f}",
+        )
+    show(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = record_parser(
+        "benchmarks.decode.peer",
+        "transformers' continuous batching with random weights of a shape.",
+    )
+    add = parser.add_argument
+    add("--model", default="llama-3-8b", choices=tuple(SHAPES), help="the shape of the model")
+    add("--layers", type=int, default=None, help="instead of those of the shape")
+    add("--dtype", default="bfloat16", help="of weights and cache")
+    add("--device", default=None, help="PyTorch's name; its GPU where it finds one")
+    add("--batches", default="1,8,32,128,256", help="requests at once")
+    add("--prompt-tokens", type=int, default=512, help="of each prompt")
+    add("--output-tokens", type=int, default=128, help="of each answer")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

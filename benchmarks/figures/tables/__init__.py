@@ -1,0 +1,57 @@
+"""A result into Markdown: every row that holds numbers links to the file they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from benchmarks.figures.results import Result
+from benchmarks.figures.tables import conversations, devices, lengths, papers, pensieve, serving
+
+HEADINGS = {
+    "offline": "All requests at once",
+    "policies": "Policies on one workload",
+    "online": "Latency against load",
+    "conversations": "Conversations that come back",
+    "flover": "Flover's section VI",
+    "simulate": "Predicted and measured",
+    "predictor": "Predicted lengths of answers",
+    "probe": "What is left of answers",
+    "s3": "S3's models on its GPU, simulated",
+    "pensieve": "Pensieve's models on its GPUs, simulated",
+    "scattered": "Attention over scattered pages",
+    "restore": "Coming back from the host",
+    "loading": "Memory for loading a checkpoint",
+    "sharding": "What plans send, and how full pipelines are",
+    "gpu_check": "One GPU in ten minutes",
+}
+# Tables of one result each; offline results share a table.
+_MAKE: dict[str, Callable[[Result, str], str]] = {
+    "policies": serving.policies,
+    "online": serving.online,
+    "conversations": conversations.conversations,
+    "flover": papers.flover,
+    "simulate": serving.simulate,
+    "predictor": lengths.predictor,
+    "probe": lengths.probe,
+    "s3": papers.s3,
+    "pensieve": pensieve.tables,
+    "scattered": conversations.scattered,
+    "restore": conversations.restore,
+    "loading": devices.loading,
+    "sharding": devices.sharding,
+    "gpu_check": devices.gpu_check,
+}
+
+
+def tables(kind: str, results: Sequence[Result], link: Callable[[Result], str]) -> list[str]:
+    """Return the Markdown of each result of a kind; the first of the offline ones has their table.
+
+    Args:
+      link: returns the address of the file as the page sees it.
+
+    Raises:
+      ResultFileError: a file lacks a field of its kind, or the runs of its figures.
+    """
+    if kind == "offline":
+        return serving.offline(results, link)
+    return [_MAKE[kind](result, link(result)) for result in results]

@@ -1,0 +1,1 @@
+"""Section VI of the Flover paper, on this machine."""

@@ -1,0 +1,1 @@
+"""Kernels against the limits of the device, and beside other libraries' kernels."""

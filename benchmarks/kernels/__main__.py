@@ -1,0 +1,221 @@
+"""The GPU kernels against the limits of the device: `python -m benchmarks.kernels --help`.
+
+Paged attention at named shapes: time, the share of the roofline, the error against float32, and
+JAX's other attention kernels beside it. Writes into the cache and copies of pages: time, and the
+share of the copy bandwidth. Tables on stderr, one JSON object on stdout; docs/benchmarks/gpu.md
+says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.common import environment
+from benchmarks.common.output import command, record_parser, show
+from benchmarks.common.record import Record
+from benchmarks.common.roofline import Machine, kv_token_bytes, measure_gpu
+from benchmarks.kernels import moves as kernel_moves
+from benchmarks.kernels import peers_jax
+from benchmarks.kernels.shapes import MOVES, SHAPES, chosen
+from benchmarks.kernels.timing import (
+    inputs,
+    num_layers,
+    relative_error,
+    time_attention,
+    time_chain,
+)
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.options import KV_DTYPES
+from pallas_kernels import dispatch
+from pallas_kernels.paged_attention import planned_tiling
+from pallas_kernels.paged_attention.shapes import AttentionShape
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of every shape."""
+    shapes, moves = chosen(options.shapes, options.leave_out)
+    if options.kv_dtype not in (None, *KV_DTYPES):
+        raise InvalidConfigError(f"--kv-dtype {options.kv_dtype}: give one of {KV_DTYPES}")
+    dtype = jnp.dtype(options.dtype)
+    page_dtype = jnp.dtype(options.kv_dtype or dtype)
+    record = Record(
+        options.output,
+        options.budget,
+        benchmark="kernels",
+        dtype=dtype.name,
+        page_dtype=page_dtype.name,
+        attention=options.attention,
+        shapes=[],
+        moves=[],
+        **environment.describe(),
+    )
+    machine = measure_gpu(dtype)
+    record.result["machine"] = {
+        "copy_bytes_per_s": machine.bytes_per_s,
+        "product_flops_per_s": machine.flops_per_s,
+    }
+    with tqdm([*shapes, *moves], desc="timing kernels", delay=2, leave=False) as bar:
+        for each in bar:
+            if isinstance(each, AttentionShape):
+                measured = partial(
+                    _measure,
+                    *(each, dtype, page_dtype, machine),
+                    attention=options.attention,
+                    has_peers=options.peers,
+                )
+                kind, name = "shapes", each.name
+            else:
+                measured = partial(kernel_moves.measure, each, machine.bytes_per_s)
+                kind, name = "moves", str(each)
+            bar.set_postfix_str(name)
+            record.add(kind, name, measured)
+            record.result["served_by"] = [asdict(choice) for choice in dispatch.choices()]
+    record.save()
+    return record.result
+
+
+def _measure(
+    shape: AttentionShape,
+    dtype: jnp.dtype,
+    page_dtype: jnp.dtype,
+    machine: Machine,
+    *,
+    attention: str | None,
+    has_peers: bool,
+) -> dict[str, Any]:
+    num_bytes, flops = _work(shape, dtype, page_dtype)
+    layers = num_layers(_kv_bytes(shape, page_dtype))
+    q, pages, rows = inputs(shape, dtype, page_dtype, layers)
+    tiling = planned_tiling(
+        jax.devices()[0],
+        attention,
+        dtype=dtype.name,
+        page_dtype=page_dtype.name,
+        kv_heads=shape.num_kv_heads,
+        group=shape.num_heads // shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    own_s = time_attention(shape, q, pages, rows, tiling, attention)
+    bound_s = machine.step_s(flops=flops, num_bytes=num_bytes)
+    error = relative_error(shape, q, pages, rows, tiling, attention)
+    result = {
+        "shape": shape.name,
+        "rows": len(shape.rows),
+        "longest_query": max(queries for queries, _ in shape.rows),
+        "shortest_context": min(context for _, context in shape.rows),
+        "seconds": own_s,
+        "bound_s": bound_s,
+        "of_bound": bound_s / own_s,
+        "bytes_per_s": num_bytes / own_s,
+        "of_copy": num_bytes / own_s / machine.bytes_per_s,
+        "flops_per_s": flops / own_s,
+        "error": error,
+    }
+    if len(parts := _parts(shape)) > 1:
+        works = [_work(part, dtype, page_dtype) for part in parts]
+        sum_s = sum(machine.step_s(num_bytes=work[0], flops=work[1]) for work in works)
+        result |= {"parts_bound_s": sum_s, "of_parts_bound": sum_s / own_s}
+    if has_peers and page_dtype == dtype:
+        result["peers"] = peers_jax.measure(shape, q, pages, rows, time_chain)
+    return result
+
+
+def _parts(shape: AttentionShape) -> list[AttentionShape]:
+    """Return the shape with its decoding rows alone, and with the others alone."""
+    kinds = [
+        tuple(row for row in shape.rows if (row[0] == 1) == decodes) for decodes in (True, False)
+    ]
+    return [replace(shape, rows=rows) for rows in kinds if rows]
+
+
+def _kv_bytes(shape: AttentionShape, page_dtype: jnp.dtype) -> int:
+    token_bytes = kv_token_bytes(shape.num_kv_heads, shape.head_dim, page_dtype)
+    return sum(context for _, context in shape.rows) * token_bytes
+
+
+def _work(shape: AttentionShape, dtype: jnp.dtype, page_dtype: jnp.dtype) -> tuple[int, int]:
+    """Return the bytes that have to be moved, and the operations of both products."""
+    queries = sum(queries for queries, _ in shape.rows)
+    pairs = sum(queries * context - queries * (queries - 1) // 2 for queries, context in shape.rows)
+    each = shape.num_heads * shape.head_dim
+    return _kv_bytes(shape, page_dtype) + 2 * queries * each * dtype.itemsize, 4 * pairs * each
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    machine = result["machine"]
+    title = (
+        f"copy {machine['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
+        f"products {machine['product_flops_per_s'] / 1e12:.2f} TFLOP/s"
+    )
+    if result["shapes"]:
+        table = Table(
+            *("attention", "us", "GB/s", "TFLOP/s", "of bound", "error"),
+            *(f"{name}, us" for name in peers_jax.PEERS),
+            title=title,
+            box=None,
+        )
+        for row in result["shapes"]:
+            peers = row.get("peers", {})
+            table.add_row(
+                *_common(row)[:3],
+                f"{row['flops_per_s'] / 1e12:.2f}",
+                _common(row)[3],
+                f"{row['error']:.1e}",
+                *(_peer_us(peers.get(name)) for name in peers_jax.PEERS),
+            )
+        show(table)
+    if result["moves"]:
+        table = Table("moves", "us", "GB/s", "of bound", "XLA, us", title=title, box=None)
+        for row in result["moves"]:
+            table.add_row(*_common(row), f"{row['xla_s'] * 1e6:,.1f}")
+        show(table)
+
+
+def _peer_us(peer: dict[str, Any] | None) -> str:
+    return f"{peer['seconds'] * 1e6:,.1f}" if peer and "seconds" in peer else ""
+
+
+def _common(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Return shape, microseconds, gigabytes a second, and the share of the bound."""
+    return (
+        row["shape"],
+        f"{row['seconds'] * 1e6:,.1f}",
+        f"{row['bytes_per_s'] / 1e9:,.0f}",
+        f"{row['of_bound']:.0%}",
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = record_parser(
+        "benchmarks.kernels", "The GPU kernels at named shapes against the roofline of the device."
+    )
+    add = parser.add_argument
+    add(
+        "--shapes",
+        default="decode,prefill,mixed,write,copy",
+        help=f"some of {', '.join((*SHAPES, *MOVES))}, or names of shapes",
+    )
+    add("--leave-out", default="", help="shapes to leave out, likewise")
+    add("--dtype", default="bfloat16", help="of queries and pages")
+    add("--kv-dtype", default=None, help="of pages with scales: int8 or float8_e4m3fn")
+    add("--attention", default=None, help="by name, such as mosaic,triton; the platform's choice")
+    add("--peers", action="store_true", help="also time JAX's other attention kernels, on a GPU")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Time of the kernels that move bytes: writes of a step into the cache, and copies of pages.
+
+Each is timed in a chain of calls, beside XLA's implementation, against the copy bandwidth.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.kv_write.shapes import Configuration as Write
+from pallas_kernels.kv_write.shapes import make_inputs
+from pallas_kernels.page_copy.shapes import Configuration as Copy
+
+_CALLS = 20
+_REPEATS = 9
+
+
+def measure(configuration: Write | Copy, bytes_per_s: float) -> dict[str, Any]:
+    """Return the figures of one call; `bytes_per_s` is the copy bandwidth, reads and writes."""
+    if isinstance(configuration, Write):
+        num_bytes = configuration.shape.moved_bytes
+        seconds = partial(_write_seconds, configuration)
+    else:
+        num_bytes = 2 * configuration.shape.copied_bytes
+        seconds = partial(_copy_seconds, configuration)
+    own_s = seconds(None)
+    bound_s = num_bytes / bytes_per_s
+    return {
+        "shape": str(configuration),
+        "seconds": own_s,
+        "bound_s": bound_s,
+        "of_bound": bound_s / own_s,
+        "bytes_per_s": num_bytes / own_s,
+        "xla_s": seconds("xla"),
+    }
+
+
+def _write_seconds(configuration: Write, implementation: str | None) -> float:
+    function, _ = configuration.call()
+    inputs = make_inputs(configuration.shape, seed=0, layers=4)
+    cache = {name: inputs.pop(name) for name in configuration.donated}
+    layers = 4
+
+    def chain(cache: dict[str, jax.Array], inputs: dict[str, Any]) -> tuple[Any, Any]:
+        queries = []
+        for i in range(_CALLS):
+            q, *written = function(
+                **{**inputs, **cache}, layer=i % layers, implementation=implementation
+            )
+            cache = dict(zip(cache, written, strict=False))
+            queries.append(q)
+        return cache, queries
+
+    return _seconds(chain, cache, inputs)
+
+
+def _copy_seconds(configuration: Copy, implementation: str | None) -> float:
+    function, _ = configuration.call()
+    shape = configuration.shape
+    # Other pages at every call, so that no cache of the device has them.
+    order = np.random.default_rng(0).permutation(shape.num_pages)
+    places = np.resize(order, (_CALLS, 2 * shape.count)).astype(np.int32)
+    source, target = jnp.asarray(places[:, : shape.count]), jnp.asarray(places[:, shape.count :])
+    pages = jnp.zeros(shape.array, shape.dtype)
+    values = jnp.ones((shape.layers, shape.count, *shape.page), shape.dtype)
+    call = partial(function, implementation=implementation)
+
+    def chain(pages: jax.Array, places: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+        gathered = []
+        for source, target in zip(*places, strict=True):
+            if configuration.operation == "gather_pages":
+                gathered.append(call(pages, source))
+            elif configuration.operation == "scatter_pages":
+                pages = call(pages, target, values)
+            else:
+                pages = call(pages, source, target)
+        return pages, gathered
+
+    return _seconds(chain, pages, (source, target))
+
+
+def _seconds(chain: Callable[..., tuple[Any, Any]], state: Any, arguments: Any) -> float:
+    """Return the seconds of one call in the chain; `state` is donated to each chain."""
+    compiled = jax.jit(chain, donate_argnums=0)
+    times = []
+    for _ in range(_REPEATS + 1):
+        begin_s = time.perf_counter()
+        state, rest = compiled(state, arguments)
+        jax.block_until_ready((state, rest))
+        times.append(time.perf_counter() - begin_s)
+    return median(times[1:]) / _CALLS

@@ -1,0 +1,1 @@
+"""Attention kernels of PyTorch and its neighbours, at the shapes of ours."""

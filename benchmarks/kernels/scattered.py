@@ -1,0 +1,151 @@
+"""Attention over scattered pages: `python -m benchmarks.kernels.scattered --help`.
+
+Figure 3.17 of the Pensieve thesis: attention of several tokens a row over scattered pages, beside
+copying the pages into one piece first, and one token at a time. The ways take turns. A table on
+stderr, one JSON object on stdout; docs/benchmarks/conversations.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.common import environment
+from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.repeats import Figures, in_turns, summary
+from jaxserve.core.errors import InvalidConfigError
+from pallas_kernels import Rows, paged_attention
+from pallas_kernels.paged_attention.shapes import AttentionShape, make_inputs
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Rows], jax.Array]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the seconds of every way at every context."""
+    try:
+        contexts = [int(part) for part in options.contexts.split(",")]
+    except ValueError:
+        contexts = []
+    if not contexts or min(contexts) < options.queries:
+        raise InvalidConfigError(
+            f"--contexts {options.contexts!r} are not understood; give numbers of at least "
+            f"{options.queries}, the queries of a row, such as 128,1024"
+        )
+    bar = tqdm(contexts, desc="timing attention", delay=2, leave=False)
+    return {
+        "benchmark": "scattered",
+        "arguments": arguments_of(options),
+        "repeats": options.repeats,
+        "contexts": [{"context": context, **_measure(options, context)} for context in bar],
+        **environment.describe(),
+    }
+
+
+def _measure(options: argparse.Namespace, context: int) -> Figures:
+    """Time the ways in turns, after a call of each that compiles and is checked."""
+    shape = AttentionShape(
+        name=f"{options.batch}x{options.queries}_of_{context}",
+        num_heads=options.heads,
+        num_kv_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        page_size=options.page_size,
+        rows=((options.queries, context),) * options.batch,
+    )
+    inputs = make_inputs(shape, 0, layers=1)
+    expected = _over_pages(*inputs)
+    compiled = {name: jax.jit(attend) for name, attend in WAYS.items()}
+    for name, attend in compiled.items():
+        error = jnp.linalg.norm(attend(*inputs) - expected) / jnp.linalg.norm(expected)
+        assert float(error) < 1e-4, f"{name} is off by {float(error):.1e}"
+    runs: list[Figures] = [{} for _ in range(options.repeats)]
+    for number, name in in_turns(list(compiled), options.repeats):
+        begin_s = time.perf_counter()
+        jax.block_until_ready(compiled[name](*inputs))
+        runs[number][name] = time.perf_counter() - begin_s
+    return summary(runs)
+
+
+def _over_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows) -> jax.Array:
+    return paged_attention(q, k_pages, v_pages, 0, rows)
+
+
+def _copied_out(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows) -> jax.Array:
+    """Copy the pages of each row beside each other, in order, and attend to the copies."""
+    num_rows, width = rows.page_table.shape
+    whole = jnp.arange(num_rows * width, dtype=jnp.int32).reshape(num_rows, width)
+    k_whole, v_whole = (pages[:, rows.page_table.reshape(-1)] for pages in (k_pages, v_pages))
+    return paged_attention(q, k_whole, v_whole, 0, replace(rows, page_table=whole))
+
+
+def _one_token_at_a_time(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, rows: Rows
+) -> jax.Array:
+    """Call a decoding kernel once for each query of a row."""
+    num_rows = rows.query_start.shape[0]
+    by_query = q.reshape(num_rows, -1, *q.shape[1:])
+
+    def attend(number: jax.Array) -> jax.Array:
+        one = Rows(
+            query_start=jnp.arange(num_rows, dtype=jnp.int32),
+            query_length=jnp.ones(num_rows, jnp.int32),
+            first_position=rows.first_position + number,
+            context_length=rows.first_position + number + 1,
+            page_table=rows.page_table,
+        )
+        return paged_attention(by_query[:, number], k_pages, v_pages, 0, one, max_query_length=1)
+
+    out = jax.lax.map(attend, jnp.arange(by_query.shape[1], dtype=jnp.int32))
+    return out.swapaxes(0, 1).reshape(q.shape)
+
+
+WAYS: dict[str, Attend] = {
+    "over_pages_s": _over_pages,
+    "copied_out_s": _copied_out,
+    "one_token_at_a_time_s": _one_token_at_a_time,
+}
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    names = [name.removesuffix("_s").replace("_", " ") + ", ms" for name in WAYS]
+    table = Table("context", *names, box=None, header_style="bold")
+    for point in result["contexts"]:
+        table.add_row(str(point["context"]), *(f"{1e3 * point[name]:.2f}" for name in WAYS))
+    show(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.scattered",
+        description="Attention over scattered pages beside two other ways; prints one JSON object.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--batch", type=int, default=32, help="rows")
+    add("--queries", type=int, default=8, help="of each row, at the end of its context")
+    add("--contexts", default="128,256,512,1024,2048,4096", help="tokens of a row")
+    add("--heads", type=int, default=9, help="of queries")
+    add("--kv-heads", type=int, default=3, help="of keys and values")
+    add("--head-dim", type=int, default=64, help="of a head")
+    add("--page-size", type=int, default=32, help="tokens of a page")
+    add("--repeats", type=int, default=9, help="calls of every way, in turns")
+    add("--output", type=Path, default=None, help="also write the object here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

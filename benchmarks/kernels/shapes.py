@@ -1,0 +1,60 @@
+"""The shapes at which kernels are timed, by kind and by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.core.errors import InvalidConfigError
+from pallas_kernels.kv_write import shapes as write_shapes
+from pallas_kernels.page_copy import shapes as copy_shapes
+from pallas_kernels.paged_attention.shapes import (
+    BENCHMARK_SHAPES,
+    GPU_DECODE_SHAPES,
+    GPU_MIXED_SHAPES,
+    GPU_PREFILL_SHAPES,
+    AttentionShape,
+)
+
+SHAPES = {
+    "decode": GPU_DECODE_SHAPES,
+    "prefill": GPU_PREFILL_SHAPES,
+    "mixed": GPU_MIXED_SHAPES,
+    "small": BENCHMARK_SHAPES,
+}
+MOVES = {
+    "write": write_shapes.CONFIGURATIONS,
+    "copy": copy_shapes.CONFIGURATIONS,
+    "small_moves": (*write_shapes.SMALL_CONFIGURATIONS, *copy_shapes.SMALL_CONFIGURATIONS),
+}
+
+
+def chosen(kinds: str, left_out: str = "") -> tuple[list[AttentionShape], list[Any]]:
+    """Return shapes of attention and moves, each once.
+
+    Args:
+      kinds: kinds or names of shapes, separated by commas.
+      left_out: shapes to leave out, likewise.
+
+    Raises:
+      InvalidConfigError: an unknown kind or name.
+    """
+    named = {shape.name: (shape,) for shapes in SHAPES.values() for shape in shapes}
+    known = {**SHAPES, **named}
+
+    def members(text: str) -> list[str]:
+        names = [name for name in text.split(",") if name]
+        unknown = sorted(set(names) - {*known, *MOVES})
+        if unknown:
+            raise InvalidConfigError(
+                f"unknown shapes {unknown}; give some of {(*SHAPES, *MOVES)}, or names of shapes"
+            )
+        return names
+
+    excluded = {shape.name for name in members(left_out) for shape in known.get(name, ())}
+    shapes = {
+        shape.name: shape
+        for name in members(kinds)
+        for shape in known.get(name, ())
+        if shape.name not in excluded
+    }
+    return list(shapes.values()), [move for name in members(kinds) for move in MOVES.get(name, ())]

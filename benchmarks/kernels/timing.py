@@ -1,0 +1,168 @@
+"""Time and error of paged attention on a device, at one shape with random inputs.
+
+Each call reads another layer of the cache, and takes its queries from the call before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.common.timing import seconds
+from pallas_kernels import Rows, paged_attention, quantize
+from pallas_kernels.paged_attention import Capacity, Plan, Tiling, plan
+from pallas_kernels.paged_attention.shapes import AttentionShape
+
+# Bytes of all layers together, so that no call finds its pages in a cache of the device.
+CACHE_BYTES = 512 << 20
+MAX_LAYERS = 16
+CALLS = 20
+_CHAINS = 4
+_ROWS_COMPARED = 4
+
+# k_pages and v_pages of `paged_attention`, and their scales where they have any.
+Pages = dict[str, jax.Array]
+
+
+def num_layers(kv_bytes: int) -> int:
+    """Return how many layers of `kv_bytes` bytes each make every call find its pages cold."""
+    return max(1, min(MAX_LAYERS, -(-CACHE_BYTES // kv_bytes)))
+
+
+def inputs(
+    shape: AttentionShape, dtype: jnp.dtype, page_dtype: jnp.dtype, layers: int
+) -> tuple[jax.Array, Pages, Rows]:
+    """Return random queries, pages and rows, made on the device.
+
+    Pages lie scattered, and no two rows share one.
+    """
+    lengths = np.asarray([queries for queries, _ in shape.rows], np.int32)
+    contexts = np.asarray([context for _, context in shape.rows], np.int32)
+    needed = -(-contexts // shape.page_size)
+    num_pages = 1 + int(needed.sum())
+    pages = np.random.default_rng(0).permutation(np.arange(1, num_pages, dtype=np.int32))
+    table = np.zeros((len(contexts), int(needed.max())), np.int32)
+    table[np.arange(table.shape[1]) < needed[:, None]] = pages
+    rows = Rows(
+        query_start=jnp.asarray(np.cumsum(lengths) - lengths, jnp.int32),
+        query_length=jnp.asarray(lengths),
+        first_position=jnp.asarray(contexts - lengths),
+        context_length=jnp.asarray(contexts),
+        page_table=jnp.asarray(table),
+    )
+    cache = (layers, num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
+    normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = normal(keys[0], (int(lengths.sum()), shape.num_heads, shape.head_dim), dtype)
+    made: Pages = {}
+    for name, key in zip("kv", keys[1:], strict=True):
+        made[f"{name}_pages"] = normal(key, cache, dtype)
+        if page_dtype != dtype:
+            quantized = jax.jit(partial(quantize, dtype=page_dtype))
+            made[f"{name}_pages"], made[f"{name}_scales"] = quantized(made[f"{name}_pages"])
+    return q, made, rows
+
+
+def _plan(shape: AttentionShape, rows: Rows, tiling: Tiling | None) -> Plan | None:
+    if tiling is None:
+        return None
+    length = np.asarray(rows.query_length)
+    capacity = Capacity.of(
+        tiling,
+        num_tokens=sum(queries for queries, _ in shape.rows),
+        num_rows=len(length),
+        max_context=rows.page_table.shape[1] * shape.page_size,
+        is_decode=shape.is_decode,
+    )
+    return plan(
+        *(tiling, capacity),
+        query_length=length,
+        first_position=np.asarray(rows.first_position),
+        context_length=np.asarray(rows.context_length),
+    )
+
+
+def time_attention(
+    shape: AttentionShape,
+    q: jax.Array,
+    pages: Pages,
+    rows: Rows,
+    tiling: Tiling | None,
+    attention: str | None,
+) -> float:
+    """Return the seconds of one call."""
+    attend = partial(
+        paged_attention,
+        rows=rows,
+        plan=_plan(shape, rows, tiling),
+        max_query_length=1 if shape.is_decode else None,
+        implementation=attention,
+    )
+
+    def one(q: jax.Array, layer: int, pages: Any) -> jax.Array:
+        return attend(q, layer=layer, **pages)
+
+    return time_chain(one, q, pages, len(pages["k_pages"]))
+
+
+def time_chain(
+    attend: Callable[[jax.Array, int, Any], jax.Array], q: jax.Array, given: Any, layers: int
+) -> float:
+    """Return the seconds of one call, in a chain over the layers in turn.
+
+    Each call takes the output of the call before as its queries.
+
+    Args:
+      attend: takes queries, a layer, and `given`.
+    """
+
+    def chain(q: jax.Array, given: Any) -> jax.Array:
+        for i in range(CALLS):
+            q = attend(q, i % layers, given)
+        return q
+
+    chains = _CHAINS if jax.default_backend() == "gpu" else 1
+    return seconds(jax.jit(chain), q, given, calls=chains) / CALLS
+
+
+def relative_error(
+    shape: AttentionShape,
+    q: jax.Array,
+    pages: Pages,
+    rows: Rows,
+    tiling: Tiling | None,
+    attention: str | None,
+) -> float:
+    """Return the relative norm of the difference from XLA in float32, without TF32.
+
+    The first `_ROWS_COMPARED` rows and the last row are compared.
+    """
+    index = np.unique([*range(min(_ROWS_COMPARED, len(shape.rows))), len(shape.rows) - 1])
+    some = jax.tree.map(lambda x: x[index], rows)
+    owned = np.concatenate(
+        [
+            np.arange(start, start + length)
+            for start, length in zip(
+                np.asarray(some.query_start), np.asarray(some.query_length), strict=True
+            )
+        ]
+    )
+    if shape.is_decode:
+        q, some = q[index], replace(some, query_start=jnp.arange(len(index)))
+        owned = np.arange(len(index))
+    attend = partial(
+        paged_attention, layer=0, rows=some, max_query_length=1 if shape.is_decode else None
+    )
+    work = _plan(shape, some, tiling)
+    got = jax.jit(partial(attend, plan=work, implementation=attention))(q, **pages)
+    # The default on GPUs is TF32, whose error is as large as the one that is measured.
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(partial(attend, implementation="xla"))(q.astype(jnp.float32), **pages)
+    got, wanted = np.asarray(got, np.float32)[owned], np.asarray(wanted)[owned]
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))

@@ -1,0 +1,266 @@
+"""The fastest tiles of attention on this GPU: `python -m benchmarks.kernels.tune --help`.
+
+Each size in turn takes every one of its values while the others stay, and keeps the fastest; a
+value that does not compile is skipped. The result is compared with float32 and then written to
+`pallas_kernels/paged_attention/tuned_tilings.toml`, which runtimes read. A table on stderr, one
+JSON object on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.table import Table
+
+from benchmarks.common import environment
+from benchmarks.common.output import command, record_parser, show
+from benchmarks.common.record import Record, reason
+from benchmarks.common.roofline import kv_token_bytes
+from benchmarks.kernels.timing import inputs, num_layers, relative_error, time_attention
+from jaxserve.core.errors import InvalidConfigError, JaxserveError
+from pallas_kernels.paged_attention.shapes import AttentionShape
+from pallas_kernels.paged_attention.tilings import (
+    TUNED,
+    Entry,
+    cores_of,
+    entry_for,
+    tiling_of,
+)
+
+# Values by their place in an entry, in the order in which they are tried.
+Values = Mapping[tuple[str, ...], Sequence[int]]
+
+_SPLIT: Values = {
+    ("block_keys",): (32, 64, 128),
+    ("split", "programs"): (2, 3, 4, 6, 8),
+    ("split", "stages"): (2, 3, 4),
+    ("split", "warps"): (2, 4, 8),
+    ("split_keys",): (256, 512, 1024),
+    ("merge", "warps"): (2, 4, 8),
+}
+_TILE: Values = {
+    ("tile", "rows"): (64, 128),
+    ("tile", "warps"): (4, 8),
+    ("tile", "stages"): (2, 3, 4),
+    ("tile", "programs"): (1, 2, 3),
+}
+_WARPGROUPS: Values = {
+    ("warpgroups", "block_keys"): (64, 128),
+    ("warpgroups", "num_stages"): (2, 3, 4),
+}
+_MAX_ERROR = 1e-2
+# Fields of an entry that name its device and heads, and those that say where it comes from.
+_OWNER = ("device", "group", "head_dim")
+_ABOUT = (*_OWNER, "max_head_dim", "source", "command")
+_HEADER = """\
+# Tiles that were timed, by device and heads; looked up before tilings.toml.
+# Written by `python -m benchmarks.kernels.tune`; each entry has the command that made it.
+"""
+
+
+class WrongTilesError(JaxserveError):
+    """The fastest tiles give wrong numbers and are not written."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the best entry, which is written to the table, and every value that was tried."""
+    kv_heads, group, head_dim = _heads_from(options.heads)
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        raise InvalidConfigError("tiles are tuned on the GPU that they are for; there is none here")
+    heads = dict(num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=head_dim, page_size=32)
+    start = entry_for(device=device.device_kind, group=group, head_dim=head_dim, kind=options.kind)
+    record = Record(
+        options.output,
+        options.budget,
+        benchmark="tune",
+        kind=options.kind,
+        heads=options.heads,
+        tried=[],
+        **environment.describe(),
+    )
+
+    def tiling(entry: Entry) -> Any:
+        return tiling_of(entry, num_cores=cores_of(device), kv_heads=kv_heads, group=group)
+
+    def tuned(entry: Entry, values: Values, shapes: Sequence[AttentionShape]) -> Entry:
+        given = [_Timed(shape, options.kind) for shape in shapes]
+        entry = descend(
+            entry,
+            values,
+            lambda entry: [each.seconds(tiling(entry)) for each in given],
+            record,
+        )
+        errors = [each.error(tiling(entry)) for each in given]
+        if not all(error <= _MAX_ERROR for error in errors):  # also false for NaN
+            raise WrongTilesError(f"relative errors {errors}; nothing was written")
+        return entry
+
+    best = start
+    if options.kind == "triton":
+        decode = [
+            AttentionShape(name=f"decode_{rows}x{context}", rows=((1, context),) * rows, **heads)
+            for rows, context in ((32, 4096), (128, 2048), (1, 16384))
+        ]
+        best = tuned(best, _SPLIT, decode)
+    prefill = AttentionShape(name="prefill_4096", rows=((4096, 4096),), **heads)
+    best = tuned(best, _TILE if options.kind == "triton" else _WARPGROUPS, [prefill])
+    entry = {
+        "device": device.device_kind,
+        "group": group,
+        "head_dim": head_dim,
+        "source": f"timed, commit {environment.commit()}, JAX {jax.__version__}",
+        "command": shlex.join(["python", "-m", "benchmarks.kernels.tune", *sys.argv[1:]]),
+        **{name: value for name, value in best.items() if name not in _ABOUT},
+    }
+    record.result["best"] = entry
+    write_entry(options.table, options.kind, entry)
+    return record.result
+
+
+class _Timed:
+    """A shape with its inputs on the device."""
+
+    def __init__(self, shape: AttentionShape, implementation: str):
+        dtype = jnp.dtype("bfloat16")
+        kv_bytes = kv_token_bytes(shape.num_kv_heads, shape.head_dim, dtype)
+        layers = num_layers(kv_bytes * sum(context for _, context in shape.rows))
+        given = (shape, *inputs(shape, dtype, dtype, layers))
+        self.seconds: Callable[[Any], float] = partial(
+            time_attention, *given, attention=implementation
+        )
+        self.error: Callable[[Any], float] = partial(
+            relative_error, *given, attention=implementation
+        )
+
+
+def descend(
+    entry: Entry, values: Values, seconds: Callable[[Entry], Sequence[float]], record: Record
+) -> Entry:
+    """Return the entry with the fastest values, found for one place after the other.
+
+    Args:
+      seconds: returns the seconds of an entry at every shape. The score of an entry is the sum of
+        its seconds over those of the first entry.
+      record: gets every value that was tried; no value is tried once its budget is used up.
+    """
+    begin = seconds(entry)
+    best, best_score = entry, float(len(begin))
+    for place, candidates in values.items():
+        for value in candidates:
+            changed = _with(best, place, value)
+            if changed == best:
+                continue
+            name = ".".join(place)
+            if record.is_spent:
+                record.skip(f"{name}={value}")
+                continue
+            try:
+                times = seconds(changed)
+            except Exception as error:  # mostly a tile that does not compile
+                record.result["tried"].append(
+                    {"place": name, "value": value, "reason": reason(error)}
+                )
+                continue
+            score = sum(own / first for own, first in zip(times, begin, strict=True))
+            record.result["tried"].append(
+                {"place": name, "value": value, "seconds": list(times), "score": score}
+            )
+            record.save()
+            if score < best_score:
+                best, best_score = changed, score
+    return best
+
+
+def write_entry(path: Path, kind: str, entry: Entry) -> None:
+    """Write an entry to a table; it replaces the entry of the same heads on the same device."""
+    table = tomllib.loads(path.read_text()) if path.exists() else {}
+    kept = [
+        each
+        for each in table.get(kind, [])
+        if [each.get(name) for name in _OWNER] != [entry[name] for name in _OWNER]
+    ]
+    table[kind] = [entry, *kept]
+    lines = [_HEADER]
+    for name in sorted(table):
+        for each in table[name]:
+            lines.append(f"[[{name}]]")
+            lines += [f"{key} = {_toml(value)}" for key, value in each.items()]
+            lines.append("")
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return str(value)
+
+
+def _with(entry: Entry, place: tuple[str, ...], value: int) -> Entry:
+    changed = copy.deepcopy(entry)
+    inner = changed
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    return changed
+
+
+def _heads_from(text: str) -> tuple[int, int, int]:
+    try:
+        kv_heads, group, head_dim = map(int, text.split("x"))
+    except ValueError:
+        raise InvalidConfigError(
+            f"--heads {text}: give KV_HEADSxGROUPxHEAD_DIM, such as 8x4x128"
+        ) from None
+    return kv_heads, group, head_dim
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    table = Table("tried", "us", "score", title=f"{result['kind']}, {result['heads']}", box=None)
+    for row in result["tried"]:
+        times = ", ".join(f"{each * 1e6:,.1f}" for each in row.get("seconds", ()))
+        table.add_row(
+            f"{row['place']}={row['value']}",
+            times or row.get("reason", ""),
+            f"{row['score']:.3f}" if "score" in row else "",
+        )
+    show(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = record_parser(
+        "benchmarks.kernels.tune",
+        "Find the fastest tiles of attention on this GPU, and write them.",
+    )
+    add = parser.add_argument
+    add(
+        "--kind",
+        default="triton",
+        choices=("triton", "mosaic"),
+        help="the kernels whose tiles are tuned",
+    )
+    add("--heads", default="8x4x128", help="KV heads, query heads for each, and their size")
+    add("--table", type=Path, default=TUNED, help="the file to write")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

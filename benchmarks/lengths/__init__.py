@@ -1,0 +1,1 @@
+"""How well the lengths of answers are predicted."""

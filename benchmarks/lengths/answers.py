@@ -1,0 +1,150 @@
+"""A model's own answers to ShareGPT's questions: `python -m benchmarks.lengths.answers --help`.
+
+A length predictor of this model learns from them. The file has the position of each question and
+the length of its answer, not the texts; stdout has one JSON object. docs/benchmarks/lengths.md says
+what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.common.output import arguments_of, command
+from jaxserve.core.metrics import spread
+from jaxserve.workload.answers import Question, questions
+
+if TYPE_CHECKING:
+    from jaxserve.core.request import Completion
+    from jaxserve.runtime import Runtime
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Submit all questions, and write each answer's line in the order of the questions."""
+    from benchmarks.common import environment
+    from jaxserve import Runtime
+
+    with ExitStack() as stack:
+        rt = stack.enter_context(
+            Runtime.from_pretrained(
+                options.model, max_slots=options.max_slots, max_context=options.max_context
+            )
+        )
+        options.lengths.parent.mkdir(parents=True, exist_ok=True)
+        lengths_file = stack.enter_context(options.lengths.open("w", encoding="utf-8"))
+        tokens_file = options.tokens and stack.enter_context(
+            options.tokens.open("w", encoding="utf-8")
+        )
+        asked = _draw(options, rt)
+        begin_s = time.perf_counter()
+        reasons, lengths = [], []
+        for question, done in _answers(rt, asked, options):
+            reasons.append(done.finish_reason)
+            lengths.append(len(done.token_ids))
+            line = {
+                "record": question.record,
+                "turn": question.turn,
+                "output_length": len(done.token_ids),
+                "finish_reason": done.finish_reason,
+            }
+            print(json.dumps(line), file=lengths_file, flush=True)
+            if tokens_file:
+                line |= {
+                    "conversation": question.origin,
+                    "prompt": question.text,
+                    "prompt_token_ids": done.prompt_token_ids,
+                    "token_ids": done.token_ids,
+                }
+                print(json.dumps(line), file=tokens_file, flush=True)
+        wall_s = time.perf_counter() - begin_s
+        return {
+            "benchmark": "answers",
+            "arguments": arguments_of(options),
+            "num_answers": len(lengths),
+            "share_at_the_limit": reasons.count("length") / len(reasons),
+            "output_length": spread(lengths),
+            "output_tokens_per_s": sum(lengths) / wall_s,
+            "wall_s": wall_s,
+            **environment.describe(),
+        }
+
+
+def _draw(options: argparse.Namespace, rt: Runtime) -> list[Question]:
+    """Return questions in random order whose prompts are short enough."""
+    from jaxserve.core.assets import fetch
+    from jaxserve.core.errors import InvalidConfigError
+    from jaxserve.workload import sharegpt
+
+    found = list(questions(fetch(sharegpt.FILE)))
+    random.Random(options.seed).shuffle(found)
+    asked: list[Question] = []
+    for question in found:
+        if len(asked) == options.num_prompts:
+            return asked
+        # Counting takes time, so questions that are certainly too long are skipped first.
+        if len(question.text) <= 8 * options.max_prompt_tokens:
+            num_tokens = len(rt.tokenizer.encode(question.text)) if rt.tokenizer else 0
+            if num_tokens <= options.max_prompt_tokens:
+                asked.append(question)
+    raise InvalidConfigError(
+        f"--num-prompts {options.num_prompts}: ShareGPT has {len(asked)} questions of at most "
+        f"{options.max_prompt_tokens} tokens; ask for fewer, or allow longer ones"
+    )
+
+
+def _answers(
+    rt: Runtime, asked: Iterable[Question], options: argparse.Namespace
+) -> Iterator[tuple[Question, Completion]]:
+    from tqdm import tqdm
+
+    from jaxserve import SamplingParams
+
+    pending = [
+        rt.submit(
+            [{"role": "user", "content": question.text}],
+            SamplingParams(
+                max_tokens=options.max_tokens, temperature=options.temperature, seed=index
+            ),
+        )
+        for index, question in enumerate(asked)
+    ]
+    bar = tqdm(pending, desc="answering", unit="answer", delay=2, leave=False)
+    for question, one in zip(asked, bar, strict=True):
+        yield question, one.result()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.lengths.answers",
+        description="Let a model answer ShareGPT's questions, and keep its answers' lengths.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--lengths", type=Path, required=True, help="JSON lines of ids and lengths, written here")
+    add("--tokens", type=Path, default=None, help="also write prompts' and answers' tokens here")
+    add("--num-prompts", type=int, default=1500, help="questions drawn")
+    add("--max-prompt-tokens", type=int, default=128, help="longer questions are left out")
+    add("--max-tokens", type=int, default=256, help="of an answer")
+    add("--temperature", type=float, default=0.7, help="0 is greedy")
+    add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
+    add("--max-slots", type=int, default=None, help="most answers at once")
+    add("--max-context", type=int, default=512, help="most tokens of prompt and answer")
+    add("--seed", type=int, default=0, help="of the draw; answer i is sampled with seed i")
+    add("--output", type=Path, default=None, help="also write the object here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

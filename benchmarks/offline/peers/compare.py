@@ -1,0 +1,231 @@
+"""Our engine and its peers on the same requests, in turns."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, final
+
+from rich.console import Console
+from rich.table import Column, Table
+from tqdm import tqdm
+
+from benchmarks.common.processes import PeerError, run
+from benchmarks.common.repeats import Figures, in_turns, ratios, summary
+from benchmarks.common.roofline import measure_machine
+from benchmarks.offline.peers.catalogue import GROUPS, Peer
+from benchmarks.offline.peers.job import write_job, write_models
+from jaxserve.workload import WorkloadItem
+
+OURS = "jaxserve"
+# Figures of the table.
+SHOWN = (
+    *("output_tokens_per_s", "jaxserve_is_faster_by", "startup_s", "peak_host_bytes"),
+    "same_answers",
+)
+RUN_LIMIT_S = 3600.0
+
+
+@final
+@dataclass
+class Runs:
+    """The results of one engine in order, and the error that ended its runs, if any."""
+
+    results: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+
+
+def compare(
+    peers: Mapping[str, Peer],
+    source: Path,
+    items: Sequence[WorkloadItem],
+    *,
+    batch_size: int,
+    repeats: int,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return every engine's figures on a GGUF model; an engine that failed has its `error`.
+
+    Args:
+      settings: of our runtime.
+    """
+    failed: dict[str, str] = {}
+    commands = {OURS: [sys.executable, "-m", "benchmarks.offline.peers.ours"]}
+    for name, peer in peers.items():
+        try:
+            commands[name] = peer.command()
+        except PeerError as error:
+            failed[name] = _explained(name, error)
+    with tempfile.TemporaryDirectory(prefix="jaxserve-peers-") as folder:
+        models = write_models(source, Path(folder))
+        job = Path(folder) / "job.json"
+        write_job(job, models, items, batch_size=batch_size, settings=settings)
+        lengths = [item.num_output_tokens for item in items]
+        runs = interleave(commands, job, lengths, repeats=repeats, gauge=_gauge)
+    runs |= {name: Runs(error=error) for name, error in failed.items()}
+    figures = summarise(runs)
+    for name, peer in peers.items():
+        figures[name] |= {"requirements": peer.environment.requirements, "note": peer.note}
+    return {
+        "batch_size": batch_size,
+        "repeats": max(len(engine.results) for engine in runs.values()),
+        "engines": figures,
+        "best_of": _best_of(figures),
+    }
+
+
+def interleave(
+    commands: Mapping[str, Sequence[str]],
+    job: Path,
+    lengths: Sequence[int],
+    *,
+    repeats: int,
+    limit_s: float = RUN_LIMIT_S,
+    gauge: Callable[[], Any] = lambda: None,
+) -> dict[str, Runs]:
+    """Run every engine in turn, `repeats` times; an engine that fails does not run again.
+
+    Ctrl-C keeps the rounds that all engines have ended.
+
+    Args:
+      lengths: of the answers, which are checked.
+      gauge: measures the machine before every run; a shared machine changes within minutes.
+    """
+    runs = {name: Runs() for name in commands}
+    turns = list(in_turns(list(commands), repeats))
+    with tqdm(turns, unit="run", leave=False) as bar:
+        for _, name in bar:
+            if runs[name].error is not None:
+                continue
+            bar.set_description(name)
+            machine = gauge()
+            try:
+                result = _run_once(
+                    [*commands[name], str(job)], job.with_name(f"{name}.log"), limit_s
+                )
+                _check(result, lengths)
+                result["machine"] = machine
+                runs[name].results.append(result)
+            except PeerError as error:
+                runs[name].error = _explained(name, error)
+            except KeyboardInterrupt:
+                whole = min((len(r.results) for r in runs.values() if r.error is None), default=0)
+                if whole == 0:
+                    raise
+                for engine in runs.values():
+                    del engine.results[whole:]
+                break
+    return runs
+
+
+def summarise(runs: Mapping[str, Runs]) -> dict[str, dict[str, Any]]:
+    """Return the medians and ranges of every engine, see `benchmarks.common.repeats.summary`.
+
+    `jaxserve_is_faster_by` is an engine's wall time over ours of the same round; `same_answers`
+    counts the whole answers that agree with those of our first run. An engine without a run has
+    neither, and one that ran while ours failed has no comparison.
+    """
+    ours = runs[OURS].results
+    figures = {}
+    for name, engine in runs.items():
+        walls = [result["wall_s"] for result in engine.results]
+        faster_by = ratios(walls, [result["wall_s"] for result in ours])
+        own = [
+            {
+                "wall_s": result["wall_s"],
+                "output_tokens_per_s": _num_tokens(result) / result["wall_s"],
+                "jaxserve_is_faster_by": ratio,
+                "startup_s": result["startup_s"],
+                "peak_host_bytes": result["peak_bytes"],
+                "same_answers": _num_same(result, ours[0]) if ours else None,
+                "machine": result["machine"],
+            }
+            for result, ratio in zip_longest(engine.results, faster_by)
+        ]
+        empty: Figures = {**dict.fromkeys(SHOWN), "runs": []}
+        figures[name] = {**(summary(own) if own else empty), "error": engine.error}
+    return figures
+
+
+def print_table(comparison: Mapping[str, Any]) -> None:
+    """Print the comparison on stderr."""
+    table = Table(
+        Column("engine", no_wrap=True), "tokens/s", "range", "ours is faster by", "start-up s",
+        "peak GiB", "same answers", "",
+        box=None, header_style="bold",
+    )  # fmt: skip
+    best = {name: f"best of {group}" for group, name in comparison["best_of"].items()}
+
+    def shown(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    for name, figures in comparison["engines"].items():
+        rate, faster_by, startup_s, peak, same = (figures[key] for key in SHOWN)
+        low_high = figures.get("range", {}).get("output_tokens_per_s")
+        table.add_row(
+            name,
+            shown(rate, ".0f"),
+            f"{low_high[0]:.0f} to {low_high[1]:.0f}" if low_high else "",
+            shown(faster_by, ".2f"),
+            shown(startup_s, ".1f"),
+            shown(peak and peak / 2**30, ".1f"),
+            shown(same, ".0f"),
+            figures["error"] or best.get(name, ""),
+        )
+    Console(stderr=True).print(table)
+
+
+def _gauge() -> dict[str, float]:
+    return asdict(measure_machine("float32"))
+
+
+def _run_once(command: Sequence[str], log: Path, limit_s: float) -> dict[str, Any]:
+    printed, peak_bytes = run(command, log, limit_s)
+    try:
+        result = json.loads(printed.splitlines()[-1])
+    except (IndexError, ValueError) as error:
+        raise PeerError("printed no result") from error
+    return {**result, "peak_bytes": peak_bytes}
+
+
+def _check(result: Mapping[str, Any], lengths: Sequence[int]) -> None:
+    given = [len(answer) for answer in result["token_ids"]]
+    if len(given) != len(lengths):
+        raise PeerError(f"{len(given)} answers to {len(lengths)} requests")
+    wrong = [i for i, pair in enumerate(zip(given, lengths, strict=True)) if pair[0] != pair[1]]
+    if wrong:
+        i = wrong[0]
+        raise PeerError(
+            f"{len(wrong)} answers are of another length than asked for, such as answer {i} of "
+            f"{given[i]} tokens instead of {lengths[i]}"
+        )
+
+
+def _num_tokens(result: Mapping[str, Any]) -> int:
+    return sum(map(len, result["token_ids"]))
+
+
+def _num_same(result: Mapping[str, Any], reference: Mapping[str, Any]) -> int:
+    pairs = zip(result["token_ids"], reference["token_ids"], strict=True)
+    return sum(a == b for a, b in pairs)
+
+
+def _best_of(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the fastest member of every group whose members all ran."""
+    best = {}
+    for group, members in GROUPS.items():
+        rates = {name: figures[name]["output_tokens_per_s"] for name in members if name in figures}
+        ran = {name: rate for name, rate in rates.items() if rate is not None}
+        if len(rates) == len(members) and ran:
+            best[group] = max(ran, key=lambda name: ran[name])
+    return best
+
+
+def _explained(name: str, error: PeerError) -> str:
+    tqdm.write(f"{name} failed: {error}", file=sys.stderr)
+    return str(error)

@@ -1,0 +1,123 @@
+"""The files of a job: the same weights in the format of every peer, and the requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+from jaxserve.models.gguf_source import GGUFSource
+from jaxserve.workload import WorkloadItem
+
+
+def write_models(source: Path, folder: Path) -> dict[str, str]:
+    """Write a GGUF model as safetensors with a config.json (a folder), and as GGUF in F16 and F32.
+
+    Matrices are rounded to float16 once and written from there, so that all hold the same values.
+    The F32 file is for llama.cpp, which knows end tokens by their names and forbids them when told
+    to ignore them. In this file control tokens have other names, and the end token is one that no
+    answer has.
+    """
+    paths = {
+        "F16": folder / "model.F16.gguf",
+        "F32": folder / "model.F32.gguf",
+        "safetensors": folder / "safetensors",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_gguf(source, paths["F16"], np.dtype(np.float16))
+    _write_gguf(paths["F16"], paths["F32"], np.dtype(np.float32), endless=True)
+    _write_safetensors(paths["F16"], paths["safetensors"])
+    return {kind: str(path) for kind, path in paths.items()}
+
+
+def write_job(
+    path: Path,
+    models: Mapping[str, str],
+    items: Sequence[WorkloadItem],
+    *,
+    batch_size: int,
+    settings: Mapping[str, Any],
+) -> None:
+    """Write the job file.
+
+    `models` as `write_models` returns them; `batch_size` is the most sequences at once;
+    `max_context` the tokens of the longest prompt and answer; `kv_cache_gib` holds a whole batch of
+    those in float32; `requests` have a `prompt` of token ids, `num_output_tokens`, and the
+    `max_tokens` that a scheduler may know. `settings` are for our runtime alone.
+    """
+    max_context = max(len(i.prompt_token_ids) + i.num_output_tokens for i in items)
+    config = GGUFSource(models["F16"]).config
+    values_a_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"]
+    bytes_a_token = values_a_token * config["head_dim"] * np.dtype(np.float32).itemsize
+    job = {
+        "models": dict(models),
+        "batch_size": batch_size,
+        "max_context": max_context,
+        "kv_cache_gib": 1 + batch_size * max_context * bytes_a_token // 2**30,
+        "settings": dict(settings),
+        "requests": [
+            {
+                "prompt": list(item.prompt_token_ids),
+                "num_output_tokens": item.num_output_tokens,
+                "max_tokens": item.max_tokens,
+            }
+            for item in items
+        ],
+    }
+    path.write_text(json.dumps(job), encoding="utf-8")
+
+
+def _write_safetensors(source: Path, folder: Path) -> None:
+    model = GGUFSource(source)
+    folder.mkdir()
+    # Without it vLLM takes the model for one that embeds.
+    architectures = [f"{model.config['model_type'].capitalize()}ForCausalLM"]
+    config = {**model.config, "architectures": architectures}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = {
+        name: np.ascontiguousarray(model.read(name), np.float32)
+        for name in tqdm(model.shapes(), desc="writing safetensors", leave=False, delay=2)
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_gguf(source: Path, path: Path, dtype: np.dtype, *, endless: bool = False) -> None:
+    """The file again, its matrices in `dtype`; tensors keep the order that llama.cpp stores."""
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields[gguf.Keys.General.ARCHITECTURE].contents()
+    writer = gguf.GGUFWriter(path, architecture)
+    kind = gguf.LlamaFileType.MOSTLY_F16 if dtype.itemsize == 2 else gguf.LlamaFileType.ALL_F32
+    writer.add_file_type(kind)
+    changed = _without_end(reader) if endless else {}
+    for field in reader.fields.values():
+        # Those that the writer adds itself.
+        if field.name.startswith("GGUF.") or field.name in writer.kv_data[0]:
+            continue
+        inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        value = changed.get(field.name, field.contents())
+        writer.add_key_value(field.name, value, field.types[0], sub_type=inner)
+    for tensor in tqdm(reader.tensors, desc=f"writing {path.name}", leave=False, delay=2):
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, values.astype(dtype if values.ndim > 1 else np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _without_end(reader: gguf.GGUFReader) -> dict[str, Any]:
+    """Metadata under which no token that a model produces ends its answer."""
+    keys = gguf.Keys.Tokenizer
+    types = reader.fields[keys.TOKEN_TYPE].contents()
+    control = [i for i, kind in enumerate(types) if kind == gguf.TokenType.CONTROL]
+    names = list(reader.fields[keys.LIST].contents())
+    for token in control:
+        names[token] = f"<|control {token}|>"
+    never = control[-1] if control else len(names) - 1
+    return {keys.LIST: names, keys.EOS_ID: never, keys.EOT_ID: never, keys.EOM_ID: never}

@@ -1,0 +1,80 @@
+"""The option of a benchmark that runs peers beside it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.offline.peers.catalogue import GROUPS, PEERS, Peer, named
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.models.registry import resolve
+from jaxserve.workload import WorkloadItem
+
+PRECISION = "float32"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--compare`."""
+    known = ", ".join([*GROUPS, *(name for name in PEERS if not name.startswith(tuple(GROUPS)))])
+    parser.add_argument("--compare", default=None, help=f"peers, separated by commas: {known}")
+
+
+def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
+    """Return the peers of `--compare`; none without the option.
+
+    Raises:
+      InvalidConfigError: an unknown peer, or settings that the peers do not have.
+    """
+    if options.compare is None:
+        return {}
+    from jaxserve.execution.build import platform_defaults
+
+    peers = named(options.compare)
+    dtype = options.dtype or platform_defaults().dtype
+    if dtype != PRECISION:
+        raise InvalidConfigError(
+            f"peers are compared in {PRECISION}, not {dtype}; add --dtype {PRECISION}"
+        )
+    if options.kv_dtype is not None:
+        raise InvalidConfigError(
+            f"peers are compared with keys and values in {PRECISION}, not {options.kv_dtype}; "
+            "leave out --kv-dtype"
+        )
+    if resolve(options.model).kind != "gguf" or options.load is not None:
+        raise InvalidConfigError(
+            "peers are compared on the weights of a GGUF file: give --model a registered name or "
+            "such a file, and leave out --load"
+        )
+    return peers
+
+
+def run_peers(
+    options: argparse.Namespace,
+    peers: Mapping[str, Peer],
+    items: Sequence[WorkloadItem],
+    *,
+    batch_size: int,
+    settings: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """Run the comparison and print its table on stderr; return None without peers."""
+    if not peers:
+        return None
+    from benchmarks.offline.peers.compare import compare, print_table
+
+    result = compare(
+        peers,
+        resolve(options.model).path,
+        items,
+        batch_size=batch_size,
+        repeats=options.repeats,
+        settings={**settings, "dtype": PRECISION, "max_slots": batch_size},
+    )
+    print_table(result)
+    return {"precision": PRECISION, **result}
+
+
+def any_failed(comparison: Mapping[str, Any] | None) -> bool:
+    """Return whether an engine could not be installed or run."""
+    engines = comparison["engines"].values() if comparison else ()
+    return any(engine["error"] is not None for engine in engines)

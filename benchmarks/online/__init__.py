@@ -1,0 +1,1 @@
+"""Latency against the rate of arrivals."""

@@ -1,0 +1,1 @@
+"""Section 3.6 of the Pensieve thesis, simulated."""

@@ -1,0 +1,1 @@
+"""Time that the host takes for a step, and how well simulations predict runs."""

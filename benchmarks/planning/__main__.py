@@ -1,0 +1,130 @@
+"""Time that planning and the whole host take a step: `python -m benchmarks.planning --help`.
+
+The scheduler and the engine as they serve, on the simulated executor, with full slots and many
+waiting requests. `--against CHECKOUT` measures another checkout with the same file, in turns. A
+table on stderr, one JSON object on stdout; docs/benchmarks/planning.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.paths import ROOT
+from benchmarks.common.policies import parse_policies
+from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
+from benchmarks.planning import host_time
+from jaxserve.core.errors import InvalidConfigError
+
+HERE, OTHER = "here", "against"
+POLICIES = "orca,vllm_like,s3,s3_oracle,auto"
+# What names a point.
+_PLACE = ("policy", "max_slots", "num_waiting")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the points of this checkout and, if one is given, of the other."""
+    from benchmarks.common import environment
+
+    job = {
+        "policies": [policy.name for policy in parse_policies(options.policies)],
+        "slots": _numbers(options.slots, "--slots"),
+        "waiting": _numbers(options.waiting, "--waiting"),
+        "steps": options.steps,
+    }
+    checkouts = {HERE: ROOT}
+    if options.against is not None:
+        if not (options.against / "jaxserve").is_dir():
+            raise InvalidConfigError(
+                f"--against {options.against}: the folder has no jaxserve; give a checkout"
+            )
+        checkouts[OTHER] = options.against.resolve()
+    runs: dict[str, list[list[Figures]]] = {name: [] for name in checkouts}
+    turns = list(in_turns(list(checkouts), options.repeats))
+    for _, name in tqdm(turns, desc="planning", unit="run", leave=False, delay=2):
+        runs[name].append(_points(job, checkouts[name]))
+    return {
+        "benchmark": "planning",
+        "arguments": arguments_of(options),
+        "repeats": options.repeats,
+        "points": {
+            name: [summary(points) for points in zip(*own, strict=True)]
+            for name, own in runs.items()
+        },
+        **environment.describe(),
+    }
+
+
+def _points(job: dict[str, Any], checkout: Path) -> list[Figures]:
+    """Measure a checkout in a new process."""
+    done = subprocess.run(
+        [sys.executable, host_time.__file__, json.dumps(job)],
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+        cwd=checkout,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise InvalidConfigError(f"{option} {text!r}: give whole numbers above 0, such as 32,256")
+    return numbers
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    kinds = ("planning_ms", "host_ms", "host_cpu_ms")
+    names = (kind.removesuffix("_ms").replace("_", " ") for kind in kinds)
+    table = Table(
+        *("policy", "slots", "waiting", "checkout"),
+        *(f"{name} {share}" for name in names for share in ("p50", "p99")),
+        box=None, header_style="bold", title="ms a step",
+    )  # fmt: skip
+    checkouts = result["points"]
+    for same in zip(*checkouts.values(), strict=True):
+        for checkout, point in zip(checkouts, same, strict=True):
+            cells = (f"{point[kind][share]:.2f}" for kind in kinds for share in ("p50", "p99"))
+            table.add_row(*(str(point[key]) for key in _PLACE), checkout, *cells)
+    show(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planning",
+        description="Milliseconds a step of planning and of the host, on the simulated executor; "
+        "prints a table and one JSON object.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--policies", default=POLICIES, help="presets, separated by commas")
+    add("--slots", default="32,256", help="sequences that run at once")
+    add("--waiting", default="100,2000,10000", help="requests that wait")
+    add("--steps", type=int, default=300, help="that are timed, of each combination")
+    add("--against", type=Path, default=None, help="another checkout, measured in turns")
+    add_repeats(parser, "checkout")
+    add("--output", type=Path, default=None, help="also write the object here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""One measurement of the host's time a step, of whichever checkout is on the path.
+
+`python benchmarks/planning/host_time.py OPTIONS`, with OPTIONS in JSON, prints a JSON list of
+points. It imports jaxserve alone, and of it only what the commits to compare have in common, so
+that `benchmarks.planning` can run this very file against other checkouts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.prediction import LengthPrediction
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.scheduling.presets import PRESETS
+from predictor import LengthBuckets
+
+_PAGE_TOKENS = 32
+_MAX_CONTEXT = 1024
+_MAX_OUTPUT_TOKENS = 256
+# Pages of the pool for each slot: about as many as a sequence has on average, so that the memory
+# limits admission.
+_PAGES_A_SLOT = 5
+# Steps before the measurement, in which the slots fill.
+_WARM_UP_STEPS = 40
+# Where the simulated executor is, and where it was.
+_EXECUTORS = ("jaxserve.execution.simulated", "jaxserve.engine.simulated")
+
+
+class TimedExecutor:
+    """An executor whose `submit` adds its time to `spent_s` (elapsed) and `spent_cpu_s`."""
+
+    def __init__(self, executor: Any):
+        self.spent_s = self.spent_cpu_s = 0.0
+        self._executor = executor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def submit(self, plan: Any) -> Any:
+        """Carry out a plan, see `Executor`."""
+        begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
+        handle = self._executor.submit(plan)
+        self.spent_s += time.perf_counter() - begin_s
+        self.spent_cpu_s += time.thread_time() - begin_cpu_s
+        return handle
+
+
+def measure(policy: str, max_slots: int, num_waiting: int, num_steps: int) -> dict[str, Any]:
+    """Time `num_steps` steps with full slots and a constant number of waiting requests.
+
+    A request arrives for each that ends. Returned are median, 99th percentile and maximum, in
+    milliseconds a step, of planning (`planning_ms`) and of the host's whole work without the
+    simulated device: planning, records, applying results (`host_ms`; `host_cpu_ms` counts the CPU
+    time alone, which other work on the machine hardly changes).
+    """
+    config = EngineConfig(
+        page_size=_PAGE_TOKENS,
+        num_pages=1 + _PAGES_A_SLOT * max_slots,
+        num_host_pages=_PAGES_A_SLOT * max_slots,
+        max_slots=max_slots,
+        max_context=_MAX_CONTEXT,
+        max_step_tokens=max(512, max_slots),
+    )
+    clock = VirtualClock()
+    executor: Any = TimedExecutor(_executor_type()(config, clock, reads_context=False))
+    engine = Engine(executor, PRESETS[policy], clock)
+    requests = _Requests()
+    for _ in range(max_slots + num_waiting):
+        engine.add(requests.next(clock.now()))
+    planning_s, host_s, host_cpu_s = [], [], []
+    for number in range(_WARM_UP_STEPS + num_steps):
+        planned_s = engine.stats.planning_s
+        executor.spent_s = executor.spent_cpu_s = 0.0
+        begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
+        news = engine.step()
+        took_s, took_cpu_s = time.perf_counter() - begin_s, time.thread_time() - begin_cpu_s
+        if number >= _WARM_UP_STEPS:
+            planning_s.append(engine.stats.planning_s - planned_s)
+            host_s.append(took_s - executor.spent_s)
+            host_cpu_s.append(took_cpu_s - executor.spent_cpu_s)
+        for each in news:
+            if each.sequence.finish_reason:
+                engine.add(requests.next(clock.now()))
+    return {
+        "policy": policy,
+        "max_slots": max_slots,
+        "num_waiting": num_waiting,
+        "num_steps": num_steps,
+        "planning_ms": _milliseconds(planning_s),
+        "host_ms": _milliseconds(host_s),
+        "host_cpu_ms": _milliseconds(host_cpu_s),
+        "num_preemptions": engine.stats.num_preemptions,
+    }
+
+
+class _Requests:
+    """Random requests that differ in prompt, length of the answer, and its prediction."""
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(0)
+        self._buckets = LengthBuckets.equal_width(_MAX_OUTPUT_TOKENS)
+        self._num = 0
+
+    def next(self, now_s: float) -> Request:
+        rng = self._rng
+        self._num += 1
+        length = int(rng.integers(16, _MAX_OUTPUT_TOKENS))
+        weights = rng.random(self._buckets.num)
+        weights[int(self._buckets.bucket_of(length))] += self._buckets.num
+        return Request(
+            id=str(self._num),
+            prompt=tuple(rng.integers(1, 1000, int(rng.integers(16, 128))).tolist()),
+            params=SamplingParams(
+                max_tokens=_MAX_OUTPUT_TOKENS, forced_length=length, ignore_eos=True
+            ),
+            arrival_s=now_s,
+            prediction=LengthPrediction(self._buckets, weights / weights.sum()),
+        )
+
+
+def _executor_type() -> Any:
+    for name in _EXECUTORS:
+        try:
+            return importlib.import_module(name).SimulatedExecutor
+        except ModuleNotFoundError:
+            continue
+    raise ModuleNotFoundError(f"no simulated executor in {_EXECUTORS}")
+
+
+def _milliseconds(times_s: list[float]) -> dict[str, float]:
+    times = 1e3 * np.asarray(times_s)
+    p50, p99 = np.percentile(times, [50, 99])
+    return {"p50": float(p50), "p99": float(p99), "max": float(times.max())}
+
+
+def main() -> None:
+    """Measure every combination of the options in the first argument, and print the points."""
+    options = json.loads(sys.argv[1])
+    points = [
+        measure(policy, max_slots, num_waiting, options["steps"])
+        for policy in options["policies"]
+        for max_slots in options["slots"]
+        for num_waiting in options["waiting"]
+    ]
+    print(json.dumps(points))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Policies compared on one workload: `python -m benchmarks.policies --help`.
+
+Every policy serves the same requests on the same engine with the same memory. Whole runs alternate,
+and the median of each figure is reported with its range. A table on stderr, one JSON object on
+stdout; docs/benchmarks/serving.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import closing
+from typing import Any
+
+from rich.table import Column, Table
+
+from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.policies import (
+    REQUEST_LEVEL_AND_ITERATION_LEVEL,
+    add_policy_options,
+    missing_baselines,
+    parse_policies,
+)
+from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
+from benchmarks.common.serving import Runtimes, measure
+from benchmarks.common.workloads import ARRIVALS, add_arguments, arriving_items
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return every policy's figures on the same requests."""
+    from benchmarks.common import environment
+
+    policies = {policy.name: policy for policy in parse_policies(options.policies)}
+    turns = in_turns(list(policies), options.repeats)
+    runs: dict[str, list[Figures]] = {name: [] for name in policies}
+    with Runtimes(options) as runtimes:
+        for number, name in turns:
+            # One pool at a time: the memory need not hold one for each policy.
+            with closing(runtimes.open(policies[name])) as rt:
+                items = arriving_items(options, rt)
+                figures, _ = measure(rt, items, label=f"{name}, run {number + 1}")
+            runs[name].append(with_split(figures))
+    return {
+        "benchmark": "policies",
+        "arguments": arguments_of(options),
+        "repeats": options.repeats,
+        "missing_baselines": missing_baselines(policies),
+        "policies": {name: summary(own) for name, own in runs.items()},
+        **environment.describe(),
+    }
+
+
+def with_split(figures: Figures) -> Figures:
+    """Add `latency_split_s` (figure 6 of the S3 paper): seconds of three parts of a run.
+
+    Planning and predicting (`overhead`) mostly go on while the device computes, so that they are
+    not part of a request's latency.
+    """
+    engine = figures["engine"]
+    split = {
+        "generation": figures["wall_s"] - engine["penalty_s"],
+        "penalty": engine["penalty_s"],
+        "overhead": engine["planning_s"] + engine["predicting_s"],
+    }
+    return {**figures, "latency_split_s": split}
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    table = Table(
+        "policy", "tokens/s", Column("range", no_wrap=True), "latency p50 s", "p99 s",
+        "first token p50 s", "s/token p50", "batch", "iterations", "padding", "preempted",
+        "penalty + overhead", box=None, header_style="bold",
+    )  # fmt: skip
+    for name, figures in result["policies"].items():
+        engine, split = figures["engine"], figures["latency_split_s"]
+        first, rate = figures["time_to_first_token_s"], figures["time_per_output_token_s"]
+        low, high = figures["range"]["output_tokens_per_s"]
+        table.add_row(
+            name,
+            f"{figures['output_tokens_per_s']:.0f}",
+            f"{low:.0f} to {high:.0f}",
+            f"{figures['latency_s']['p50']:.1f}",
+            f"{figures['latency_s']['p99']:.1f}",
+            f"{first['p50']:.2f}",
+            f"{rate['p50']:.3f}" if rate else "",
+            f"{figures['average_batch']:.1f}",
+            f"{engine['num_iterations']:.0f}",
+            f"{engine['num_padding_tokens']:.0f}",
+            f"{engine['num_preemptions']:.0f}",
+            f"{(split['penalty'] + split['overhead']) / split['generation']:.1%}",
+        )
+    show(table)
+    for name in result["missing_baselines"]:
+        print(f"{name} is missing: predicted lengths are compared with it", file=sys.stderr)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.policies",
+        description="Policies compared on one workload; prints a table and one JSON object.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_arguments(parser)
+    parser.add_argument("--arrivals", default=None, help=ARRIVALS)
+    add_repeats(parser, "policy")
+    add_policy_options(parser, policies=REQUEST_LEVEL_AND_ITERATION_LEVEL, max_context=1024)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

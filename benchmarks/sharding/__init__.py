@@ -1,0 +1,1 @@
+"""What plans send between devices, and how full their pipelines are."""

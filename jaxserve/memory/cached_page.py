@@ -1,0 +1,118 @@
+"""Cached pages, named by the tokens that they stand for."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import final
+
+_KEY_BYTES = 16
+
+
+@final
+class PageKeys:
+    """Keys of the full pages of a token sequence: each hashes everything up to its page's end.
+
+    Equal keys mean equal tokens from the first on, in this process and in any other.
+    """
+
+    def __init__(self) -> None:
+        self._identity = b""
+        self._keys: list[bytes] = []
+
+    def of(self, tokens: Sequence[int], page_size: int, identity: bytes) -> Sequence[bytes]:
+        """Return the keys of `tokens`, which may only have grown since the last call.
+
+        Args:
+          identity: of the model and its weights.
+        """
+        if identity != self._identity:
+            self._identity = identity
+            self._keys = []
+        keys = self._keys
+        last = keys[-1] if keys else identity
+        for start in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
+            page = array("q", tokens[start : start + page_size])
+            last = blake2b(page.tobytes(), digest_size=_KEY_BYTES, key=last).digest()
+            keys.append(last)
+        return keys[: len(tokens) // page_size]
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Branch:
+    """A conversation as the cache sees it: a chain of cached pages up to its last one, the tip.
+
+    It counts for the value of its pages as long as its tip lies anywhere.
+    """
+
+    last_active_s: float
+    tip: CachedPage | None = None
+    is_running: bool = False
+
+    @property
+    def counts(self) -> bool:
+        return self.is_running or (self.tip is not None and self.tip.is_resident)
+
+    def begin(self, cached: Sequence[CachedPage], now_s: float) -> None:
+        """Be active now, with these pages up to the tip."""
+        self.last_active_s = now_s
+        for page in cached:
+            page.join(self)
+            self.tip = page
+
+    def run(self) -> None:
+        """A sequence continues it."""
+        self.is_running = True
+
+    def grow_to(self, page: CachedPage) -> None:
+        """Have its tip there."""
+        self.tip = page
+
+    def rest(self, now_s: float | None = None) -> None:
+        """No sequence continues it any more.
+
+        Args:
+          now_s: when it was active until now; None where its pages are not right.
+        """
+        self.is_running = False
+        if now_s is not None:
+            self.last_active_s = now_s
+
+
+@final
+@dataclass(eq=False, slots=True)
+class CachedPage:
+    """KV of one full page after a certain prefix, and where it lies: the unit of eviction.
+
+    Attributes:
+      index: of the page in its sequence.
+      key: None while some of its tokens have not been read yet.
+      device_page, host_page: pages of the pools that hold it; None where it does not lie there.
+      branches: conversations that it belongs to.
+      num_uses: how often its value has changed by use.
+    """
+
+    index: int
+    key: bytes | None = None
+    device_page: int | None = None
+    host_page: int | None = None
+    branches: list[Branch] = field(default_factory=list)
+    num_uses: int = 0
+    _max_branches: int = 16
+
+    @property
+    def is_resident(self) -> bool:
+        return self.device_page is not None or self.host_page is not None
+
+    def join(self, branch: Branch) -> None:
+        """Belong to that conversation too, from here on."""
+        self.num_uses += 1
+        if branch in self.branches:
+            return
+        if len(self.branches) >= self._max_branches:
+            self.branches = [each for each in self.branches if each.counts]
+            self._max_branches = 16 + 2 * len(self.branches)
+        self.branches.append(branch)

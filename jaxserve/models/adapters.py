@@ -1,0 +1,130 @@
+"""Weights with low-rank adapters, of which each token goes through its own."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxserve.models.linear import WeightAxes, weight_of
+
+
+@final
+class AdaptedWeight(nnx.Module):
+    """A weight, and several low-rank changes of it (LoRA, arXiv:2106.09685).
+
+        base    the weight without adapters: a parameter, or a `QuantisedWeight`
+        a       [*stacked, adapters, *in, rank]
+        b       [*stacked, adapters, rank, *out]
+        scale   float32 [*stacked, adapters]
+
+    A token whose adapter is i is multiplied by `base + scale[i] * a[i] @ b[i]`, a token whose
+    adapter is -1 by `base`. All adapters are computed for all tokens, and a mask keeps the
+    token's own: right for few adapters of a low rank, and in need of no gather.
+    """
+
+    def __init__(self, base: Any, a: nnx.Param, b: nnx.Param, scale: nnx.Param):
+        self.base = base
+        self.a = a
+        self.b = b
+        self.scale = scale
+
+    @classmethod
+    def empty(
+        cls, dense: nnx.Param, axes: WeightAxes, *, num_adapters: int, rank: int
+    ) -> AdaptedWeight:
+        """Return a dense weight with adapters of zeros in its dtype, which change nothing."""
+        array, names = dense[...], dense.get_metadata()["logical_axes"]
+        stacked, summed, out = axes.split(array.shape)
+        stacked_names, in_names, out_names = axes.split(names)
+
+        def zeros(
+            shape: tuple[int, ...], names: tuple[str | None, ...], dtype: Any, **others: Any
+        ) -> nnx.Param:
+            return nnx.Param(
+                jnp.zeros((*stacked, num_adapters, *shape), dtype),
+                logical_axes=(*stacked_names, None, *names),
+                **others,
+            )
+
+        return cls(
+            dense,
+            zeros((*summed, rank), (*in_names, None), array.dtype),
+            zeros((rank, *out), (None, *out_names), array.dtype),
+            zeros((), (), jnp.float32, has_own_dtype=True),
+        )
+
+    def product(
+        self,
+        x: jax.Array,
+        adapter: jax.Array | None,
+        *,
+        transposed: bool,
+        out_dtype: jax.typing.DTypeLike,
+    ) -> jax.Array:
+        """See `Weight`."""
+        out = weight_of(self.base).product(x, adapter, transposed=transposed, out_dtype=out_dtype)
+        if adapter is None:
+            return out
+        a, b = self.a[...], self.b[...]
+        x = x.reshape(x.shape[0], -1)
+        inner = jnp.einsum(
+            "ti,air->tar",
+            x,
+            a.reshape(a.shape[0], x.shape[1], -1),
+            preferred_element_type=jnp.float32,
+        )
+        inner = self._own(inner, adapter, self.scale[...]).astype(x.dtype)
+        added = jnp.einsum(
+            "tar,aro->to",
+            inner,
+            b.reshape(*b.shape[:2], -1),
+            preferred_element_type=out_dtype,
+        )
+        return out + added.reshape(out.shape)
+
+    def grouped_product(
+        self, x: jax.Array, sizes: jax.Array, adapter: jax.Array | None
+    ) -> jax.Array:
+        """See `Weight`."""
+        out = weight_of(self.base).grouped_product(x, sizes, adapter)
+        if adapter is None:
+            return out
+        a, b = self.a[...], self.b[...]
+        matrices, num_adapters, width, rank = a.shape
+        together = num_adapters * rank
+        inner = lax.ragged_dot(x, a.transpose(0, 2, 1, 3).reshape(matrices, width, -1), sizes)
+        ends = jnp.cumsum(sizes)
+        matrix = jnp.searchsorted(ends, jnp.arange(x.shape[0]), side="right")
+        scale = self.scale[...][jnp.minimum(matrix, matrices - 1)]  # [tokens, adapters]
+        inner = self._own(inner.reshape(-1, num_adapters, rank), adapter, scale)
+        added = lax.ragged_dot(
+            inner.astype(x.dtype).reshape(-1, together), b.reshape(matrices, together, -1), sizes
+        )
+        return out + added.reshape(out.shape)
+
+    def rows(
+        self, index: jax.Array, adapter: jax.Array | None, dtype: jax.typing.DTypeLike
+    ) -> jax.Array:
+        """See `Weight`."""
+        out = weight_of(self.base).rows(index, adapter, dtype)
+        if adapter is None:
+            return out
+        inner = self.b[...][jnp.maximum(adapter, 0), :, index]  # [tokens, rank]
+        own = self._own(inner[:, None].astype(jnp.float32), adapter, self.scale[...])
+        a = self.a[...]
+        return out + jnp.einsum("tar,air->ti", own.astype(a.dtype), a).astype(dtype)
+
+    def _own(
+        self,
+        inner: jax.Array,  # float [tokens, adapters or 1, rank]
+        adapter: jax.Array,
+        scale: jax.Array,  # float32 [adapters] or [tokens, adapters]
+    ) -> jax.Array:
+        """Return float32 [tokens, adapters, rank], scaled, with zeros for others' adapters."""
+        is_own = adapter[:, None] == jnp.arange(scale.shape[-1])
+        scaled = inner.astype(jnp.float32) * scale[..., None]
+        return jnp.where(is_own[..., None], scaled, 0.0)

@@ -1,0 +1,170 @@
+"""Attention: which keys a query sees, and the layers that project queries, keys and values.
+
+Three kinds share the contract of `pallas_kernels.paged_attention`, which is causal by position: a
+query at position p sees the keys of its row's page table at positions up to p, and below the
+context's length. The kinds differ in the rows that they make, and in what they write:
+
+=============  =====================  ==========================  ================================
+kind           rows                   pages that a row names      writes
+=============  =====================  ==========================  ================================
+causal         `causal_rows`          of its own sequence         its keys and values, at each step
+bidirectional  `bidirectional_rows`   of its own sequence         likewise; a sequence in one step
+cross          `cross_rows`           of the encoder's sequence   nothing; `CrossAttention.write`
+                                                                  does, once a sequence
+=============  =====================  ==========================  ================================
+
+A position in `Rows` says what a query sees and nothing else. Rotary embeddings and learned
+positions follow `AttentionBatch.positions`, which is the place of a token in its own sequence for
+all kinds. Sliding windows and ALiBi count from the position in the rows, so they belong to causal
+attention only.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.models.config import DecoderConfig
+from jaxserve.models.context import CrossContext, LayerContext
+from jaxserve.models.linear import Linear
+from jaxserve.models.norms import RMSNorm
+from jaxserve.models.param_maker import ParamMaker
+from pallas_kernels import Rows
+
+
+def causal_rows(
+    *,
+    query_start: jax.Array,  # int32 [rows]
+    query_length: jax.Array,  # int32 [rows]
+    first_position: jax.Array,  # int32 [rows]
+    page_table: jax.Array,  # int32 [rows, pages]
+) -> Rows:
+    """Return rows whose queries see the keys up to their own positions.
+
+    The last query of a row is the last token of its sequence whose key exists.
+    """
+    return Rows(
+        query_start=query_start,
+        query_length=query_length,
+        first_position=first_position,
+        context_length=first_position + query_length,
+        page_table=page_table,
+    )
+
+
+def bidirectional_rows(
+    *,
+    query_start: jax.Array,  # int32 [rows]
+    length: jax.Array,  # int32 [rows]
+    page_table: jax.Array,  # int32 [rows, pages]
+) -> Rows:
+    """Return rows of whole sequences, whose queries see the keys of all their `length` tokens.
+
+    All tokens of a sequence are in one step: each layer writes the keys of all of them before the
+    first query reads.
+    """
+    return _seeing_all(query_start, length, length, page_table)
+
+
+def cross_rows(
+    *,
+    query_start: jax.Array,  # int32 [rows]
+    query_length: jax.Array,  # int32 [rows]
+    encoded_length: jax.Array,  # int32 [rows]
+    encoded_page_table: jax.Array,  # int32 [rows, pages]
+) -> Rows:
+    """Return rows whose queries see all `encoded_length` keys of another sequence's pages.
+
+    That sequence's keys and values are there already, from `CrossAttention.write`.
+    """
+    return _seeing_all(query_start, query_length, encoded_length, encoded_page_table)
+
+
+def _seeing_all(
+    query_start: jax.Array, query_length: jax.Array, num_keys: jax.Array, page_table: jax.Array
+) -> Rows:
+    """Rows whose first query stands at the last key, and the others behind it."""
+    return Rows(
+        query_start=query_start,
+        query_length=query_length,
+        first_position=jnp.maximum(num_keys - 1, 0),
+        context_length=num_keys,
+        page_table=page_table,
+    )
+
+
+@final
+class Attention(nnx.Module):
+    """Grouped-query attention of sequences over their own keys, causal or bidirectional.
+
+    wqkv   [embed, kv_heads, group + 2, head_dim]   a KV head: its queries, k, v
+    wo     [kv_heads, group, head_dim, embed]
+    bqkv, bo, q_norm, k_norm                        where the config has them
+    """
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        self.config = config
+        embed, head_dim = config.hidden_size, config.head_dim
+        kv_heads, group = config.num_kv_heads, config.group
+        heads, shape = ("kv_heads", None, None), (kv_heads, group + 2, head_dim)
+        self.wqkv = new.weight(("embed", *heads), (embed, *shape))
+        self.wo = new.weight((*heads, "embed"), (kv_heads, group, head_dim, embed), num_in=3)
+        self.bqkv = new.zeros(heads, shape) if config.qkv_bias else None
+        self.bo = new.zeros(("embed",), (embed,)) if config.o_bias else None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config, new, of_heads=True)
+            self.k_norm = RMSNorm(config, new, of_heads=True)
+
+    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
+        """Return what attention adds to the residual, for `x` [tokens, embed] after the norm."""
+        config, group = self.config, self.config.group
+        # [tokens, kv_heads, group + 2, head_dim]
+        qkv = Linear(self.wqkv, self.bqkv)(x, context.adapter)
+        if config.qk_norm:
+            q, k, v = jnp.split(qkv, (group, group + 1), axis=2)
+            qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2)
+        out = context.attend(qkv, scale=config.attention_scale, soft_cap=config.attention_soft_cap)
+        out = out.reshape(-1, config.num_kv_heads, group, config.head_dim)
+        return Linear(self.wo, self.bo)(out, context.adapter)
+
+
+@final
+class CrossAttention(nnx.Module):
+    """Grouped-query attention of a decoder's sequences over the encoder's output.
+
+    wq    [embed, kv_heads, group, head_dim]
+    wkv   [embed, kv_heads, 2, head_dim]      a KV head: its key, its value
+    wo    [kv_heads, group, head_dim, embed]
+    bq, bkv, bo                               where the config has them
+
+    No family has it yet; an encoder-decoder block puts it between attention and MLP.
+    """
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        self.config = config
+        embed, head_dim = config.hidden_size, config.head_dim
+        kv_heads, group = config.num_kv_heads, config.group
+        heads = ("kv_heads", None, None)
+        self.wq = new.weight(("embed", *heads), (embed, kv_heads, group, head_dim))
+        self.wkv = new.weight(("embed", *heads), (embed, kv_heads, 2, head_dim))
+        self.wo = new.weight((*heads, "embed"), (kv_heads, group, head_dim, embed), num_in=3)
+        has_bias = config.qkv_bias
+        self.bq = new.zeros(heads, (kv_heads, group, head_dim)) if has_bias else None
+        self.bkv = new.zeros(heads, (kv_heads, 2, head_dim)) if has_bias else None
+        self.bo = new.zeros(("embed",), (embed,)) if config.o_bias else None
+
+    def write(self, encoded: jax.Array, context: CrossContext) -> None:
+        """Write the keys and values of the encoder's output [tokens, embed] to the cache."""
+        context.write(Linear(self.wkv, self.bkv)(encoded, context.adapter))
+
+    def __call__(self, x: jax.Array, context: CrossContext) -> jax.Array:
+        """Return what attention adds to the residual, for `x` [tokens, embed] after the norm."""
+        config = self.config
+        q = Linear(self.wq, self.bq)(x, context.adapter)
+        q = q.reshape(-1, config.num_heads, config.head_dim)
+        out = context.attend(q, scale=config.attention_scale, soft_cap=config.attention_soft_cap)
+        out = out.reshape(-1, config.num_kv_heads, config.group, config.head_dim)
+        return Linear(self.wo, self.bo)(out, context.adapter)

@@ -1,0 +1,187 @@
+"""Products with weights: every one goes through a `Linear`.
+
+A layer owns its weights, and makes a `Linear` of one where it multiplies. What it owns is an
+`nnx.Param`, which is a dense weight, or a module in its place that represents the weight otherwise:
+`quantised.QuantisedWeight` or `adapters.AdaptedWeight`. `replace_weights` puts such modules there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, final
+
+import jax
+from flax import nnx
+from jax import lax
+
+from pallas_kernels import matmul
+
+_Item = TypeVar("_Item")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WeightAxes:
+    """Which axes of a weight a product sums over; static, in the metadata of the parameter.
+
+    A weight is [*stacked, *in, *out], or [*stacked, *out, *in] where it is transposed.
+
+    Attributes:
+      num_stacked: leading axes that choose a matrix: layers, experts.
+      num_in: axes that the product sums over.
+    """
+
+    num_stacked: int = 0
+    num_in: int = 1
+    transposed: bool = False
+
+    def split(
+        self, items: Sequence[_Item]
+    ) -> tuple[tuple[_Item, ...], tuple[_Item, ...], tuple[_Item, ...]]:
+        """Return the stacked, the in and the out ones of `items`, one for each axis."""
+        stacked, rest = tuple(items[: self.num_stacked]), tuple(items[self.num_stacked :])
+        if self.transposed:
+            border = len(rest) - self.num_in
+            return stacked, rest[border:], rest[:border]
+        return stacked, rest[: self.num_in], rest[self.num_in :]
+
+
+class Weight(Protocol):
+    """A representation of a weight of one layer: dense, quantised, or with adapters.
+
+    `adapter` (int32 [tokens]) is the adapter of each token, -1 for none; None where no token has
+    one. Representations without adapters ignore it.
+    """
+
+    def product(
+        self,
+        x: jax.Array,  # [tokens, *in]
+        adapter: jax.Array | None,
+        *,
+        transposed: bool,
+        out_dtype: jax.typing.DTypeLike,
+    ) -> jax.Array:
+        """Return `x` times a weight [*in, *out], or [out, in] if `transposed`: [tokens, *out]."""
+        ...
+
+    def grouped_product(
+        self,
+        x: jax.Array,  # [tokens, in]
+        sizes: jax.Array,  # int32 [matrices]
+        adapter: jax.Array | None,
+    ) -> jax.Array:
+        """Return each token times its matrix of a weight [matrices, in, *out]: [tokens, *out].
+
+        The first `sizes[0]` tokens belong to matrix 0, the next `sizes[1]` to matrix 1, and so on.
+        Tokens after the last group get zeros. The result has x's dtype.
+        """
+        ...
+
+    def rows(
+        self,
+        index: jax.Array,  # int32 [tokens]
+        adapter: jax.Array | None,
+        dtype: jax.typing.DTypeLike,
+    ) -> jax.Array:
+        """Return rows of a transposed weight [out, in], as an embedding does: [tokens, in]."""
+        ...
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class DenseWeight:
+    """A weight in the dtype of the activations."""
+
+    array: jax.Array
+
+    def product(
+        self,
+        x: jax.Array,
+        adapter: jax.Array | None,
+        *,
+        transposed: bool,
+        out_dtype: jax.typing.DTypeLike,
+    ) -> jax.Array:
+        """See `Weight`. On the CPU by the kernel of `pallas_kernels.matmul`."""
+        weight = self.array
+        if x.ndim > 2:
+            weight = weight.reshape(-1, *weight.shape[x.ndim - 1 :])
+            x = x.reshape(x.shape[0], -1)
+        return matmul(x, weight, transposed=transposed, out_dtype=out_dtype)
+
+    def grouped_product(
+        self, x: jax.Array, sizes: jax.Array, adapter: jax.Array | None
+    ) -> jax.Array:
+        """See `Weight`."""
+        matrices, width, *out = self.array.shape
+        flat = lax.ragged_dot(x, self.array.reshape(matrices, width, -1), sizes)
+        return flat.reshape(-1, *out)
+
+    def rows(
+        self, index: jax.Array, adapter: jax.Array | None, dtype: jax.typing.DTypeLike
+    ) -> jax.Array:
+        """See `Weight`."""
+        return self.array[index].astype(dtype)
+
+
+def weight_of(owned: nnx.Variable | Weight) -> Weight:
+    """Return what a layer owns as a `Weight`: a parameter is a dense one."""
+    return DenseWeight(owned[...]) if isinstance(owned, nnx.Variable) else owned
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A product with a weight of one layer, plus a bias.
+
+    Attributes:
+      weight: [*in, *out], [out, in] if `transposed`, or [matrices, in, *out] to multiply by groups.
+      bias: [*out].
+    """
+
+    weight: Any  # nnx.Param or Weight
+    bias: nnx.Param | None = None
+    transposed: bool = field(default=False, metadata=dict(static=True))
+
+    def __call__(
+        self,
+        x: jax.Array,  # [tokens, *in]
+        adapter: jax.Array | None,  # int32 [tokens]
+        *,
+        out_dtype: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """Return [tokens, *out] in `out_dtype`, x's dtype by default; see `Weight`."""
+        out_dtype = x.dtype if out_dtype is None else out_dtype
+        out = weight_of(self.weight).product(
+            x, adapter, transposed=self.transposed, out_dtype=out_dtype
+        )
+        return out if self.bias is None else out + self.bias[...].astype(out_dtype)
+
+    def grouped(self, x: jax.Array, sizes: jax.Array, adapter: jax.Array | None) -> jax.Array:
+        """Return each token times the matrix of its group; see `Weight.grouped_product`."""
+        return weight_of(self.weight).grouped_product(x, sizes, adapter)
+
+    def rows(
+        self, index: jax.Array, adapter: jax.Array | None, dtype: jax.typing.DTypeLike
+    ) -> jax.Array:
+        """Return rows of the transposed weight; see `Weight.rows`."""
+        return weight_of(self.weight).rows(index, adapter, dtype)
+
+
+def replace_weights(
+    model: nnx.Module, change: Callable[[nnx.Param, WeightAxes], nnx.Module]
+) -> None:
+    """Put `change(weight, axes)` in the place of every dense weight of a model.
+
+    Works on the model itself, and also under `nnx.eval_shape`. Dense weights inside other
+    representations are replaced too: the base of an adapted weight becomes a quantised one.
+    """
+    for _, module in list(nnx.iter_modules(model)):
+        for name, value in list(vars(module).items()):
+            if not isinstance(value, nnx.Param):
+                continue
+            axes = value.get_metadata().get("weight_axes")
+            if axes is not None:
+                setattr(module, name, change(value, axes))

@@ -1,0 +1,54 @@
+"""Norms over the last axis; they compute in float32 and return their input's dtype."""
+
+from __future__ import annotations
+
+from typing import Protocol, final
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxserve.models.config import DecoderConfig
+from jaxserve.models.param_maker import ParamMaker
+
+
+class Norm(Protocol):
+    """A norm over the last axis."""
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker): ...
+
+    def __call__(self, x: jax.Array) -> jax.Array: ...
+
+
+@final
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm; `scale` [embed], or [head_dim] with `of_heads`."""
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker, *, of_heads: bool = False):
+        axis, size = (None, config.head_dim) if of_heads else ("embed", config.hidden_size)
+        self.scale = (new.zeros if config.norm_offset == 1 else new.ones)((axis,), (size,))
+        self.eps, self.offset = config.norm_eps, config.norm_offset
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        scale = self.scale[...].astype(jnp.float32) + self.offset
+        return (wide * scale).astype(x.dtype)
+
+
+@final
+class LayerNorm(nnx.Module):
+    """Mean and variance norm; `scale` and `bias` [embed]."""
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        self.scale = new.ones(("embed",), (config.hidden_size,))
+        self.bias = new.zeros(("embed",), (config.hidden_size,))
+        self.eps = config.norm_eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        scale, bias = (p[...].astype(jnp.float32) for p in (self.scale, self.bias))
+        return (wide * scale + bias).astype(x.dtype)

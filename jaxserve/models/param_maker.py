@@ -1,0 +1,85 @@
+"""How parameters are made: their values, their logical axes, and how products use them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.models.linear import WeightAxes
+
+Axes = tuple[str | None, ...]
+Shape = tuple[int, ...]
+
+
+@final
+class ParamMaker:
+    """Makes parameters with their logical axes as metadata, for `sharding.state_shardings`.
+
+    Args:
+      rngs: for random weights; None makes zeros in their place.
+      layers: number of layers that are stacked along a first axis; None for one layer alone.
+    """
+
+    def __init__(
+        self, rngs: nnx.Rngs | None, dtype: jax.typing.DTypeLike, layers: int | None = None
+    ):
+        self._rngs = rngs
+        self._dtype = dtype
+        self._layers = layers
+
+    def ones(self, axes: Axes, shape: Shape) -> nnx.Param:
+        axes, shape = self._stacked(axes, shape)
+        return nnx.Param(jnp.ones(shape, self._dtype), logical_axes=axes)
+
+    def zeros(self, axes: Axes, shape: Shape) -> nnx.Param:
+        axes, shape = self._stacked(axes, shape)
+        return nnx.Param(jnp.zeros(shape, self._dtype), logical_axes=axes)
+
+    def table(self, axes: Axes, shape: Shape) -> nnx.Param:
+        """Return rows that are looked up and never multiplied, normal with 1 / sqrt(width)."""
+        return self._normal(axes, shape, fan_in=shape[-1])
+
+    def weight(
+        self,
+        axes: Axes,
+        shape: Shape,
+        *,
+        num_in: int = 1,
+        num_stacked: int = 0,
+        transposed: bool = False,
+    ) -> nnx.Param:
+        """Return a dense weight for a `Linear`, normal with 1 / sqrt(fan-in).
+
+        Args:
+          num_in, num_stacked, transposed: as in `WeightAxes`, which the parameter has as the
+            metadata `weight_axes`; layers that this maker stacks come on top.
+        """
+        fan_in = math.prod(
+            WeightAxes(num_in=num_in, num_stacked=num_stacked, transposed=transposed).split(shape)[
+                1
+            ]
+        )
+        weight_axes = WeightAxes(
+            num_stacked=num_stacked + (self._layers is not None),
+            num_in=num_in,
+            transposed=transposed,
+        )
+        return self._normal(axes, shape, fan_in, weight_axes=weight_axes)
+
+    def _normal(self, axes: Axes, shape: Shape, fan_in: int, **metadata: Any) -> nnx.Param:
+        axes, shape = self._stacked(axes, shape)
+        if self._rngs is None:
+            value = jnp.zeros(shape, self._dtype)
+        else:
+            value = jax.random.normal(self._rngs.params(), shape, self._dtype)
+            value = value * jnp.asarray(fan_in**-0.5, self._dtype)
+        return nnx.Param(value, logical_axes=axes, **metadata)
+
+    def _stacked(self, axes: Axes, shape: Shape) -> tuple[Axes, Shape]:
+        if self._layers is None:
+            return axes, shape
+        return ("layers", *axes), (self._layers, *shape)

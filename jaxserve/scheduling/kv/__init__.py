@@ -1,0 +1,1 @@
+"""The KV of sequences: page tables, reservations, and what lies on which tier."""

@@ -1,0 +1,392 @@
+"""The one writer of page tables, tiers and reservations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import final
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.memory.cached_page import Branch, PageKeys
+from jaxserve.memory.disk_tier import DiskTier, HostMemory
+from jaxserve.memory.eviction import RecomputeCost
+from jaxserve.memory.host_pool import HostPool
+from jaxserve.memory.page_cache import PageCache, Tier
+from jaxserve.memory.page_table import PageTable
+from jaxserve.memory.page_values import PageValues
+from jaxserve.memory.relocation import Moves, fewest_moves
+from jaxserve.memory.retrieval import Retrieval
+from jaxserve.scheduling.kv.costs import SwapCosts, page_cost
+from jaxserve.scheduling.kv.integrity import check_integrity
+from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager
+from jaxserve.scheduling.kv.sequence_kv import SequenceKV
+from jaxserve.scheduling.kv.swap_space import SwapSpace
+from jaxserve.scheduling.kv.usage import PageUsage
+from jaxserve.scheduling.plan import PageCopies
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.sequence import Phase, Sequence
+
+
+@final
+class KVManager:
+    """Owns the KV state of every sequence: its pages, its reservation, and what lies on which tier.
+
+    A sequence begins (`begin`), grows (`reserve`, `allocate`, `computed`) and goes (`preempt`,
+    `release`, `end`, `restart`). Copies between tiers are collected for the next plan.
+
+    Args:
+      config: sizes of the pools.
+      policy: its retention and preemption say what is kept, and where.
+      now: the clock.
+      costs: of swapping and recomputing; None where they were not measured.
+      disk: keeps what leaves the host, and what former runs left; None without one. It is closed
+        with the manager.
+      host_memory: the contents of the host's pages; needed with a disk.
+      on_arrival: called on the disk's thread when `take_in` has something to do.
+
+    Attributes:
+      config: as given, with the number of pages that there are now.
+      num_outgrown: reservations that were used up.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        policy: Policy,
+        now: Callable[[], float],
+        *,
+        costs: SwapCosts | None = None,
+        disk: DiskTier | None = None,
+        host_memory: HostMemory | None = None,
+        on_arrival: Callable[[], None] = lambda: None,
+    ):
+        retention = policy.retention
+        self.config = config
+        self.num_outgrown = 0
+        self._now = now
+        self._free_share = retention.free_share
+        self._disk = disk
+        self._host_memory = host_memory
+        self._host = HostPool(config.num_host_pages)
+        swaps = policy.preemption.keeps_state and not retention.uses_host
+        self._swap_space = SwapSpace(self._host if swaps else None, costs)
+        self._values = PageValues(
+            config.page_size, retention.eviction, page_cost(config, costs), now, _copy_s(costs)
+        )
+        self._cache = PageCache(
+            config.num_pages,
+            self._host if retention.uses_host else None,
+            self._values,
+            disk=disk,
+            host_memory=host_memory,
+            identity=self._fingerprint(),
+        )
+        self._retrieval = Retrieval(self._cache, now, on_arrival)
+        self._prefixes = PrefixCacheManager(
+            self._cache,
+            self._values,
+            self._retrieval,
+            page_size=config.page_size,
+            keeps_pages=retention.keeps_pages,
+            now=now,
+        )
+
+    # ---- what there is ----
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be reserved."""
+        return self._cache.pool.num_available
+
+    def usage(self) -> PageUsage:
+        """Return what pages are used for now."""
+        pool = self._cache.pool
+        return PageUsage(
+            num_usable=pool.num_usable,
+            num_owned=pool.num_owned,
+            num_reserved=pool.num_reserved,
+            num_cached=pool.num_cached,
+            num_available=pool.num_available,
+            num_host=self._host.num_pages,
+            num_host_free=self._host.num_free,
+        )
+
+    def counters(self) -> dict[str, float]:
+        """Return the counters of `EngineStats` that are kept here, by name."""
+        swapped, prefixes = self._swap_space, self._prefixes
+        return {
+            "num_outgrown": self.num_outgrown,
+            "num_pages_out": swapped.num_pages_out + self._cache.num_pages_out,
+            "num_pages_in": swapped.num_pages_in + self._cache.num_pages_in,
+            "num_pages_prefetched": prefixes.num_prefetched,
+            "num_recomputed": swapped.num_recomputed,
+            "num_prefix_queried": prefixes.num_queried,
+            "num_prefix_hit": prefixes.num_hit,
+            "num_prefix_hit_on_host": prefixes.num_hit_on_host,
+            "num_prefix_hit_on_disk": prefixes.num_hit_on_disk,
+            "num_evicted_tokens": prefixes.num_evicted,
+            "penalty_s": swapped.penalty_s,
+        }
+
+    def residency(self, tokens: Seq[int]) -> list[Tier]:
+        """Return the fastest tier on which each full page of a context lies."""
+        return [self._cache.tier_of(key) for key in self._keys_of(tokens)]
+
+    # ---- sequences that begin ----
+
+    def new(self) -> SequenceKV:
+        """Return the state of a sequence without KV."""
+        return SequenceKV(PageTable(self._cache.pool, self.config.page_size))
+
+    def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many pages a waiting sequence needs that no other owns."""
+        missing = sequence.kv.table.pages_for(num_tokens)
+        if sequence.kv.host_pages:
+            return missing
+        return missing - self._prefixes.num_shared(sequence)
+
+    def awaits_disk(self, sequence: Sequence) -> bool:
+        """Whether pages of a waiting sequence are still to come from the disk; asks for them."""
+        return self._prefixes.awaits_disk(sequence)
+
+    def begin(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
+        """Reserve `num_tokens` tokens for a waiting sequence that fits.
+
+        Returns:
+          (index, page) of the pages it begins with: shared with others, to be filled from the host,
+          or between such pages.
+        """
+        kv = sequence.kv
+        if not kv.host_pages:
+            entries = self._prefixes.begin(sequence, num_tokens)
+        else:
+            entries = kv.table.allocate(kv.num_computed) if kv.table.reserve(num_tokens) else None
+        if entries is None:
+            raise AssertionError("begin() was called although the sequence does not fit")
+        self._swap_space.admitted(sequence)
+        return entries
+
+    # ---- sequences that run ----
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Raise a reservation to `num_tokens` tokens; False, unchanged, if the pool cannot."""
+        return sequence.kv.table.reserve(num_tokens)
+
+    def allocate(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
+        """Own pages for `num_tokens` tokens, all reserved before; returns new (index, page)."""
+        return sequence.kv.table.allocate(num_tokens)
+
+    def computed(self, sequence: Sequence, start: int, end: int) -> None:
+        """A plan computes a sequence's tokens up to `end`, the first of them at `start`."""
+        sequence.kv.advance_to(end)
+        if start < sequence.prompt_length:
+            self._prefixes.computed(sequence)
+
+    def take_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """Fewer tokens came of a sequence than were planned: free the pages that were for them.
+
+        They go back to its reservation. Steps in flight do not write to them: the device goes on
+        where the sequence really is. Where not even one token came, the KV of the newest token is
+        computed again, to the same values.
+        """
+        kv = sequence.kv
+        if sequence.phase is Phase.WAITING and not kv.host_pages:
+            kv.num_dropped = max(0, kv.num_dropped - num_tokens)
+            return
+        kv.num_computed -= num_tokens
+        if sequence.phase is Phase.RUNNING:
+            kv.table.trim(kv.num_computed)
+            kv.num_cached = min(kv.num_cached, kv.table.num_pages)
+
+    # ---- sequences that go ----
+
+    def preempt(self, sequence: Sequence, *, has_outgrown: bool) -> None:
+        """Free a sequence's pages; its KV is cached, copied to the host, or dropped.
+
+        Args:
+          has_outgrown: because it used up its reservation; it comes back with a larger one.
+        """
+        self._prefixes.leave(sequence)
+        self._swap_space.save(sequence)
+        sequence.kv.close()
+        if has_outgrown:
+            sequence.kv.num_outgrown += 1
+            self.num_outgrown += 1
+
+    def release(self, sequence: Sequence) -> None:
+        """Free the pages of a sequence whose last token is planned; full ones may be cached."""
+        self._prefixes.leave(sequence)
+        sequence.kv.close()
+
+    def reopen(self, sequence: Sequence) -> None:
+        """Begin anew with a sequence that was released and has not ended; it waits again."""
+        sequence.kv.num_dropped, sequence.kv.num_computed = sequence.kv.num_computed, 0
+
+    def end(self, sequence: Sequence, *, is_right: bool) -> None:
+        """Free what a sequence holds anywhere, after its phase and tokens are final.
+
+        Args:
+          is_right: False where its KV may not be found by others.
+        """
+        self._swap_space.drop(sequence)
+        self._retrieval.release(sequence.key)
+        if is_right:
+            self._prefixes.leave(sequence)
+        else:
+            self._prefixes.evict(sequence)
+        sequence.kv.close()
+        self._prefixes.read(sequence)
+
+    def all_read(self, sequence: Sequence) -> None:
+        """No token of a sequence is in flight any more: name the pages that it left."""
+        self._prefixes.read(sequence)
+
+    def restart(self, sequence: Sequence, *, keeps_output: bool) -> None:
+        """Drop the KV of a sequence that runs or waits: it is no longer right."""
+        kv = sequence.kv
+        if sequence.phase is Phase.RUNNING:
+            self._prefixes.evict(sequence)
+            kv.close()
+            kv.num_computed = 0
+        self._swap_space.drop(sequence)
+        if not keeps_output:
+            kv.keys = PageKeys()
+
+    # ---- the next plan ----
+
+    def take_in(self) -> None:
+        """Put what has come from the disk on the host."""
+        self._retrieval.take_in()
+
+    @property
+    def has_disk(self) -> bool:
+        return self._disk is not None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `take_in` has something to do."""
+        return self._retrieval.has_arrived
+
+    @property
+    def gives_up_s(self) -> float | None:
+        """When to stop waiting for the disk; None where nothing is to come from it."""
+        return self._retrieval.gives_up_s
+
+    def prefetch(self, waiting: Iterable[Sequence]) -> None:
+        """Have the next plan, complete otherwise, bring pages of waiting sequences."""
+        if self.config.prefetches:
+            self._prefixes.prefetch(waiting)
+
+    def copies(self, admitted: Iterable[Sequence]) -> tuple[PageCopies, PageCopies]:
+        """Return the copies of the next plan: (device page, host page), then the other way round.
+
+        Args:
+          admitted: sequences that the plan admits.
+        """
+        out = self._swap_space.copies_out()
+        out += self._cache.copies_out(free_share=self._free_share)
+        return out, self._swap_space.copies_in(admitted) + self._cache.copies_in()
+
+    # ---- another pool, other weights, the end ----
+
+    def config_with(self, num_pages: int) -> EngineConfig:
+        """Return the sizes that there are with another number of pages."""
+        return replace(self.config, num_pages=num_pages)
+
+    def fits(self, num_pages: int) -> bool:
+        """Whether all reservations fit into a pool of `num_pages` pages."""
+        pool = self._cache.pool
+        return pool.num_owned + pool.num_reserved <= num_pages - 1
+
+    def shrink(self, num_pages: int) -> list[tuple[int, int]]:
+        """Evict what a pool of `num_pages` pages has no room for; no step may be in flight.
+
+        Returns:
+          The fewest (from, to) moves of pages; `resize` takes them, once they are carried out.
+        """
+        self._swap_space.drop_unsaved()
+        self._cache.drop_uncopied()
+        self._cache.shrink(num_pages)
+        return fewest_moves(self._cache.pool.held, num_pages)
+
+    def resize(self, num_pages: int, moves: Moves, running: Iterable[Sequence]) -> None:
+        """Go on with a pool of `num_pages` pages, after `shrink`.
+
+        Args:
+          running: sequences with pages.
+        """
+        self._cache.pool.resize(num_pages, moves)
+        self.config = self.config_with(num_pages)
+        targets = dict(moves)
+        self._cache.relocate(targets)
+        for sequence in running:
+            sequence.kv.table.relocate(targets)
+
+    def value_by(self, cost: RecomputeCost) -> None:
+        """Value cached pages by what computing them costs, from here on."""
+        self._values.value_by(cost)
+
+    def swap_by(self, costs: SwapCosts | None) -> None:
+        """Decide between copying and recomputing by these costs, from here on."""
+        self._swap_space.decide_by(costs)
+        self._values.copy_by(_copy_s(costs))
+
+    def clear(self, suffix: bytes = b"") -> None:
+        """Evict all cached pages: other weights compute other contents.
+
+        Args:
+          suffix: distinguishes what is computed from here on from what the disk has of the same
+            weights; empty to go on finding that.
+        """
+        self._retrieval.clear()
+        self._cache.clear(self._fingerprint() + suffix)
+
+    def preload(self, tokens: Seq[int], contents: bytes) -> bool:
+        """Cache the full pages of `tokens` on the host; False where it has no room for all.
+
+        Args:
+          contents: of each page, as `HostMemory.read_host_page` gives them.
+        """
+        branch = Branch(self._now())
+        keys = self._keys_of(tokens)
+        return all(self._cache.load(i, key, contents, branch) for i, key in enumerate(keys))
+
+    def save(self) -> None:
+        """Move everything on the host to the disk; nothing may run any more."""
+        self._cache.save()
+
+    def flush(self) -> PageCopies:
+        """Return copies (device page, host page) of cached pages, as many as the host has room for.
+
+        Empty where none is left to copy. To be called when nothing runs any more.
+        """
+        return self._cache.copies_out(free_share=1.0)
+
+    def close(self) -> None:
+        """Close the disk."""
+        if self._disk is not None:
+            self._disk.close()
+
+    def _fingerprint(self) -> bytes:
+        """Of the weights; without a disk no other run can have computed what is cached."""
+        if self._disk is None or self._host_memory is None:
+            return b""
+        return self._host_memory.fingerprint()
+
+    def _keys_of(self, tokens: Seq[int]) -> Seq[bytes]:
+        return PageKeys().of(tokens, self.config.page_size, self._cache.identity)
+
+    # ---- invariants ----
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raise AssertionError when pages, reservations or host pages do not add up.
+
+        Args:
+          sequences: all that have not ended.
+        """
+        check_integrity(self._cache, self._host, self.config.page_size, sequences)
+
+
+def _copy_s(costs: SwapCosts | None) -> float:
+    return 0.0 if costs is None else costs.page_s

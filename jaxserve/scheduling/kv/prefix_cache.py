@@ -1,0 +1,249 @@
+"""What sequences leave in the page cache when they go, and find there when they begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from typing import final
+
+from jaxserve.memory.cached_page import Branch, CachedPage
+from jaxserve.memory.page_cache import PageCache
+from jaxserve.memory.page_values import PageValues
+from jaxserve.memory.prefetch import Prefetch
+from jaxserve.memory.retrieval import Retrieval
+from jaxserve.scheduling.sequence import Phase, Sequence
+
+
+@final
+class PrefixCacheManager:
+    """Matches sequences with the page cache, by their tokens.
+
+    Args:
+      cache: holds the pages.
+      values: what they are worth.
+      retrieval: brings pages that waiting sequences have on the disk alone.
+      keeps_pages: False to cache nothing; then the samples of one request still share its prompt.
+      now: the clock.
+
+    Attributes:
+      num_queried: tokens, in full pages, of admitted sequences that the cache could have had.
+      num_hit: those that it had.
+      num_hit_on_host, num_hit_on_disk: of these, the ones that came from there.
+      num_evicted: those of the queried that it had evicted not long before.
+    """
+
+    def __init__(
+        self,
+        cache: PageCache,
+        values: PageValues,
+        retrieval: Retrieval,
+        *,
+        page_size: int,
+        keeps_pages: bool,
+        now: Callable[[], float],
+    ):
+        self.num_queried = 0
+        self.num_hit = 0
+        self.num_hit_on_host = 0
+        self.num_hit_on_disk = 0
+        self.num_evicted = 0
+        self._cache = cache
+        self._retrieval = retrieval
+        self._prefetch = Prefetch(cache, values)
+        self._page_size = page_size
+        self._keeps = keeps_pages
+        self._now = now
+
+    @property
+    def num_prefetched(self) -> int:
+        """Pages that came from the host for waiting sequences."""
+        return self._prefetch.num_pages
+
+    # ---- sequences that begin ----
+
+    def num_shared(self, sequence: Sequence) -> int:
+        """Return how many pages of a waiting sequence others own already."""
+        if not self._keeps:
+            return len(self._pages_of_primary(sequence))
+        refcount = self._cache.pool.refcount
+        device_pages = [cached.device_page for cached in self._find(sequence)]
+        return sum(page is not None and refcount(page) > 0 for page in device_pages)
+
+    def awaits_disk(self, sequence: Sequence) -> bool:
+        """Whether pages of a waiting sequence are still to come from the disk; asks for them."""
+        if self._cache.disk is None or not self._keeps or sequence.wants_prompt_logprobs:
+            return False
+        return self._retrieval.awaits(sequence.key, self._keys_to_find(sequence))
+
+    def prefetch(self, waiting: Iterable[Sequence]) -> None:
+        """Have the next plan bring pages of waiting sequences from the host.
+
+        The plan is complete otherwise. The conversations of these sequences are active, so their
+        pages are worth more than those of any other.
+
+        Args:
+          waiting: in the order in which they will begin.
+        """
+        if not self._cache.num_host_pages:
+            return
+        awaited: dict[CachedPage, Sequence] = {}
+        for sequence in waiting:
+            cached = self._find(sequence)
+            if any(page.device_page is None for page in cached):
+                self._continue(cached)
+            for page in cached:
+                awaited.setdefault(page, sequence)
+        for page in self._prefetch.bring(list(awaited)):
+            awaited[page].kv.prefetched.add(page.index)
+
+    def begin(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
+        """Reserve `num_tokens` tokens for a sequence, and begin with its cached pages.
+
+        Returns:
+          (index, page) of the pages it begins with; None where the pool has too few.
+        """
+        loaded = self._retrieval.release(sequence.key)
+        kv = sequence.kv
+        cached = self._find(sequence)
+        shared = {c.index: c.device_page for c in cached if c.device_page is not None}
+        if not self._keeps:
+            shared = self._pages_of_primary(sequence)
+        num_pages = 1 + max([*shared, *(page.index for page in cached)], default=-1)
+        if not kv.table.begin(num_tokens, shared, num_pages):
+            return None
+        pages = kv.table.pages
+        found = set(shared)
+        came = found & kv.prefetched
+        for page in cached:
+            # Not those that were evicted just now, for the pages to begin with.
+            if page.device_page is None and page.host_page is not None:
+                self._cache.restore(page, pages[page.index])
+                found.add(page.index)
+                came.add(page.index)
+        kv.prefetched.clear()
+        kv.begin_with(found, self._page_size)
+        if self._keeps:
+            self.num_hit_on_disk += len(came & loaded) * self._page_size
+            self._count(sequence, len(found), len(came - loaded))
+            kv.branch = self._continue(cached)
+            kv.branch.run()
+        return list(enumerate(pages))
+
+    def _find(self, sequence: Sequence) -> list[CachedPage]:
+        if not self._keeps or sequence.wants_prompt_logprobs:
+            return []
+        return self._cache.find(self._keys_to_find(sequence))
+
+    def _keys_to_find(self, sequence: Sequence) -> Seq[bytes]:
+        """The newest token is computed in any case: what follows it depends on that."""
+        return self._keys(sequence)[: (sequence.num_known - 1) // self._page_size]
+
+    def _pages_of_primary(self, sequence: Sequence) -> dict[int, int]:
+        primary = sequence.primary
+        if primary is None or primary.phase is not Phase.RUNNING:
+            return {}
+        return dict(enumerate(primary.kv.table.pages[: num_shareable(sequence, self._page_size)]))
+
+    def _count(self, sequence: Sequence, num_hit: int, num_on_host: int) -> None:
+        keys = self._keys_to_find(sequence)
+        self.num_queried += len(keys) * self._page_size
+        self.num_hit += num_hit * self._page_size
+        self.num_hit_on_host += num_on_host * self._page_size
+        self.num_evicted += self._cache.num_evicted_of(keys) * self._page_size
+
+    def _continue(self, cached: Seq[CachedPage]) -> Branch:
+        """Return the conversation whose tip is the last of the pages, or a new one; active now."""
+        last = cached[-1] if cached else None
+        branches = [] if last is None else last.branches
+        ended_there = [each for each in branches if each.tip is last and not each.is_running]
+        branch = ended_there[-1] if ended_there else Branch(self._now())
+        branch.begin(cached, self._now())
+        return branch
+
+    # ---- while they run ----
+
+    def computed(self, sequence: Sequence) -> None:
+        """Cache the full pages of the prompt as far as a plan computes them."""
+        if self._keeps:
+            self._add(sequence, min(sequence.kv.num_computed, sequence.prompt_length))
+
+    def _add(self, sequence: Sequence, num_tokens: int) -> None:
+        kv = sequence.kv
+        count = num_tokens // self._page_size
+        if count <= kv.num_cached:
+            return
+        keys = self._keys(sequence)
+        for index in range(kv.num_cached, count):
+            self._add_page(sequence, index, keys[index])
+        kv.num_cached = count
+
+    def _add_page(self, sequence: Sequence, index: int, key: bytes | None) -> CachedPage:
+        branch = sequence.kv.branch
+        assert branch is not None
+        device_page = sequence.kv.table.pages[index]
+        page = self._cache.on_page(device_page)
+        if page is None:
+            page = self._cache.add(device_page, index, key, branch)
+        if key is not None:
+            branch.grow_to(page)
+        return page
+
+    # ---- sequences that go ----
+
+    def leave(self, sequence: Sequence) -> None:
+        """Cache the full pages of a sequence whose table is closed next.
+
+        Those whose tokens are in flight have no name until `read`.
+        """
+        kv = sequence.kv
+        if not self._keeps or not kv.table.num_pages:
+            return
+        # The newest token has no KV unless it was computed as a part of the prompt.
+        known = max(sequence.prompt_length, sequence.num_known - 1)
+        self._add(sequence, min(kv.num_computed, known))
+        if sequence.num_in_flight and sequence.phase is not Phase.FINISHED:
+            full = kv.num_computed // self._page_size
+            unnamed = range(kv.num_cached, full)
+            kv.unnamed += [self._add_page(sequence, i, None) for i in unnamed]
+        assert kv.branch is not None
+        kv.branch.rest(self._now())
+        for device_page in kv.table.pages:
+            page = self._cache.on_page(device_page)
+            if page is not None:
+                page.join(kv.branch)
+        kv.num_cached = 0
+
+    def read(self, sequence: Sequence) -> None:
+        """Name the pages that a sequence left, as far as they are right.
+
+        To be called when none of its tokens is in flight.
+        """
+        kv = sequence.kv
+        for page in kv.unnamed:
+            if (page.index + 1) * self._page_size < sequence.num_known:
+                self._cache.set_key(page, self._keys(sequence)[page.index])
+            else:
+                self._cache.evict(page)
+        kv.unnamed.clear()
+
+    def evict(self, sequence: Sequence) -> None:
+        """Evict the pages that a sequence has or left and no other owns: its KV is not right."""
+        kv = sequence.kv
+        for page in kv.unnamed:
+            self._cache.evict(page)
+        kv.unnamed.clear()
+        for device_page in kv.table.pages:
+            page = self._cache.on_page(device_page)
+            if page is not None and self._cache.pool.refcount(device_page) == 1:
+                self._cache.evict(page)
+        if kv.branch is not None:
+            kv.branch.rest()
+        kv.num_cached = 0
+
+    def _keys(self, sequence: Sequence) -> Seq[bytes]:
+        return sequence.kv.keys.of(sequence.known_tokens, self._page_size, self._cache.identity)
+
+
+def num_shareable(sequence: Sequence, page_size: int) -> int:
+    """Full prompt pages, which samples of one request share; at least one token stays."""
+    return (sequence.prompt_length - 1) // page_size

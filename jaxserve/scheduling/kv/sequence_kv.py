@@ -1,0 +1,88 @@
+"""The KV state of one sequence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import final
+
+from jaxserve.memory.cached_page import Branch, CachedPage, PageKeys
+from jaxserve.memory.page_table import PageTable
+
+
+@final
+@dataclass(eq=False, slots=True)
+class SequenceKV:
+    """Where the KV of a sequence lies, and how far it is computed. Only the KV manager writes it.
+
+    Attributes:
+      table: the sequence's pages and its reservation.
+      num_computed: leading tokens whose KV is written by the steps planned so far, or was cached.
+      ahead: [start, end) of tokens behind those whose KV was cached, in order.
+      host_pages: pages of the host that hold its KV while it waits; empty without any.
+      num_dropped: tokens whose KV was dropped at the last preemption.
+      num_outgrown: how often the sequence used up its reservation.
+      keys: keys of its full pages.
+      branch: the conversation that it belongs to, in the prefix cache.
+      num_cached: leading pages that the prefix cache knows.
+      unnamed: pages in the prefix cache whose last tokens have not been read yet.
+      prefetched: indices of pages that came to the device while the sequence waited.
+    """
+
+    table: PageTable
+    num_computed: int = 0
+    ahead: list[tuple[int, int]] = field(default_factory=list)
+    host_pages: tuple[int, ...] = ()
+    num_dropped: int = 0
+    num_outgrown: int = 0
+    keys: PageKeys = field(default_factory=PageKeys)
+    branch: Branch | None = None
+    num_cached: int = 0
+    unnamed: list[CachedPage] = field(default_factory=list)
+    prefetched: set[int] = field(default_factory=set)
+
+    def begin_with(self, cached: Collection[int], page_size: int) -> None:
+        """Take exactly these pages, by their index in the table, as computed."""
+        self.num_computed = 0
+        self.ahead = []
+        for index in sorted(cached):
+            start, end = index * page_size, (index + 1) * page_size
+            if self.ahead and self.ahead[-1][1] == start:
+                self.ahead[-1] = (self.ahead[-1][0], end)
+            else:
+                self.ahead.append((start, end))
+        self._pass_what_is_ahead()
+
+    def next_spans(self, num_tokens: int, max_spans: int) -> list[tuple[int, int]]:
+        """Return [start, end) of the next tokens to compute, between those that were cached.
+
+        They are fewer than `num_tokens` where these lie in more than `max_spans`.
+        """
+        if not self.ahead and num_tokens and max_spans:
+            return [(self.num_computed, self.num_computed + num_tokens)]
+        spans: list[tuple[int, int]] = []
+        starts = [self.num_computed, *(end for _, end in self.ahead)]
+        ends = [*(start for start, _ in self.ahead), sys.maxsize]
+        for start, end in zip(starts, ends, strict=True):
+            if not num_tokens or len(spans) == max_spans:
+                break
+            spans.append((start, min(end, start + num_tokens)))
+            num_tokens -= spans[-1][1] - start
+        return spans
+
+    def advance_to(self, end: int) -> None:
+        """Everything before `end` is computed, or was cached."""
+        self.num_computed = end
+        if self.ahead:
+            self.ahead = [span for span in self.ahead if span[0] >= end]
+            self._pass_what_is_ahead()
+
+    def close(self) -> None:
+        """Give back all pages and the reservation."""
+        self.table.close()
+        self.ahead.clear()
+
+    def _pass_what_is_ahead(self) -> None:
+        while self.ahead and self.ahead[0][0] == self.num_computed:
+            self.num_computed = self.ahead.pop(0)[1]

@@ -1,0 +1,119 @@
+"""The KV of preempted sequences on the host (the supervisor of S3, section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import final
+
+from jaxserve.memory.host_pool import HostPool
+from jaxserve.scheduling.kv.costs import SwapCosts
+from jaxserve.scheduling.plan import PageCopies
+from jaxserve.scheduling.sequence import Sequence
+
+
+@final
+class SwapSpace:
+    """Decides between swapping and recomputing, and allocates the host pages of what is swapped.
+
+    Args:
+      host: pages of the host; None where preempted sequences are always recomputed.
+      costs: None where they were not measured: then swapping is taken to be cheaper, as it is by
+        orders of magnitude on what was measured so far.
+
+    Attributes:
+      num_pages_out, num_pages_in: pages copied.
+      num_recomputed: tokens whose KV was dropped, and computed again.
+    """
+
+    def __init__(self, host: HostPool | None, costs: SwapCosts | None):
+        self._costs = costs
+        self.num_pages_out = 0
+        self.num_pages_in = 0
+        self.num_recomputed = 0
+        self._host = host
+        self._saved: list[tuple[Sequence, PageCopies]] = []
+
+    @property
+    def penalty_s(self) -> float:
+        """Seconds of the device that preemptions took, by the measured costs; 0 without them."""
+        if self._costs is None:
+            return 0.0
+        num_pages = self.num_pages_out + self.num_pages_in
+        return num_pages * self._costs.page_s + self.num_recomputed * self._costs.token_s
+
+    def decide_by(self, costs: SwapCosts | None) -> None:
+        """Take these costs from here on."""
+        self._costs = costs
+
+    def save(self, sequence: Sequence) -> None:
+        """Have the next plan copy a sequence's pages to the host, or drop its KV.
+
+        Its pages are freed afterwards.
+        """
+        kv = sequence.kv
+        if kv.host_pages:  # it was admitted in this very step, and is there still
+            return
+        count = kv.table.pages_for(kv.num_computed)
+        host = self._host_for(kv.num_computed, count)
+        if host is None:
+            kv.num_dropped = kv.num_computed
+            kv.num_computed = 0
+            return
+        kv.host_pages = host.allocate(count)
+        copies = tuple(zip(kv.table.pages, kv.host_pages, strict=False))
+        self._saved.append((sequence, copies))
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Count what a sequence lost at its preemption, and did not find cached."""
+        kv = sequence.kv
+        num_found = sequence.planned_length - sequence.num_uncomputed
+        self.num_recomputed += max(0, kv.num_dropped - num_found)
+        kv.num_dropped = 0
+
+    def drop(self, sequence: Sequence) -> None:
+        """Free a sequence's host pages; without a slot it is computed anew then."""
+        kv = sequence.kv
+        if kv.host_pages and self._host is not None:
+            self._host.free(kv.host_pages)
+            kv.host_pages = ()
+            kv.num_computed = 0
+
+    def drop_unsaved(self) -> None:
+        """Before device pages move: drop what no plan has copied yet."""
+        for sequence, _ in self._saved:
+            if sequence.kv.host_pages:
+                sequence.kv.num_dropped = sequence.kv.num_computed
+                self.drop(sequence)
+        self._saved.clear()
+
+    def copies_out(self) -> PageCopies:
+        """Return (device page, host page) once, in the order in which they have to be made."""
+        copies = tuple(copy for _, each in self._saved for copy in each)
+        self._saved.clear()
+        self.num_pages_out += len(copies)
+        return copies
+
+    def copies_in(self, admitted: Iterable[Sequence]) -> PageCopies:
+        """Return (host page, device page) of sequences that run again, and free their host pages.
+
+        To be called when no sequence is preempted any more in the step.
+        """
+        copies: list[tuple[int, int]] = []
+        for sequence in admitted:
+            kv = sequence.kv
+            if kv.host_pages and self._host is not None:
+                copies += zip(kv.host_pages, kv.table.pages, strict=False)
+                self._host.free(kv.host_pages)
+                kv.host_pages = ()
+        self.num_pages_in += len(copies)
+        return tuple(copies)
+
+    def _host_for(self, num_tokens: int, num_pages: int) -> HostPool | None:
+        """The host's pool where it has room for these pages and copying them pays, else None."""
+        host = self._host
+        if host is None or not 0 < num_pages <= host.num_free:
+            return None
+        if self._costs is None:
+            return host
+        pays = 2 * num_pages * self._costs.page_s <= num_tokens * self._costs.token_s
+        return host if pays else None

@@ -1,0 +1,29 @@
+"""What pages are used for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageUsage:
+    """Counts of the pages of the device and of the host.
+
+    Attributes:
+      num_usable: pages of the device that sequences can own: all except the null page.
+      num_owned: pages that sequences own.
+      num_reserved: pages that are reserved beside those, and not allocated yet.
+      num_cached: pages that no sequence owns, with contents that may be wanted again.
+      num_available: pages that can be reserved: free and cached ones that are not reserved yet.
+      num_host, num_host_free: pages of the host, and those of them that hold nothing.
+    """
+
+    num_usable: int
+    num_owned: int
+    num_reserved: int
+    num_cached: int
+    num_available: int
+    num_host: int
+    num_host_free: int

@@ -1,0 +1,81 @@
+"""Length distributions of many sequences as one array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import final
+
+import numpy as np
+
+from jaxserve.core.prediction import LengthPrediction
+from predictor import LengthBuckets, LengthDistributions
+
+_FEWEST_ROWS = 64
+# The row of sequences without a prediction.
+_UNKNOWN = 0
+
+
+@final
+class LengthTable:
+    """One row of probabilities for each sequence, on buckets that all rows share.
+
+    A sequence without a row of its own has every length up to the longest with equal probability.
+    """
+
+    def __init__(self, buckets: LengthBuckets):
+        self._buckets = buckets
+        self._probabilities = np.zeros((_FEWEST_ROWS, buckets.num))
+        self._probabilities[_UNKNOWN] = np.diff(buckets.edges) / buckets.max_length
+        self._at = np.zeros(_FEWEST_ROWS, np.int64)
+        self._row_of: dict[int, int] = {}
+        self._free = list(range(_FEWEST_ROWS - 1, _UNKNOWN, -1))
+
+    def put(self, key: int, prediction: LengthPrediction, at: int) -> None:
+        """Set the row of a sequence.
+
+        Args:
+          key: of the sequence.
+          prediction: of the output tokens still to come; on other buckets it is converted.
+          at: output tokens that had come.
+        """
+        row = self._row_of.get(key)
+        if row is None:
+            if not self._free:
+                self._grow()
+            row = self._row_of[key] = self._free.pop()
+        probabilities = prediction.probabilities
+        if prediction.buckets != self._buckets:
+            probabilities = prediction.distribution.remaining(0, self._buckets)[0]
+        self._probabilities[row] = probabilities
+        self._at[row] = at
+
+    def drop(self, key: int) -> None:
+        """Free the row of a sequence, if it has one."""
+        row = self._row_of.pop(key, None)
+        if row is not None:
+            self._free.append(row)
+
+    def rows_of(self, keys: Seq[int]) -> list[int] | None:
+        """Return the row of each sequence; None where no sequence has one of its own."""
+        rows = [self._row_of.get(key, _UNKNOWN) for key in keys]
+        return rows if any(rows) else None
+
+    def distributions(self, rows: Seq[int]) -> LengthDistributions:
+        """Return what these rows say."""
+        return LengthDistributions(self._buckets, self._probabilities[rows])
+
+    def probabilities(self, rows: Seq[int]) -> np.ndarray:
+        """Return these rows as they were set: float [rows, buckets]."""
+        return self._probabilities[rows]
+
+    def at(self, rows: Seq[int]) -> np.ndarray:
+        """Return the output tokens that had come when these rows were set: int [rows]."""
+        return self._at[rows]
+
+    def _grow(self) -> None:
+        count = len(self._at)
+        self._probabilities = np.concatenate(
+            [self._probabilities, np.zeros_like(self._probabilities)]
+        )
+        self._at = np.concatenate([self._at, np.zeros_like(self._at)])
+        self._free = list(range(2 * count - 1, count - 1, -1))

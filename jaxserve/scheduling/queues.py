@@ -1,0 +1,139 @@
+"""Waiting and running sequences, and the transitions between."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from typing import final
+
+from jaxserve.scheduling.kv.manager import KVManager
+from jaxserve.scheduling.lengths.tracker import LengthTracker
+from jaxserve.scheduling.order_keys import OrderKeys
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.sequence import Phase, Sequence
+from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.waiting_pool import WaitingPool
+
+
+@final
+class Queues:
+    """Moves sequences between the waiting pool and the slots of the device batch.
+
+    Args:
+      kv: moves their pages along.
+      lengths: what the policy reads of expected lengths.
+      now: the clock.
+
+    Attributes:
+      keys: the place of every sequence in the policy's order.
+      waiting: sequences without a slot, in the policy's order.
+      running: sequences with a slot, in the policy's order.
+      slots: of the device batch.
+      num_preemptions: sequences that went back to the waiting pool.
+    """
+
+    def __init__(
+        self, policy: Policy, kv: KVManager, lengths: LengthTracker, now: Callable[[], float]
+    ):
+        config = kv.config
+        self.keys = OrderKeys(policy.order, lengths)
+        self.waiting = WaitingPool(self.keys, policy.order.max_passes, config.page_size)
+        self.running: list[Sequence] = []
+        self.slots = SlotTable(config.max_slots, config.slot_buckets)
+        self.num_preemptions = 0
+        self._policy = policy
+        self._kv = kv
+        self._lengths = lengths
+        self._now = now
+        self._released: list[int] = []
+
+    def tokens_to_reserve(self, sequence: Sequence) -> int:
+        """Return how many tokens are reserved for a sequence when it is admitted."""
+        wanted = self._policy.admission.reserve_tokens(sequence, self._lengths)
+        return min(max(wanted, sequence.planned_length + 1), sequence.max_length)
+
+    def first_admissible(self) -> Sequence | None:
+        """Return the first waiting sequence that fits, if it may pass those before it."""
+        if self.slots.num_free == 0:
+            return None
+        return self.waiting.first_that(self._fits, self._kv.awaits_disk, self._kv.num_available)
+
+    def _fits(self, sequence: Sequence) -> bool:
+        missing = self._kv.num_missing(sequence, self.tokens_to_reserve(sequence))
+        if missing > self._kv.num_available:
+            return False
+        admission = self._policy.admission
+        headroom = admission.headroom_pages(sequence, self.running, self._kv.config, self._lengths)
+        return missing + headroom <= self._kv.num_available
+
+    def wait(self, sequence: Sequence) -> None:
+        """Put a sequence without slot and pages into the waiting pool."""
+        sequence.phase = Phase.WAITING
+        self.waiting.add(sequence)
+
+    def admit(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Move a sequence that is `first_admissible` into a slot.
+
+        Returns (index, page) of the pages it begins with, see `KVManager.begin`.
+        """
+        entries = self._kv.begin(sequence, self.tokens_to_reserve(sequence))
+        self.waiting.admit(sequence)
+        sequence.slot = self.slots.take()
+        sequence.phase = Phase.RUNNING
+        if sequence.times.admitted_s is None:
+            sequence.times.admitted_s = self._now()
+        bisect.insort(self.running, sequence, key=self.keys.of)
+        return entries
+
+    def preempt(self, sequence: Sequence, *, has_outgrown: bool = False) -> None:
+        """Move a running sequence back to the waiting pool; it keeps its tokens.
+
+        Args:
+          has_outgrown: because it used up its reservation.
+        """
+        self.leave_slot(sequence)
+        self._kv.preempt(sequence, has_outgrown=has_outgrown)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.wait(sequence)
+
+    def close(self, sequence: Sequence) -> None:
+        """Free slot and pages of a sequence whose last token is planned."""
+        self.leave_slot(sequence)
+        sequence.phase = Phase.CLOSING
+        self._kv.release(sequence)
+
+    def leave_slot(self, sequence: Sequence) -> None:
+        """Free a running sequence's slot; its next phase is the caller's to set."""
+        assert sequence.slot is not None
+        self.running.remove(sequence)
+        self.slots.release(sequence.slot)
+        self._released.append(sequence.slot)
+        sequence.slot = None
+
+    def drop_key(self, sequence: Sequence) -> None:
+        """Drop the sort key of a sequence that has ended."""
+        self.keys.drop(sequence)
+
+    def compact(self) -> tuple[tuple[int, int], ...]:
+        """Bring the live slots together; returns (from, to) moves."""
+        moves = self.slots.compact()
+        if moves:
+            targets = dict(moves)
+            for sequence in self.running:
+                if sequence.slot in targets:
+                    sequence.slot = targets[sequence.slot]
+        return tuple(moves)
+
+    def take_released(self) -> tuple[int, ...]:
+        """Return the slots that were freed since the last call."""
+        released = tuple(self._released)
+        self._released.clear()
+        return released
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every running sequence has a slot of its own."""
+        taken = [sequence.slot for sequence in self.running]
+        assert len(set(taken)) == len(taken) == self.slots.num_live, "slots do not add up"
+        assert all(each.phase is Phase.RUNNING for each in self.running), "one does not run"
+        assert all(each.phase is Phase.WAITING for each in self.waiting), "one does not wait"

@@ -1,0 +1,110 @@
+"""The rows that a step computes, as arrays, and the attention batch that follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.memory.page_pool import NULL_PAGE
+from jaxserve.models.batch import AttentionBatch, KVCache
+from jaxserve.models.decoder import Tap
+from jaxserve.models.incoming import IncomingPages
+from jaxserve.steps.probing import Probe
+from jaxserve.steps.slots import SlotState
+from pallas_kernels import Rows
+from pallas_kernels.paged_attention import Plan
+
+Params = Any
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MixedBatch:
+    """Rows of a mixed step; unused rows have length 0.
+
+    Attributes:
+      token_row: int32 [T], row of each token; S for padding.
+      slot, start, query_start, query_length: int32 [S]; see `where_slots_are` for `start`.
+      samples: bool [S], rows that end at their slot's newest token.
+    """
+
+    token_row: jax.Array
+    slot: jax.Array
+    start: jax.Array
+    query_start: jax.Array
+    query_length: jax.Array
+    samples: jax.Array
+
+
+def where_slots_are(batch: MixedBatch, slots: SlotState) -> tuple[MixedBatch, jax.Array]:
+    """Return the rows where their slots really are, and which of them are live, bool [S].
+
+    A plan is an upper bound. Where a slot has fewer tokens than its row was planned for, a row that
+    samples ends at the newest token that there is, and a row that does not sample is inert.
+    """
+    length = slots.length[batch.slot]
+    ends = jnp.where(batch.samples, length, batch.start + batch.query_length)
+    start = jnp.maximum(ends - batch.query_length, 0)
+    return replace(batch, start=start), ~slots.done[batch.slot] & (ends <= length)
+
+
+def positions_and_slots(batch: MixedBatch) -> tuple[jax.Array, jax.Array]:
+    """Return position and slot of every token, int32 [T]; padding has those of row 0's start."""
+    is_padding = batch.token_row >= batch.slot.shape[0]
+    row = jnp.where(is_padding, 0, batch.token_row)
+    offset = jnp.arange(batch.token_row.shape[0]) - batch.query_start[row]
+    return batch.start[row] + jnp.where(is_padding, 0, offset), batch.slot[row]
+
+
+def attention_batch(
+    config: EngineConfig,
+    *,
+    positions: jax.Array,
+    token_pages: jax.Array,
+    valid: jax.Array,
+    rows: Rows,
+    plan: Plan | None,
+    max_query_length: int | None = None,
+) -> AttentionBatch:
+    """Return the attention batch of T tokens; invalid ones write to the null page.
+
+    Args:
+      positions: int32 [T].
+      token_pages: int32 [T], the page that each token's keys and values go to.
+      valid: bool [T].
+      rows: the rows that the tokens belong to.
+      plan: the plan of a kernel that needs one; None otherwise.
+      max_query_length: the largest of all rows; None where it is not known before the step.
+    """
+    return AttentionBatch(
+        positions=positions,
+        page=jnp.where(valid, token_pages, NULL_PAGE),
+        offset=positions % config.page_size,
+        rows=rows,
+        plan=plan,
+        max_query_length=max_query_length,
+        implementation=config.attention,
+    )
+
+
+def tap(probe: Probe | None, rows: jax.Array) -> Tap | None:
+    """Return where the probe reads activations, at the tokens `rows`, int32 [R]."""
+    return None if probe is None else Tap(probe.layer, rows)
+
+
+def tapped(
+    model: Any,
+    inputs: jax.Array,
+    attention: AttentionBatch,
+    cache: KVCache,
+    where: Tap | None,
+    incoming: IncomingPages | None = None,
+) -> tuple[jax.Array, KVCache, jax.Array | None]:
+    """Call `Decoder.tapped`; what is tapped comes in float32."""
+    hidden, cache, read = model.tapped(inputs, attention, cache, where, incoming)
+    return hidden, cache, None if read is None else read.astype(jnp.float32)

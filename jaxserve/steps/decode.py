@@ -1,0 +1,154 @@
+"""Decoding on the device: a loop over a whole model, or one iteration of a stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.models.attention import causal_rows
+from jaxserve.models.batch import KVCache
+from jaxserve.models.decoder import Tap
+from jaxserve.steps import slots as slot_edits
+from jaxserve.steps.batches import Params, attention_batch, tap, tapped
+from jaxserve.steps.outputs import Outputs, no_outputs, record, with_reading
+from jaxserve.steps.probing import Probe
+from jaxserve.steps.sampling.sampler import sample
+from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.slots import SlotState
+from pallas_kernels.paged_attention import Plan
+
+
+def decode_loop(
+    params: Params,
+    cache: KVCache,
+    slots: SlotState,
+    window_start: jax.Array,  # int32 scalar
+    decodes: jax.Array,  # bool [R], which slots of the window take part
+    num_iterations: jax.Array,  # int32 scalar
+    attention_plan: Plan | None,
+    probe_params: Params,
+    *,
+    variant: Variant,
+    graphdef: nnx.GraphDef,
+    config: EngineConfig,
+    probe: Probe | None,
+) -> tuple[KVCache, SlotState, Outputs]:
+    """Decode R slots from `window_start` on, `num_iterations` times, or fewer when all have ended.
+
+    Slots that do not take part, or are inert, stay as they are.
+    """
+    model = nnx.merge(graphdef, params)
+    window = _window(slots, window_start, decodes)
+    index = jnp.arange(decodes.shape[0])
+    where = tap(probe, index)
+
+    def goes_on(carry: _Carry) -> jax.Array:
+        return (carry.iteration < num_iterations) & ~carry.window.done.all()
+
+    def iterate(carry: _Carry) -> _Carry:
+        iteration, window = carry.iteration, carry.window
+        live = ~window.done
+        hidden, cache, read = _decode_once(
+            model, window, carry.cache, None, attention_plan, config, where
+        )
+        sampled = sample(
+            *(model.logits(hidden), window.sampling, window.tokens, window.length), variant=variant
+        )
+        window = slot_edits.append(window, index, live, sampled.token, sampled.finite)
+        outputs = record(carry.outputs, iteration, live, sampled)
+        return _Carry(iteration + 1, cache, window, outputs, read)
+
+    nothing = no_outputs(decodes.shape[0], config.max_decode_iterations, variant)
+    unread = None if probe is None else jnp.zeros((decodes.shape[0], probe.width))
+    start = _Carry(jnp.int32(0), cache, window, nothing, unread)
+    end = lax.while_loop(goes_on, iterate, start)
+    before = lax.dynamic_slice_in_dim(slots.done, window_start, decodes.shape[0])
+    window = replace(end.window, done=jnp.where(decodes, end.window.done, before))
+    slots = jax.tree.map(
+        lambda leaf, new: lax.dynamic_update_slice_in_dim(leaf, new, window_start, 0),
+        slots,
+        window,
+    )
+    return end.cache, slots, with_reading(end.outputs, end.tapped, probe, probe_params)
+
+
+class _Carry(NamedTuple):
+    """What goes from one iteration of a decode loop to the next."""
+
+    iteration: jax.Array
+    cache: KVCache
+    window: SlotState
+    outputs: Outputs
+    tapped: jax.Array | None
+
+
+def stage_decode(
+    params: Params,
+    cache: KVCache,
+    slots: SlotState,
+    window_start: jax.Array,  # int32 scalar
+    decodes: jax.Array,  # bool [R], which slots of the window take part
+    attention_plan: Plan | None,
+    inputs: jax.Array | None,  # [R, E], where the stage before this one ended
+    *,
+    graphdef: nnx.GraphDef,
+    config: EngineConfig,
+) -> tuple[KVCache, jax.Array]:
+    """A stage's part of one decode iteration of R slots. Returns the cache and [R, E]."""
+    window = _window(slots, window_start, decodes)
+    model = nnx.merge(graphdef, params)
+    hidden, cache, _ = _decode_once(model, window, cache, inputs, attention_plan, config, None)
+    return cache, hidden
+
+
+def stage_append(
+    slots: SlotState, index: jax.Array, token: jax.Array, finite: jax.Array
+) -> SlotState:
+    """Do to the slots what `stage_head` did, on a stage that did not sample."""
+    num_slots = slots.done.shape[0]
+    live = (index < num_slots) & ~slots.done[jnp.minimum(index, num_slots - 1)]
+    return slot_edits.append(slots, index, live, token, finite)
+
+
+def _window(slots: SlotState, start: jax.Array, decodes: jax.Array) -> SlotState:
+    """Return the slots from `start` on, inert where they do not take part."""
+    size = decodes.shape[0]
+    window = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), slots)
+    return replace(window, done=window.done | ~decodes)
+
+
+def _decode_once(
+    model: Any,
+    window: SlotState,
+    cache: KVCache,
+    inputs: jax.Array | None,
+    attention_plan: Plan | None,
+    config: EngineConfig,
+    where: Tap | None,
+) -> tuple[jax.Array, KVCache, jax.Array | None]:
+    """Compute each slot's newest token: hidden states [R, E], the cache, and what is tapped."""
+    index = jnp.arange(window.done.shape[0])
+    live = ~window.done
+    positions = window.length - 1
+    attention = attention_batch(
+        config,
+        positions=positions,
+        token_pages=window.page_table[index, positions // config.page_size],
+        valid=live,
+        rows=causal_rows(
+            query_start=index,
+            query_length=live.astype(jnp.int32),
+            first_position=jnp.where(live, positions, 0),
+            page_table=window.page_table,
+        ),
+        plan=attention_plan,
+        max_query_length=1,
+    )
+    inputs = window.tokens[index, positions] if inputs is None else inputs
+    return tapped(model, inputs, attention, cache, where)

@@ -1,0 +1,88 @@
+"""The body of a mixed step, of a whole model or a stage: rows of any length, prefill and decode."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.models.attention import causal_rows
+from jaxserve.models.batch import KVCache
+from jaxserve.models.incoming import IncomingPages
+from jaxserve.steps.batches import (
+    MixedBatch,
+    Params,
+    attention_batch,
+    positions_and_slots,
+    tap,
+    tapped,
+    where_slots_are,
+)
+from jaxserve.steps.probing import Probe
+from jaxserve.steps.sampling.prompt_logprobs import prompt_logprobs
+from jaxserve.steps.slots import SlotState
+from pallas_kernels.paged_attention import Plan
+
+
+def mixed_body(
+    params: Params,
+    cache: KVCache,
+    slots: SlotState,
+    batch: MixedBatch,
+    attention_plan: Plan | None,
+    inputs: jax.Array | None = None,  # [T, E], where a stage before this one ended
+    incoming: IncomingPages | None = None,
+    *,
+    graphdef: nnx.GraphDef,
+    config: EngineConfig,
+    probe: Probe | None,
+) -> tuple[KVCache, jax.Array, jax.Array, jax.Array | None]:
+    """Compute every row.
+
+    Returns:
+      The cache, with `incoming` pages in it; hidden states [T, E]; those of row ends [S, E]; and
+      what the probe reads there [S, E], None without one.
+    """
+    model = nnx.merge(graphdef, params)
+    batch, live = where_slots_are(batch, slots)
+    positions, slot = positions_and_slots(batch)
+    is_padding = batch.token_row >= config.max_slots
+    valid = ~is_padding & live[jnp.where(is_padding, 0, batch.token_row)]
+    attention = attention_batch(
+        config,
+        positions=positions,
+        token_pages=slots.page_table[slot, positions // config.page_size],
+        valid=valid,
+        rows=causal_rows(
+            query_start=batch.query_start,
+            query_length=jnp.where(live, batch.query_length, 0),
+            first_position=batch.start,
+            page_table=slots.page_table[batch.slot],
+        ),
+        plan=attention_plan,
+    )
+    inputs = slots.tokens[slot, positions] if inputs is None else inputs
+    ends = batch.query_start + jnp.maximum(batch.query_length, 1) - 1
+    hidden, cache, read = tapped(model, inputs, attention, cache, tap(probe, ends), incoming)
+    return cache, hidden, hidden[ends], read
+
+
+def score_prompts(
+    params: Params,
+    slots: SlotState,
+    hidden: jax.Array,  # [T, E]
+    batch: MixedBatch,
+    *,
+    graphdef: nnx.GraphDef,
+    config: EngineConfig,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probabilities of each token's successor in its slot, and of the likeliest ones there.
+
+    Shapes are those of `prompt_logprobs`.
+    """
+    model = nnx.merge(graphdef, params)
+    batch, _ = where_slots_are(batch, slots)
+    positions, slot = positions_and_slots(batch)
+    successors = jnp.minimum(positions + 1, config.max_context - 1)
+    return prompt_logprobs(model.logits, hidden, slots.tokens[slot, successors])

@@ -1,0 +1,86 @@
+"""What a step delivers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import final
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.core.sampling_params import MAX_LOGPROBS
+from jaxserve.steps.batches import Params
+from jaxserve.steps.probing import Probe
+from jaxserve.steps.sampling.sampler import Sampled
+from jaxserve.steps.sampling.variants import Variant
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Outputs:
+    """What a step delivers for R rows and N iterations.
+
+    Attributes:
+      tokens: int32 [R, N].
+      num_tokens: int32 [R], how many of them are valid.
+      finite: bool [R], False where the model's logits were not.
+      logprobs: float32 [R, N]; None except in the FULL variant, like the two below.
+      top_ids, top_logprobs: int32 and float32 [R, N, MAX_LOGPROBS].
+      remaining: float32 [R, buckets], a probe's logits where a row's last token was sampled; None
+        without a probe.
+    """
+
+    tokens: jax.Array
+    num_tokens: jax.Array
+    finite: jax.Array
+    logprobs: jax.Array | None = None
+    top_ids: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
+    remaining: jax.Array | None = None
+
+
+def no_outputs(num_rows: int, num_iterations: int, variant: Variant) -> Outputs:
+    """Return outputs before the first iteration, with the arrays that the variant fills."""
+    shape = (num_rows, num_iterations)
+    outputs = Outputs(
+        tokens=jnp.zeros(shape, jnp.int32),
+        num_tokens=jnp.zeros(num_rows, jnp.int32),
+        finite=jnp.ones(num_rows, jnp.bool_),
+    )
+    if variant is not Variant.FULL:
+        return outputs
+    return replace(
+        outputs,
+        logprobs=jnp.zeros(shape, jnp.float32),
+        top_ids=jnp.zeros((*shape, MAX_LOGPROBS), jnp.int32),
+        top_logprobs=jnp.zeros((*shape, MAX_LOGPROBS), jnp.float32),
+    )
+
+
+def record(out: Outputs, iteration: jax.Array, live: jax.Array, sampled: Sampled) -> Outputs:
+    """Return the outputs with an iteration's tokens; those of a row begin at iteration 0."""
+
+    def put(all_iterations: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
+        if all_iterations is None or new is None:
+            return None
+        return all_iterations.at[:, iteration].set(new)
+
+    return replace(
+        out,
+        tokens=out.tokens.at[:, iteration].set(sampled.token),
+        num_tokens=out.num_tokens + (live & sampled.finite),
+        finite=out.finite & (sampled.finite | ~live),
+        logprobs=put(out.logprobs, sampled.logprob),
+        top_ids=put(out.top_ids, sampled.top_ids),
+        top_logprobs=put(out.top_logprobs, sampled.top_logprobs),
+    )
+
+
+def with_reading(
+    outputs: Outputs, tapped: jax.Array | None, probe: Probe | None, probe_params: Params
+) -> Outputs:
+    """Return the outputs with the probe's reading of the activations [R, E] of their rows."""
+    if probe is None or tapped is None:
+        return outputs
+    return replace(outputs, remaining=probe.apply(probe_params, tapped).astype(jnp.float32))

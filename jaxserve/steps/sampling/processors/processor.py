@@ -1,0 +1,116 @@
+"""What a processor is: its arrays, when it is needed, and what it does on the device."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.steps.sampling.choice import RandomChoice
+
+# Arrays of one processor by name, each [R, ...] for R rows.
+Arrays = Mapping[str, jax.Array]
+
+
+@final
+@dataclass(frozen=True)
+class RowArray:
+    """The type of an array that has one entry a row.
+
+    Attributes:
+      dtype: of the array.
+      neutral: the value that changes nothing, in every element.
+      shape: of one entry; () for a number a row.
+    """
+
+    dtype: npt.DTypeLike
+    neutral: float
+    shape: tuple[int, ...] = ()
+
+    def full(self, num_rows: int) -> np.ndarray:
+        """The neutral array, [num_rows, *shape]."""
+        return np.full((num_rows, *self.shape), self.neutral, self.dtype)
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """What a processor may read of the R rows beside its own arrays.
+
+    Attributes:
+      tokens: int32 [R, max_context], prompt and output so far.
+      length: int32 [R], valid tokens = position of the token to choose.
+      prompt_length: int32 [R], tokens of the prompt alone.
+      stop_ids: int32 [R, MAX_STOP_TOKEN_IDS], tokens that end the row, padded with -1.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    prompt_length: jax.Array
+    stop_ids: jax.Array
+
+
+class Processor(abc.ABC):
+    """One change to how tokens are chosen. A subclass is `LogitsProcessor` or `ChoiceProcessor`.
+
+    A processor has no state: everything that differs between requests is in its arrays. A row
+    that does not need a processor has neutral entries there, and the processor must then leave the
+    row exactly as it is, since it runs for all rows of a step in which one row needs it.
+
+    Attributes:
+      name: unique among the processors.
+      slot_arrays: arrays that stay with a slot while it serves a request.
+      step_arrays: arrays that come with a step instead, such as masks of allowed tokens. A step
+        that brings none leaves the processor out.
+    """
+
+    name: str
+    slot_arrays: Mapping[str, RowArray] = {}
+    step_arrays: Mapping[str, RowArray] = {}
+
+    @abc.abstractmethod
+    def is_needed(self, params: SamplingParams) -> bool:
+        """Whether this processor changes anything for a request with these parameters."""
+
+    def pack(self, request: Request) -> Mapping[str, npt.ArrayLike]:
+        """Entries of `slot_arrays` for a request that needs this processor.
+
+        An entry may be shorter than the array's; the rest stays neutral.
+        """
+        return {}
+
+
+class LogitsProcessor(Processor):
+    """A processor that changes logits, for greedy and random rows alike."""
+
+    @abc.abstractmethod
+    def apply(self, logits: jax.Array, arrays: Arrays, rows: Rows) -> jax.Array:
+        """Return the changed logits.
+
+        Args:
+          logits: float32 [R, V]. V is the vocabulary rounded up; the rest is at -inf and must stay.
+          arrays: of `slot_arrays` and `step_arrays`.
+          rows: what else is known of the rows.
+        """
+
+
+class ChoiceProcessor(Processor):
+    """A processor that changes the random choice; rows that choose greedily ignore it."""
+
+    @abc.abstractmethod
+    def apply(self, choice: RandomChoice, arrays: Arrays, rows: Rows) -> RandomChoice:
+        """Return the changed choice.
+
+        Args:
+          choice: what the processors before this one have left.
+          arrays: of `slot_arrays` and `step_arrays`.
+          rows: what else is known of the rows.
+        """

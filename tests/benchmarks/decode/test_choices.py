@@ -1,0 +1,17 @@
+"""Layouts side by side, also where one of them has no memory for a batch."""
+
+from __future__ import annotations
+
+from benchmarks.decode.choices import _print_table
+
+
+def test_a_batch_without_memory_is_said(capsys):
+    """In its own row; the others have their figures."""
+    figures = {"decode_step_s": 0.002, "of_bound": 0.5, "host_gap_share": 0.01}
+    rows = [
+        {"layout": "scanned", "batch_size": 1, **figures},
+        {"layout": "unrolled", "batch_size": 32, "does_not_fit": "3.0 GB"},
+    ]
+    _print_table({"layers": 8, "model": "llama-3-8b", "xla_flags": "", "choices": rows})
+    printed = capsys.readouterr().err
+    assert "2.000" in printed and "3.0 GB" in printed

@@ -1,0 +1,34 @@
+"""Idle time is what lies between kernels, whatever stream they are on."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.decode.device_trace import Event, summarise, trace
+
+US = 1000
+
+
+def test_gaps_are_counted_once():
+    """Kernels that overlap leave none; short gaps are not those between steps."""
+    events = [
+        Event("copy", 200 * US, 10 * US),
+        Event("product", 0, 100 * US),
+        Event("product", 50 * US, 20 * US),  # within the first
+        Event("product", 105 * US, 45 * US),
+        Event("copy", 290 * US, 10 * US),
+    ]
+    found = summarise(events)
+    assert found["span_s"] == pytest.approx(300e-6)
+    assert found["idle_share"] == pytest.approx((5 + 50 + 80) / 300)
+    assert found["long_gap_share"] == pytest.approx((50 + 80) / 300)
+    assert found["kernels"][0] == {"name": "product", "seconds": pytest.approx(165e-6), "calls": 3}
+    assert found["num_events"] == 5
+
+
+def test_a_trace_without_a_gpu_is_refused():
+    """It is made and read all the same."""
+    with pytest.raises(NotImplementedError, match="no GPU"):
+        trace(lambda: jax.block_until_ready(jnp.ones(8) + 1))

@@ -1,0 +1,265 @@
+"""Small result files of every kind, with made-up numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.repeats import Figures, summary
+from benchmarks.figures.__main__ import PAGES
+
+HERE = {"device": {"platform": "cpu", "kind": "cpu", "host_cpu": "a CPU", "host_cores": 2}}
+POLICIES = ("concurrent_instances", "fastertransformer", "orca", "vllm_like", "flover", "auto")
+ARGUMENTS = {
+    "num_requests": 4,
+    "max_requests": 4,
+    "workload": "uniform",
+    "arrivals": "all",
+    "output_tokens": 8,
+    "model": "a-model",
+}
+
+
+def _figures(speed: float) -> dict[str, Any]:
+    spread = {"mean": 8 / speed, "p50": 7 / speed, "p90": 9 / speed, "p99": 9.5 / speed}
+    return {
+        "num_requests": 4,
+        "wall_s": 100 / speed,
+        "output_tokens_per_s": 11.0 * speed,
+        "requests_per_s": 0.3 * speed,
+        "latency_s": spread,
+        "normalised_latency_s": {"p50": 0.2 / speed, "p90": 0.4 / speed},
+        "time_to_first_token_s": spread,
+    }
+
+
+def _three(speed: float) -> Figures:
+    """Return three runs, the second half as fast and the third a quarter faster."""
+    return summary([_figures(speed), _figures(speed / 2), _figures(speed * 1.25)])
+
+
+def results() -> dict[str, dict[str, Any]]:
+    """By kind."""
+    speeds = {policy: 1.0 + 2 * i for i, policy in enumerate(POLICIES)}
+    requests = [
+        {"num_output_tokens": 8, "arrival_s": i, "first_token_s": i + 1.0, "finished_s": i + 5.0}
+        for i in range(4)
+    ]
+    flover = {
+        "alone_s": 2.0,
+        "interval_s": 0.2,
+        "constant": [
+            {**_figures(speed / n), "policy": policy, "num_requests": n, "requests": requests}
+            for n in (1, 2, 4)
+            for policy, speed in speeds.items()
+        ],
+        "poisson": [
+            {**_figures(speed * 4 / ms), "policy": policy, "mean_interval_s": ms / 50}
+            for ms in (1, 10)
+            for policy, speed in speeds.items()
+        ],
+        "uniform": [
+            {**_figures(speed * 8 / b), "policy": policy, "longest": b}
+            for b in (8, 16)
+            for policy, speed in {**speeds, "flover_without_shuffle": 7.0}.items()
+        ],
+        "windows": [{**_figures(2.0), "policy": "window_2000ms", "requests": requests}],
+    }
+    points = {
+        policy: {
+            "points": [
+                {"rate": rate, **_figures(speed), "requests_per_s": min(rate, speed)}
+                | {"goodput": {"share": 0.5, "requests_per_s": rate / 2}}
+                for rate in (0.5, 1.0, 2.0)
+            ]
+        }
+        for policy, speed in speeds.items()
+    }
+    found = {
+        "num_prefix_queried": 100,
+        "num_prefix_hit": 50,
+        "num_prefix_hit_on_host": 10,
+        "num_evicted_tokens": 7,
+    }
+    talks = {
+        policy: {
+            "points": [{**point, "engine": found} for point in curve["points"]],
+            "requests_per_s_at_bound": None if policy == "auto" else 1.5,
+            "of_stateless": None if policy == "auto" else 1.2,
+        }
+        for policy, curve in points.items()
+    }
+    engines: dict[str, Any] = {
+        name: {
+            **summary(
+                [
+                    {
+                        "output_tokens_per_s": rate * speed,
+                        "jaxserve_is_faster_by": 1 / speed,
+                        "startup_s": 3.0,
+                    }
+                    for rate in (321.0, 330.0, 300.0)
+                ]
+            ),
+            "error": None,
+        }
+        for name, speed in {"jaxserve": 1.0, "a_peer": 0.5, "fast": 2.0}.items()
+    }
+    engines["lost"] = {"output_tokens_per_s": None, "runs": [], "error": "no wheel\nfor it"}
+    offline = {
+        "repeats": 1,
+        **summary([{**_figures(12.0), "host_gap_share": 0.01}]),
+        **{"workload": "sharegpt", "model": "a-model", "precision": "float32", "policy": "auto"},
+        "startup": None,
+        "bound": {"reached": 0.75, "output_tokens_per_s": 400.0},
+        "compare": {"engines": engines, "repeats": 3},
+    }
+    policies = {policy: _three(speed) for policy, speed in speeds.items()}
+    simulated = [
+        {
+            "policy": policy,
+            **summary(
+                [
+                    {
+                        "measured": _figures(speed),
+                        "predicted": _figures(speed * (1 + error)),
+                        "error": {"output_tokens_per_s": error, "latency_p99_s": -error},
+                    }
+                    for error in (0.1, 0.02, 0.03)
+                ]
+            ),
+        }
+        for policy, speed in speeds.items()
+    ]
+    s3 = {"output_tokens_per_s": 5.0, "average_batch": 4.0, "num_iterations": 3}
+    faster = {"output_tokens_per_s": 8.0}
+    made = {
+        "offline": offline,
+        "policies": {"repeats": 3, "policies": policies, "arguments": ARGUMENTS},
+        "online": {"repeats": 1, "policies": points, "arguments": ARGUMENTS},
+        "conversations": {
+            "repeats": 1,
+            "sets": [
+                {"min_rounds": rounds, "reaction_s": 5.0, "policies": talks} for rounds in (1, 5)
+            ],
+            "arguments": {
+                **ARGUMENTS,
+                **{"num_conversations": 3, "simulated": False, "bound": 0.1, "rates": "0.5,1"},
+            },
+        },
+        "flover": {"repeats": 1, **flover, "arguments": ARGUMENTS},
+        "simulate": {"repeats": 3, "policies": simulated},
+        "predictor": {
+            **{"settings": {"data": "sharegpt"}, "bucket_edges": [0, 10, 20]},
+            "num_examples": {"test": 30},
+            "contenders": [
+                {
+                    **{"name": "a predictor", "accuracy": 0.5, "wrong_by": 1.2},
+                    **{"error_tokens": 3.0, "under_prediction": 0.2},
+                    "promises": {"0.1": {"missed": 0.11, "reserved_tokens": 17.0}},
+                }
+            ],
+        },
+        "probe": {
+            "num_answers": {"test": 30},
+            "figures": [
+                {"name": name, "elapsed": elapsed, "error_tokens": error, "accuracy": 0.5}
+                for name, error in (("survival", 60.0), ("refined", 30.0))
+                for elapsed in (0, 16, None)
+            ],
+            "cost": {
+                **{"iteration_us_without": 1000.0, "iteration_us_with": 1010.0},
+                **{"slower_by": 0.01, "batch_size": 8},
+            },
+        },
+        "s3": {
+            "arguments": ARGUMENTS,
+            "models": {"a model": {"orca": s3, "auto": s3, "s3_oracle": {**s3, **faster}}},
+            "paper": {"a model": {"average_batch": [1.0, 2.0, 3.0]}},
+            "slo": {"a model": {"orca": [{"requests_within_per_s": 0.5}]}},
+        },
+        "pensieve": {
+            "arguments": {"bound": 0.2, "efficiency": 0.5, "seconds": 500.0},
+            "sets": [
+                {
+                    **{"figure": "3.12", "model": "a model", "gain": 1.25},
+                    **{"min_rounds": 1, "reaction_s": 60.0},
+                    "policies": {
+                        policy: {
+                            "points": talks["orca"]["points"],
+                            "requests_per_s_at_bound": served,
+                            "of_stateless": served,
+                        }
+                        for policy, served in (("pensieve_lru", None), ("pensieve", 1.5))
+                    },
+                }
+            ],
+        },
+        "scattered": {
+            "repeats": 1,
+            "note": "Made up.",
+            "arguments": {"batch": 32, "queries": 8},
+            "contexts": [
+                {
+                    **{"context": 128, "over_pages_s": 0.001},
+                    **{"copied_out_s": 0.003, "one_token_at_a_time_s": 0.002},
+                }
+            ],
+        },
+        "restore": {
+            **{"repeats": 2, "arguments": {"model": "m"}, "page_bytes": 1e6},
+            "points": [
+                {
+                    **{"situation": "waits", "length": 1024, "way": "prefetch"},
+                    **summary(
+                        [
+                            {"first_token_s": 0.2, "others_lost_s": 0.1},
+                            {"first_token_s": 0.4, "others_lost_s": 0.1},
+                        ]
+                    ),
+                }
+            ],
+        },
+        "loading": {
+            "repeats": 1,
+            **{"shape": "7b", "dtype": "bfloat16", "num_shards": 34, "load_s": 60.0},
+            **{"checkpoint_bytes": 10e9, "peak_host_bytes": 11e9, "ratio": 1.1},
+        },
+        "sharding": {
+            **{"rows": 16, "model": {"layers": 8}},
+            "runs": [
+                {"plan": "1", "decode": {"bytes": 0, "least_bytes": 0}},
+                {
+                    "plan": "4+4",
+                    "decode": {"bytes": 1030, "least_bytes": 1000},
+                    "pipeline": {"bubble": 0.02, "ideal_bubble": 0.01},
+                },
+            ],
+        },
+        "gpu_check": {
+            "bars": [
+                {"what": "idle", "wanted": "< 2%", "found": "1.5%", "verdict": "met"},
+                {"what": "ahead", "wanted": "> 1", "found": "", "verdict": "not measured"},
+            ]
+        },
+    }
+    return {kind: {"benchmark": kind, **data, **HERE} for kind, data in made.items()}
+
+
+def write_checkout(root: Path, kinds: Sequence[str]) -> Path:
+    """Write a folder with pages, markers and one result of each of these kinds."""
+    for page in PAGES:
+        path = root / page.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            "# Before\n\n<!-- results:begin -->\nreplaced\n<!-- results:end -->\n\nAfter\n",
+            encoding="utf-8",
+        )
+    folder = root / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    for kind in kinds:
+        text = json.dumps(results()[kind])
+        (folder / f"{kind}_made_up.json").write_text(text, encoding="utf-8")
+    return root

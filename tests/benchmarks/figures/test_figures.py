@@ -1,0 +1,227 @@
+"""Result files into tables and figures."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from benchmarks.common.paths import ROOT
+from benchmarks.figures.__main__ import PAGES, main, render, update
+from benchmarks.figures.results import KINDS, ResultFileError, load
+from tests.benchmarks.figures.made_up import results, write_checkout
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """Pages and a few results, nothing drawn yet."""
+    return write_checkout(tmp_path, ("offline", "online"))
+
+
+def _result(checkout, kind: str):
+    return checkout / "benchmarks" / "results" / f"{kind}_made_up.json"
+
+
+def test_pages_of_this_checkout_say_what_the_results_say():
+    """README.md, docs/results/ and docs/figures/ are as `python -m benchmarks.figures` writes."""
+    assert update(ROOT, write=False) == []
+
+
+def test_every_kind_is_written(tmp_path):
+    """Pages and figures of every kind; then nothing is left to do, and no link is broken."""
+    checkout = write_checkout(tmp_path, KINDS)
+    written = {path.relative_to(checkout).as_posix() for path in update(checkout, write=True)}
+    names = [f"{kind}_made_up" for kind in ("policies", "online", "simulate")]
+    names += ["offline_made_up_peers"]
+    names += [f"flover_made_up_{number}" for number in range(4, 8)]
+    names += ["conversations_made_up_1", "conversations_made_up_2", "pensieve_made_up"]
+    figures = {f"docs/figures/{name}.svg" for name in names}
+    assert written == {*(page.path for page in PAGES), *figures}
+    assert update(checkout, write=False) == []
+
+    shown = set()
+    for page in PAGES:
+        path = checkout / page.path
+        text = path.read_text()
+        targets = {(path.parent / each).resolve() for each in re.findall(r"\]\((.*?)\)", text)}
+        assert all(target.is_file() for target in targets), targets
+        shown |= {target.relative_to(checkout.resolve()).as_posix() for target in targets}
+        assert text.startswith("# Before\n") and text.endswith("\nAfter\n")
+        assert "replaced" not in text
+    assert figures <= shown
+
+    svg = {figure: (checkout / figure).read_text() for figure in figures}
+    assert "flover without shuffle" in svg["docs/figures/flover_made_up_6.svg"]
+    for words in ("a peer", "jaxserve", ">321<", "matrix products alone: 400"):
+        assert words in svg["docs/figures/offline_made_up_peers.svg"]
+    assert all(len(text) < 60_000 for text in svg.values())
+
+
+def test_every_kind_has_a_page():
+    """A result is shown on one page beside the README."""
+    shown = [kind for page in PAGES for kind in page.kinds or ()]
+    assert sorted(shown) == sorted(KINDS)
+
+
+def test_readme_has_one_table_and_one_picture(tmp_path):
+    """The comparison with other engines, and where it was lost."""
+    checkout = write_checkout(tmp_path, KINDS)
+    text = render(PAGES[0], load(checkout / "benchmarks" / "results"), checkout)
+    assert len(re.findall(r"^\| --- ", text, re.MULTILINE)) == 1 and text.count("![") == 1
+    link = "(benchmarks/results/offline_made_up.json)"
+    assert f"| a peer | [160]{link} (150 to 165) | 2.00 | 3.0 s |" in text
+    assert f"| lost | [failed]{link} | no wheel for it | |" in text
+    assert "medians of 3 whole runs (least to most)" in text
+    assert "jaxserve is behind fast: 0.50 times its speed." in text
+    assert text.endswith("Nothing was measured on a GPU yet.")
+
+
+def test_tables_show_medians_and_ranges(tmp_path):
+    """Of three runs at speeds 1, 1/2 and 5/4: the first counts, and the others are the range."""
+    checkout = write_checkout(tmp_path, KINDS)
+    pages = {page.path: page for page in PAGES}
+    found = load(checkout / "benchmarks" / "results")
+    text = render(pages["docs/results/policies.md"], found, checkout)
+    link = "(../../benchmarks/results/policies_made_up.json)"
+    row = f"| flover | [99]{link} (50 to 124) | 0.8 s (0.6 to 1.6) | 1.1 s (0.8 to 2.1) |"
+    assert row in text
+    assert "medians of 3 whole runs (least to most)" in text
+    simulated = re.search(r"\| orca \| .*simulate_made_up.*", text)
+    assert simulated is not None and "| +3.0% (+2.0% to +10.0%) |" in simulated[0]
+    text = render(pages["docs/results/throughput.md"], found, checkout)
+    link = "(../../benchmarks/results/offline_made_up.json)"
+    assert f"| one run | [132]{link} | 75% of matrix products alone | 1.0% |" in text
+    rows = [row for row in text.splitlines() if re.match(r"\| (?!policy|engine).*\d", row)]
+    assert len(rows) == 1 + 3 + 1
+    for row in rows:
+        (target,) = set(re.findall(r"\]\(../../(benchmarks/results/.*?)\)", row))
+        assert (checkout / target).is_file()
+
+
+def test_tables_say_what_was_lost(tmp_path):
+    """Beside `auto`, in the figure that the table is about; and which baseline is missing."""
+    checkout = write_checkout(tmp_path, KINDS)
+    pages = {page.path: page for page in PAGES}
+    found = load(checkout / "benchmarks" / "results")
+    text = render(pages["docs/results/policies.md"], found, checkout)
+    sentences = [line for line in text.splitlines() if "not measured here" in line]
+    assert sentences == [
+        "Nothing lost in output tokens/s: auto is not behind vllm like. "
+        "s3 oracle was not measured here.",
+        "Nothing lost in p90 s/token: auto is not behind vllm like. "
+        "s3 oracle was not measured here.",
+        "Lost in output tokens/s, a model: auto is 38% behind s3 oracle. "
+        "vllm like was not measured here.",
+    ]
+
+
+def test_results_without_runs_are_refused(checkout):
+    """Several runs without their own figures, or no number of runs, end it with what to do."""
+    data = results()["policies"]
+    for figures in data["policies"].values():
+        del figures["runs"]
+    path = _result(checkout, "policies")
+    path.write_text(json.dumps(data))
+    with pytest.raises(ResultFileError, match="policies.concurrent_instances has no runs.*again"):
+        update(checkout, write=False)
+    path.write_text(json.dumps({**data, "repeats": 1}))
+    assert path not in update(checkout, write=False)
+    del data["repeats"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(ResultFileError, match="has 'repeats', and this one does not"):
+        update(checkout, write=False)
+
+
+def test_names_of_bounds_and_missing_peers(tmp_path):
+    """A result with a roofline says so; one without peers has neither their table nor a figure."""
+    checkout = write_checkout(tmp_path, ("offline",))
+    data = results()["offline"] | {"compare": None}
+    data["bound"]["run_s"] = 1.0
+    data["device"] = {"platform": "gpu", "kind": "a GPU", "count": 1}
+    _result(checkout, "offline").write_text(json.dumps(data))
+    assert not any(path.suffix == ".svg" for path in update(checkout, write=True))
+    assert "Nothing was measured" not in (checkout / "README.md").read_text()
+    text = (checkout / "docs" / "results" / "throughput.md").read_text()
+    assert "1 x a GPU" in text and "75% of roofline" in text
+    assert "engine" not in text
+
+
+def test_same_results_give_the_same_bytes(checkout):
+    """Writing again changes nothing."""
+    update(checkout, write=True)
+    assert update(checkout, write=True) == []
+
+
+def test_check_detects_drift(checkout, capsys):
+    """A changed number, an edited page, a lost figure and one without a result are each told."""
+    check = ["--check", "--root", str(checkout)]
+    assert main(check) == 1
+    assert main(check[1:]) == 0
+    assert main(check) == 0
+    capsys.readouterr()
+
+    readme = checkout / "README.md"
+    readme.write_text(readme.read_text().replace("[160]", "[161]"))
+    assert main(check) == 1
+    assert capsys.readouterr().out.splitlines() == ["README.md differs"]
+    assert "[161]" in readme.read_text()
+    update(checkout, write=True)
+
+    (checkout / "docs" / "figures" / "online_made_up.svg").unlink()
+    assert [path.name for path in update(checkout, write=False)] == ["online_made_up.svg"]
+    update(checkout, write=True)
+
+    changed = results()["offline"]
+    changed["compare"]["engines"]["a_peer"]["runs"][0]["output_tokens_per_s"] = 156.0
+    _result(checkout, "offline").write_text(json.dumps(changed))
+    names = [path.name for path in update(checkout, write=False)]
+    assert names == ["README.md", "throughput.md", "offline_made_up_peers.svg"]
+
+
+def test_figures_without_a_result_go_and_other_pictures_stay(checkout):
+    """A figure of a removed result is removed; another picture is not."""
+    update(checkout, write=True)
+    other = checkout / "docs" / "figures" / "drawing.svg"
+    other.write_text("<svg/>")
+    _result(checkout, "online").unlink()
+    names = [path.name for path in update(checkout, write=True)]
+    assert names == ["policies.md", "online_made_up.svg"]
+    assert other.exists()
+    assert not (checkout / "docs" / "figures" / "online_made_up.svg").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"benchmark": "novel"}', "\udcff"])
+def test_broken_files_are_named(checkout, text, capsys):
+    """A file that is no result of a known kind ends it with an error that names the file."""
+    path = _result(checkout, "stray")
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ResultFileError, match="stray_made_up.json"):
+        load(path.parent)
+    assert main(["--root", str(checkout)]) == 2
+    assert "stray_made_up.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_that_lack_a_field_are_named(tmp_path, kind):
+    """A result of which the figures are gone ends it with the file and the field."""
+    checkout = write_checkout(tmp_path, (kind,))
+    _result(checkout, kind).write_text(json.dumps({"benchmark": kind}))
+    with pytest.raises(ResultFileError, match=f"{kind}_made_up.json: a result of kind '{kind}'"):
+        update(checkout, write=False)
+
+
+def test_numbers_that_are_none_are_named(checkout):
+    """A text where a number should be is told with both."""
+    changed = results()["offline"]
+    changed["runs"][0]["output_tokens_per_s"] = "fast"
+    _result(checkout, "offline").write_text(json.dumps(changed))
+    with pytest.raises(ResultFileError, match="'runs.0.output_tokens_per_s' is 'fast'"):
+        update(checkout, write=True)
+
+
+def test_pages_need_their_markers(checkout, capsys):
+    """A page without the markers is left alone, and named."""
+    (checkout / "README.md").write_text("# Nothing to replace\n")
+    assert main(["--root", str(checkout)]) == 2
+    assert "README.md needs one line" in capsys.readouterr().err

@@ -1,0 +1,117 @@
+"""Kernels are timed at shapes that are there, and peers are asked for what they can do."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.kernels import peers_jax
+from benchmarks.kernels.shapes import SHAPES, chosen
+from benchmarks.kernels.timing import inputs, relative_error, time_attention
+from jaxserve.core.errors import InvalidConfigError
+from pallas_kernels import paged_attention
+from pallas_kernels.paged_attention import planned_tiling
+from pallas_kernels.paged_attention.shapes import TEST_SHAPES, AttentionShape
+
+FLOAT32 = jnp.dtype("float32")
+
+
+def test_shapes_go_by_kind_and_by_name():
+    """In the order in which they are asked for, each once, without those left out."""
+    first = SHAPES["decode"][3].name
+    shapes, moves = chosen(f"{first},decode,small_moves", "llama2_13b_decode_32x4096")
+    assert [shape.name for shape in shapes[:2]] == [first, SHAPES["decode"][0].name]
+    assert len(shapes) == len(SHAPES["decode"]) - 1
+    assert moves
+    with pytest.raises(InvalidConfigError, match=r"unknown shapes \['nothing'\]"):
+        chosen("decode,nothing")
+    with pytest.raises(InvalidConfigError, match=r"unknown shapes \['nothing'\]"):
+        chosen("decode", "nothing")
+
+
+def test_errors_are_of_rows_of_every_kind():
+    """The first rows and the last; XLA has none in float32, and rounding has some."""
+    (shape,) = (shape for shape in TEST_SHAPES if shape.name == "mixed")
+    shape = replace(shape, rows=tuple(row for row in shape.rows if row[0]))
+    exact = (shape, *inputs(shape, FLOAT32, FLOAT32, layers=1))
+    assert relative_error(*exact, None, "xla") == 0.0
+    bfloat16 = jnp.dtype("bfloat16")
+    rounded = (shape, *inputs(shape, bfloat16, bfloat16, layers=1))
+    assert 1e-4 < relative_error(*rounded, None, "xla") < 1e-2
+
+
+def test_kernels_with_plans_are_timed_and_compared():
+    """The plan is made for the tiles that are asked for."""
+    shape = AttentionShape(
+        name="two", num_heads=2, num_kv_heads=1, head_dim=16, page_size=8, rows=((1, 1), (1, 37))
+    )
+    given = (shape, *inputs(shape, FLOAT32, FLOAT32, layers=2))
+    kind = "triton_interpreted"
+    tiling = planned_tiling(
+        *(jax.devices()[0], kind),
+        dtype="float32",
+        page_dtype="float32",
+        kv_heads=1,
+        group=2,
+        head_dim=16,
+    )
+    assert relative_error(*given, tiling, kind) < 1e-5
+    assert time_attention(*given, None, "xla") > 0
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 15, 16, 17, 128, 130, 500, 512, 4096])
+def test_page_tables_are_made_splittable(width: int):
+    """JAX's kernel wants parts of one size, of whole compute blocks; the pages stay."""
+    table = jnp.arange(3 * width).reshape(3, width)
+    padded, splits = peers_jax.splittable(table)
+    part, rest = divmod(padded.shape[1], splits)
+    assert rest == 0
+    assert part % min(part, 8) == 0
+    assert padded.shape[1] < 2 * width + 8 * splits
+    assert jnp.array_equal(padded[:, :width], table)
+
+
+def test_jax_paged_attention_is_asked_rightly(monkeypatch):
+    """Interpreted, over our pages and a table that had to be padded, it agrees with ours."""
+    from jax.experimental.pallas.ops.gpu import paged_attention as peer
+
+    shape = AttentionShape(
+        name="odd",
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        page_size=8,
+        rows=((1, 40), (1, 1), (1, 23)),
+    )
+    q, pages, rows = inputs(shape, FLOAT32, FLOAT32, layers=1)
+    asked = []
+    interpreted = functools.partial(peer.paged_attention, interpret=True)
+    monkeypatch.setattr(peer, "paged_attention", interpreted)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def take(attend, q, given, layers) -> float:
+        asked.append(attend(q, 0, given))
+        assert layers == 1
+        return 1.0
+
+    found = peers_jax.measure(shape, q, pages, rows, take)
+    monkeypatch.undo()
+    assert found["jax_paged"] == {"seconds": 1.0}
+    assert "reason" in found["cudnn_dense"]  # there is no cuDNN
+    wanted = paged_attention(q, **pages, layer=0, rows=rows, implementation="reference")
+    np.testing.assert_allclose(asked[0], wanted, rtol=2e-4, atol=2e-4)
+
+
+def test_peers_without_a_gpu_say_so():
+    """None is timed, and none is left out in silence."""
+    (shape,) = (shape for shape in TEST_SHAPES if shape.name == "one_token")
+    q, pages, rows = inputs(shape, FLOAT32, FLOAT32, layers=1)
+    found = peers_jax.measure(shape, q, pages, rows, lambda *_: 1.0)
+    assert found == {
+        name: {"reason": "NotImplementedError: there is no GPU"} for name in peers_jax.PEERS
+    }

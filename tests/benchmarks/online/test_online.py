@@ -1,0 +1,21 @@
+"""Latency against load, from end to end on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+from benchmarks.online.__main__ import main
+from tests.benchmarks.tiny_model import arguments
+
+
+def test_every_rate_has_its_runs(capsys, tmp_path):
+    """Of each policy, with the share of requests within the limits."""
+    more = ["--policies", "orca", "--rates", "50,200", "--repeats", "2", "--slo-ttft", "60"]
+    assert main([*arguments(tmp_path), *more]) == 0
+    result = json.loads(capsys.readouterr().out)
+    points = result["policies"]["orca"]["points"]
+    assert [point["rate"] for point in points] == [50, 200]
+    for point in points:
+        assert [run["goodput"]["share"] for run in point["runs"]] == [1.0, 1.0]
+        low, high = point["range"]["requests_per_s"]
+        assert low <= point["requests_per_s"] <= high

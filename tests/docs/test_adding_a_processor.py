@@ -1,0 +1,89 @@
+"""The worked example of docs/adding_a_processor.md, built from the page's own text."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import ROOT, blocks
+
+# What is asked of the copy: runs in a process of its own, where `jaxserve` is the copy.
+PROGRAM = """
+import math
+import sys
+from dataclasses import replace
+import jaxserve
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import InvalidSamplingParamsError
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
+
+assert jaxserve.__file__.startswith(sys.argv[1]), jaxserve.__file__
+prompts = random_prompts(3)
+hot = SamplingParams(max_tokens=12, temperature=1.0, seed=1)
+try:
+    replace(hot, epsilon_cutoff=1.0)
+except InvalidSamplingParamsError as error:
+    assert "epsilon_cutoff=1.0" in str(error), error
+else:
+    raise AssertionError("a cutoff of 1 was accepted")
+asked = [
+    replace(hot, temperature=0.0),
+    replace(hot, epsilon_cutoff=0.999),
+    hot,
+    replace(hot, epsilon_cutoff=1e-9),
+    replace(hot, epsilon_cutoff=0.02),
+]
+with Runtime(tiny_llama(), strict=True, **OPTIONS) as rt:
+    alone = [[rt.generate(p, params).token_ids for p in prompts] for params in asked]
+    together = rt.generate(prompts * len(asked), [params for params in asked for _ in prompts])
+    assert rt.stats().num_compilations == 0
+greedy, cut_to_one, random, uncut, cut = alone
+assert cut_to_one == greedy != random == uncut
+assert cut not in (greedy, random)
+with Runtime(tiny_llama(), strict=True, **OPTIONS) as rt:
+    for completion in rt.generate(prompts, replace(asked[-1], logprobs=1)):
+        for token in completion.logprobs:
+            assert token.logprob > math.log(0.02) or token.token_id == token.top[0][0], token
+assert [c.token_ids for c in together] == [tokens for answers in alone for tokens in answers]
+print("served")
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A folder with a copy of the package in which the page's blocks were carried out."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "jaxserve", tmp_path / "jaxserve", ignore=ignore)
+    for block in blocks("adding_a_processor.md"):
+        block.apply(tmp_path)
+    return tmp_path
+
+
+def test_the_example_touches_two_files_beside_its_own():
+    """One new file, and a change to two that are there."""
+    found = blocks("adding_a_processor.md")
+    assert [block.kind for block in found] == ["python", "diff", "diff"]
+    assert len({block.path for block in found}) == 3
+
+
+def test_the_example_serves(package: Path):
+    """A runtime of the changed package validates the parameter, and cuts where it says.
+
+    Requests with it are served in the company of others, without compiling anything more.
+    """
+    path = os.pathsep.join([str(package), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(package)],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=package,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "served"

@@ -1,0 +1,65 @@
+"""The worked example of docs/adding_a_model.md is a family that works."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "adding_a_model.md"
+COPIED = ("jaxserve", "tests/models", *(f"tests/{path.name}" for path in ROOT.glob("tests/*.py")))
+
+
+def _blocks() -> dict[str, str]:
+    """The code blocks of the page, by the file that their first line names."""
+    found = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    """A copy of the sources, with the three edits of the page and no others."""
+    folder = tmp_path_factory.mktemp("sources")
+    for name in COPIED:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    family, registry, checkpoints = _blocks()
+    (folder / family).write_text(_blocks()[family])
+    lines = (folder / registry).read_text().splitlines()
+    for line in filter(None, _blocks()[registry].splitlines()):
+        beginning = re.match(r"from \S+ import|\w+ =", line)
+        assert beginning is not None
+        (place,) = (i for i, old in enumerate(lines) if old.startswith(beginning.group()))
+        lines[place] = line
+    (folder / registry).write_text("\n".join(lines) + "\n")
+    text = (folder / checkpoints).read_text()
+    assert text.count("_OTHERS = {\n") == 1
+    entry = _blocks()[checkpoints]
+    (folder / checkpoints).write_text(text.replace("_OTHERS = {\n", "_OTHERS = {\n" + entry))
+    return folder
+
+
+def test_the_page_has_a_file_and_two_edits():
+    """The example adds one file, and edits two that exist."""
+    family, *edited = _blocks()
+    assert not (ROOT / family).exists()
+    assert len(edited) == 2 and all((ROOT / name).is_file() for name in edited)
+
+
+def test_the_example_has_the_logits_of_pytorch(sources):
+    """The parity tests pass for the family as the page writes it, in every kind of batch."""
+    path = os.pathsep.join((str(sources), str(ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "phi",
+         "--rootdir", str(sources), "tests/models/test_parity.py"],
+        cwd=sources, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\b4 passed", done.stdout), done.stdout

@@ -1,0 +1,323 @@
+"""Causal, bidirectional and cross attention over pages, beside plain dense attention."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve.models.attention import (
+    Attention,
+    CrossAttention,
+    bidirectional_rows,
+    causal_rows,
+    cross_rows,
+)
+from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
+from jaxserve.models.context import CrossContext, PagedContext
+from jaxserve.models.families.llama import LlamaConfig
+from jaxserve.models.param_maker import ParamMaker
+from jaxserve.models.rope import Rope, rope_tables
+from pallas_kernels import apply_rope
+from pallas_kernels.paged_attention import Capacity, Launches, Plan, Rows, Tiling, plan
+from sharding import make_mesh, state_shardings
+
+# (implementation, seed); what is interpreted is slow.
+RANDOM_CASES = (("xla", 0), ("xla", 1), ("cpu", 0), ("cpu", 1), ("triton_interpreted", 0))
+KINDS = ("causal", "bidirectional", "cross")
+PAGE_SIZE = 8
+
+
+def _dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """Attention of one sequence: q [n, heads, d]; k, v [m, kv_heads, d]; seen bool [n, m]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(np.asarray(x, np.float64), group, axis=1) for x in (k, v))
+    logits = np.einsum("nhd,mhd->hnm", np.asarray(q, np.float64), k) * q.shape[-1] ** -0.5
+    weights = np.exp(np.where(seen, logits, -np.inf) - logits.max())
+    return np.einsum("hnm,mhd->nhd", weights / weights.sum(-1, keepdims=True), v)
+
+
+def _assert_close(got, wanted, tolerance: float = 1e-5) -> None:
+    got, wanted = np.asarray(got), np.asarray(wanted)
+    assert got.shape == wanted.shape
+    assert np.linalg.norm(got - wanted) < tolerance * np.linalg.norm(wanted)
+
+
+def _config(num_heads: int, num_kv_heads: int, head_dim: int = 16, **others) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=8,
+        hidden_size=24,
+        intermediate_size=8,
+        num_layers=2,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        **others,
+    )
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """Pages of some sequences, scattered over a cache whose other pages are not numbers."""
+
+    table: np.ndarray  # int32 [sequences, pages]
+    num_pages: int
+
+    @classmethod
+    def of(cls, num_sequences: int, longest: int, seed: int) -> _Pages:
+        width = -(-longest // PAGE_SIZE)
+        pages = 1 + np.random.default_rng(seed).permutation(num_sequences * width)
+        return cls(pages.reshape(num_sequences, width).astype(np.int32), 2 + len(pages))
+
+    def cache(self, config: LlamaConfig, dtype: str = "float32", num_shards: int = 1) -> KVCache:
+        cache = empty_cache(
+            config, self.num_pages, PAGE_SIZE, dtype, "unrolled", num_shards=num_shards
+        )
+        return jax.tree.map(
+            lambda x: jnp.full_like(x, 77 if x.dtype == jnp.int8 else jnp.nan), cache
+        )
+
+    def batch(self, lengths, rows: Rows, implementation: str | None = None) -> AttentionBatch:
+        """The batch in which the first `lengths` tokens of each sequence are written."""
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        sequence = np.repeat(np.arange(len(lengths)), lengths)
+        return AttentionBatch(
+            positions=jnp.asarray(positions, jnp.int32),
+            page=jnp.asarray(self.table[sequence, positions // PAGE_SIZE]),
+            offset=jnp.asarray(positions % PAGE_SIZE, jnp.int32),
+            rows=rows,
+            max_query_length=None,
+            implementation=implementation,
+        )
+
+
+def _int32(*values) -> list[jax.Array]:
+    return [jnp.asarray(np.asarray(each), jnp.int32) for each in values]
+
+
+def _starts(lengths) -> np.ndarray:
+    return np.cumsum(lengths) - lengths
+
+
+def _rows(kind: str, queries: np.ndarray, keys: np.ndarray, table: np.ndarray) -> Rows:
+    start, queries, keys, pages = _int32(_starts(queries), queries, keys, table)
+    if kind == "bidirectional":
+        return bidirectional_rows(query_start=start, length=keys, page_table=pages)
+    if kind == "cross":
+        return cross_rows(
+            query_start=start, query_length=queries, encoded_length=keys, encoded_page_table=pages
+        )
+    return causal_rows(
+        query_start=start, query_length=queries, first_position=keys - queries, page_table=pages
+    )
+
+
+def _plan(rows: Rows, num_tokens: int, kv_heads: int, group: int) -> Plan:
+    """For kernels that work through one: items of a device with few programs."""
+    tiling = Tiling(
+        kv_heads=kv_heads,
+        group=group,
+        split_rows=8,
+        tile_rows=16,
+        chunk_keys=32,
+        launches=Launches(block_keys=16),
+        split_programs=6,
+        tile_programs=6,
+    )
+    capacity = Capacity.of(
+        tiling,
+        num_tokens=num_tokens,
+        num_rows=len(rows.query_length),
+        max_context=rows.page_table.shape[1] * PAGE_SIZE,
+        is_decode=False,
+    )
+    return plan(
+        tiling,
+        capacity,
+        query_length=np.asarray(rows.query_length),
+        first_position=np.asarray(rows.first_position),
+        context_length=np.asarray(rows.context_length),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("implementation", "seed"), RANDOM_CASES)
+def test_each_kind_is_dense_attention(implementation, kind, seed):
+    """Random ragged rows with grouped queries; the seed is in the test's name."""
+    random = np.random.default_rng(seed)
+    kv_heads, group = int(random.integers(1, 4)), int(random.integers(1, 4))
+    config = _config(kv_heads * group, kv_heads)
+    count = 5
+    keys = random.integers(1, 70, count)
+    queries = {
+        "causal": np.maximum(1, keys - random.integers(0, 60, count)),
+        "bidirectional": keys,
+        "cross": random.integers(1, 40, count),
+    }[kind]
+    queries[1] = keys[1] if kind == "bidirectional" else 1
+    pages = _Pages.of(count, 70, seed)
+
+    def normal(tokens: int, heads: int, columns: tuple[int, ...] = ()) -> jax.Array:
+        return jnp.asarray(random.standard_normal((tokens, heads, *columns, 16)), jnp.float32)
+
+    kv, q = normal(keys.sum(), kv_heads, (2,)), normal(queries.sum(), kv_heads * group)
+    rows = _rows(kind, queries, keys, pages.table)
+    cache = pages.cache(config).write(1, kv, pages.batch(keys, rows))
+    batch = AttentionBatch(
+        positions=jnp.zeros(len(q), jnp.int32),
+        page=None,
+        offset=None,
+        rows=rows,
+        max_query_length=None,
+        plan=_plan(rows, len(q), kv_heads, group),
+        implementation=implementation,
+    )
+    got = jax.jit(lambda cache, q, batch: cache.read(1, q, batch))(cache, q, batch)
+    for i, (first, begin) in enumerate(zip(_starts(queries), _starts(keys), strict=True)):
+        n, m = queries[i], keys[i]
+        own = kv[begin : begin + m]
+        seen = np.ones((n, m), bool)
+        if kind == "causal":
+            seen = np.arange(m) <= np.arange(m - n, m)[:, None]
+        wanted = _dense(q[first : first + n], own[:, :, 0], own[:, :, 1], seen)
+        _assert_close(got[first : first + n], wanted)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "cpu"])
+def test_cross_attention_of_a_decode_batch(implementation):
+    """One query a row, as a decode loop has them, beside an unused row."""
+    config, pages = _config(6, 2), _Pages.of(3, 40, 0)
+    keys, queries = np.array([33, 1, 40]), np.array([1, 0, 1])
+    random = np.random.default_rng(0)
+    kv = jnp.asarray(random.standard_normal((keys.sum(), 2, 2, 16)), jnp.float32)
+    q = jnp.asarray(random.standard_normal((3, 6, 16)), jnp.float32)
+    rows = _rows("cross", queries, keys, pages.table)
+    cache = pages.cache(config).write(0, kv, pages.batch(keys, rows))
+    batch = replace(
+        pages.batch(keys, rows, implementation), page=None, offset=None, max_query_length=1
+    )
+    got = cache.read(0, q, batch)
+    for i in (0, 2):
+        own = kv[_starts(keys)[i] :][: keys[i]]
+        wanted = _dense(q[i : i + 1], own[:, :, 0], own[:, :, 1], np.ones((1, keys[i]), bool))
+        _assert_close(got[i : i + 1], wanted)
+    assert np.isfinite(got).all()
+
+
+def _numpy(parameter: nnx.Param) -> np.ndarray:
+    return np.asarray(parameter[...], np.float64)
+
+
+@pytest.mark.parametrize("kind", ["causal", "bidirectional"])
+def test_a_self_attention_layer_of_either_kind(kind):
+    """The rows alone decide; rotary positions are the tokens' own, from 0 on, in both."""
+    config = _config(6, 2, rope=Rope(), qkv_bias=True, o_bias=True)
+    layer = Attention(config, ParamMaker(nnx.Rngs(0), "float32"))
+    layer.bqkv[...] = jax.random.normal(jax.random.key(1), layer.bqkv.shape)
+    lengths, pages = np.array([19, 1, 30]), _Pages.of(3, 30, 0)
+    rows = _rows(kind, lengths, lengths, pages.table)
+    batch = pages.batch(lengths, rows)
+    x = jax.random.normal(jax.random.key(2), (lengths.sum(), 24))
+    tables = rope_tables(batch.positions, 16, config.rope)
+    context = PagedContext(0, tables, None, batch, pages.cache(config))
+    got = layer(x, context)
+    qkv = np.einsum("te,ekxd->tkxd", np.asarray(x, np.float64), _numpy(layer.wqkv))
+    qkv = jnp.asarray(qkv + _numpy(layer.bqkv), jnp.float32)
+    rotated, v = np.asarray(apply_rope(qkv[:, :, :4], tables)), np.asarray(qkv[:, :, 4])
+    for start, length in zip(_starts(lengths), lengths, strict=True):
+        own = slice(start, start + length)
+        seen = np.tri(length, dtype=bool) if kind == "causal" else np.ones((length, length), bool)
+        q = rotated[own, :, :3].reshape(length, 6, 16)
+        attended = _dense(q, rotated[own, :, 3], v[own], seen).reshape(length, 2, 3, 16)
+        wanted = np.einsum("tkgd,kgde->te", attended, _numpy(layer.wo)) + _numpy(layer.bo)
+        _assert_close(got[own], wanted)
+
+
+@pytest.mark.parametrize(("num_shards", "dtype"), [(1, "float32"), (1, "int8"), (4, "float32")])
+def test_a_cross_attention_layer(num_shards, dtype):
+    """Queries in chunks of the decoder's sequences see the encoder's output, written once.
+
+    Keys and values may be stored in eight bits, and heads split over a mesh, with copies of each
+    KV head where there are more shards.
+    """
+    config = _config(8, 2, qkv_bias=True, o_bias=True)
+    layer = CrossAttention(config, ParamMaker(nnx.Rngs(0), "float32"))
+    for number, bias in enumerate((layer.bq, layer.bkv, layer.bo)):
+        bias[...] = jax.random.normal(jax.random.key(number), bias.shape)
+    encoded_lengths, pages = np.array([21, 40, 3]), _Pages.of(3, 40, 0)
+    encoded = jax.random.normal(jax.random.key(5), (encoded_lengths.sum(), 24))
+    # The decoder has one sequence a row, of which the last two read the same encoder's pages.
+    reads, lengths = [0, 1, 1], np.array([4, 1, 9])
+    x = jax.random.normal(jax.random.key(6), (lengths.sum(), 24))
+    wanted = _cross_attended(layer, x, encoded, lengths, encoded_lengths, reads)
+
+    cache = pages.cache(config, dtype, num_shards)
+    graphdef, params = nnx.split(layer)
+    in_force = nullcontext()
+    if num_shards > 1:
+        mesh = make_mesh(tensor=num_shards)
+        params = jax.device_put(params, state_shardings(params, mesh))
+        cache = jax.device_put(cache, NamedSharding(mesh, PartitionSpec(None, None, "tensor")))
+        in_force = jax.set_mesh(mesh)
+    with in_force:
+        written, got = _cross_steps(
+            *(graphdef, params, cache, encoded, x),
+            pages.batch(
+                encoded_lengths,
+                _rows("bidirectional", encoded_lengths, encoded_lengths, pages.table),
+            ),
+            replace(
+                pages.batch(
+                    lengths,
+                    _rows("cross", lengths, encoded_lengths[reads], pages.table[reads]),
+                ),
+                page=None,
+                offset=None,
+            ),
+        )
+    _assert_close(got, wanted, 1e-5 if dtype == "float32" else 0.02)
+    assert written.k_pages[0].dtype == dtype
+
+
+@partial(jax.jit, static_argnums=0)
+def _cross_steps(graphdef, params, cache, encoded, x, encoder_batch, decoder_batch):
+    """The encoder's step writes; the decoder's reads."""
+    layer = nnx.merge(graphdef, params)
+    writing = CrossContext(0, encoder_batch, cache)
+    layer.write(encoded, writing)
+    reading = CrossContext(0, decoder_batch, writing.cache)
+    out = layer(x, reading)
+    return reading.cache, out
+
+
+def _cross_attended(layer, x, encoded, lengths, encoded_lengths, reads) -> np.ndarray:
+    q = np.einsum("te,ekgd->tkgd", np.asarray(x, np.float64), _numpy(layer.wq))
+    q = (q + _numpy(layer.bq)).reshape(len(x), 8, 16)
+    kv = np.einsum("te,ekxd->tkxd", np.asarray(encoded, np.float64), _numpy(layer.wkv))
+    kv += _numpy(layer.bkv)
+    out = []
+    for row, sequence in enumerate(reads):
+        own = slice(_starts(lengths)[row], _starts(lengths)[row] + lengths[row])
+        begin, count = _starts(encoded_lengths)[sequence], encoded_lengths[sequence]
+        theirs = kv[begin : begin + count]
+        seen = np.ones((lengths[row], count), bool)
+        attended = _dense(q[own], theirs[:, :, 0], theirs[:, :, 1], seen)
+        attended = attended.reshape(lengths[row], 2, 4, 16)
+        out.append(np.einsum("tkgd,kgde->te", attended, _numpy(layer.wo)) + _numpy(layer.bo))
+    return np.concatenate(out)
+
+
+def test_a_batch_that_writes_nothing_cannot_write():
+    """Self-attention with a cross batch is a mistake, and is named."""
+    config, pages = _config(2, 2), _Pages.of(1, 8, 0)
+    lengths = np.array([3])
+    batch = pages.batch(lengths, _rows("cross", lengths, lengths, pages.table))
+    with pytest.raises(ValueError, match="page and offset are None"):
+        pages.cache(config).write(0, jnp.zeros((3, 2, 2, 16)), replace(batch, page=None))

@@ -1,0 +1,61 @@
+"""What is expected of running sequences, against simulation."""
+
+import numpy as np
+
+from jaxserve.scheduling.lengths.forecast import Forecast
+from predictor import LengthBuckets, LengthDistributions
+
+BUCKETS = LengthBuckets.equal_width(100, 5)
+
+
+def _drawn(
+    rng: np.random.Generator, probabilities: np.ndarray, elapsed: int, count: int
+) -> np.ndarray:
+    """Lengths over `elapsed` of one sequence, by rejection."""
+    lengths = np.zeros(0)
+    while len(lengths) < count:
+        bucket = rng.choice(BUCKETS.num, size=4 * count, p=probabilities)
+        some = np.asarray(BUCKETS.edges)[bucket] + rng.random(4 * count) * 20
+        lengths = np.concatenate([lengths, some[some > elapsed]])
+    return lengths[:count]
+
+
+def test_survival_and_ends_are_those_of_drawn_lengths():
+    """P(still running) after 0, 7 and 30 more tokens, for sequences at different ages."""
+    rng = np.random.default_rng(0)
+    probabilities = rng.dirichlet(np.ones(5), size=3)
+    elapsed = np.asarray([0, 33, 75])
+    forecast = Forecast(LengthDistributions(BUCKETS, probabilities), elapsed, np.full(3, 1000))
+    times = np.asarray([0.0, 7.0, 30.0])
+    survival = forecast.survival(times)
+    for row in range(3):
+        drawn = _drawn(rng, probabilities[row], elapsed[row], 20_000)
+        share = [(drawn - elapsed[row] > t).mean() for t in times]
+        np.testing.assert_allclose(survival[row], share, atol=0.015)
+    np.testing.assert_allclose(forecast.expected_ends(times), (1 - survival).sum(0))
+
+
+def test_the_peak_is_that_of_simulated_futures():
+    """Its mean without a margin; with two deviations hardly any future is over it."""
+    rng = np.random.default_rng(1)
+    probabilities = rng.dirichlet(np.ones(5), size=12)
+    elapsed = rng.integers(0, 90, 12)
+    held = elapsed + rng.integers(5, 60, 12)
+    forecast = Forecast(LengthDistributions(BUCKETS, probabilities), elapsed, np.full(12, 1000))
+    ends = np.stack(
+        [_drawn(rng, p, e, 500) - e for p, e in zip(probabilities, elapsed, strict=True)]
+    )
+    times = np.arange(100)
+    use = ((ends[..., None] > times) * (held[:, None, None] + times)).sum(0)  # [futures, times]
+    assert abs(forecast.peak_tokens(held, 0.0) / use.mean(0).max() - 1) < 0.03
+    assert (use.max(1) > 1.01 * forecast.peak_tokens(held, 2.0)).mean() < 0.1
+
+
+def test_nobody_runs_past_the_limit():
+    """However long the prediction, and also where it was outlived."""
+    sure = np.asarray([[0, 0, 0, 0, 1.0]])
+    forecast = Forecast(LengthDistributions(BUCKETS, sure), np.asarray([10]), np.asarray([4]))
+    assert forecast.survival(np.asarray([3.0, 4.0])).tolist() == [[1.0, 0.0]]
+    outlived = Forecast(LengthDistributions(BUCKETS, sure), np.asarray([150]), np.asarray([30]))
+    assert outlived.survival(np.asarray([29.0, 30.0])).tolist() == [[1.0, 0.0]]
+    assert forecast.expected_remaining().tolist() == [4.0]

@@ -1,0 +1,54 @@
+"""The table of distributions, beside a dictionary that does the same slowly."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from jaxserve.core.prediction import LengthPrediction
+from jaxserve.scheduling.lengths.table import LengthTable
+from predictor import LengthBuckets
+
+BUCKETS = LengthBuckets.equal_width(40, 4)
+FINER = LengthBuckets.equal_width(40, 8)
+
+
+def test_rows_are_those_that_were_set_last():
+    """Through growth, reuse of freed rows, and other buckets; 500 random edits of each seed."""
+    for seed in range(5):
+        rng, drawn = random.Random(seed), np.random.default_rng(seed)
+        table, wanted = LengthTable(BUCKETS), {}
+        for _ in range(500):
+            key = rng.randrange(200)
+            if rng.random() < 0.2:
+                table.drop(key)
+                wanted.pop(key, None)
+                continue
+            buckets = rng.choice([BUCKETS, FINER])
+            probabilities, at = drawn.dirichlet(np.ones(buckets.num)), rng.randrange(30)
+            table.put(key, LengthPrediction(buckets, probabilities), at)
+            coarse = probabilities if buckets == BUCKETS else probabilities.reshape(4, 2).sum(1)
+            wanted[key] = (coarse, at)
+        keys = list(wanted)
+        rows = table.rows_of(keys)
+        assert rows is not None and len(set(rows)) == len(keys) > 64, f"seed {seed}"
+        np.testing.assert_allclose(table.probabilities(rows), [wanted[key][0] for key in keys])
+        np.testing.assert_allclose(
+            table.distributions(rows).probabilities, [wanted[key][0] for key in keys]
+        )
+        assert table.at(rows).tolist() == [wanted[key][1] for key in keys]
+
+
+def test_a_sequence_without_a_row_may_have_any_length():
+    """Beside one that has a row; where none has, there are no rows at all."""
+    buckets = LengthBuckets((0, 10, 40))
+    table = LengthTable(buckets)
+    assert table.rows_of([1, 2]) is None and table.rows_of([]) is None
+    table.put(1, LengthPrediction(buckets, np.asarray([1.0, 0.0])), 7)
+    rows = table.rows_of([2, 1])
+    assert rows is not None
+    np.testing.assert_allclose(table.distributions(rows).probabilities, [[0.25, 0.75], [1.0, 0.0]])
+    assert table.at(rows).tolist() == [0, 7]
+    table.drop(1)
+    assert table.rows_of([1, 2]) is None

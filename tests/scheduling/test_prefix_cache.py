@@ -1,0 +1,215 @@
+"""What a plan asks for when the cache has parts of a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.memory.cached_page import PageKeys
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.retention.tiered import Tiered
+
+CONFIG = EngineConfig(
+    page_size=4,
+    num_pages=101,
+    max_slots=4,
+    max_context=200,
+    max_step_tokens=200,
+    max_decode_iterations=4,
+    num_host_pages=100,
+)
+
+
+class Watched:
+    """A simulated executor that keeps the plans it carries out."""
+
+    def __init__(self, config: EngineConfig, clock: VirtualClock):
+        self.config, self.swap_costs, self.refinement = config, None, None
+        self.plans: list[StepPlan] = []
+        self._simulated = SimulatedExecutor(config, clock)
+        self.host_memory = self._simulated.host_memory
+
+    def submit(self, plan: StepPlan):
+        """Keep it, and pass it on."""
+        self.plans.append(plan)
+        return self._simulated.submit(plan)
+
+
+class Server:
+    """An engine that answers one batch of prompts after the other."""
+
+    def __init__(self, config: EngineConfig = CONFIG, free_share: float = 0.0):
+        policy = replace(PRESETS["pensieve"], retention=Tiered(free_share=free_share))
+        self.clock = VirtualClock()
+        self.executor = Watched(config, self.clock)
+        self.engine = Engine(self.executor, policy, self.clock)
+        self.cache = self.engine._kv._cache
+
+    def answer(self, *prompts: tuple[int, ...], max_tokens: int = 5) -> list[tuple[int, ...]]:
+        """Prompts and answers; `plans` are those of this call."""
+        self.executor.plans.clear()
+        self.clock.advance_to(self.clock.now() + 10)
+        sequences = []
+        for prompt in prompts:
+            params = SamplingParams(max_tokens=max_tokens)
+            request = Request(id=str(prompt), prompt=prompt, params=params, arrival_s=0.0)
+            sequences += self.engine.add(request)
+        while self.engine.has_work:
+            self.engine.step()
+            self.engine.scheduler.check_integrity()
+        return [sequence.known_tokens for sequence in sequences]
+
+    @property
+    def first_rows(self) -> list[tuple[int, int]]:
+        """(start, number of tokens) of the first step's rows."""
+        return [(row.start, row.num_tokens) for row in self.executor.plans[0].rows]
+
+    def cached(self, tokens: tuple[int, ...]):
+        """Of full pages, in order; None where there is none."""
+        keys = PageKeys().of(tokens, CONFIG.page_size, self.cache.identity)
+        return [(self.cache.find([key]) or [None])[0] for key in keys]
+
+
+PROMPT = tuple(range(1, 19))
+
+
+def test_the_next_turn_computes_what_is_new():
+    """18 tokens and 5 are 5 full pages; the last page was not full, and is computed again."""
+    server = Server()
+    (history,) = server.answer(PROMPT)
+    assert server.first_rows == [(0, 18)] and len(history) == 23
+    server.answer((*history, 7, 8, 9))
+    assert server.first_rows == [(20, 6)]
+    stats = server.engine.stats
+    assert (stats.num_prefix_queried, stats.num_prefix_hit) == (16 + 24, 20)
+    assert stats.num_evicted_tokens == 0
+
+
+def test_at_least_one_token_is_computed():
+    """Of a prompt that is known to the last token: else there would be nothing to sample from."""
+    server = Server()
+    server.answer(PROMPT[:16])
+    server.answer(PROMPT[:16])
+    assert server.first_rows == [(12, 4)]
+
+
+def test_requests_that_come_together_share_what_they_begin_with():
+    """The first one computes it, in the same step; nobody writes to a shared page."""
+    server = Server()
+    server.answer((*PROMPT, 50), (*PROMPT, 60), (*PROMPT[:9], 70))
+    assert server.first_rows == [(0, 19), (16, 3), (8, 2)]
+    pages = [page for _, _, page in server.executor.plans[0].page_updates]
+    assert len(pages) == 5 + 5 + 3 and len(set(pages)) == 5 + 1 + 1
+
+
+def test_what_was_dropped_is_computed_in_the_step_of_the_new_prompt():
+    """Two ranges before the new prompt: three rows of one sequence, in order."""
+    server = Server()
+    (history,) = server.answer(PROMPT, max_tokens=15)
+    cached = server.cached(history)
+    for index in (0, 1, 4):
+        server.cache.evict(cached[index])
+    (known,) = server.answer((*history, 7))
+    assert server.first_rows == [(0, 8), (16, 4), (32, 2)]
+    assert len({row.slot for row in server.executor.plans[0].rows}) == 1
+    assert [row.samples for row in server.executor.plans[0].rows] == [False, False, True]
+    assert server.engine.stats.num_evicted_tokens == 12
+    assert Server().answer((*history, 7)) == [known]
+
+
+def test_more_ranges_than_rows_take_several_steps():
+    """A step has as many rows as slots; ranges are computed in the order of their positions."""
+    server = Server()
+    (history,) = server.answer(tuple(range(1, 60)))
+    for page in server.cached(history)[:14:2]:
+        server.cache.evict(page)
+    (known,) = server.answer((*history, 7))
+    assert [len(plan.rows) for plan in server.executor.plans[:2]] == [4, 4]
+    starts = [row.start for plan in server.executor.plans[:2] for row in plan.rows]
+    assert starts == [0, 8, 16, 24, 32, 40, 48, 60]
+    assert Server().answer((*history, 7)) == [known]
+
+
+def test_pages_go_to_the_host_ahead_of_time_and_cost_nothing_until_they_are_reclaimed():
+    """Below a quarter of the pool free they are copied, and still found on the device."""
+    config = replace(CONFIG, num_pages=13)
+    server = Server(config, free_share=0.75)
+    (history,) = server.answer(tuple(range(1, 31)))  # of 12 pages, 8 full ones stay
+    assert sum(len(plan.swaps_out) for plan in server.executor.plans) == 0
+    server.answer((99,))
+    copied = [copy for plan in server.executor.plans for copy in plan.swaps_out]
+    assert len(copied) == 7  # of the 4 free ones it took 2; with 7 these are three quarters of 12
+    leading = [page.host_page is not None for page in server.cached(history)]
+    assert leading == [True] * 7 + [False]
+    server.answer((*history, 5))
+    assert server.first_rows == [(32, 4)]
+    assert not any(plan.swaps_in for plan in server.executor.plans)
+
+
+def test_reclaimed_pages_come_back_from_the_host():
+    """Another conversation took their place; they are not computed again."""
+    config = replace(CONFIG, num_pages=13)
+    server = Server(config)
+    (history,) = server.answer(tuple(range(1, 31)))
+    server.answer(tuple(range(101, 131)))
+    assert sum(len(plan.swaps_out) for plan in server.executor.plans) > 0
+    (known,) = server.answer((*history, 5))
+    assert server.first_rows == [(32, 4)]
+    first = server.executor.plans[0]
+    assert len(first.swaps_in) >= 4
+    assert server.engine.stats.num_prefix_hit_on_host == 4 * len(first.swaps_in)
+    assert Server().answer((*history, 5)) == [known]
+
+
+def test_pages_come_back_while_their_conversation_waits_for_a_slot():
+    """Its first step brings nothing more, and what it found counts as it would have."""
+    config = replace(
+        CONFIG, num_pages=13, max_slots=1, slot_buckets=(1,), head_buckets=(1,), restore="prefetch"
+    )
+    server = Server(config, free_share=1.0)
+    (history,) = server.answer(tuple(range(1, 31)))
+    server.answer(tuple(range(101, 131)))
+    found = server.engine.stats.num_prefix_hit_on_host
+    _, known = server.answer((99, 98, 97), (*history, 5), max_tokens=12)
+    (begins,) = [i for i, plan in enumerate(server.executor.plans) if plan.admissions][1:]
+    num_in = [len(plan.swaps_in) for plan in server.executor.plans]
+    assert sum(num_in[:begins]) == sum(num_in) == server.engine.stats.num_pages_prefetched >= 4
+    assert [(r.start, r.num_tokens) for r in server.executor.plans[begins].rows] == [(32, 4)]
+    assert server.engine.stats.num_prefix_hit_on_host - found == 4 * sum(num_in)
+    assert Server().answer((*history, 5), max_tokens=12) == [known]
+
+
+def test_without_host_memory_leading_pages_are_dropped_first():
+    """They are the cheapest to compute."""
+    server = Server(replace(CONFIG, num_pages=13, num_host_pages=0))
+    (history,) = server.answer(tuple(range(1, 31)))
+    server.answer(tuple(range(101, 120)))
+    lies = [page is not None for page in server.cached(history)]
+    assert lies == sorted(lies) and 0 < sum(lies) < len(lies)
+
+
+def test_other_weights_find_nothing():
+    """Kept pages are those of the weights that computed them."""
+    server = Server()
+    (history,) = server.answer(PROMPT)
+    server.engine.forget_kept_pages(keeps_disk=True)
+    assert server.engine.scheduler.page_usage().num_cached == 0
+    server.answer(history)
+    assert server.first_rows == [(0, 23)]
+
+
+def test_prompt_log_probabilities_need_the_whole_prompt():
+    """Its hidden states are not kept."""
+    server = Server()
+    server.answer(PROMPT)
+    server.executor.plans.clear()
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    server.engine.add(Request(id="again", prompt=PROMPT, params=params, arrival_s=0.0))
+    server.engine.step()
+    assert server.first_rows == [(0, 18)]

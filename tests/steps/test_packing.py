@@ -1,0 +1,51 @@
+"""From plans to arrays: windows of compiled sizes, and which of their slots take part."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from jaxserve.core.config import EngineConfig, fine_slot_buckets
+from jaxserve.scheduling.plan import Row
+from jaxserve.steps.packing import decode_window, pack_window, sampling_slots
+from jaxserve.steps.sampling.variants import Variant
+from tests.planning.step_times import plan
+
+
+def _config(max_slots: int) -> EngineConfig:
+    buckets = fine_slot_buckets(max_slots)
+    return EngineConfig(num_pages=9, max_slots=max_slots, slot_buckets=buckets)
+
+
+@pytest.mark.parametrize("variant", Variant)
+@pytest.mark.parametrize("max_slots", [1, 4, 32, 48])
+def test_a_window_of_a_compiled_size_holds_the_plans(variant, max_slots):
+    """It lies within the slots, is as small as can be, and only the rows take part."""
+    config, rng = _config(max_slots), random.Random(max_slots)
+    sizes = variant.sizes(config.slot_buckets)
+    for _ in range(50):
+        size = rng.choice(config.slot_buckets)
+        start = rng.randint(0, max_slots - size)
+        slots = rng.sample(range(start, start + size), rng.randint(0, size))
+        rows = tuple(Row(slot, slot, 0, 1, samples=True) for slot in slots)
+        planned = plan(rows, window_start=start, window_size=size)
+        window = decode_window(config, planned, variant)
+        assert set(range(start, start + size)) <= set(window) <= set(range(max_slots))
+        assert len(window) == min(each for each in sizes if each >= size)
+        taking_part = np.array(window)[pack_window(window, rows)]
+        assert sorted(taking_part) == sorted(slots)
+
+
+@pytest.mark.parametrize("variant", Variant)
+def test_rows_that_sample_come_in_a_compiled_size(variant):
+    """Their slots in order, then places to skip."""
+    config = _config(32)
+    sizes = variant.sizes(config.head_buckets)
+    for count in (1, 3, 5, 32):
+        rows = [Row(31 - i, i, 0, 1, samples=i < count) for i in range(32)]
+        index = sampling_slots(config, rows, variant)
+        assert len(index) == min(each for each in sizes if each >= count)
+        assert index[:count].tolist() == [31 - i for i in range(count)]
+        assert (index[count:] == config.max_slots).all()
