@@ -14,6 +14,8 @@ from tests.common import shapes
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla")
 )
+# Dtypes meet only where a cast says so; child processes inherit it.
+os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 # Meshes of up to eight devices, without any.
 os.environ.setdefault(
     "XLA_FLAGS",

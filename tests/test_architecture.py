@@ -109,25 +109,13 @@ MAY_REACH = {
     "sharding/process_group.py _exit": "os._exit, which Python documents under this name",
     "sharding/processes.py _exit": "os._exit, which Python documents under this name",
 }
-_EVICTS = "evicts pages anywhere in contexts, which no user can"
-_WAITS = "a disk that hangs: the bound on waiting, and the thread that is left behind"
 _RUNS = "one run of a peer in its own process, whose result is made up"
 TESTS_MAY_REACH = {
     "tests/benchmarks/decode/test_choices.py _print_table": "a table for the eye, without a run",
     "tests/benchmarks/kernels/test_tune.py _entries": "tilings are read once a process",
     "tests/benchmarks/offline/test_peers.py _run_once": _RUNS,
-    "tests/execution/test_kept_pages_on_device.py _cache": _EVICTS,
-    "tests/execution/test_kept_pages_on_device.py _kv": _EVICTS,
-    "tests/execution/test_kept_pages_on_device.py _num_incoming": "pages that a step brings itself",
-    "tests/memory/test_disk_tier.py _wait_until": _WAITS,
-    "tests/memory/test_disk_tier.py _thread": _WAITS,
     "tests/models/test_store.py _checkpointer": "a checkpoint that fails to be written",
     "tests/pallas_kernels/test_mosaic.py _src": "JAX's interpreter says there what it supports",
-    "tests/runtime/test_kept_pages.py _cache": _EVICTS,
-    "tests/runtime/test_kept_pages.py _kv": _EVICTS,
-    "tests/runtime/test_kept_pages.py _replicas": _EVICTS,
-    "tests/scheduling/test_prefix_cache.py _cache": "the prefix cache of an engine is the subject",
-    "tests/scheduling/test_prefix_cache.py _kv": "the prefix cache of an engine is the subject",
 }
 # "path name" -> reason. A name that a test may replace.
 TESTS_MAY_PATCH = {
@@ -137,9 +125,6 @@ TESTS_MAY_PATCH = {
     "tests/benchmarks/kernels/test_tune.py TUNED": "a file of the test's own",
     "tests/benchmarks/offline/test_peers.py _run_once": _RUNS,
     "tests/cli/test_cli_predictor.py logits_of": "interrupts a training in its middle",
-    "tests/memory/gate.py ?": "reads and writes that wait until the test says so",
-    "tests/memory/test_disk_tier.py PATIENCE_S": _WAITS,
-    "tests/memory/test_disk_tier.py _wait_until": _WAITS,
     "tests/models/test_registry.py copyfileobj": "a disk that is full in the middle of a download",
     "tests/models/test_store.py _checkpointer": "a checkpoint that fails to be written",
 }
@@ -149,8 +134,6 @@ TESTS_MAY_ASSIGN = {
     "DevicePages": {"tests/execution/test_page_copies.py"},
     # Another base under the same adapters.
     "AdaptedWeight": {"tests/models/test_linear.py"},
-    # Reads that wait or find nothing.
-    "PageFiles": {"tests/scheduling/test_kept_pages.py"},
 }
 
 HOUSE = sources_of(*PACKAGES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from os import urandom
@@ -162,6 +163,10 @@ class Engine:
           contents: of each page, as `HostMemory.read_host_page` gives them.
         """
         return self._kv.preload(tokens, contents)
+
+    def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
+        """Evict full pages of a context, by index, that lie on the device and in no sequence."""
+        self._kv.evict(tokens, pages)
 
     def forget_kept_pages(self, *, keeps_disk: bool) -> None:
         """Find nothing that was computed before now; `drain` first.

@@ -121,7 +121,7 @@ class DeviceExecutor:
     def submit(self, plan: StepPlan) -> DeviceHandle:
         self._raise_if_closed()
         with self._compilations.watch(plan), self._programs.place.in_force():
-            count = self._num_incoming(plan)
+            count = self.num_incoming(plan)
             late = plan.swaps_in[:count]
             self._pages.swap(plan.swaps_out, plan.swaps_in[count:])
             self._slots.apply(plan)
@@ -223,7 +223,7 @@ class DeviceExecutor:
         output_rows = np.array([row.slot - window.start for row in plan.rows], np.int32)
         return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows)
 
-    def _num_incoming(self, plan: StepPlan) -> int:
+    def num_incoming(self, plan: StepPlan) -> int:
         """How many pages the step brings itself: more than one call before it would, or none."""
         if plan.is_decode_loop or len(plan.swaps_in) <= PAGES_A_CALL:
             return 0

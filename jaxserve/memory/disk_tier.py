@@ -6,10 +6,9 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol, final
 
-from jaxserve.memory.page_files import PageFiles
+from jaxserve.memory.page_files import PageStore
 
 _log = logging.getLogger(__name__)
 
@@ -44,17 +43,16 @@ class DiskTier:
     Contents of what was read come with `arrived`.
 
     Args:
-      folder, max_bytes: see `PageFiles`.
+      files: closed with the tier.
+      patience_s: a disk that finishes nothing in this time is not waited for.
 
     Attributes:
       files: touched by the thread alone, except for `in`.
-
-    Raises:
-      InvalidConfigError: the folder cannot be made or read, or is in use.
     """
 
-    def __init__(self, folder: Path, max_bytes: int):
-        self.files = PageFiles(folder, max_bytes)
+    def __init__(self, files: PageStore, *, patience_s: float = PATIENCE_S):
+        self.files = files
+        self._patience_s = patience_s
         self._changed = threading.Condition()
         # Keys, and what to call once they have arrived.
         self._reads: deque[tuple[bytes, Callable[[], None]]] = deque()
@@ -149,11 +147,11 @@ class DiskTier:
         """With the lock held; False where the disk hangs."""
         while not is_so() and not self._is_given_up:
             before = self._num_done
-            if not self._changed.wait_for(lambda n=before: self._num_done != n, PATIENCE_S):
+            if not self._changed.wait_for(lambda n=before: self._num_done != n, self._patience_s):
                 self._is_given_up = True
                 _log.error(
                     "%s has not answered for %.0f s; what is not on the disk yet is not kept",
-                    *(self.files.folder, PATIENCE_S),
+                    *(self.files.folder, self._patience_s),
                 )
         return is_so()
 

@@ -9,7 +9,7 @@ import os
 from collections import OrderedDict
 from hashlib import blake2b
 from pathlib import Path
-from typing import final
+from typing import Protocol, final
 
 from jaxserve.core.errors import InvalidConfigError
 
@@ -18,6 +18,23 @@ _log = logging.getLogger(__name__)
 _MAGIC = b"jaxserve page 1\n"
 _DIGEST_BYTES = 16
 _SUFFIX = ".page"
+
+
+class PageStore(Protocol):
+    """Bytes by key, of which some may be dropped at any time. For one thread, except for `in`."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def __contains__(self, key: bytes) -> bool: ...
+
+    def write(self, key: bytes, contents: bytes) -> None: ...
+
+    def read(self, key: bytes) -> bytes | None:
+        """Return the contents; None where they are missing, or are not what was written."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @final

@@ -246,7 +246,7 @@ def open_disks(options: RuntimeOptions, executors: Sequence[ModelExecutor]) -> l
     with ExitStack() as if_one_fails:
         disks = []
         for index in range(len(executors)):
-            disks.append(DiskTier(_disk_folder(options) / str(index), max_bytes))
+            disks.append(DiskTier(PageFiles(_disk_folder(options) / str(index), max_bytes)))
             if_one_fails.callback(disks[-1].close)
         if_one_fails.pop_all()
     return disks

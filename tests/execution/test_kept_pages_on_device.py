@@ -97,7 +97,7 @@ class Watched:
             for left, came in zip(self._on_host[host_page], self._contents(page), strict=True):
                 assert left.tobytes() == came.tobytes()
         self.counts["restored"] += len(plan.swaps_in)
-        self.counts["in steps"] += self._executor._num_incoming(plan)
+        self.counts["in steps"] += self._executor.num_incoming(plan)
         rows = Counter(row.slot for row in plan.rows)
         self.counts["several rows"] += max(rows.values()) > 1
         return handle
@@ -140,8 +140,8 @@ def _converse(executor: DeviceExecutor, policy: Policy, num_host: int) -> tuple[
         for _ in range(rng.randint(0, 4)):
             engine.step()
             engine.scheduler.check_integrity()
-            if rng.random() < 0.01:
-                _forget_some(engine, rng)
+            if rng.random() < 0.1:
+                _evict_some(engine, rng.choice(histories), rng)
         if talking and rng.random() < 0.03:
             engine.scheduler.end(rng.choice(list(talking.values())), "cancelled")
         for who in [who for who, s in talking.items() if s.phase is Phase.FINISHED]:
@@ -156,12 +156,10 @@ def _converse(executor: DeviceExecutor, policy: Policy, num_host: int) -> tuple[
     return [(s.request, s.output, s.finish_reason) for s in turns], counts + watched.counts
 
 
-def _forget_some(engine: Engine, rng: random.Random) -> None:
-    """Chunks are dropped anywhere in contexts, as if they had been of low value."""
-    cache = engine._kv._cache
-    cached = [page for page in range(1, 70) if cache.pool.is_cached(page)]
-    for page in rng.sample(cached, len(cached) // 4):
-        cache.evict(cache.on_page(page))
+def _evict_some(engine: Engine, history: tuple[int, ...], rng: random.Random) -> None:
+    """Pages go anywhere in a context, as if they had been of low value."""
+    num_pages = len(history) // CONFIG.page_size
+    engine.evict(history, rng.sample(range(num_pages), num_pages // 2))
 
 
 @pytest.mark.parametrize("name", POLICIES)

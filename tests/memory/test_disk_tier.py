@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.memory import disk_tier
 from jaxserve.memory.disk_tier import DiskTier
-from tests.memory.gate import Gate
+from jaxserve.memory.page_files import PageFiles
+from tests.common.processes import heeding_interrupts, interrupt
+from tests.memory.gate import GatedFiles
 
 KEYS = [bytes([i]) * 16 for i in range(10)]
 
@@ -32,7 +34,7 @@ def _get(disk: DiskTier, key: bytes) -> bytes | None:
 @pytest.fixture
 def disk(tmp_path):
     """With room for ten small files."""
-    tier = DiskTier(tmp_path / "pages", 1320)
+    tier = DiskTier(GatedFiles(tmp_path / "pages", 1320))
     yield tier
     tier.close()
 
@@ -44,7 +46,7 @@ def test_contents_come_back_also_before_they_are_written(disk):
     disk.flush()
     assert _get(disk, KEYS[0]) == b"abc" * 33 and _get(disk, KEYS[1]) is None
     disk.close()
-    again = DiskTier(disk.files.folder, 1320)
+    again = DiskTier(PageFiles(disk.files.folder, 1320))
     assert _get(again, KEYS[0]) == b"abc" * 33 and again.files.num_bytes == disk.files.num_bytes
     again.close()
 
@@ -75,7 +77,7 @@ def test_a_smaller_bound_after_a_restart_is_kept(disk):
         disk.put(key, b"x" * 100)
     disk.flush()
     disk.close()
-    again = DiskTier(disk.files.folder, 500)
+    again = DiskTier(PageFiles(disk.files.folder, 500))
     assert again.files.num_bytes == 396 and sum(key in again for key in KEYS) == 3
     again.close()
 
@@ -110,7 +112,7 @@ def test_contents_under_the_key_of_others_are_refused(disk):
     disk.flush()
     _file(disk.files.folder, KEYS[0]).rename(_file(disk.files.folder, KEYS[1]))
     disk.close()
-    again = DiskTier(disk.files.folder, 1320)
+    again = DiskTier(PageFiles(disk.files.folder, 1320))
     assert KEYS[1] in again and _get(again, KEYS[1]) is None
     again.close()
 
@@ -129,9 +131,9 @@ def test_a_disk_that_fails_keeps_nothing_and_says_so_once(disk, caplog):
 def test_a_folder_is_used_by_one_at_a_time(disk):
     """Whoever comes second is told; after the first has closed it, it is free."""
     with pytest.raises(InvalidConfigError, match="in use by another runtime"):
-        DiskTier(disk.files.folder, 1000)
+        DiskTier(PageFiles(disk.files.folder, 1000))
     disk.close()
-    again = DiskTier(disk.files.folder, 1000)
+    again = DiskTier(PageFiles(disk.files.folder, 1000))
     again.close()
 
 
@@ -139,7 +141,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     """Before anything runs."""
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InvalidConfigError, match="disk_folder"):
-        DiskTier(tmp_path / "file", 1000)
+        PageFiles(tmp_path / "file", 1000)
 
 
 def test_nobody_waits_for_a_slow_disk(disk):
@@ -147,11 +149,12 @@ def test_nobody_waits_for_a_slow_disk(disk):
     for key in KEYS[:3]:
         disk.put(key, b"x" * 100)
     disk.flush()
-    gate, told = Gate(disk, "read"), threading.Semaphore(0)
+    told = threading.Semaphore(0)
+    disk.files.reading.shut()
     assert all(disk.read(key, told.release) for key in KEYS[:4])
     disk.put(KEYS[5], b"y")
     assert KEYS[5] in disk and not disk.has_arrived and disk.arrived() == []
-    gate.is_open.set()
+    disk.files.reading.open()
     for _ in range(4):
         assert told.acquire(timeout=10)
     assert disk.has_arrived
@@ -163,89 +166,93 @@ def test_reading_goes_before_writing(disk):
     """What somebody waits for is not behind what nobody does."""
     disk.put(KEYS[0], b"x")
     disk.flush()
-    writing, reading = Gate(disk, "write"), Gate(disk, "read")
-    reading.is_open.set()
+    writing = disk.files.writing
+    writing.shut()
     for key in KEYS[1:4]:
         disk.put(key, b"x")
     writing.wait_for_calls(1)
     disk.read(KEYS[0])
-    reading.calls = writing.calls
-    writing.is_open.set()
+    writing.open()
     disk.flush()
-    assert writing.calls == [KEYS[1], KEYS[0], KEYS[2], KEYS[3]]
+    assert disk.files.keys[1:] == [KEYS[1], KEYS[0], KEYS[2], KEYS[3]]
 
 
 def test_both_queues_are_bounded(tmp_path):
     """What is too much is not written, and can be asked for later."""
-    disk = DiskTier(tmp_path, 1_000_000)
+    files = GatedFiles(tmp_path)
+    disk = DiskTier(files)
     keys = [i.to_bytes(16, "big") for i in range(200)]
-    writing = Gate(disk, "write")
+    files.writing.shut()
     for key in keys:
         disk.put(key, b"x")
     num_kept = sum(key in disk for key in keys)
     assert 0 < num_kept < 100
-    writing.is_open.set()
+    files.writing.open()
     disk.flush()
-    assert disk.files.num_written == num_kept
-    reading = Gate(disk, "read")
+    assert files.num_written == num_kept
+    files.reading.shut()
     num_asked = sum(disk.read(key) for key in keys)
     assert 0 < num_asked < 100
-    reading.is_open.set()
+    files.reading.open()
     disk.flush()
     assert len(disk.arrived()) == num_asked and disk.read(keys[-1])
     disk.close()
 
 
+def _has_ended(timeout_s: float = 0.0) -> bool:
+    """Whether no disk's thread is left."""
+    end_s = time.monotonic() + timeout_s
+    while any(thread.name == "jaxserve-disk" for thread in threading.enumerate()):
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.001)
+    return True
+
+
 def test_closing_writes_what_waits_and_drops_what_is_asked_for(tmp_path):
     """The thread has ended then."""
-    disk = DiskTier(tmp_path, 1_000_000)
+    files = GatedFiles(tmp_path)
+    disk = DiskTier(files)
     disk.put(KEYS[0], b"x")
     disk.flush()
-    reading = Gate(disk, "read")
+    files.reading.shut()
     for key in KEYS:
         disk.read(key)
     disk.put(KEYS[1], b"y")
-    reading.wait_for_calls(1)
-    threading.Timer(0.05, reading.is_open.set).start()
+    files.reading.wait_for_calls(1)
+    threading.Timer(0.05, files.reading.open).start()
     disk.close()
-    assert not disk._thread.is_alive() and len(reading.calls) == 1
-    again = DiskTier(tmp_path, 1_000_000)
+    assert _has_ended() and len(files.reading.calls) == 1
+    again = DiskTier(PageFiles(tmp_path, 1_000_000))
     assert _get(again, KEYS[1]) == b"y"
     again.close()
 
 
-def test_a_disk_that_hangs_is_left(tmp_path, monkeypatch, caplog):
+def test_a_disk_that_hangs_is_left(tmp_path, caplog):
     """Closing does not wait for ever, nor does anybody after it."""
-    monkeypatch.setattr(disk_tier, "PATIENCE_S", 0.05)
-    disk = DiskTier(tmp_path, 1_000_000)
-    writing = Gate(disk, "write")
+    files = GatedFiles(tmp_path)
+    disk = DiskTier(files, patience_s=0.05)
+    files.writing.shut()
     for key in KEYS:
         disk.put(key, b"x", waits=True)
     with caplog.at_level(logging.ERROR):
         disk.close()
-    assert "has not answered" in caplog.text and len(caplog.records) == 1
-    writing.is_open.set()
-    disk._thread.join(10)
-    assert not disk._thread.is_alive() and writing.calls == [KEYS[0]]
+    assert "has not answered for 0 s" in caplog.text and len(caplog.records) == 1
+    files.writing.open()
+    assert _has_ended(10) and files.writing.calls == [KEYS[0]]
 
 
-def test_ctrl_c_while_closing_leaves_nothing_half_written(tmp_path, monkeypatch):
+def test_ctrl_c_while_closing_leaves_nothing_half_written(tmp_path):
     """The file that is being written is finished; the others are not begun."""
-    disk = DiskTier(tmp_path, 1_000_000)
-    writing = Gate(disk, "write")
+    files = GatedFiles(tmp_path)
+    disk = DiskTier(files)
+    files.writing.shut()
     for key in KEYS:
         disk.put(key, b"x")
-    writing.wait_for_calls(1)
-    waited = disk._wait_until
-
-    def interrupted(is_so):
-        monkeypatch.setattr(disk, "_wait_until", waited)
-        writing.is_open.set()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(disk, "_wait_until", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    files.writing.wait_for_calls(1)
+    threading.Timer(0.05, interrupt).start()
+    threading.Timer(0.5, files.writing.open).start()
+    with heeding_interrupts(), pytest.raises(KeyboardInterrupt):
         disk.close()
-    disk._thread.join(10)
-    assert not disk._thread.is_alive()
+    assert _has_ended(10)
     assert [path.name for path in tmp_path.iterdir()] == [f"{KEYS[0].hex()}.page"]

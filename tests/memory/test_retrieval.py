@@ -14,7 +14,7 @@ from jaxserve.memory.host_pool import HostPool
 from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.retrieval import Retrieval
-from tests.memory.gate import Gate
+from tests.memory.gate import GatedFiles
 
 NUM_HOST_PAGES = 6
 COST = RecomputeCost.analytic(attention=1.0, other=100.0, longest=1024)
@@ -42,7 +42,8 @@ class Bench:
     def __init__(self, folder: Path):
         self.now_s = 0.0
         self.host = Host()
-        self.disk = DiskTier(folder, 100_000)
+        self.files = GatedFiles(folder, 100_000)
+        self.disk = DiskTier(self.files)
         self.host_pool = HostPool(NUM_HOST_PAGES)
         self.cache = PageCache(
             9,
@@ -94,20 +95,18 @@ def test_a_sequence_waits_until_all_has_come(bench):
 
 def test_two_that_begin_alike_read_once(bench):
     """Both have what came."""
-    gate = Gate(bench.disk, "read")
-    gate.is_open.set()
     assert bench.retrieval.awaits(1, bench.keys("a", 2))
     assert bench.retrieval.awaits(2, bench.keys("a", 3))
     bench.take_in()
-    assert sorted(gate.calls) == bench.keys("a", 3)
+    assert sorted(bench.files.reading.calls) == bench.keys("a", 3)
     assert (bench.retrieval.release(1), bench.retrieval.release(2)) == ({0, 1}, {0, 1, 2})
 
 
 def test_what_does_not_come_is_not_waited_for(bench):
     """A spoilt file, and one that is gone."""
     first, second, _ = bench.keys("a", 3)
-    (bench.disk.files.folder / f"{first.hex()}.page").write_bytes(b"rotten")
-    (bench.disk.files.folder / f"{second.hex()}.page").unlink()
+    (bench.files.folder / f"{first.hex()}.page").write_bytes(b"rotten")
+    (bench.files.folder / f"{second.hex()}.page").unlink()
     assert bench.retrieval.awaits(1, bench.keys("a", 3))
     bench.take_in()
     assert not bench.retrieval.awaits(1, bench.keys("a", 3))
@@ -131,14 +130,15 @@ def test_orders_that_the_host_has_no_room_for_come_later(bench):
 
 def test_what_was_computed_meanwhile_stays_where_it_is(bench):
     """On the device; what the disk has of it is not needed."""
-    gate = Gate(bench.disk, "read")
+    gate = bench.files.reading
+    gate.shut()
     keys = bench.keys("a", 6)
     assert bench.retrieval.awaits(1, keys)
     gate.wait_for_calls(1)
     assert bench.cache.pool.reserve(1)
     (page,) = bench.cache.pool.allocate(1)
     bench.cache.add(page, 5, keys[5], Branch(0.0))
-    gate.is_open.set()
+    gate.open()
     bench.take_in()
     assert not bench.retrieval.awaits(1, keys)
     assert bench.cache.tier_of(keys[5]) == "device" and bench.cache.num_pages_in == 0
@@ -156,7 +156,8 @@ def test_who_has_gone_is_forgotten(bench):
 
 def test_a_disk_that_hangs_is_not_waited_for(bench):
     """After a while all is computed, until it answers again."""
-    gate = Gate(bench.disk, "read")
+    gate = bench.files.reading
+    gate.shut()
     assert bench.retrieval.awaits(1, bench.keys("a", 3))
     bench.now_s = PATIENCE_S - 1
     bench.retrieval.take_in()
@@ -165,7 +166,7 @@ def test_a_disk_that_hangs_is_not_waited_for(bench):
     bench.retrieval.take_in()
     assert not bench.retrieval.awaits(1, bench.keys("a", 3))
     assert not bench.retrieval.awaits(2, bench.keys("b", 3))
-    gate.is_open.set()
+    gate.open()
     bench.take_in()
     assert bench.retrieval.awaits(2, bench.keys("b", 3))
     bench.take_in()

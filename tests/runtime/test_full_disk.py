@@ -15,6 +15,7 @@ import pytest
 
 from jaxserve.core.errors import JournalError
 from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.memory.page_files import PageFiles
 from tests.conversations.fakes import conversations
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +68,7 @@ def disk_tier(folder: Path) -> None:
     handler = QueueHandler(said)
     handler.setLevel(logging.ERROR)
     logging.getLogger("jaxserve").addHandler(handler)
-    disk = DiskTier(folder / "pages", 1 << 30)
+    disk = DiskTier(PageFiles(folder / "pages", 1 << 30))
     keys = [bytes([i]) * 16 for i in range(6)]
     disk.put(keys[0], b"x" * 10_000)
     disk.flush()
@@ -82,7 +83,7 @@ def disk_tier(folder: Path) -> None:
         assert disk.arrived() == [(keys[0], b"x" * 10_000)]
     disk.put(keys[1], b"y" * 10_000)
     disk.close()
-    again = DiskTier(folder / "pages", 1 << 30)
+    again = DiskTier(PageFiles(folder / "pages", 1 << 30))
     assert keys[1] in again
     again.close()
     assert said.qsize() == 1 and "No space left" in said.get().getMessage()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
@@ -13,10 +13,13 @@ from typing import final
 import pytest
 from flax import nnx
 
-from jaxserve import Runtime, SamplingParams
+from jaxserve import Request, Runtime, SamplingParams
+from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.engine.engine import Engine
 from jaxserve.report import draw_residency
-from jaxserve.testing import FreeCopiesExecutor, tiny
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.testing import FreeCopiesExecutor, WrapAll, tiny
 from jaxserve.testing.tiny import random_prompts, tiny_llama
 from sharding import StagePlan, make_mesh
 
@@ -200,14 +203,27 @@ def test_a_disk_without_pages_for_it_is_refused(options, reason):
         Runtime(tiny_llama(), **{**OPTIONS, "warmup": False, **options})
 
 
+def _answers(engine: Engine, prompts: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Tokens of a batch, from an engine of the test's own."""
+    sequences = []
+    for prompt in prompts:
+        request = Request(id=str(prompt), prompt=tuple(prompt), params=PARAMS, arrival_s=0.0)
+        sequences += engine.add(request)
+    while engine.has_work:
+        engine.step()
+    return [tuple(sequence.output) for sequence in sequences]
+
+
 def test_stages_keep_pages_on_their_devices(expected):
-    """And find them: rows of one sequence go through the stages in order."""
-    plan = StagePlan.of([1, 1], micro_batches=2)
-    with Runtime(tiny_llama(), **OPTIONS, mesh=plan) as rt:
+    """And find them, also around holes: rows of one sequence go through the stages in order."""
+    plan, seen = StagePlan.of([1, 1], micro_batches=2), WrapAll()
+    with Runtime(tiny_llama(), **OPTIONS, mesh=plan, wrap_executor=seen) as rt:
         assert _talk(rt) == expected[0]
         assert rt.stats().num_prefix_hit >= sum(len(prompt) + 12 - 8 for prompt in PROMPTS)
-        cache = rt._replicas.first.engine._kv._cache
-        for page in range(1, rt.config.num_pages, 2):
-            if cache.pool.is_cached(page):
-                cache.evict(cache.on_page(page))
-        assert _talk(rt) == expected[0]
+        engine = Engine(seen.executors[0], PRESETS["pensieve"], WallClock())
+        first = _answers(engine, PROMPTS)
+        histories = [(*p, *o, *FOLLOW_UP) for p, o in zip(PROMPTS, first, strict=True)]
+        for history in histories:
+            engine.evict(history, range(0, len(history) // rt.config.page_size, 2))
+        assert [*first, *_answers(engine, histories)] == expected[0]
+        assert engine.stats.num_evicted_tokens > 0

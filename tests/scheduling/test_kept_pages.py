@@ -6,7 +6,6 @@ The simulated model's tokens depend on every cell of its context as read through
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.eviction import LRU
+from jaxserve.memory.page_files import PageFiles
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.concurrent import Concurrent
 from jaxserve.scheduling.iteration.iteration_level import IterationLevel
@@ -27,6 +27,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.device_only import DeviceOnly
 from jaxserve.scheduling.retention.tiered import Tiered
 from jaxserve.testing import Trace
+from tests.memory.gate import PoorFiles
 
 SWAPS = LastInOrder(keeps_state=True)
 POLICIES = [
@@ -96,17 +97,6 @@ def _spoil(folder: Path, rng: random.Random) -> None:
             path.write_bytes(contents[:at] + bytes([contents[at] ^ 1]) + contents[at + 1 :])
 
 
-def _slow_down(disk: DiskTier, rng: random.Random) -> None:
-    """Reading takes its time, and now and then finds nothing."""
-    read = disk.files.read
-
-    def slowly(key: bytes) -> bytes | None:
-        time.sleep(rng.choice([0.0, 0.0, 0.0005, 0.002]))
-        return read(key) if rng.random() < 0.9 else None
-
-    disk.files.read = slowly
-
-
 @pytest.mark.parametrize("policy", DISK_POLICIES, ids=lambda policy: policy.name)
 def test_a_restarted_engine_finds_on_the_disk_what_is_right(policy: Policy, tmp_path):
     """The same conversations again, after files were spoilt; some folders and disks are poor."""
@@ -115,15 +105,14 @@ def test_a_restarted_engine_finds_on_the_disk_what_is_right(policy: Policy, tmp_
         for run in range(2):
             trace = _trace(seed)
             folder = tmp_path / str(seed)
-            disk = DiskTier(folder, 20_000 if seed % 3 else 500)
-            if run:
-                _slow_down(disk, random.Random(f"{seed} reads"))
-            together = trace.run(policy, disk=disk)
-            assert sum(path.stat().st_size for path in folder.iterdir()) == disk.files.num_bytes
-            assert disk.files.num_bytes <= (20_000 if seed % 3 else 500)
+            files = PageFiles(folder, 20_000 if seed % 3 else 500)
+            store = PoorFiles(files, random.Random(f"{seed} reads")) if run else files
+            together = trace.run(policy, disk=DiskTier(store))
+            assert sum(path.stat().st_size for path in folder.iterdir()) == files.num_bytes
+            assert files.num_bytes <= (20_000 if seed % 3 else 500)
             for key, alone in trace.expected().items():
                 assert together[key].output == alone.output, f"seed {seed}, run {run}, {key}"
             num_found[run] += trace.counters["num_prefix_hit_on_disk"]
-            num_corrupt += disk.files.num_corrupt
+            num_corrupt += files.num_corrupt
             _spoil(folder, random.Random(seed))
     assert num_found[1] > 100 and num_corrupt > 10, (num_found, num_corrupt)

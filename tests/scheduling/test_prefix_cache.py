@@ -10,7 +10,6 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.memory.cached_page import PageKeys
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.tiered import Tiered
@@ -49,7 +48,6 @@ class Server:
         self.clock = VirtualClock()
         self.executor = Watched(config, self.clock)
         self.engine = Engine(self.executor, policy, self.clock)
-        self.cache = self.engine._kv._cache
 
     def answer(self, *prompts: tuple[int, ...], max_tokens: int = 5) -> list[tuple[int, ...]]:
         """Prompts and answers; `plans` are those of this call."""
@@ -69,11 +67,6 @@ class Server:
     def first_rows(self) -> list[tuple[int, int]]:
         """(start, number of tokens) of the first step's rows."""
         return [(row.start, row.num_tokens) for row in self.executor.plans[0].rows]
-
-    def cached(self, tokens: tuple[int, ...]):
-        """Of full pages, in order; None where there is none."""
-        keys = PageKeys().of(tokens, CONFIG.page_size, self.cache.identity)
-        return [(self.cache.find([key]) or [None])[0] for key in keys]
 
 
 PROMPT = tuple(range(1, 19))
@@ -112,9 +105,7 @@ def test_what_was_dropped_is_computed_in_the_step_of_the_new_prompt():
     """Two ranges before the new prompt: three rows of one sequence, in order."""
     server = Server()
     (history,) = server.answer(PROMPT, max_tokens=15)
-    cached = server.cached(history)
-    for index in (0, 1, 4):
-        server.cache.evict(cached[index])
+    server.engine.evict(history, (0, 1, 4))
     (known,) = server.answer((*history, 7))
     assert server.first_rows == [(0, 8), (16, 4), (32, 2)]
     assert len({row.slot for row in server.executor.plans[0].rows}) == 1
@@ -127,8 +118,7 @@ def test_more_ranges_than_rows_take_several_steps():
     """A step has as many rows as slots; ranges are computed in the order of their positions."""
     server = Server()
     (history,) = server.answer(tuple(range(1, 60)))
-    for page in server.cached(history)[:14:2]:
-        server.cache.evict(page)
+    server.engine.evict(history, range(0, 14, 2))
     (known,) = server.answer((*history, 7))
     assert [len(plan.rows) for plan in server.executor.plans[:2]] == [4, 4]
     starts = [row.start for plan in server.executor.plans[:2] for row in plan.rows]
@@ -141,12 +131,13 @@ def test_pages_go_to_the_host_ahead_of_time_and_cost_nothing_until_they_are_recl
     config = replace(CONFIG, num_pages=13)
     server = Server(config, free_share=0.75)
     (history,) = server.answer(tuple(range(1, 31)))  # of 12 pages, 8 full ones stay
+    updates = [update for plan in server.executor.plans for update in plan.page_updates]
+    pages = [page for _, index, page in updates if index < 8]
     assert sum(len(plan.swaps_out) for plan in server.executor.plans) == 0
     server.answer((99,))
     copied = [copy for plan in server.executor.plans for copy in plan.swaps_out]
     assert len(copied) == 7  # of the 4 free ones it took 2; with 7 these are three quarters of 12
-    leading = [page.host_page is not None for page in server.cached(history)]
-    assert leading == [True] * 7 + [False]
+    assert [page in dict(copied) for page in pages] == [True] * 7 + [False]
     server.answer((*history, 5))
     assert server.first_rows == [(32, 4)]
     assert not any(plan.swaps_in for plan in server.executor.plans)
@@ -190,7 +181,7 @@ def test_without_host_memory_leading_pages_are_dropped_first():
     server = Server(replace(CONFIG, num_pages=13, num_host_pages=0))
     (history,) = server.answer(tuple(range(1, 31)))
     server.answer(tuple(range(101, 120)))
-    lies = [page is not None for page in server.cached(history)]
+    lies = [tier == "device" for tier in server.engine.residency(history)]
     assert lies == sorted(lies) and 0 < sum(lies) < len(lies)
 
 

@@ -352,6 +352,13 @@ class KVManager:
         keys = self._keys_of(tokens)
         return all(self._cache.load(i, key, contents, branch) for i, key in enumerate(keys))
 
+    def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
+        """Evict full pages of a context, by index, that lie on the device and in no sequence."""
+        keys = self._keys_of(tokens)
+        for page in self._cache.find([keys[index] for index in pages]):
+            if self._cache.is_cached(page):
+                self._cache.evict(page)
+
     def save(self) -> None:
         """Move everything on the host to the disk; nothing may run any more."""
         self._cache.save()
