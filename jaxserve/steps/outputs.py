@@ -69,7 +69,7 @@ def record(out: Outputs, iteration: jax.Array, live: jax.Array, sampled: Sampled
     return replace(
         out,
         tokens=out.tokens.at[:, iteration].set(sampled.token),
-        num_tokens=out.num_tokens + (live & sampled.finite),
+        num_tokens=out.num_tokens + (live & sampled.finite).astype(out.num_tokens.dtype),
         finite=out.finite & (sampled.finite | ~live),
         logprobs=put(out.logprobs, sampled.logprob),
         top_ids=put(out.top_ids, sampled.top_ids),

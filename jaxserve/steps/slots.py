@@ -122,7 +122,7 @@ def append(
     accepted = live & finite
     safe = jnp.minimum(index, num - 1)
     length = slots.length[safe]
-    new_length = length + accepted
+    new_length = length + accepted.astype(length.dtype)
     stops = (token[:, None] == slots.sampling.stop_ids[safe]).any(1)
     ended = live & (stops | (new_length >= slots.max_length[safe]) | ~finite)
     return replace(
