@@ -1,1 +1,1 @@
-"""Carries out plans: executors, and how they are built and sized."""
+"""Executors, which carry out plans, and the code that builds and sizes them."""

@@ -41,9 +41,10 @@ class PlatformDefaults:
     """Values of the options that the user does not give.
 
     Attributes:
-      dtype: of parameters, activations and, without `kv_dtype`, KV. XLA computes bfloat16 slower
-        than float32 on CPUs.
-      layer_layout: scanning over layers measured three times slower than unrolling on the CPU.
+      dtype: dtype of parameters, activations and, without `kv_dtype`, KV. XLA computes bfloat16
+        slower than float32 on CPUs.
+      layer_layout: whether layers are scanned or unrolled. On the CPU a scan was measured to be
+        three times slower.
       has_fine_windows: whether decode windows come in `fine_slot_buckets`. On a CPU an empty row
         costs as much as a full one from about 16 rows on; a GPU is bound by reading the weights.
       restore: see `RuntimeOptions`.
@@ -83,10 +84,11 @@ def platform_defaults() -> PlatformDefaults:
 
 
 def enable_compilation_cache(folder: Path | None = None) -> None:
-    """Keep every executable across processes, however fast it compiled.
+    """Store every executable in JAX's persistent cache, however short its compilation was.
 
     Args:
-      folder: where JAX was not given one by the user; a folder below the cache folder by default.
+      folder: folder of the cache unless the user has set one in JAX; by default below jaxserve's
+        cache folder.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder or cache_folder() / "xla"))
@@ -104,33 +106,33 @@ def build_executor(
     group: ProcessGroup | None = None,
     probe: Probe | None = None,
 ) -> tuple[ModelExecutor, PoolSize]:
-    """Size the page pool, create it and the slots beside the parameters, and compile.
+    """Return an executor: size and allocate its page pool, allocate its slots, and compile.
 
     Args:
       model_config: the model's layers, KV heads, head_dim, dtype and max_position_embeddings.
       stages: the stages to cut the model into; None for a model in one piece.
-      group: all processes that hold the parameters, each of which makes the same calls; None where
-        this process holds them alone.
-      probe: reads remaining lengths off the activations.
+      group: the processes that share the parameters, which all make the same calls; None if this
+        process holds all parameters.
+      probe: a probe that predicts remaining lengths from activations; None for no probe.
 
     Raises:
       DeviceMemoryError: the device has too little memory.
-      InvalidConfigError: also where parameters have another dtype than the configuration, where the
-        processes have different settings, or where the probe does not fit the model.
+      InvalidConfigError: the options are invalid, the parameters' dtype is not the configuration's,
+        the processes have different settings, or the probe does not fit the model.
     """
     names = () if options.attention is None else options.attention.split(",")
     if not set(names) <= set(IMPLEMENTATIONS):
         raise InvalidConfigError(
-            f"attention={options.attention!r} is unknown; give one of {IMPLEMENTATIONS}, or "
-            "several with commas between them"
+            f"attention={options.attention!r} is unknown; pass one of {IMPLEMENTATIONS}, or "
+            "several separated by commas"
         )
     check_dtype(params, model_config.dtype)
     if probe is not None:
         check_probe(probe, model_config)
         if stages is not None or group is not None:
             raise InvalidConfigError(
-                "probe= reads a model that lies whole in one process, and this one is cut into "
-                "stages or served by several processes; leave the probe out"
+                "probe= needs a model that is whole in one process, but this one is cut into "
+                "stages or served by several processes; omit the probe"
             )
     try:
         if stages is None:
@@ -160,7 +162,8 @@ def _build_whole(
     group: ProcessGroup | None,
     probe: Probe | None,
 ) -> tuple[ModelExecutor, PoolSize]:
-    # Committed to their devices, as the parameters of an update are: else an update would compile.
+    # Parameters are committed to their devices, as those of an update are; otherwise an update
+    # would compile again.
     params = jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
     place = Placement.like(jax.tree.leaves(params)[0].sharding)
     if place.mesh is not None:
@@ -169,8 +172,8 @@ def _build_whole(
         check_alike(group, _shared_settings(model_config, place, options))
         options = replace(options, restore="on_admission")  # there is no host memory
     pages = _Pages(model_config, options, layer_layout, place)
-    # The largest steps are measured with as many pages as fit without their temporaries. If as many
-    # fit with them, the executables that were measured are the ones that run.
+    # The largest steps are compiled for the number of pages that would fit without temporaries. If
+    # the same number fits with the measured temporaries, these executables are used.
     optimistic = _agreed(pages.plan(step_bytes=0), group).num_pages
     draft = _engine_config(model_config, options, num_pages=optimistic)
     programs = Programs(graphdef, draft, model_config, place, probe)
@@ -180,7 +183,7 @@ def _build_whole(
         model_config,
         options,
         num_pages=size.num_pages,
-        # Pages are not gathered from other processes' shards.
+        # A process cannot gather pages from the shards of other processes.
         num_host_pages=pages.plan_host(size) if group is None else 0,
     )
     if size.num_pages != optimistic:
@@ -245,7 +248,7 @@ def _build_stages(
 @final
 @dataclass(frozen=True)
 class _Pages:
-    """The page cache of a model or of one stage."""
+    """A planner and allocator of the page cache of a model or of one stage."""
 
     model_config: Any
     options: RuntimeOptions
@@ -253,7 +256,7 @@ class _Pages:
     place: Placement
 
     def plan(self, *, step_bytes: int) -> PoolSize:
-        """Return the size of the pool beside steps with `step_bytes` of temporaries."""
+        """Return the pool's size if the largest step needs `step_bytes` of temporaries."""
         draft = _engine_config(self.model_config, self.options, num_pages=MIN_PAGES)
         kv_memory = self.options.kv_memory
         return plan_pool(
@@ -275,11 +278,11 @@ class _Pages:
         )
 
     def abstract(self, num_pages: int) -> Any:
-        """Return shapes and dtypes of the cache."""
+        """Return the shapes and dtypes of the cache."""
         return jax.eval_shape(lambda: self._empty(num_pages))
 
     def new(self, num_pages: int) -> Any:
-        """Return the cache, all zeros, on its devices."""
+        """Return a cache of zeros on its devices."""
         return jax.jit(self._empty, static_argnums=0, out_shardings=self.place.pages)(num_pages)
 
     def _empty(self, num_pages: int) -> Any:
@@ -297,7 +300,7 @@ def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
     """Return the size of the executor's pool after a resize to `kv_bytes`; see `plan_resize`.
 
     Args:
-      size: of the pool now.
+      size: the pool's present size.
 
     Raises:
       DeviceMemoryError: the pool would not fit.
@@ -313,7 +316,7 @@ def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
 
 
 def warm_up(executor: ModelExecutor, *, progress: bool) -> None:
-    """Compile every executable, behind a progress bar."""
+    """Compile every executable; `progress` shows a progress bar."""
     steps = executor.warmup_steps()
     with tqdm(steps, desc="compiling", leave=False, delay=2, disable=not progress) as bar:
         for name, compile_step in bar:
@@ -325,7 +328,7 @@ def warm_up(executor: ModelExecutor, *, progress: bool) -> None:
 def _shared_settings(
     model_config: Any, place: Placement, options: RuntimeOptions
 ) -> dict[str, Any]:
-    """Return the settings, by name, that must be equal on all processes."""
+    """Return the settings that must be equal on all processes, by name."""
     own = ("policy", "predictor", "probe", "learns", "record", "progress")
     return {
         **{name: value for name, value in vars(options).items() if name not in own},

@@ -1,4 +1,4 @@
-"""Counts compilations, and raises where none should happen."""
+"""A counter of compilations, which can raise if one happens after the warm-up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 
 @final
 class CompilationCounter:
-    """Counts compilations inside its `watch` blocks, on the same thread.
+    """A counter of the compilations in its `watch` blocks, on the thread of the block.
 
     Loading an executable from the persistent cache counts too, because it also stalls the loop.
 
@@ -34,11 +34,11 @@ class CompilationCounter:
 
     @property
     def is_warm(self) -> bool:
-        """Whether a compilation is a stall from here on."""
+        """Whether the warm-up is over, so that a compilation is a stall."""
         return self._is_warm
 
     def expect_none(self, is_warm: bool = True) -> None:
-        """Treat a compilation from here on as a stall, or no longer."""
+        """Set whether a compilation counts as a stall from now on."""
         self._is_warm = is_warm
 
     @contextmanager

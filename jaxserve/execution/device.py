@@ -1,4 +1,4 @@
-"""Carries out plans on a JAX device or mesh."""
+"""The executor that carries out plans on a JAX device or mesh."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _TIMINGS = 3
 
 @final
 class DeviceExecutor:
-    """Owns the page cache and the slots on the device; borrows the parameters.
+    """An executor that owns the page cache and the slots on the device and borrows the parameters.
 
     Args:
-      config: its `num_pages` and `page_size` are the cache's.
-      programs: the executables for such a cache.
-      params: of the programs' decoder.
-      cache: all zeros; the executor donates it from step to step.
-      strict: raise on any compilation after `warmup`.
+      config: a configuration with the `num_pages` and `page_size` of the cache.
+      programs: the executables for this cache.
+      params: parameters of the programs' decoder.
+      cache: a cache of zeros; the executor donates it to each step and keeps the step's result.
+      strict: raise on any compilation after the warm-up.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DeviceExecutor:
         self._programs = programs
         self._compilations = CompilationCounter(strict=strict)
         self._is_closed = False
-        # Sizes of the cache that every executable is there for.
+        # Cache sizes for which every executable is compiled.
         self._warm_num_pages: set[int] = set()
 
     @property
@@ -161,12 +161,12 @@ class DeviceExecutor:
 
     @property
     def pages(self) -> DevicePages:
-        """The page pool as the last submitted step leaves it; the next step donates its cache."""
+        """The page pool after the last submitted step; the next step donates its cache."""
         return self._pages
 
     @property
     def slots(self) -> DeviceSlots:
-        """The slots as the last submitted step leaves them; the next step donates their state."""
+        """The slots after the last submitted step; the next step donates their state."""
         return self._slots
 
     def compiled_steps(self, variant: Variant = Variant.FULL) -> list[Any]:
@@ -224,7 +224,10 @@ class DeviceExecutor:
         return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows)
 
     def num_incoming(self, plan: StepPlan) -> int:
-        """How many pages the step brings itself: more than one call before it would, or none."""
+        """Return the number of pages that the mixed step itself copies from the host.
+
+        0 if one copy call before the step is enough.
+        """
         if plan.is_decode_loop or len(plan.swaps_in) <= PAGES_A_CALL:
             return 0
         return min(self.config.num_incoming_pages, len(plan.swaps_in))
@@ -257,7 +260,7 @@ class DeviceExecutor:
     def _body(
         self, batch: MixedBatch, incoming: IncomingPages | None
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """See `steps.mixed_body`; the cache is in place."""
+        """Run `steps.mixed_body` and replace the cache by its result."""
         self._pages.cache, *found = self._programs.mixed_body(
             *(self._params, self._pages.cache, self._slots.state, batch),
             *(self._programs.plan_mixed(batch), None, incoming),
@@ -321,7 +324,7 @@ class DeviceExecutor:
             self._pages.cache,
             self._slots.state,
             np.int32(0),
-            pack_window(window, ()),  # no slot takes part: requests may be running
+            pack_window(window, ()),  # no slot takes part, since requests may be running
             np.int32(0),
             self._programs.plan_decode((), window),
             self._programs.probe_params,
@@ -331,7 +334,7 @@ class DeviceExecutor:
     def _measure_swaps(self) -> None:
         """Time copies of the null page to the host and back, and the prefill of an empty prompt.
 
-        The minimum of a few timings counts, since other work of the host can only add to them.
+        Each time is the minimum of a few timings, since other work of the host only adds to them.
         """
 
         def seconds(step: Callable[[], None]) -> float:
@@ -358,7 +361,7 @@ class DeviceExecutor:
         )
 
     def _work_of_a_position(self) -> float:
-        """Return the arithmetic of attending to one position, in that of a token's other work."""
+        """Return the FLOPs of attending to one position, relative to a token's other FLOPs."""
         model = self._programs.model_config
         num_params = sum(leaf.size for leaf in jax.tree.leaves(self._params))
         attention = 2 * model.num_layers * model.num_heads * model.head_dim

@@ -1,4 +1,4 @@
-"""Turns failures of the device into typed errors."""
+"""Conversion of device failures to typed errors."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from jaxserve.core.errors import DeviceMemoryError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether XLA could not allocate memory, for which it has no exception type."""
+    """Return whether the error says that XLA could not allocate memory; XLA has no type for it."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
 @contextmanager
 def out_of_memory_as(doing: str, remedy: str) -> Iterator[None]:
-    """Turn XLA's out-of-memory error into a `DeviceMemoryError`.
+    """Raise XLA's out-of-memory error as a `DeviceMemoryError`.
 
     Args:
-      doing: the operation, for the message.
+      doing: the operation, as the message names it.
       remedy: what the user can do.
     """
     try:
         yield
-    except Exception as error:  # XLA's own type moved between versions
+    except Exception as error:  # the module of XLA's type differs between versions
         if not is_out_of_memory(error):
             raise
         raise DeviceMemoryError(

@@ -1,4 +1,4 @@
-"""The slots on the device, and the edits that a plan makes to them before its rows."""
+"""The slots on the device, and the edits of them that a plan asks for before its rows run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ _Item = TypeVar("_Item")
 
 @final
 class DeviceSlots:
-    """One copy of the slot state; `state` is donated to every step and replaced by its result.
+    """A copy of the slot state; `state` is donated to every step and replaced by its result.
 
-    Beside it, on the host: what the request in each slot needs of the sampler.
+    The host holds, for each slot, which features of the sampler its request needs.
     """
 
     def __init__(self, config: EngineConfig, place: jax.sharding.Sharding):
-        # Made in place: what the host puts on a mesh over several processes it must compare.
+        # A jitted function creates the state, since `device_put` onto a mesh over several processes
+        # would compare the host's values across processes.
         self._new = jax.jit(edits.empty_slots, static_argnums=0, out_shardings=place)
         self.state: SlotState = self._new(config)
         self._needs = [SamplingNeeds()] * config.max_slots
@@ -46,7 +47,7 @@ class DeviceSlots:
         for new in plan.admissions:
             self._needs[new.slot] = SamplingNeeds.of(new.request.params)
         releases = plan.releases
-        if plan.moves or plan.admissions:  # page updates belong to what comes after these
+        if plan.moves or plan.admissions:  # page updates refer to the slots after these
             if releases:
                 self._edit(releases, ())
                 releases = ()
@@ -63,11 +64,11 @@ class DeviceSlots:
             self._edit(releases, ())
 
     def needs(self, rows: Iterable[Row]) -> SamplingNeeds:
-        """What the rows that sample need, after the edits of their plan."""
+        """Return which sampler features the sampling rows need, after the edits of their plan."""
         return SamplingNeeds.union(self._needs[row.slot] for row in rows if row.samples)
 
     def warm_up(self) -> None:
-        """Compile every edit, changing nothing."""
+        """Compile every edit without changing a slot."""
         self._edit((), ())
         self._move(())
         self.state = self._admit_slots(self.state, *edits.pack_admissions(self._config, ()))
@@ -76,14 +77,14 @@ class DeviceSlots:
         """Rewrite page tables after pages were moved.
 
         Args:
-          targets: int32 [old pages], where each of them is now.
+          targets: int32 [old pages], the new id of each page.
         """
         tables = jax.device_put(targets[np.asarray(self.state.page_table)], self._place)
         self.state = replace(self.state, page_table=tables)
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Replace the slots by inert ones for the length of the block."""
+        """Replace the slots by inert ones within the block."""
         own, self.state = self.state, self._new(self._config)
         try:
             yield

@@ -1,4 +1,4 @@
-"""One stage of a stage plan on its devices: its layers' part of each step."""
+"""One stage of a stage plan on its devices, which computes its layers of each step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from jaxserve.steps.sampling.variants import Variant
 @final
 @dataclass
 class _Sampled:
-    """Tokens on their way to a stage. `index` int32 [R] are slots; `max_slots` is skipped."""
+    """Sampled tokens that are in transit to a stage.
+
+    `index` int32 [R] holds slots; entries of `max_slots` are skipped.
+    """
 
     index: np.ndarray
     token: jax.Array
@@ -35,12 +38,12 @@ class _Sampled:
 
 @final
 class DeviceStage:
-    """Owns the stage's page cache and its copy of the slots; borrows the parameters.
+    """A stage that owns its page cache and its copy of the slots and borrows the parameters.
 
-    Every stage has a copy of all slots, a few integers a token: positions, pages and which
-    sequences have ended are on its own devices. The tokens that the last stage samples are sent to
-    the other stages, which append them when the slot is next computed, and not before, so that work
-    that was submitted earlier does not wait for them.
+    Every stage has a copy of all slots on its own devices: positions, page tables and which
+    sequences have ended, a few integers per token. The tokens that the last stage samples are sent
+    to the other stages. These append them only when they next compute the slot, so that work that
+    was submitted earlier does not wait for the tokens.
     """
 
     def __init__(self, programs: Programs, params: Any, cache: KVCache):
@@ -51,14 +54,14 @@ class DeviceStage:
         self._incoming: deque[_Sampled] = deque()
 
     def update_params(self, params: Any) -> None:
-        """Compute from here on with other parameters of this stage."""
+        """Replace the parameters of this stage for all later steps."""
         self.params = params
 
     def edit(self, plan: StepPlan) -> None:
-        """Edit the slots as the plan says, before its rows."""
+        """Apply the plan's edits to the slots. Call it before the plan's rows."""
         skip = self.programs.config.max_slots
         target = np.arange(skip + 1, dtype=np.int32)
-        # Tokens on their way for a slot's former sequence are dropped.
+        # Tokens in transit for a slot's previous sequence are dropped.
         taken = [*(a.slot for a in plan.admissions), *(to for _, to in plan.moves)]
         target[[*plan.releases, *taken]] = skip
         for origin, to in plan.moves:
@@ -69,7 +72,7 @@ class DeviceStage:
             self.slots.apply(plan)
 
     def mixed(self, batch: MixedBatch, inputs: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Return this stage's output for every token [T, E], and for every row [S, E]."""
+        """Return this stage's output for every token, [T, E], and for every row, [S, E]."""
         slots: Any = batch.slot[: int((batch.query_length > 0).sum())]
         self._take_in(slots)
         with self.programs.place.in_force():
@@ -81,10 +84,10 @@ class DeviceStage:
         return hidden, row_hidden
 
     def decode(self, rows: Sequence[Row], window: range, inputs: jax.Array | None) -> jax.Array:
-        """Where the newest tokens of a window's slots end in this stage [R, E].
+        """Return this stage's output for the newest tokens of a window's slots, [R, E].
 
         Args:
-          rows: the slots of the window that take part, and where they stand now.
+          rows: the slots of the window that take part, and their present positions.
         """
         self._take_in(np.array([row.slot for row in rows], np.int32))
         with self.programs.place.in_force():
@@ -107,10 +110,10 @@ class DeviceStage:
         iteration: int,
         variant: Variant,
     ) -> tuple[Outputs, jax.Array, jax.Array]:
-        """On the last stage: sample (`steps.stage_head`).
+        """Sample with `steps.stage_head`. Call it on the last stage only.
 
         Returns:
-          Outputs, tokens, and which of them are finite.
+          The outputs, the tokens, and whether the logits of each token were finite.
         """
         with self.programs.place.in_force():
             self.slots.state, outputs, token, finite = self.programs.stage_head(
@@ -120,7 +123,7 @@ class DeviceStage:
         return outputs, token, finite
 
     def send(self, index: np.ndarray, token: jax.Array, finite: jax.Array) -> None:
-        """On the other stages: send the tokens that were sampled for the slots at `index`."""
+        """Send this stage, not the last one, the tokens sampled for the slots at `index`."""
         token, finite = jax.device_put((token, finite), self.programs.place.whole)
         self._incoming.append(_Sampled(index, token, finite))
 
@@ -129,7 +132,7 @@ class DeviceStage:
             return self.programs.no_outputs(num_rows, num_iterations, variant)
 
     def catch_up(self) -> None:
-        """Append all tokens that were sent."""
+        """Append all tokens that are in transit."""
         while self._incoming:
             self._append(self._incoming.popleft())
 
@@ -142,20 +145,20 @@ class DeviceStage:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Let no slot advance for the length of the block."""
+        """Keep every slot from advancing within the block."""
         self.catch_up()
         with self.programs.place.in_force(), self.slots.idle():
             yield
             self.catch_up()
 
     def delete(self) -> None:
-        """Free cache and slots."""
+        """Free the cache and the slots."""
         self._incoming.clear()
         self.pages.delete()
         self.slots.delete()
 
     def _take_in(self, slots: np.ndarray) -> None:
-        """Append the tokens that were sent for these slots, and all that were sent before them."""
+        """Append the tokens in transit for these slots, and all that were sent before them."""
         last = max(
             (i for i, s in enumerate(self._incoming) if np.isin(s.index, slots).any()), default=-1
         )

@@ -1,8 +1,8 @@
 """Executors of a model that several processes serve together: one leads, the others follow.
 
-All processes call the same executables in the same order. Each starts its own devices, and every
-device has the results. The leader schedules, and sends each plan to the followers before it carries
-it out itself.
+All processes call the same executables in the same order. Each process drives its own devices, and
+every device has the results. The leader schedules. It sends each plan to the followers before it
+carries the plan out itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sharding import ProcessGroup
 
 @final
 class Order(enum.Enum):
-    """What a leader sends beside plans: let `follow` return, or close."""
+    """A message of the leader other than a plan: return from `follow`, or close."""
 
     DISMISS = enum.auto()
     CLOSE = enum.auto()
@@ -39,7 +39,7 @@ class Order(enum.Enum):
 @final
 @dataclass(frozen=True)
 class ParamsUpdated:
-    """The leader replaced the parameters for the `count`-th time. A follower must have done so."""
+    """A message that the leader has replaced the parameters `count` times; so must a follower."""
 
     count: int
 
@@ -48,7 +48,7 @@ class GroupExecutor(abc.ABC):
     """This process's executor in a group; see `ModelExecutor` and `GroupRole`.
 
     Args:
-      executor: of this process's devices; closed with this one.
+      executor: the executor of this process's devices; `close` closes it too.
     """
 
     def __init__(self, executor: DeviceExecutor, group: ProcessGroup):
@@ -70,7 +70,7 @@ class GroupExecutor(abc.ABC):
 
     @property
     def host_memory(self) -> HostMemory | None:
-        """None: pages are not gathered from the shards of other processes."""
+        """None, since a process cannot gather pages from the shards of other processes."""
         return None
 
     @property
@@ -79,7 +79,7 @@ class GroupExecutor(abc.ABC):
 
     @property
     def can_resize(self) -> bool:
-        """False: the processes would have to agree on the size."""
+        """False, since the processes would have to agree on the size."""
         return False
 
     @property
@@ -111,7 +111,7 @@ class GroupExecutor(abc.ABC):
     def resize(self, num_pages: int, moves: Moves) -> None:
         raise InvalidConfigError(
             f"the page pool cannot be resized to {num_pages} pages: "
-            f"{self._group.num_processes} processes share it; close the runtime on all of them, "
+            f"{self._group.num_processes} processes share it; close the runtime on all of them "
             "and create one with another kv_memory"
         )
 
@@ -152,7 +152,7 @@ class LeadingExecutor(GroupExecutor):
     def follow(self) -> None:
         raise ProcessGroupError(
             f"this is process {self._group.process_id} of {self._group.num_processes}, which leads "
-            "and cannot follow; call follow() where rt.is_leader is false"
+            "and cannot follow; call follow() on the processes where rt.is_leader is false"
         )
 
     def dismiss(self) -> None:
@@ -163,7 +163,7 @@ class LeadingExecutor(GroupExecutor):
         return self._executor.submit(plan)
 
     def update_params(self, params: Any) -> None:
-        """See `ModelExecutor`. The followers must have done the same by the next plan."""
+        """See `ModelExecutor`. Every follower must do the same before the next plan."""
         self._executor.update_params(params)
         self._num_updates += 1
         self._group.broadcast(ParamsUpdated(self._num_updates))
@@ -177,9 +177,9 @@ class LeadingExecutor(GroupExecutor):
 
 @final
 class FollowingExecutor(GroupExecutor):
-    """The executor of a process that carries out the leader's plans, and no others.
+    """The executor of a process that carries out only the leader's plans.
 
-    A failure ends all processes, because none can continue without this one's devices.
+    A failure ends all processes, because no process can continue without this one's devices.
     """
 
     def __init__(self, executor: DeviceExecutor, group: ProcessGroup):
@@ -207,12 +207,12 @@ class FollowingExecutor(GroupExecutor):
         raise self._refusal()
 
     def update_params(self, params: Any) -> None:
-        """See `ModelExecutor`. Call it between two calls of `follow`, as often as the leader."""
+        """See `ModelExecutor`. Call it between two calls of `follow`, once per leader's update."""
         self._executor.update_params(params)
         self._num_updates += 1
 
     def close(self) -> None:
-        """Free all device memory. Before the leader has closed this is a failure of the group."""
+        """Free all device memory. If the leader has not closed yet, the group fails."""
         if not self._is_over:
             self._is_over = True
             self._group.fail("it closed its runtime before the leader did; call rt.follow() first")
@@ -222,7 +222,7 @@ class FollowingExecutor(GroupExecutor):
     def _refusal(self) -> ProcessGroupError:
         return ProcessGroupError(
             f"this is process {self._group.process_id} of {self._group.num_processes}, which only "
-            "follows: ask the Runtime of process 0 (rt.is_leader), and call rt.follow() here"
+            "follows; use the Runtime of process 0 (rt.is_leader), and call rt.follow() here"
         )
 
     def _carry_out(self) -> Order:
@@ -242,8 +242,8 @@ class FollowingExecutor(GroupExecutor):
     def _check_updates(self, count: int) -> None:
         if self._num_updates != count:
             raise ProcessGroupError(
-                f"the leader has updated the parameters {count} times, this process "
-                f"{self._num_updates} times; let the leader call rt.dismiss_followers(), then call "
+                f"the leader has updated the parameters {count} times and this process "
+                f"{self._num_updates} times; call rt.dismiss_followers() on the leader, then "
                 "rt.update_params on all processes"
             )
 
@@ -254,10 +254,10 @@ def in_group(executor: DeviceExecutor, group: ProcessGroup) -> GroupExecutor:
 
 
 def check_alike(group: ProcessGroup, settings: dict[str, Any]) -> None:
-    """Check that `settings` are the same on all processes, which all call this.
+    """Check that `settings` are the same on all processes. Every process must call it.
 
     Raises:
-      InvalidConfigError: a setting differs; raised on all processes.
+      InvalidConfigError: a setting differs; every process raises it.
     """
     everyones = group.all_gather(settings)
     for process_id, theirs in enumerate(everyones):
@@ -265,7 +265,7 @@ def check_alike(group: ProcessGroup, settings: dict[str, Any]) -> None:
             if theirs[name] != value:
                 raise InvalidConfigError(
                     f"{name} is {value!r} on process 0 and {theirs[name]!r} on process "
-                    f"{process_id}; give all processes the same model and options"
+                    f"{process_id}; pass the same model and options on all processes"
                 )
 
 

@@ -1,4 +1,4 @@
-"""A submitted step: its arrays on the device, and how to read them."""
+"""A submitted step: its arrays on the device, and the code that reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxserve.steps.sampling.variants import SamplingNeeds
 @final
 @dataclass(frozen=True)
 class PromptPart:
-    """Prompt log-probabilities of a mixed step: arrays over its tokens, and each row's span."""
+    """Prompt log-probabilities of a mixed step: arrays over its tokens, and spans of rows."""
 
     arrays: tuple[jax.Array, jax.Array, jax.Array]
     spans: dict[int, slice]
@@ -28,13 +28,15 @@ class DeviceHandle:
     """A submitted step.
 
     Args:
-      plan: what was submitted.
-      needs: of the plan's rows; only the log-probabilities that they return are read.
-      marker: an array that exists when the step is through.
-      outputs: of the rows that sample, in one or several parts (one a micro-batch); may be empty.
-      output_rows: int32 [plan rows], where each row lies in the parts, put one after the other; -1
-        for those that do not sample.
-      prompt_part: None where no row returns prompt log-probabilities.
+      plan: the submitted plan.
+      needs: sampler features that the plan's rows need; they decide which log-probabilities are
+        read.
+      marker: an array that is ready when the step has been computed.
+      outputs: outputs of the rows that sample, in one part or one part per micro-batch; may be
+        empty.
+      output_rows: int32 [plan rows], the index of each row in the concatenated parts; -1 for a row
+        that does not sample.
+      prompt_part: prompt log-probabilities; None if no row returns them.
     """
 
     def __init__(

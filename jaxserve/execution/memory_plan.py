@@ -1,4 +1,4 @@
-"""Sizes of page pools: device memory less weights and the largest step's temporaries."""
+"""Sizes of page pools: device memory minus weights minus the largest step's temporaries."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxserve.memory.page_pool import MIN_PAGES
 
 _log = logging.getLogger(__name__)
 
-# Shares of the free memory that a pool may take. Other processes use a CPU's memory too.
+# Fractions of the free memory that a pool may take. Other processes use the memory of a CPU too.
 _SHARE = {"cpu": 0.125}
 _DEFAULT_SHARE = 0.92
 _HOST_SHARE = 0.25
-# Leading bits that are kept of a number of pages that depends on free memory: see `_repeatable`.
+# Leading bits that `_repeatable` keeps of a number of pages that depends on free memory.
 _BITS = {"cpu": 4}
 _DEFAULT_BITS = 7
 
@@ -26,13 +26,13 @@ _DEFAULT_BITS = 7
 @final
 @dataclass(frozen=True, kw_only=True)
 class PoolSize:
-    """The page pool's size, and what it follows from.
+    """The size of a page pool, and the numbers from which it was computed.
 
     Attributes:
-      num_pages: including the null page.
-      page_bytes: of keys, values and their scales of one page in all layers.
-      free_bytes: of the device, before pool and temporaries.
-      step_bytes: of the largest step's temporaries.
+      num_pages: number of pages, including the null page.
+      page_bytes: size of one page in all layers: keys, values and their scales.
+      free_bytes: free memory of the device without the pool and the temporaries.
+      step_bytes: size of the largest step's temporaries.
     """
 
     num_pages: int
@@ -46,7 +46,10 @@ class PoolSize:
 
 
 def free_device_bytes(device: Any) -> int:
-    """Return the free memory of a `jax.Device`: by its allocator, else `available_host_bytes`."""
+    """Return the free memory of a `jax.Device`.
+
+    It is what the device's allocator reports, or `available_host_bytes` if it reports nothing.
+    """
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -65,11 +68,11 @@ def plan_pool(
     """Return the size of the page pool.
 
     Args:
-      page_bytes: of one page in all layers, on one device.
-      step_bytes: of the largest step's temporaries.
+      page_bytes: size of one page in all layers, on one device.
+      step_bytes: size of the largest step's temporaries.
       wanted_pages: number of pages that all slots together can use.
       min_pages: minimum number of pages.
-      kv_bytes: bytes that the user asks for; None for a share of the free memory.
+      kv_bytes: size that the user asks for; None for a fraction of the free memory.
 
     Raises:
       DeviceMemoryError: `kv_bytes` are not free, or fewer than `min_pages` fit.
@@ -85,7 +88,7 @@ def plan_pool(
         if kv_bytes > left:
             raise DeviceMemoryError(
                 f"kv_memory={kv_bytes:,} bytes do not fit on {device}: {free:,} are free and the "
-                f"largest step needs {step_bytes:,}; give at most {max(0, left):,}, or lower "
+                f"largest step needs {step_bytes:,}; pass at most {max(0, left):,}, or lower "
                 "max_step_tokens"
             )
         num_pages = min(wanted_pages, kv_bytes // page_bytes)
@@ -94,7 +97,7 @@ def plan_pool(
             f"{num_pages} pages of {page_bytes:,} bytes fit, at least {min_pages} are needed: "
             f"{free:,} bytes are free on {device}, the largest step needs {step_bytes:,}"
             + ("" if kv_bytes is None else f", and kv_memory={kv_bytes:,}")
-            + "; give more kv_memory, a smaller page_size or kv_dtype, or a smaller model "
+            + "; pass more kv_memory, a smaller page_size or kv_dtype, or a smaller model "
             "or dtype"
         )
     return PoolSize(
@@ -103,22 +106,23 @@ def plan_pool(
 
 
 def _repeatable(num_pages: int, platform: str) -> int:
-    """Round down to a number that is the same from start to start, though free memory varies.
+    """Round down to a number that most starts share, although free memory varies.
 
-    Programs are compiled for a number of pages, and the compilation cache has them by it.
+    Executables depend on the number of pages, so the compilation cache only has those for a number
+    that was used before.
     """
     step = 1 << max(0, num_pages.bit_length() - _BITS.get(platform, _DEFAULT_BITS))
     return num_pages - num_pages % step
 
 
 def plan_host_pages(page_bytes: int, num_device_pages: int, wanted_bytes: int | None) -> int:
-    """Return the number of pages of host memory, for pages that leave the device.
+    """Return the number of host pages, which hold pages that leave the device.
 
     Args:
-      page_bytes: of one page in all layers and shards.
-      num_device_pages: of the pool; the default number of host pages.
-      wanted_bytes: bytes that the user asks for; None for as many pages as the pool has, up to a
-        share of the free memory.
+      page_bytes: size of one page in all layers and shards.
+      num_device_pages: number of pages of the pool; the default number of host pages.
+      wanted_bytes: size that the user asks for; None for as many pages as the pool has, up to a
+        fraction of the free memory.
 
     Raises:
       DeviceMemoryError: `wanted_bytes` are not free.
@@ -145,22 +149,22 @@ def plan_resize(
     """Return the size of the pool after a resize to `kv_bytes`.
 
     Args:
-      size: of the pool now.
-      kv_bytes: rounded down to whole pages; 0 for the smallest pool, of `MIN_PAGES`.
+      size: the pool's present size.
+      kv_bytes: new size, rounded down to whole pages; 0 for the smallest pool, of `MIN_PAGES`.
       wanted_pages: number of pages that all slots together can use.
       num_buffers: size of the whole pool in units of its largest buffer. Buffers are copied one by
         one.
 
     Raises:
-      DeviceMemoryError: the new pool and one buffer of the copy do not fit, or `kv_bytes` are less
-        than `MIN_PAGES`.
+      DeviceMemoryError: the new pool and one buffer of the copy do not fit, or `kv_bytes` hold
+        fewer than `MIN_PAGES` pages.
     """
     kv_bytes = kv_bytes or MIN_PAGES * size.page_bytes
     num_pages = min(wanted_pages, kv_bytes // size.page_bytes)
     if num_pages < MIN_PAGES:
         raise DeviceMemoryError(
             f"{kv_bytes:,} bytes hold {num_pages} pages of {size.page_bytes:,}, at least "
-            f"{MIN_PAGES} are needed; give {MIN_PAGES * size.page_bytes:,} or more, or 0 for the "
+            f"{MIN_PAGES} are needed; pass {MIN_PAGES * size.page_bytes:,} or more, or 0 for the "
             "smallest pool"
         )
     if num_pages == size.num_pages and kv_bytes <= size.pool_bytes:
@@ -172,9 +176,9 @@ def plan_resize(
         most = free * num_buffers
     if kv_bytes > most:
         raise DeviceMemoryError(
-            f"a page pool of {kv_bytes:,} bytes in place of {size.pool_bytes:,} does not fit on "
-            f"{device}: beside the present one {free:,} are free, a step needs "
-            f"{size.step_bytes:,}, and parts of up to 1/{num_buffers} are copied one by one; give "
+            f"a page pool of {kv_bytes:,} bytes instead of {size.pool_bytes:,} does not fit on "
+            f"{device}: {free:,} are free beside the present pool, a step needs "
+            f"{size.step_bytes:,}, and parts of up to 1/{num_buffers} are copied one by one; pass "
             f"at most {max(0, most):,}"
         )
     return replace(size, num_pages=num_pages, free_bytes=free + size.pool_bytes)
@@ -184,7 +188,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     """Return the free memory of the host, or of this process's control group if that is less.
 
     Args:
-      root: of the file system with `proc` and `sys`.
+      root: root of the file system that has `proc` and `sys`.
     """
     return max(0, min([_system_bytes(root), *_control_group_bytes(root)]))
 
@@ -195,15 +199,15 @@ def _system_bytes(root: Path) -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except OSError:
-        _log.debug("no /proc/meminfo; asking sysconf")
+        _log.debug("there is no /proc/meminfo; reading sysconf")
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _control_group_bytes(root: Path) -> Iterator[int]:
-    """Yield the free memory of each limited group above this process, of versions 2 and 1.
+    """Yield the free memory of each limited control group of this process, of versions 2 and 1.
 
     In a container the mount may show the process's own group as its root, while
-    `/proc/self/cgroup` gives the host's path: groups without a folder are skipped.
+    `/proc/self/cgroup` gives the host's path. Groups without a folder are therefore skipped.
     """
     groups = {"": "/", "memory": "/"}  # controllers -> path
     try:
@@ -212,7 +216,7 @@ def _control_group_bytes(root: Path) -> Iterator[int]:
             key = "memory" if "memory" in controllers.split(",") else controllers
             groups[key] = os.path.normpath(path)
     except OSError:
-        _log.debug("no /proc/self/cgroup; looking at the root groups")
+        _log.debug("there is no /proc/self/cgroup; reading the root groups")
     mount = root / "sys/fs/cgroup"
     yield from _left_above(mount, groups[""], "memory.max", "memory.current", "inactive_file")
     yield from _left_above(
@@ -234,7 +238,7 @@ def _left_above(
             if limit != "max":
                 used = int((folder / used_name).read_text())
                 counts = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
-                # Inactive page cache: the kernel drops it before it kills a process.
+                # The kernel drops the inactive page cache before it kills a process.
                 yield int(limit) - used + int(counts.get(cache_name, 0))
         except OSError:
             pass

@@ -1,4 +1,4 @@
-"""Page copies: KV pages between the device and the host, and into a cache of another size."""
+"""Copies of KV pages between the device and the host, and into a cache of another size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxserve.steps.placement import staging_place
 from pallas_kernels import gather_pages, scatter_pages
 from sharding.shards import TENSOR, over_tensor
 
-# A cache, or one of its buffers.
+# A whole cache or one of its buffers.
 _Cache = TypeVar("_Cache")
 
 # Pages that one call copies. A call with fewer copies the null page for the rest.
@@ -30,15 +30,15 @@ _BUFFERS = P(None, None, TENSOR)
 
 @final
 class DevicePages:
-    """The page cache on the device, and the pages that left it for the host.
+    """The page cache on the device, and the pages that were copied from it to the host.
 
     Every step donates `cache` and replaces it with its result.
 
     Args:
       place: sharding of the cache's buffers.
-      num_host_pages: pages that the host has room for.
-      copy: returns the pages of a buffer that stand in an array of their numbers; compiled here by
-        default.
+      num_host_pages: number of pages that fit on the host.
+      copy: function that takes a buffer and an array of page ids and returns these pages; by
+        default `gathered`, jitted here.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DevicePages:
             self.cache = self._host.swap_in(self.cache, back)
 
     def incoming(self, back: PageCopies, count: int) -> IncomingPages:
-        """Return the pages of at most `count` copies from the host, which a step puts in place."""
+        """Return the pages of at most `count` copies from the host, for a step to write."""
         return self._host.incoming(self.cache, back, count)
 
     def read_host_page(self, host_page: int) -> bytes:
@@ -87,9 +87,9 @@ class DevicePages:
     def resize(self, num_pages: int, moves: Moves) -> None:
         """Continue with another number of pages; see `Executor.resize`.
 
-        Copies and deletes one buffer after the other. At the peak the device holds the larger of
-        the two caches and one buffer of the smaller: the keys of one layer where each layer has
-        buffers of its own, half of the smaller cache where all layers share two.
+        It copies and deletes one buffer after the other. At the peak the device holds the larger
+        of the two caches and one buffer of the smaller. That buffer is the keys of one layer if
+        each layer has its own buffers, and half of the smaller cache if all layers share two.
         """
         self._host.settle(wait=True)  # copies in flight hold device memory
         old_num_pages = self.num_pages
@@ -106,7 +106,7 @@ class DevicePages:
             leaf.delete()
 
     def _bring_to(self, num_pages: int, moves: Moves) -> None:
-        """Copy every buffer that has another number of pages."""
+        """Copy every buffer that does not have `num_pages` pages yet."""
         buffers, structure = jax.tree.flatten(self.cache)
         try:
             for i, old in enumerate(buffers):
@@ -120,19 +120,19 @@ class DevicePages:
 
 @final
 class HostPages:
-    """Host memory for `num_pages` pages, allocated when the first of them arrives.
+    """Host memory for `num_pages` pages, allocated when the first page arrives.
 
-    There is one page more, with the id `num_pages`: the target of copies whose contents are unused.
+    An additional page, with the id `num_pages`, is the target of copies whose contents are unused.
 
-    Pages that leave the device are gathered into a buffer of their own first, because the next step
-    may write to them: it is donated the cache.
+    Pages that leave the device are gathered into a separate buffer first, because the cache is
+    donated to the next step, which may write to them.
 
     Args:
       place: sharding of the cache's buffers.
 
     Raises:
-      DeviceMemoryError: the host does not have the memory; raised by the first method that
-        allocates.
+      DeviceMemoryError: the host does not have the memory. The first method that allocates raises
+        it.
     """
 
     def __init__(self, num_pages: int, place: jax.sharding.Sharding):
@@ -144,7 +144,7 @@ class HostPages:
         self._scatter = jax.jit(scattered, donate_argnums=0, out_shardings=place)
 
     def swap_out(self, cache: KVCache, copies: PageCopies) -> None:
-        """Start to copy (device page, host page). The caller may donate the cache afterwards."""
+        """Start copies of (device page, host page). The caller may donate the cache afterwards."""
         self.settle(wait=False)
         for some in _batched(copies):
             ids = np.zeros(PAGES_A_CALL, np.int32)
@@ -174,7 +174,7 @@ class HostPages:
         return IncomingPages(target, staged)  # pyright: ignore[reportArgumentType]
 
     def settle(self, *, wait: bool) -> None:
-        """Store the pages that have arrived; with `wait`, all pages that are on their way."""
+        """Store the pages that have arrived on the host; with `wait`, wait for all of them."""
         while self._leaving and (wait or all(map(_is_ready, self._leaving[0][1]))):
             host_pages, arrived = self._leaving.popleft()
             self._allocate(arrived)
@@ -184,12 +184,12 @@ class HostPages:
                     buffer[host_page] = pages[:, i]
 
     def read(self, host_page: int) -> bytes:
-        """Return the contents of a page that was copied here."""
+        """Return the contents of a page that was copied to the host."""
         self.settle(wait=True)
         return b"".join(buffer[host_page].tobytes() for buffer in self._buffers)
 
     def write(self, cache: KVCache, host_page: int, contents: bytes) -> None:
-        """Store contents that `read` returned, for this cache or one of the same kind."""
+        """Store contents that `read` returned for this cache or for one of the same layout."""
         self.settle(wait=True)
         self._allocate(jax.tree.leaves(cache))
         start = 0
@@ -205,7 +205,7 @@ class HostPages:
         self._buffers.clear()
 
     def _read(self, cache: KVCache, copies: PageCopies, count: int) -> KVCache:
-        """Return `count` pages in the cache's structure: those of the copies, then any pages."""
+        """Return `count` pages in the cache's structure: those of the copies, then padding."""
         wanted = np.zeros(count, np.int64)
         wanted[: len(copies)] = [host_page for host_page, _ in copies]
         # Host pages are the leading axis, so that a page of a layer is contiguous.
@@ -223,7 +223,7 @@ class HostPages:
             ]
         except MemoryError as error:
             raise DeviceMemoryError(
-                f"the host has no memory for {self._num_pages - 1:,} pages ({error}); give a "
+                f"the host has no memory for {self._num_pages - 1:,} pages ({error}); pass a "
                 "smaller host_memory, or 0"
             ) from error
 

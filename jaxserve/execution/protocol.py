@@ -1,4 +1,4 @@
-"""The protocols between the engine and the executors that carry out its plans."""
+"""The protocols of the executors, which carry out the engine's plans."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
-    """Carries out plans in the order of submission: on a device, on a mesh, or in a simulation.
+    """An executor carries out plans in order: on a device, on a mesh, or in a simulation.
 
-    `submit` returns at once. A plan may be submitted before the one before it is collected.
-    What an executor can do beyond that, it declares: `swap_costs`, `refinement`, `host_memory`.
+    `submit` returns at once. A plan may be submitted before the previous one is collected.
+    `swap_costs`, `refinement` and `host_memory` declare which optional features it has.
     """
 
     @property
     def config(self) -> EngineConfig:
-        """Sizes of the executables and of the page pool, as of now."""
+        """The present sizes of the executables and of the page pool."""
         ...
 
     @property
@@ -44,27 +44,28 @@ class Executor(Protocol):
 
     @property
     def refinement(self) -> Refinement | None:
-        """How much the probe's readings (`StepResult.remaining`) say; None without a probe."""
+        """The update rule for the probe's readings (`StepResult.remaining`); None for no probe."""
         ...
 
     @property
     def host_memory(self) -> HostMemory | None:
-        """Access to the pages on the host, for a disk tier; None without such pages."""
+        """Access to the host pages, for a disk tier; None if there are no host pages."""
         ...
 
     def submit(self, plan: StepPlan) -> StepHandle: ...
 
     def resize(self, num_pages: int, moves: Moves) -> None:
-        """Continue with another number of pages, which `config` has from then on.
+        """Change the number of pages of the pool and of `config`.
 
-        The caller has collected every step before, and submits none meanwhile.
+        The caller has collected every step before the call, and submits none during it.
 
         Args:
-          moves: (from, to), pages whose contents move; the slots' page tables follow them. All
-            other pages below both ends stay. The contents of the rest are dropped.
+          moves: (from, to) of pages whose contents move; the slots' page tables follow them. Other
+            pages with an id below the old and the new number keep their contents. The contents of
+            the rest are dropped.
 
         Raises:
-          DeviceMemoryError: not enough memory; nothing has changed.
+          DeviceMemoryError: the memory is not enough; nothing has changed.
           InvalidConfigError: the executor cannot resize its pool; see `ModelExecutor.can_resize`.
         """
         ...
@@ -75,7 +76,7 @@ class Executor(Protocol):
 
 
 class GroupRole(Protocol):
-    """The part of this process in a group of processes that serve one model together.
+    """The role of this process in a group of processes that serve one model together.
 
     Process 0 leads: it schedules. The others follow: they carry out the leader's plans.
     """
@@ -84,22 +85,22 @@ class GroupRole(Protocol):
     def is_leader(self) -> bool: ...
 
     def check_leads(self) -> None:
-        """Raise ProcessGroupError where this process follows."""
+        """Raise ProcessGroupError if this process follows."""
         ...
 
     def follow(self) -> None:
         """Carry out the leader's plans until it dismisses the followers or closes.
 
-        Ctrl-C is left to the leader meanwhile.
+        During the call only the leader reacts to Ctrl-C.
 
         Raises:
           ProcessGroupError: this process leads.
-          RuntimeClosedError: the leader has closed before.
+          RuntimeClosedError: the leader has already closed.
         """
         ...
 
     def dismiss(self) -> None:
-        """Let `follow` return on the other processes; the next plan waits until they follow again.
+        """End `follow` on the other processes; the next plan waits until they follow again.
 
         Raises:
           ProcessGroupError: this process follows.
@@ -108,11 +109,11 @@ class GroupRole(Protocol):
 
 
 class ModelExecutor(Executor, Protocol):
-    """An executor with a model's parameters and executables: what a `Runtime` needs."""
+    """An executor with a model's parameters and executables, as a `Runtime` needs it."""
 
     @property
     def group(self) -> GroupRole | None:
-        """The role of this process; None where this process alone serves the model."""
+        """The role of this process; None if this process alone serves the model."""
         ...
 
     @property
@@ -122,7 +123,7 @@ class ModelExecutor(Executor, Protocol):
 
     @property
     def num_compilations(self) -> int:
-        """Executables that `submit` compiled, or read from the persistent cache."""
+        """Number of executables that `submit` compiled or read from the persistent cache."""
         ...
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
@@ -133,12 +134,12 @@ class ModelExecutor(Executor, Protocol):
         ...
 
     def finish_warmup(self) -> None:
-        """Treat every compilation from here on as a stall, and in strict mode as an error."""
+        """Treat every later compilation as a stall, and in strict mode as an error."""
         ...
 
     @property
     def is_warm(self) -> bool:
-        """Whether everything is compiled for a pool of the present size."""
+        """Whether every executable is compiled for a pool of the present size."""
         ...
 
     @property
@@ -152,14 +153,15 @@ class ModelExecutor(Executor, Protocol):
         ...
 
     def fitted(self, params: Any) -> Any:
-        """Return the whole model's `params` as `update_params` takes them: on the same devices.
+        """Return the whole model's `params` on the executor's devices, as `update_params` needs.
 
         Raises:
-          InvalidConfigError: structure, shapes or dtypes differ from those of the present ones.
+          InvalidConfigError: structure, shapes or dtypes differ from those of the present
+            parameters.
           RuntimeClosedError: the executor was closed.
         """
         ...
 
     def update_params(self, params: Any) -> None:
-        """Compute from here on with other parameters, which `fitted` returned."""
+        """Replace the parameters for all later steps by `params`, which `fitted` returned."""
         ...

@@ -1,8 +1,8 @@
 """An executor without a device: a virtual clock, and a model that reads its context.
 
 The simulated model's next token is a hash of the context *as read through the page table*. A page
-that was lost, overwritten or shared wrongly changes the tokens, so scheduling and memory can be
-tested for correctness by the thousand cases a second.
+that was lost, overwritten or shared wrongly changes the tokens. Thousands of cases per second can
+therefore test whether scheduling and memory are correct.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from predictor import Refinement
 END_TOKEN = 0
 _MASK = (1 << 61) - 1
 
-# (request, sample index) -> number of output tokens after which the model ends by itself
+# (request, sample index) -> number of output tokens after which the model ends the answer
 AnswerLength = Callable[[Request, int], int]
-# (request, sample index, tokens of the sequence so far) -> how many of the tokens that its next row
-# may deliver come
+# (request, sample index, number of the sequence's tokens) -> number of tokens that its next row
+# delivers, of those that it may deliver
 Accepted = Callable[[Request, int, int], int]
-# (request, sample index, output tokens that have come) -> logits of what remains, float [buckets]
+# (request, sample index, number of output tokens) -> logits of what remains, float [buckets]
 Reading = Callable[[Request, int, int], np.ndarray]
 
 
@@ -67,26 +67,25 @@ class _SimulatedHandle:
 
 @final
 class SimulatedExecutor:
-    """Carries out plans at once, but delivers them when the virtual clock says so.
+    """An executor that computes a plan at once and delivers the result at its virtual time.
 
-    Each device group has a clock of its own: its plans are carried out one after the other, beside
-    those of other groups.
+    Each device group has its own timeline: its plans run one after the other, and at the same time
+    as those of other groups.
 
     Args:
-      config: as for a device.
-      clock: advanced by the host's work when a step is submitted, and to the step's end when it is
-        collected.
-      answer_length: when the model itself ends an answer; never by default.
-      fault_length: after how many output tokens its logits are no longer finite; never by default.
-      accepted: where rows deliver fewer tokens than they may, as speculation and constraints have
-        them; None for rows that deliver all.
-      cost: of a step, in virtual seconds.
-      swap_costs: what a device would measure when it starts; None for no measurement.
-      refinement: what readings are worth; None for no probe.
-      reading: what the probe reads.
-      vocab_size: tokens are drawn from 1 to vocab_size - 1; 0 is the end token.
-      reads_context: False where only lengths and times matter: many times faster, but tokens do not
-        depend on their context then, and a wrong page table goes unnoticed.
+      config: the configuration of a device's executor.
+      clock: clock that `submit` advances by the host's work, and `collect` to the end of the step.
+      answer_length: output length at which the model ends an answer; None for never.
+      fault_length: output length from which the logits are not finite; None for never.
+      accepted: number of tokens that a row delivers if it is fewer than it may, as in speculation
+        and constrained decoding; None for rows that deliver all.
+      cost: cost of a step in virtual seconds.
+      swap_costs: costs that a device would measure when it starts; None for no measurement.
+      refinement: the update rule for readings; None for no probe.
+      reading: the probe's readings.
+      vocab_size: size of the vocabulary; tokens are 1 to vocab_size - 1, and 0 is the end token.
+      reads_context: whether tokens depend on their context. False is many times faster, for runs in
+        which only lengths and times matter, but does not detect a wrong page table.
     """
 
     def __init__(
@@ -118,10 +117,10 @@ class SimulatedExecutor:
         self._vocab_size = vocab_size
         self._reads_context = reads_context
         self._slots: dict[int, _Slot] = {}
-        # What is written at (page, offset): a hash of the whole context up to there.
+        # The value at (page, offset) is a hash of the whole context up to that position.
         self._cells = np.zeros((config.num_pages, config.page_size), np.int64)
         self._host_cells = np.zeros((config.num_host_pages, config.page_size), np.int64)
-        # By device group.
+        # Keys are device groups.
         self._free_at_s: dict[int, float] = {}
 
     @property
@@ -162,7 +161,7 @@ class SimulatedExecutor:
         return f"simulated {self.config.page_size}".encode()
 
     def _read_remaining(self, plan: StepPlan) -> np.ndarray | None:
-        """What a probe reads where each row's newest token was chosen."""
+        """Return the probe's readings at the position from which each row's newest token comes."""
         if self._reading is None or not plan.rows:
             return None
         slots = [self._slots[row.slot] for row in plan.rows]
@@ -189,15 +188,15 @@ class SimulatedExecutor:
 
     def _edit_slots(self, plan: StepPlan) -> None:
         for slot in plan.releases:
-            if slot in self._slots:  # it is not where its sequence came and went in one plan
+            if slot in self._slots:  # absent if its sequence was admitted and released in one plan
                 self._slots[slot].is_inert = True
         for source, target in plan.moves:
             if target in self._slots and not self._slots[target].is_inert:
-                raise AssertionError(f"slot {target} is moved onto while it is live")
+                raise AssertionError(f"a slot is moved to slot {target}, which is live")
             self._slots[target] = self._slots.pop(source)
         for new in plan.admissions:
             if new.slot in self._slots and not self._slots[new.slot].is_inert:
-                raise AssertionError(f"slot {new.slot} is admitted into while it is live")
+                raise AssertionError(f"a sequence is admitted into slot {new.slot}, which is live")
             self._slots[new.slot] = _Slot(
                 new.tokens.tolist(),
                 new.request,
@@ -214,9 +213,14 @@ class SimulatedExecutor:
             raise AssertionError("a decoding slot lies outside the window")
 
     def _iterate(self, plan: StepPlan, result: StepResult) -> tuple[int, list[int]]:
-        """Positions attended to by rows of several tokens, and by the others in each iteration."""
+        """Run the plan's rows and return how many positions they attend to.
+
+        Returns:
+          The positions of all rows with several tokens, and those of the other rows for each
+          iteration.
+        """
         prefilled, decoded = 0, []
-        # Of each row, tokens that it still delivers; a row that delivers none is computed, too.
+        # Number of tokens that each row still delivers; a row that delivers none is computed too.
         left = [self._num_accepted(row) for row in plan.rows]
         for iteration in range(plan.num_iterations):
             if plan.is_decode_loop and all(self._slots[row.slot].is_inert for row in plan.rows):
@@ -240,7 +244,10 @@ class SimulatedExecutor:
         return prefilled, decoded
 
     def _start(self, slot: _Slot, row: Row, plan: StepPlan) -> int | None:
-        """Where a row begins: a sampling one where it ends at the newest token; None if inert."""
+        """Return the position at which a row begins; None if its slot is inert.
+
+        A row that samples ends at the newest token.
+        """
         if slot.is_inert:
             return None
         if not row.samples:
@@ -252,7 +259,7 @@ class SimulatedExecutor:
         return start
 
     def _num_accepted(self, row: Row) -> int:
-        """How many tokens a row delivers, unless its answer ends."""
+        """Return the number of tokens that a row delivers unless its answer ends."""
         if self._accepted is None or not row.samples:
             return row.max_new_tokens
         slot = self._slots[row.slot]
@@ -270,12 +277,12 @@ class SimulatedExecutor:
 
     @property
     def _is_predictable(self) -> bool:
-        """Whether every answer runs to its length limit, with tokens that do not matter."""
+        """Whether every answer runs to its length limit and its tokens do not depend on context."""
         models = (self._answer_length, self._fault_length, self._accepted)
         return all(model is None for model in models) and not self._reads_context
 
     def _decode_at_once(self, plan: StepPlan, result: StepResult) -> list[int]:
-        """As `_iterate`, of a decode loop that is predictable."""
+        """Run a predictable decode loop; return the same as `_iterate` for rows of one token."""
         lengths = np.zeros(len(plan.rows), np.int64)
         for index, row in enumerate(plan.rows):
             slot = self._slots[row.slot]
@@ -294,7 +301,7 @@ class SimulatedExecutor:
         return [int(np.sum((lengths + i)[counts > i])) for i in range(int(counts.max(initial=0)))]
 
     def _write(self, slot: _Slot, start: int, count: int) -> None:
-        """Write `count` tokens from `start` on."""
+        """Write the hashes of `count` tokens from position `start` on."""
         context = self._read(slot, start - 1) if start else 1
         for position in range(start, start + count):
             context = _mix(context, slot.tokens[position])
@@ -302,7 +309,7 @@ class SimulatedExecutor:
             self._cells[page, offset] = context
 
     def _read_all(self, slot: _Slot) -> int:
-        """A hash of every cell of the context."""
+        """Return a hash of all cells of the context."""
         num_tokens = len(slot.tokens)
         num_pages = -(-num_tokens // self.config.page_size)
         pages = [slot.page_table[index] for index in range(num_pages)]

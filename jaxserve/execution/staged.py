@@ -1,4 +1,4 @@
-"""Carries out plans on the stages of a stage plan, micro-batch by micro-batch."""
+"""The executor that carries out plans on the stages of a stage plan, in micro-batches."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from predictor import Refinement
 @final
 @dataclass(frozen=True)
 class Pass:
-    """A micro-batch that goes once through all stages, in the order of submission.
+    """One pass of a micro-batch through all stages, in the order of submission.
 
     Attributes:
       slots: the slots whose tokens it computes.
-      num_rows: rows that the stages compute, padding included.
-      samples: whether the last stage samples behind it.
+      num_rows: number of rows that the stages compute, including padding.
+      samples: whether the last stage samples after it.
     """
 
     slots: frozenset[int]
@@ -54,17 +54,17 @@ class Pass:
 
 @final
 class StagedExecutor:
-    """An `Executor` over several stages, which work at once on different micro-batches.
+    """An `Executor` over several stages, which compute different micro-batches at the same time.
 
-    Everything is submitted in the order in which the devices should do it, and nothing waits: the
+    The host submits all work in the order in which the devices run it, and does not wait: the
     arrays that pass from stage to stage keep the order. A decode loop runs all of its iterations,
     since only the devices know which sequences have ended.
 
     Args:
-      parts: of the model, one a stage, as the stages were made from.
+      parts: the parts of the model from which the stages were made, one per stage.
       whole: structure, shapes and dtypes of the whole model's parameters.
-      embed: width of what passes from stage to stage.
-      micro_batches: most that a step is cut into; a power of two.
+      embed: width of the hidden states that pass from stage to stage.
+      micro_batches: maximum number of micro-batches of a step; a power of two.
       strict: raise on any compilation after the warm-up.
     """
 
@@ -91,7 +91,7 @@ class StagedExecutor:
         self._embed = embed
         self._micro_batches = micro_batches
         self._compilations = CompilationCounter(strict=strict)
-        # Sizes of the caches that every executable is there for.
+        # Cache sizes for which every executable is compiled.
         self._warm_num_pages: set[int] = set()
         self._on_pass: Callable[[Pass], None] | None = None
 
@@ -101,7 +101,7 @@ class StagedExecutor:
         return self._compilations.count
 
     def watch(self, on_pass: Callable[[Pass], None]) -> None:
-        """Call `on_pass` with every pass from here on, for measurements of the pipeline."""
+        """Call `on_pass` with every later pass, for measurements of the pipeline."""
         self._on_pass = on_pass
 
     def submit(self, plan: StepPlan) -> DeviceHandle:
@@ -114,7 +114,7 @@ class StagedExecutor:
             return self._decode(plan, needs) if plan.is_decode_loop else self._mixed(plan, needs)
 
     def fitted(self, params: Any) -> list[Any]:
-        """See `ModelExecutor`: each stage's part."""
+        """See `ModelExecutor`. The result has one entry per stage."""
         self._raise_if_closed()
         check_same(params, self._whole)
         return [
@@ -129,7 +129,7 @@ class StagedExecutor:
 
     @property
     def stages(self) -> tuple[DeviceStage, ...]:
-        """The stages in order; none once closed."""
+        """The stages in order; empty after `close`."""
         return tuple(self._stages)
 
     def compiled_steps(self) -> list[list[Any]]:
@@ -161,12 +161,12 @@ class StagedExecutor:
 
     @property
     def num_buffers(self) -> int:
-        """See `ModelExecutor`; of the stage with the fewest."""
+        """See `ModelExecutor`; the minimum over the stages."""
         return min(stage.pages.num_buffers for stage in self._stages)
 
     @property
     def device(self) -> Any:
-        """See `ModelExecutor`; of the stage whose pages are the largest."""
+        """See `ModelExecutor`; a device of the stage whose pages are the largest."""
         largest = max(self._stages, key=lambda stage: _shard_bytes(stage.pages.cache))
         return next(iter(largest.programs.place.whole.device_set))
 
@@ -181,8 +181,8 @@ class StagedExecutor:
     # ---- steps ----
 
     def _mixed(self, plan: StepPlan, needs: SamplingNeeds) -> DeviceHandle:
-        # One batch where a row returns prompt log-probabilities, so that their spans are those of
-        # the step.
+        # If a row returns prompt log-probabilities, the step is one batch, so that their spans are
+        # those of the step.
         wants_prompts = any(row.wants_prompt_logprobs for row in plan.rows)
         batches = [list(enumerate(plan.rows))]
         if not wants_prompts:
@@ -246,7 +246,7 @@ class StagedExecutor:
         return DeviceHandle(plan, needs, outputs[-1].tokens, outputs, output_rows)
 
     def _micro_batch_size(self, num_slots: int) -> int:
-        """Slots of a micro-batch of a window with so many."""
+        """Return the number of slots of a micro-batch of a window with `num_slots` slots."""
         return num_slots // gcd(num_slots, self._micro_batches)
 
     def _sample(
@@ -367,10 +367,10 @@ def _shard_bytes(cache: KVCache) -> int:
 def _cut(
     rows: Sequence[tuple[int, Row]], most: int, smallest: int
 ) -> Iterator[list[tuple[int, Row]]]:
-    """Cut rows into at most `most` micro-batches of about equal numbers of tokens.
+    """Cut rows into at most `most` micro-batches with about the same number of tokens each.
 
-    A row that does not fit is cut in two, of which the second samples. The order stays, because
-    rows may read what the rows before them write.
+    A row that does not fit is cut in two, of which the second part samples. The order of rows
+    stays, because a row may read KV that an earlier row writes.
 
     Args:
       smallest: minimum number of tokens of a micro-batch, except the last.

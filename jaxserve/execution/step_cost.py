@@ -11,15 +11,15 @@ from jaxserve.scheduling.plan import StepPlan
 @final
 @dataclass(frozen=True)
 class StepWork:
-    """The work of carrying out a plan. Rows that ended on the device do not count any more.
+    """The work of carrying out a plan, without rows that have already ended on the device.
 
-    A token attends to every position up to its own. Rows of one token are counted apart from longer
-    ones, because kernels read the keys of a row once for many of its queries.
+    A token attends to every position up to its own. Rows of one token are counted separately from
+    longer rows, because kernels read the keys of a row once for many of its queries.
 
     Attributes:
       prefilled: sum of the positions that the tokens of rows with several tokens attend to.
-      decoded: the same for rows with one token, for each iteration that ran. A mixed step has one
-        iteration; a decode loop ends early when every row has ended.
+      decoded: the same sum for rows with one token, for each iteration that ran. A mixed step has
+        one iteration; a decode loop ends early when every row has ended.
     """
 
     plan: StepPlan
@@ -28,21 +28,21 @@ class StepWork:
 
 
 class StepCost(Protocol):
-    """Seconds of a step. The host works on a step while the device computes earlier ones."""
+    """A cost of a step in seconds. The host works on a step while the device runs earlier ones."""
 
     def host_s(self, plan: StepPlan) -> float:
-        """Return the host's seconds to plan, submit and read a step."""
+        """Return the seconds that the host needs to plan, submit and read a step."""
         ...
 
     def device_s(self, work: StepWork) -> float:
-        """Return the device's seconds to carry a step out."""
+        """Return the seconds that the device needs to run a step."""
         ...
 
 
 @final
 @dataclass(frozen=True)
 class FlatCost:
-    """Constant seconds for each iteration, token and swapped page; none for the host."""
+    """A cost of constant seconds per iteration, token and swapped page, and 0 for the host."""
 
     per_iteration_s: float = 1e-3
     per_token_s: float = 1e-5

@@ -1,4 +1,4 @@
-"""Puts parameters where an executor needs them: onto a mesh, or in place of others."""
+"""Placement of parameters on an executor's devices, and checks of new parameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ELEMENTS_LOOKED_AT = 256
 
 
 def sharded(params: Any, mesh: Mesh, model_config: Any) -> Any:
-    """Return `params` on `mesh`, by the rules of `sharding`. Arrays in place are not copied.
+    """Return `params` on `mesh` by the rules of `sharding`; arrays already there are not copied.
 
     Raises:
-      InvalidConfigError: the mesh does not divide them.
+      InvalidConfigError: a dimension of a parameter is not divisible by its mesh axis.
     """
     check_fits(mesh, model_config)
     return placed(params, state_shardings(params, mesh))
@@ -30,7 +30,7 @@ def sharded(params: Any, mesh: Mesh, model_config: Any) -> Any:
 def check_same(params: Any, expected: Any) -> None:
     """Raise InvalidConfigError if structure, shapes or dtypes of two states differ.
 
-    The message has the first difference. Either state may be abstract.
+    The message names the first difference. Either state may be abstract.
     """
     new, now = (
         {path: v.get_value() for path, v in nnx.to_flat_state(tree)} for tree in (params, expected)
@@ -38,16 +38,16 @@ def check_same(params: Any, expected: Any) -> None:
     problems = [f"{'.'.join(map(str, path))} is missing" for path in now if path not in new]
     problems += [f"{'.'.join(map(str, path))} is unknown" for path in new if path not in now]
     problems += [
-        f"{'.'.join(map(str, path))} is {new[path].dtype}{new[path].shape} in place of "
+        f"{'.'.join(map(str, path))} is {new[path].dtype}{new[path].shape} instead of "
         f"{array.dtype}{array.shape}"
         for path, array in now.items()
         if path in new and (new[path].shape, new[path].dtype) != (array.shape, array.dtype)
     ]
     if problems:
         raise InvalidConfigError(
-            f"the parameters are not this model's: {problems[0]}"
-            + (f", and {len(problems) - 1} more such" if problems[1:] else "")
-            + "; give a state of the same structure, shapes and dtypes"
+            f"the parameters do not fit this model: {problems[0]}"
+            + (f", and {len(problems) - 1} more problems" if problems[1:] else "")
+            + "; pass a state of the same structure, shapes and dtypes"
         )
 
 
@@ -69,7 +69,7 @@ def check_dtype(params: Any, dtype: str) -> None:
 def fingerprint(params: Any, *settings: Any) -> bytes:
     """Return a hash of weights and settings that is the same in every run.
 
-    It reads a few elements of each parameter, spread over all of it: training changes them all.
+    It reads a few elements of each parameter, evenly spread, since training changes all elements.
     """
     digest = blake2b(repr(settings).encode(), digest_size=16)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -81,7 +81,7 @@ def fingerprint(params: Any, *settings: Any) -> bytes:
 
 
 def fitted(params: Any, old: Any) -> Any:
-    """Return `params` on the devices of `old`. Arrays that are there already are not copied.
+    """Return `params` on the devices of `old`. Arrays already there are not copied.
 
     Raises:
       InvalidConfigError: structure, shapes or dtypes differ; see `check_same`.

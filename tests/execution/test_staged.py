@@ -113,7 +113,7 @@ def test_new_weights_reach_every_stage(whole):
         assert rt.generate(PROMPTS, PARAMS) != whole
         rt.update_params(params)
         _same(rt.generate(PROMPTS, PARAMS), whole)
-        with pytest.raises(InvalidConfigError, match="not this model's"):
+        with pytest.raises(InvalidConfigError, match="do not fit this model"):
             rt.update_params(nnx.state(tiny_llama(num_layers=2)))
 
 

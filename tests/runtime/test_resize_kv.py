@@ -110,9 +110,9 @@ def test_what_cannot_be_had_changes_nothing(answers):
         page = _page_bytes(rt)
         assert rt.resize_kv(f"{(FEW_PAGES + 1) * page - 1}B") == FEW_PAGES * page
         pending = _begun(rt)
-        with pytest.raises(DeviceMemoryError, match="does not fit on .* give at most"):
+        with pytest.raises(DeviceMemoryError, match="does not fit on .* pass at most"):
             rt.resize_kv("1000TiB")
-        with pytest.raises(DeviceMemoryError, match=f"give {2 * page:,} or more, or 0"):
+        with pytest.raises(DeviceMemoryError, match=f"pass {2 * page:,} or more, or 0"):
             rt.resize_kv(2 * page - 1)
         with pytest.raises(InvalidConfigError, match="not a size"):
             rt.resize_kv("much")

@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused():
     with Runtime(tiny_llama(0), **OPTIONS) as rt:
         before = rt.generate(PROMPTS[0], LONG).token_ids
         halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _params(1))
-        with pytest.raises(InvalidConfigError, match="bfloat16.*in place of float32"):
+        with pytest.raises(InvalidConfigError, match="bfloat16.*instead of float32"):
             rt.update_params(halves)
         with pytest.raises(InvalidConfigError, match=r"blocks\.1\.\S+ is missing"):
             rt.update_params(nnx.State({**_params(1), "blocks": {0: _params(1)["blocks"][0]}}))
