@@ -184,7 +184,7 @@ def made_journal() -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise JournalError(
-            f"the folder {path.parent} cannot be created: {error}; give --journal"
+            f"the folder {path.parent} cannot be created: {error}; pass --journal"
         ) from error
     return path
 
@@ -251,7 +251,7 @@ def _open_fleet(
 
     if stages is not None or data_parallel != 1:
         raise InvalidConfigError(
-            f"--replicas {replicas} cannot go together with --stages or --data-parallel; give "
+            f"--replicas {replicas} cannot go together with --stages or --data-parallel; pass "
             "--tensor-parallel to split each replica, or leave --replicas out"
         )
     if jax.distributed.is_initialized():
@@ -280,7 +280,7 @@ def _open_runtime(
     num_processes = jax.process_count()
     try:
         if stages is not None and data_parallel != 1:
-            raise ValueError("--stages and --data-parallel cannot go together; give one of them")
+            raise ValueError("--stages and --data-parallel cannot go together; pass one of them")
         if stages is not None:
             given["mesh"] = _stage_plan(stages, tensor_parallel)
         elif (data_parallel, tensor_parallel) != (1, 1) or num_processes > 1:
@@ -289,7 +289,7 @@ def _open_runtime(
                 raise ValueError(
                     f"--tensor-parallel {tensor_parallel} is not allowed: {num_processes} "
                     f"processes serve the model together, on all of their {jax.device_count()} "
-                    f"devices; give --tensor-parallel {jax.device_count()}, or start fewer "
+                    f"devices; pass --tensor-parallel {jax.device_count()}, or start fewer "
                     "processes"
                 )
     except ValueError as error:
@@ -308,7 +308,7 @@ def _stage_plan(text: str, tensor_parallel: int) -> StagePlan:
     from sharding import StagePlan
 
     if not re.fullmatch(r"\d+(x\d+)?(,\d+(x\d+)?)*", text):
-        raise ValueError(f"stages={text!r} is not understood; give e.g. 20x2,10x1 or 15,15")
+        raise ValueError(f"stages={text!r} is not understood; pass e.g. 20x2,10x1 or 15,15")
     stages = [stage.split("x") for stage in text.split(",")]
     return StagePlan.of(
         [int(layers) for layers, *_ in stages],

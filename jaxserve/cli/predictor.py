@@ -310,7 +310,7 @@ def _prepare(output: Path, settings: Settings, resume: bool) -> Path:
         shutil.rmtree(checkpoints, ignore_errors=True)
     elif kept.is_file() and json.loads(kept.read_text(encoding="utf-8")) != asdict(settings):
         raise InvalidConfigError(
-            f"{checkpoints} is of a run with other options; give the same, or leave out --resume"
+            f"{checkpoints} is of a run with other options; pass the same, or leave out --resume"
         )
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -323,6 +323,6 @@ def _prepare(output: Path, settings: Settings, resume: bool) -> Path:
 def _settings_of(folder: Path) -> Settings:
     if not (folder / SETTINGS).is_file():
         raise InvalidConfigError(
-            f"{folder} holds no {SETTINGS}; give a folder made by `jaxserve predictor train`"
+            f"{folder} holds no {SETTINGS}; pass a folder made by `jaxserve predictor train`"
         )
     return Settings(**json.loads((folder / SETTINGS).read_text(encoding="utf-8")))

@@ -98,7 +98,7 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").split("\n")  # JSON may hold other separators
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError(
-            f"cannot read prompts from {path}: {error}; give a UTF-8 text file"
+            f"cannot read prompts from {path}: {error}; pass a UTF-8 text file"
         ) from error
 
 
@@ -121,7 +121,7 @@ def _job(record: object, index: int, params: SamplingParams) -> Job:
     prompt = record[given[0]]
     if not isinstance(prompt, (str, list)):
         raise InvalidRequestError(
-            f"{given[0]}={prompt!r} is not allowed; give text, a list of token ids or messages"
+            f"{given[0]}={prompt!r} is not allowed; pass text, a list of token ids or messages"
         )
     changes = {key: record[key] for key in _PARAM_KEYS if key in record}
     if isinstance(changes.get("logit_bias"), Mapping):
@@ -134,7 +134,7 @@ def _job(record: object, index: int, params: SamplingParams) -> Job:
 def _token_id(key: str) -> int:
     if not key.isdigit():
         raise InvalidRequestError(
-            f"logit_bias key {key!r} is not a token id; give whole numbers as keys"
+            f"logit_bias key {key!r} is not a token id; pass whole numbers as keys"
         )
     return int(key)
 

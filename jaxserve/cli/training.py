@@ -63,7 +63,7 @@ def check_parts(parts: Sequence[Sequence[Any]], what: str) -> None:
     if not all(parts):
         raise InvalidConfigError(
             f"{sum(map(len, parts))} {what} leave {', '.join(str(len(p)) for p in parts)} for "
-            "training, calibration and test; give more, or another --held-out"
+            "training, calibration and test; pass more, or another --held-out"
         )
 
 

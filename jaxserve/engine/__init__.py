@@ -1,1 +1,1 @@
-"""The host loop, the executors that carry out its plans, and the device code they run."""
+"""The host loop: requests in, answers and text out, and records of its steps."""

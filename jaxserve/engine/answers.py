@@ -1,4 +1,4 @@
-"""Turns sequences into the pieces and completions that a user sees."""
+"""Conversion of sequences to the pieces and completions that a user gets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxserve.scheduling.sequence import Sequence as Running
 @final
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """New text and tokens of one sample, as they came from one step."""
+    """New text and tokens of one sample from one step."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -35,11 +35,11 @@ DecoderFactory = Callable[[], StreamDecoder]
 
 @final
 class Answer:
-    """One request's samples until all have ended; then `future` holds the completion.
+    """The answer to one request: its samples until all have ended, then a completion in `future`.
 
     The future is resolved exactly once, with a `Completion` also for failed and cancelled
-    requests. `sink` gets the pieces, on the engine's thread; it must not block, and one that raises
-    gets no more.
+    requests. `sink` is called with the pieces on the engine's thread. It must not block. A sink
+    that raises is not called again.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Answer:
     ):
         self.request = request
         self.future: Future[Completion] = Future()
-        # Waiters that give up (asyncio's) cannot cancel it: only `settle` and `fail` resolve it.
+        # A cancelled asyncio waiter cannot cancel the future: only `settle` and `fail` resolve it.
         self.future.set_running_or_notify_cancel()
         self.sequences: list[Running] = []
         self._sink = sink
@@ -66,16 +66,16 @@ class Answer:
         self._reported_end = [False] * count
 
     def begin(self, sequences: list[Running]) -> None:
-        """Take the request's sequences, one a sample, once a scheduler has them."""
+        """Set the request's sequences, one per sample, after the scheduler created them."""
         self.sequences = sequences
 
     @property
     def has_shown(self) -> bool:
-        """Whether a consumer has tokens of it, which cannot be taken back."""
+        """Whether a sink has received tokens, which cannot be revoked."""
         return self._sink is not None and any(self._num_delivered)
 
     def restart(self) -> None:
-        """Drop what was delivered; only where nothing was shown."""
+        """Drop the delivered tokens and text. Call it only if `has_shown` is false."""
         assert not self.has_shown
         self._num_delivered = [0] * len(self._num_delivered)
         if self._decoder is not None:
@@ -83,7 +83,7 @@ class Answer:
             self._assemblers = [TextAssembler(self._decoder(), stops) for _ in self._assemblers]
 
     def deliver(self, sequence: Running, scheduler: Scheduler) -> None:
-        """Take in the new tokens of `sequence`, and end it when a stop string is complete."""
+        """Deliver the new tokens of `sequence`, and end it when a stop string is complete."""
         i = sequence.sample_index
         new = sequence.output[self._num_delivered[i] :]
         if self._assemblers and not self._was_cut[i]:
@@ -95,7 +95,7 @@ class Answer:
         self._emit(sequence, new)
 
     def settle(self, keep: Callable[[Completion], None]) -> bool:
-        """Resolve the future if every sample has ended; returns whether it did.
+        """Resolve the future if every sample has ended, and return whether every sample has.
 
         `keep` is called with the completion before the future is resolved.
         """
@@ -110,7 +110,7 @@ class Answer:
         return True
 
     def fail(self, error: JaxserveError, now_s: float) -> None:
-        """The engine itself failed: the request ends with `error`, without output."""
+        """End the request with `error` and without output, because the engine failed."""
         timing = Timing(arrival_s=self.request.arrival_s, finished_s=now_s)
         if not self.future.done():
             self.future.set_result(
@@ -144,8 +144,8 @@ class Answer:
             return
         try:
             self._sink(piece)
-        except Exception:  # a consumer's fault must not reach the engine
-            _log.exception("the consumer of %s failed; it gets no more", self.request.id)
+        except Exception:  # a sink's error must not reach the engine
+            _log.exception("the sink of %s failed; it gets no more pieces", self.request.id)
             self._sink = None
 
     def _completion(self) -> Completion:
@@ -180,7 +180,7 @@ class Answer:
 def failed_completion(
     request_id: str, prompt: tuple[int, ...], error: JaxserveError, timing: Timing
 ) -> Completion:
-    """A completion without output that carries `error`."""
+    """Return a completion with `error` and without output."""
     sample = Sample(text="", token_ids=(), finish_reason="error")
     return Completion(
         request_id=request_id,
@@ -192,7 +192,7 @@ def failed_completion(
 
 
 def _without_stop_token(sequence: Running, new: list[int]) -> list[int]:
-    """The token that ends an answer is not part of its text."""
+    """Return `new` without a final stop token, which is not part of the answer's text."""
     ended_by_token = new and new[-1] in sequence.request.stop_token_ids
     return new[:-1] if ended_by_token else new
 

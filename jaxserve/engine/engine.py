@@ -1,4 +1,4 @@
-"""The host loop: plan, submit, collect the step before."""
+"""The host loop: plan a step, submit it, collect the previous one."""
 
 from __future__ import annotations
 
@@ -37,20 +37,21 @@ class _InFlight:
 
 @final
 class Engine:
-    """Drives an executor with a policy's plans. Not thread-safe: one loop owns it.
+    """An engine drives an executor with a policy's plans. It is not thread-safe: one loop owns it.
 
     Args:
-      executor: a device or a simulation.
-      policy: which sequences run, when, and with how much memory.
-      clock: the executor's own clock when it is simulated.
-      max_in_flight: steps submitted but not read; 2 keeps the device busy while the host plans.
-      replica: which of a runtime's engines this is, for the records.
-      disk: keeps the cached pages that leave the executor's host memory, and what former runs
-        left. `close` closes it.
+      executor: the executor of a device or a simulation.
+      policy: decides which sequences run, when, and with how much memory.
+      clock: the clock of the records; the executor's own clock if it is simulated.
+      max_in_flight: maximum number of steps that are submitted and not collected; 2 keeps the
+        device busy while the host plans.
+      replica: index of this engine in its runtime, for the records.
+      disk: tier for the cached pages that leave the executor's host memory, and for the pages of
+        earlier runs; None for no disk tier. `close` closes it.
 
     Attributes:
-      changed: notified, on another thread, when something has come from the disk: `step` has work
-        then. Nothing else of an engine is for other threads.
+      changed: condition that another thread notifies when pages have come from the disk, so that
+        `step` has work. Other threads may use no other attribute of an engine.
     """
 
     def __init__(
@@ -87,9 +88,9 @@ class Engine:
 
     @property
     def idle_until_s(self) -> float | None:
-        """Until when the device may idle although sequences wait; None where it may not.
+        """The time until which the device may idle although sequences wait; None if it may not.
 
-        The policy waits for more sequences then, or the sequences for the disk.
+        It may idle while the policy waits for more sequences, or while sequences wait for the disk.
         """
         if self._in_flight or self._kv.has_arrived:
             return None
@@ -97,22 +98,22 @@ class Engine:
 
     @property
     def awaits_disk(self) -> bool:
-        """Whether a waiting sequence's pages are on their way from the disk."""
+        """Whether pages of a waiting sequence are being read from the disk."""
         return self._kv.gives_up_s is not None
 
     def outlook(self) -> dict[str, Outlook]:
-        """Return what is expected of the requests that have tokens left to compute, by id."""
+        """Return the outlook of each request that has tokens left to compute, by request id."""
         return outlooks(self.scheduler, self.recorder.iteration_s)
 
     def add(self, request: Request) -> list[Sequence]:
-        """Take in a validated request; its samples wait for their turn."""
+        """Add a validated request to the waiting pool, and return its sequences."""
         return self.scheduler.add(request)
 
     def step(self) -> list[Progress]:
-        """Submit the next step, then read the oldest one that is due; returns its news.
+        """Submit the next step, then collect the oldest one if it is due; return its progress.
 
-        The plan for the next step is made and submitted before the step before it is read, so the
-        device has work while the host catches up.
+        The next step is planned and submitted before the previous one is collected, so that the
+        device has work while the host applies results.
         """
         begin_s = time.perf_counter()
         plan = self.scheduler.plan()
@@ -134,54 +135,54 @@ class Engine:
         return self._collect()
 
     def drain(self) -> list[Progress]:
-        """Read every step that is in flight; returns its news. No step is submitted."""
+        """Collect every step in flight and return their progress, without submitting a step."""
         news = []
         while self._in_flight:
             news += self._collect()
         return news
 
     def residency(self, tokens: Seq[int]) -> list[Tier]:
-        """Return the fastest tier on which each full page of a context lies."""
+        """Return the fastest tier that holds each full page of a context."""
         return self._kv.residency(tokens)
 
     def value_by(self, cost: RecomputeCost) -> None:
-        """Value cached pages by what computing them costs, from here on."""
+        """Set the recompute cost by which cached pages are valued from now on."""
         self._kv.value_by(cost)
 
     def swap_by(self, costs: SwapCosts | None) -> None:
-        """Decide between copying and recomputing pages by these costs, from here on.
+        """Set the costs that decide between copying and recomputing pages from now on.
 
         Args:
-          costs: None to take every copy to be worth it.
+          costs: seconds of copies and recomputation; None if every copy pays off.
         """
         self._kv.swap_by(costs)
 
     def preload(self, tokens: Seq[int], contents: bytes) -> bool:
-        """Cache the full pages of `tokens` on the host; False where it has no room for all.
+        """Cache the full pages of `tokens` on the host; return False if they do not all fit.
 
         Args:
-          contents: of each page, as `HostMemory.read_host_page` gives them.
+          contents: contents of each page, as `HostMemory.read_host_page` returns them.
         """
         return self._kv.preload(tokens, contents)
 
     def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
-        """Evict full pages of a context, by index, that lie on the device and in no sequence."""
+        """Evict full pages of a context, by index, that are cached on the device and not owned."""
         self._kv.evict(tokens, pages)
 
     def forget_kept_pages(self, *, keeps_disk: bool) -> None:
-        """Find nothing that was computed before now; `drain` first.
+        """Drop every cached page, so that no later lookup hits it. Call `drain` first.
 
         Args:
-          keeps_disk: go on finding what the disk has of the weights that there are now.
+          keeps_disk: keep the disk's pages that belong to the present weights.
         """
         assert not self._in_flight, "steps are in flight; drain() first"
         self._kv.clear(b"" if keeps_disk else urandom(8))
 
     def close(self, *, is_whole: bool) -> None:
-        """Move cached pages to the disk, where there is one; nothing may run any more.
+        """Move cached pages to the disk tier, if there is one. No step may follow.
 
         Args:
-          is_whole: False after a failure; then nothing more is written.
+          is_whole: False after a failure; then no page is written.
         """
         if not self._kv.has_disk:
             return
@@ -196,13 +197,13 @@ class Engine:
             self._kv.close()
 
     def resize(self, num_pages: int) -> None:
-        """Serve from a pool of `num_pages` pages; `drain` first.
+        """Resize the pool to `num_pages` pages. Call `drain` first.
 
-        Live pages move only where they have to. Sequences are preempted until the others fit, and
-        fail where they fit no more, even alone.
+        Live pages move only if they have to. Sequences are preempted until the others fit. A
+        sequence that would not fit even alone fails.
 
         Raises:
-          DeviceMemoryError: the executor could not; all go on in the old pool.
+          DeviceMemoryError: the executor could not resize; every sequence goes on in the old pool.
         """
         assert not self._in_flight, "steps are in flight; drain() first"
         moves = self.scheduler.make_room(num_pages)
@@ -210,7 +211,7 @@ class Engine:
         self.scheduler.resize(num_pages, moves)
 
     def abandon(self) -> None:
-        """Drop what is in flight, for shutting down."""
+        """Drop the steps in flight, for shutdown."""
         self._in_flight.clear()
 
     def _collect(self) -> list[Progress]:

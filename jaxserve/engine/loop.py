@@ -27,14 +27,14 @@ from jaxserve.scheduling.sequence import Phase
 
 _T = TypeVar("_T")
 
-# What becomes of running requests when the loop pauses for new weights.
+# How a pause for new weights treats the running requests.
 Running = Literal["finish", "restart", "abort"]
 
 
 @final
 @dataclass(eq=False)
 class _Pause:
-    """One request for a pause; `is_held` while the loop stands still for it."""
+    """A caller's request for a pause; `is_held` is true while the loop is paused for it."""
 
     running: Running | Literal["keep"]
     is_held: bool = False
@@ -42,13 +42,13 @@ class _Pause:
 
 @final
 class EngineLoop:
-    """Owns an engine from one thread; `submit`, `cancel` and `close` are safe from any.
+    """A thread that runs an engine; any thread may call `submit`, `cancel` and `close`.
 
-    Requests join at the next iteration, there is no batch window. Every answer's future is
+    Requests join at the next iteration; there is no batch window. Every answer's future is
     resolved exactly once, also when the loop fails or is closed.
 
     Args:
-      logs: are told of every request that began and ended, unless the loop itself failed.
+      logs: logs that get every request that began and ended, unless the loop itself failed.
     """
 
     def __init__(self, engine: Engine, clock: Clock, logs: Sequence[RequestLog] = ()):
@@ -70,18 +70,18 @@ class EngineLoop:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what `submit` would."""
+        """Raise the error that `submit` would raise, if any."""
         with self._changed:
             self._raise_if_over()
 
     def submit(self, *answers: Answer) -> None:
-        """Hand over answers that wait for their sequences; they start in the same iteration.
+        """Submit answers that have no sequences yet; their requests start in the same iteration.
 
-        Their requests' ids differ from those of all that have not ended.
+        The caller ensures that no request that has not ended has the same id.
 
         Raises:
           RuntimeClosedError: the loop was closed.
-          EngineFailedError: it failed before.
+          EngineFailedError: the loop failed before.
         """
         with self._changed:
             self._raise_if_over()
@@ -89,19 +89,19 @@ class EngineLoop:
             self._changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
-        """End a request as it stands; unknown or finished ones are left alone."""
+        """End a request with the tokens it has; do nothing if it has ended or is unknown."""
         with self._changed:
             self._cancelled.append(request_id)
             self._changed.notify_all()
 
     def ask(self, question: Callable[[], _T]) -> _T:
-        """Return what `question` returns on the loop's thread, between two steps or after a pause.
+        """Return the result of `question`, run on the loop's thread between steps or after a pause.
 
-        Not to be called on that thread (`is_here`), where it would wait for itself.
+        Do not call it on the loop's thread (`is_here`), which would wait for itself.
 
         Raises:
           RuntimeClosedError: the loop was closed.
-          EngineFailedError: it failed before.
+          EngineFailedError: the loop failed before.
         """
         answer: Future[_T] = Future()
         with self._changed:
@@ -112,20 +112,20 @@ class EngineLoop:
 
     @contextmanager
     def paused(self, running: Running | Literal["keep"] = "finish") -> Iterator[None]:
-        """Keep the loop's thread from the engine for the length of the block.
+        """Keep the loop's thread from using the engine within the block.
 
-        No step is in flight then. What is submitted from now on starts after the block's end; in
-        the block, calls of `submit`, `cancel` and `close` wait.
+        No step is in flight in the block. Requests that are submitted from now on start after the
+        block; calls of `submit`, `cancel` and `close` wait in the block.
 
         Args:
-          running: what becomes of requests that were submitted before: "finish" waits for their
-            end, "abort" cancels them, "keep" lets them go on after the block where they stand,
-            "restart" lets them begin anew after the block. Of those, one that has shown tokens to a
-            stream, or ended one of its samples, keeps its tokens and goes on.
+          running: treatment of the requests that were submitted before. "finish" waits for their
+            end, "abort" cancels them, "keep" continues them after the block, and "restart" starts
+            them again after the block. "restart" continues a request that has sent tokens to a
+            stream or has ended one of its samples.
 
         Raises:
           RuntimeClosedError: the loop was closed.
-          EngineFailedError: it failed before.
+          EngineFailedError: the loop failed before.
         """
         with self._one_pause, self._changed:
             self._raise_if_over()
@@ -152,7 +152,7 @@ class EngineLoop:
         return self._failure is not None
 
     def close(self) -> None:
-        """Cancel what is left and stop the thread; returns when it has ended."""
+        """Cancel the remaining requests and stop the thread; return when it has ended."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -177,7 +177,7 @@ class EngineLoop:
             self._cancel_all()
 
     def _take_in(self) -> bool:
-        """Wait for work, or until the end of a pause; False when closing."""
+        """Wait for work or for the end of a pause, then accept it; return False when closing."""
         pause = self._pause
         if pause is not None:
             self._make_room(pause.running)
@@ -210,7 +210,7 @@ class EngineLoop:
         return True
 
     def _make_room(self, running: Running | Literal["keep"]) -> None:
-        """End, restart or halt what runs, as the pause asks; with "finish" it goes on."""
+        """End, restart or halt the running requests, as `running` says; "finish" does nothing."""
         if running == "finish":
             return
         self._deliver(self._engine.drain())
@@ -222,7 +222,7 @@ class EngineLoop:
                 self._cancel(request_id)
 
     def _stand_still(self, pause: _Pause) -> None:
-        """Wait until the pause is over; return at once while requests have to finish before it."""
+        """Wait until the pause is over; return at once if requests must finish before it."""
         with self._changed:
             if pause.running in ("finish", "abort") and (self._engine.has_work or self._arrived):
                 return
@@ -231,7 +231,7 @@ class EngineLoop:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._pause is not pause or self._is_closing)
         for answer in list(self._answers.values()):
-            self._settle(answer)  # some may have ended in the pause
+            self._settle(answer)  # a request may have ended in the pause
 
     def _is_due(self) -> bool:
         wake_s = self._engine.idle_until_s
@@ -280,7 +280,7 @@ class EngineLoop:
             log.append(request, completion)
 
     def _cancel_all(self) -> None:
-        """End all requests for closing: with the tokens that have come, or with an error."""
+        """End all requests: with their tokens if they have sequences, and else with an error."""
         for request_id, answer in list(self._answers.items()):
             if answer.sequences:
                 self._cancel(request_id)
@@ -291,7 +291,7 @@ class EngineLoop:
             failure = cause
         elif is_out_of_memory(cause):
             failure = DeviceMemoryError(
-                f"the device ran out of memory while serving ({cause}); give a smaller kv_memory, "
+                f"the device ran out of memory while serving ({cause}); pass a smaller kv_memory, "
                 "max_step_tokens or max_slots"
             )
         else:

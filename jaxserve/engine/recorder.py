@@ -1,4 +1,4 @@
-"""What happened, step by step and request by request, kept for a report."""
+"""Records of steps and requests, for a report."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jaxserve.core.request import Completion, Timing
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 
-# The newest so many of each are kept: some tens of megabytes.
+# Number of newest records of each kind that are kept, which take some tens of megabytes.
 MAX_RECORDS = 100_000
-# Of those that tell how long an iteration takes these days.
+# Number of newest steps from which the time of an iteration is computed.
 _NUM_RECENT = 64
 
 
@@ -25,16 +25,17 @@ class StepRecord:
     """One step. Counts are those at its submission; times are seconds on the engine's clock.
 
     Attributes:
-      num_rows: sequences it advanced; with `num_padding_tokens`, what the device computed.
-      num_tokens: over all iterations; those past an early end are included.
-      num_padding_tokens: computed without use, up to the compiled size.
-      num_running, num_waiting: sequences with and without a slot.
-      pages_owned, pages_reserved: in use, and reserved on top.
-      pages_cached: not in use, with contents that may be wanted again.
-      pages_out, pages_in: copied to the host before it, and back.
-      host_gap_s: how long the device may have idled before it.
-      collected_s: when the host had read it; None if it did not.
-      replica: whose step it was; `index` counts each replica's own.
+      num_rows: number of sequences that the step advances.
+      num_tokens: number of tokens over all iterations, including those after an early end.
+      num_padding_tokens: number of unused tokens that pad the step to its compiled size. The device
+        computes `num_tokens` and these.
+      num_running, num_waiting: number of sequences with and without a slot.
+      pages_owned, pages_reserved: number of pages in use, and of additional reserved pages.
+      pages_cached: number of pages that are not in use and whose contents may be used again.
+      pages_out, pages_in: number of pages copied to the host and back before the step.
+      host_gap_s: seconds that the device may have idled before the step.
+      collected_s: time at which the host had collected the step; None if it has not.
+      replica: index of the replica that ran the step; each replica counts `index` from 0.
     """
 
     index: int
@@ -59,9 +60,9 @@ class StepRecord:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestRecord:
-    """One request that has ended; `num_output_tokens` over all its samples.
+    """One request that has ended; `num_output_tokens` is the sum over its samples.
 
-    `conversation_id` is that of its conversation, if it was the turn of one.
+    `conversation_id` is None if the request was not a turn of a conversation.
     """
 
     request_id: str
@@ -74,7 +75,7 @@ class RequestRecord:
 
 @final
 class Recorder:
-    """Keeps the newest records. Written by the engine's thread, read by any."""
+    """A store of the newest records. The engine's thread writes it, and any thread may read it."""
 
     def __init__(self, config: EngineConfig, replica: int = 0):
         self._config = config
@@ -86,19 +87,19 @@ class Recorder:
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
-        """Those that were read, oldest first."""
+        """The records of collected steps, oldest first."""
         with self._lock:
             return tuple(self._steps)
 
     @property
     def requests(self) -> tuple[RequestRecord, ...]:
-        """Those that have ended, in that order."""
+        """The records of requests, in the order of their ends."""
         with self._lock:
             return tuple(self._requests)
 
     @property
     def iteration_s(self) -> float | None:
-        """Seconds of an iteration, lately; None before the first."""
+        """Mean seconds per iteration over the newest steps; None before the first step."""
         with self._lock:
             recent = list(itertools.islice(reversed(self._steps), _NUM_RECENT))[::-1]
         num_iterations = sum(step.num_iterations for step in recent)
@@ -139,7 +140,7 @@ class Recorder:
         )
 
     def step_collected(self, now_s: float) -> None:
-        """The oldest submitted step was read."""
+        """Record that the oldest submitted step was collected."""
         record = replace(self._in_flight.popleft(), collected_s=now_s)
         with self._lock:
             self._steps.append(record)

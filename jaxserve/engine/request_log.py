@@ -1,4 +1,4 @@
-"""What is told of requests that have ended."""
+"""The protocol of objects that record requests that have ended."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from jaxserve.core.request import Completion, Request
 
 
 class RequestLog(Protocol):
-    """Told of every request that began and ended, on the engine's thread."""
+    """A log that gets every request that began and ended, on the engine's thread."""
 
     def append(self, request: Request, completion: Completion, /) -> None:
-        """Take note, at once and without raising."""
+        """Record the request, without blocking and without raising."""
         ...

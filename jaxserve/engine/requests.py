@@ -1,4 +1,4 @@
-"""Turns what a user gives as a prompt into validated requests."""
+"""Conversion of prompts to validated requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 def as_batch(prompts: Any) -> tuple[list[Any], bool]:
-    """Return the prompts as a list, and whether `prompts` is one prompt: text, token ids, a chat.
+    """Return the prompts as a list, and whether `prompts` is one prompt (text, token ids, chat).
 
     Raises:
       InvalidRequestError: `prompts` is neither a prompt nor an iterable of prompts.
@@ -42,7 +42,7 @@ def as_batch(prompts: Any) -> tuple[list[Any], bool]:
 
 
 def _is_token(item: Any) -> bool:
-    """Return whether `item` is a whole number of Python, NumPy or JAX, and not an array."""
+    """Return whether `item` is an integer of Python, NumPy or JAX, and not an array."""
     return (
         hasattr(item, "__index__") and not isinstance(item, bool) and getattr(item, "ndim", 0) == 0
     )
@@ -50,22 +50,22 @@ def _is_token(item: Any) -> bool:
 
 def _not_a_prompt(given: Any) -> InvalidRequestError:
     return InvalidRequestError(
-        f"a prompt of type {type(given).__name__} is not understood; give a string, a list of "
+        f"a prompt of type {type(given).__name__} is not understood; pass a string, a list of "
         "token ids, or a list of chat messages"
     )
 
 
 @final
 class RequestBuilder:
-    """Makes requests for one model: tokenizes, adds its end tokens, checks every limit.
+    """A builder of one model's requests: it tokenizes, adds end tokens and checks every limit.
 
     Args:
-      tokenizer: None restricts prompts to token ids.
+      tokenizer: the model's tokenizer; None restricts prompts to token ids.
       eos_token_ids: the model's end tokens.
-      vocab_size: token ids are below it.
+      vocab_size: size of the vocabulary; token ids are below it.
       max_prompt_tokens: returns the length of the longest prompt that leaves room for one output
         token, which changes when the page pool is resized.
-      seed: of requests without a seed of their own.
+      seed: seed of requests that do not set one.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RequestBuilder:
         """Return a request that the engine can serve; `Service.submit` documents the arguments.
 
         Raises:
-          InvalidRequestError: one of its subclasses, for this prompt alone.
+          InvalidRequestError: the prompt cannot be served; one of its subclasses.
         """
         number = next(self._numbers)
         if request_id is not None and request_id.startswith(_OWN_IDS):
@@ -107,7 +107,7 @@ class RequestBuilder:
                 "another"
             )
         if not isinstance(priority, int):
-            raise InvalidRequestError(f"priority={priority!r} is not allowed; give a whole number")
+            raise InvalidRequestError(f"priority={priority!r} is not allowed; pass a whole number")
         stop_token_ids = self._check_params(params)
         tokens = self._tokens(prompt)
         self._check_tokens(tokens)
@@ -127,7 +127,7 @@ class RequestBuilder:
         """Return the request of a workload's item, which arrives at `arrival_s`.
 
         Raises:
-          InvalidRequestError: one of its subclasses.
+          InvalidRequestError: the item cannot be served; one of its subclasses.
         """
         return self.build(
             item.prompt_token_ids,
@@ -140,13 +140,13 @@ class RequestBuilder:
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if not prompt:
-                raise EmptyPromptError("the prompt is an empty string; give at least one character")
+                raise EmptyPromptError("the prompt is an empty string; pass at least one character")
             return _encoded(self._need_tokenizer("a text prompt").encode, prompt)
         if isinstance(prompt, Mapping) or not hasattr(prompt, "__iter__"):
             raise _not_a_prompt(prompt)
         items: list[Any] = list(prompt)
         if not items:
-            raise EmptyPromptError("the prompt is empty; give at least one token or message")
+            raise EmptyPromptError("the prompt is empty; pass at least one token or message")
         if set(map(type, items)) == {int}:  # the usual case, and histories are long
             return tuple(items)
         if all(isinstance(item, Mapping) for item in items):
@@ -154,7 +154,7 @@ class RequestBuilder:
         try:
             if all(_is_token(item) for item in items):
                 return tuple(operator.index(item) for item in items)
-        except TypeError:  # an array of floats has the method, and refuses
+        except TypeError:  # an array of floats has `__index__` and raises
             pass
         raise InvalidRequestError(
             "a prompt is either all token ids (whole numbers) or all chat messages "
@@ -164,7 +164,7 @@ class RequestBuilder:
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:
             raise InvalidRequestError(
-                f"{what} needs a tokenizer and this runtime has none; give token ids, or pass "
+                f"{what} needs a tokenizer and this runtime has none; pass token ids, or pass "
                 "tokenizer= to Runtime"
             )
         return self._tokenizer
@@ -172,13 +172,13 @@ class RequestBuilder:
     def _check_tokens(self, tokens: tuple[int, ...]) -> None:
         if not tokens:
             raise EmptyPromptError(
-                "the prompt has no tokens after tokenization; give some text that is not empty"
+                "the prompt has no tokens after tokenization; pass some text that is not empty"
             )
         bad = [token for token in tokens if not 0 <= token < self._vocab_size]
         if bad:
             raise TokenOutOfRangeError(
                 f"token id {bad[0]} ({len(bad)} such in the prompt) is outside the vocabulary of "
-                f"{self._vocab_size}; ids run from 0 to {self._vocab_size - 1}"
+                f"{self._vocab_size}; ids range from 0 to {self._vocab_size - 1}"
             )
         most = self._max_prompt_tokens()
         if len(tokens) > most:
@@ -216,6 +216,6 @@ def _encoded(encode: Callable[[Any], Iterable[int]], given: Any) -> tuple[int, .
         return tuple(encode(given))
     except (TypeError, UnicodeError) as error:
         raise InvalidRequestError(
-            f"the prompt cannot be encoded: {error}; give text that is valid Unicode, without "
+            f"the prompt cannot be encoded: {error}; pass text that is valid Unicode, without "
             "lone surrogates"
         ) from error

@@ -14,33 +14,31 @@ from jaxserve.scheduling.scheduler import Scheduler
 @final
 @dataclass
 class EngineStats:
-    """What the loop did so far. Counters of scheduling are those of `Scheduler.counters`.
+    """Counters of the loop since its start. Those of scheduling come from `Scheduler.counters`.
 
-    The host gap is the time the device had nothing to do although work waited. It is bounded from
-    above: a device found idle at a submission is taken to have been idle since it was last seen
-    busy.
+    The host gap is the time during which the device was idle although work waited. It is an upper
+    bound: a device that is idle at a submission counts as idle since it was last observed busy.
 
     Attributes:
-      num_steps, num_decode_loops, num_iterations: submitted.
-      num_tokens: prompt and output tokens computed, iterations past an early end included.
-      num_padding_tokens: computed without use (idle slots in the window; mixed steps not counted).
-      num_preemptions: sequences sent back to the pool.
-      num_outgrown: of these, because they had used up what was reserved for them.
-      num_pages_out, num_pages_in: copied to the host and back.
-      num_pages_prefetched: of those that came back, the ones whose sequences waited yet.
-      num_recomputed: tokens of preempted sequences whose KV was dropped, to be computed anew.
-      num_prefix_queried: tokens of admitted sequences, in full pages, that the prefix cache could
-        have had.
-      num_prefix_hit: those that it had.
-      num_prefix_hit_on_host, num_prefix_hit_on_disk: of these, the ones that came from there.
-      num_evicted_tokens: of the queried, those that it had evicted not long before.
-      num_refined: times that a probe's reading changed what was expected of a sequence's length.
-      num_taken_back: output tokens that steps might have delivered and did not, although their
-        answers had not ended.
-      max_pages_owned: most pages in use at once.
-      busy_s: seconds with work on hand.
-      host_gap_s: of these, seconds the device may have idled.
-      planning_s: seconds the scheduler took; the device works meanwhile.
+      num_steps, num_decode_loops, num_iterations: number submitted.
+      num_tokens: prompt and output tokens computed, including iterations after an early end.
+      num_padding_tokens: tokens computed for idle slots of a window, without those of mixed steps.
+      num_preemptions: number of times that a sequence was sent back to the waiting pool.
+      num_outgrown: preemptions of sequences that had used up their reservation.
+      num_pages_out, num_pages_in: pages copied to the host and back.
+      num_pages_prefetched: pages copied back while their sequences still waited.
+      num_recomputed: tokens of preempted sequences whose KV was dropped and is computed again.
+      num_prefix_queried: tokens in full pages of admitted sequences, looked up in the prefix cache.
+      num_prefix_hit: queried tokens that the prefix cache had.
+      num_prefix_hit_on_host, num_prefix_hit_on_disk: hits on the host and on the disk.
+      num_evicted_tokens: queried tokens that the prefix cache had evicted recently.
+      num_refined: number of times that a probe's reading changed a sequence's length estimate.
+      num_taken_back: planned output tokens that steps did not deliver although their answers had
+        not ended.
+      max_pages_owned: maximum number of pages in use at the same time.
+      busy_s: seconds during which there was work.
+      host_gap_s: seconds of `busy_s` during which the device may have been idle.
+      planning_s: seconds that the scheduler took, during which the device works.
       penalty_s: seconds of the device that preemptions took, by costs measured at the start.
     """
 
@@ -72,18 +70,18 @@ class EngineStats:
     _seen_busy_s: float = field(default=0.0, repr=False)
 
     def start_busy_period(self) -> None:
-        """Work arrived after a pause."""
+        """Record that work has arrived at an idle loop."""
         if self._busy_since_s is None:
             self._busy_since_s = self._seen_busy_s = self.clock.now()
 
     def end_busy_period(self) -> None:
-        """Nothing is left to do."""
+        """Record that no work is left."""
         if self._busy_since_s is not None:
             self.busy_s += self.clock.now() - self._busy_since_s
             self._busy_since_s = None
 
     def after_plan(self, seconds: float) -> None:
-        """Count the time that the scheduler took for a plan."""
+        """Add the seconds that the scheduler took for a plan."""
         self.planning_s += seconds
 
     def before_submit(self, newest: StepHandle | None) -> None:
@@ -104,6 +102,6 @@ class EngineStats:
         self.max_pages_owned = max(self.max_pages_owned, scheduler.page_usage().num_owned)
 
     def after_collect(self, newest: StepHandle | None) -> None:
-        """A step that just ended was busy until now; so is one that still runs."""
+        """Record that the device is busy now, or was until the step that was just collected."""
         if newest is None or not newest.is_ready():
             self._seen_busy_s = self.clock.now()

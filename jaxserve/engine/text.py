@@ -1,4 +1,4 @@
-"""Tokens to text as they come, and stop strings."""
+"""Incremental conversion of tokens to text, and detection of stop strings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol, final
 
 
 class StreamDecoder(Protocol):
-    """Incremental detokenizer: the pieces joined are the text of all tokens."""
+    """An incremental detokenizer: the joined pieces are the text of all tokens."""
 
     def push(self, token_ids: Sequence[int]) -> str: ...
 
@@ -16,9 +16,9 @@ class StreamDecoder(Protocol):
 
 @final
 class TextAssembler:
-    """The text of one sample so far, and how much of it may be shown.
+    """The text of one sample so far, and the part of it that may be delivered.
 
-    Text that could still become a stop string is held back.
+    Text that may be the beginning of a stop string is held back.
     """
 
     def __init__(self, decoder: StreamDecoder, stops: Sequence[str]):
@@ -28,11 +28,11 @@ class TextAssembler:
         self._num_shown = 0
 
     def push(self, token_ids: Sequence[int]) -> int | None:
-        """Take tokens in, one by one.
+        """Append tokens to the text.
 
         Returns:
-          How many of them were used up when a stop string was complete (the text now ends before
-          it), or None when none was.
+          The number of tokens that complete a stop string, before which the text now ends; None if
+          no stop string is complete.
         """
         if not self._stops:
             self.text += self._decoder.push(token_ids)
@@ -47,18 +47,18 @@ class TextAssembler:
         return None
 
     def finish(self) -> None:
-        """No more tokens: take in what the decoder held back, unless a stop string cut it off."""
+        """Append the text that the decoder held back, unless a stop string has ended the text."""
         self.text += self._decoder.flush()
 
     def take(self, *, is_final: bool) -> str:
-        """Text not taken before that is certain to be part of the answer."""
+        """Return the new text that is certain to be part of the answer."""
         end = len(self.text) if is_final else len(self.text) - self._num_held_back()
         piece = self.text[self._num_shown : end]
         self._num_shown = max(self._num_shown, end)
         return piece
 
     def _num_held_back(self) -> int:
-        """Length of the longest ending that begins a stop string."""
+        """Return the length of the longest suffix of the text that begins a stop string."""
         longest = 0
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(self.text)), longest, -1):

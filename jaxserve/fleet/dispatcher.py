@@ -142,7 +142,7 @@ class Dispatcher:
             self._raise_if_closed()
             if call.id in self._open_ids:
                 raise InvalidRequestError(
-                    f"a request with the id {call.id!r} is still running; give another id, or none "
+                    f"a request with the id {call.id!r} is still running; pass another id, or none "
                     "to have one made up"
                 )
             self._open_ids.add(call.id)

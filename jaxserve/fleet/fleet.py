@@ -80,7 +80,7 @@ class Fleet:
     ):
         for name, value in (("replicas", replicas), ("tensor_parallel", tensor_parallel)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidConfigError(f"{name}={value!r}; give a whole number of at least 1")
+                raise InvalidConfigError(f"{name}={value!r}; pass a whole number of at least 1")
         self.options = RuntimeOptions.parse(
             {name: value for name, value in options.items() if name not in _LOADING}
         )

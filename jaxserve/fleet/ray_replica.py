@@ -175,7 +175,7 @@ class RayReplica:
             reply = method.remote(call.prompt, call.params, others)
         except TypeError as error:
             raise InvalidRequestError(
-                f"the prompt cannot be sent to a replica: {error}; give a string, token ids or "
+                f"the prompt cannot be sent to a replica: {error}; pass a string, token ids or "
                 "chat messages"
             ) from error
         try:

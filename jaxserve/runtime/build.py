@@ -103,7 +103,7 @@ def build_parts(
         nullcontext() if group is None else group.together(),
         out_of_memory_as(
             "making the page pool and warming up",
-            "give a smaller kv_memory, max_step_tokens or max_slots",
+            "pass a smaller kv_memory, max_step_tokens or max_slots",
         ),
     ):
         places = place_replicas(used, mesh, decoder.config)
@@ -263,7 +263,7 @@ def _check_disk(options: RuntimeOptions, policy: Policy) -> None:
     if not policy.retention.uses_host:
         raise InvalidConfigError(
             f"disk_memory={options.disk_memory!r}, but policy={policy.name!r} keeps no pages on "
-            'the host, from where they go to the disk; give policy="pensieve" or "auto", or no '
+            'the host, from where they go to the disk; pass policy="pensieve" or "auto", or no '
             "disk_memory"
         )
     if options.host_memory == 0:
@@ -278,6 +278,6 @@ def _disk_folder(options: RuntimeOptions) -> Path:
 def _no_host_pages(options: RuntimeOptions) -> InvalidConfigError:
     return InvalidConfigError(
         f"disk_memory={options.disk_memory!r}, but there are no pages on the host, from where they "
-        "go to the disk; give more host_memory, or no disk_memory. Models that are cut into stages "
+        "go to the disk; pass more host_memory, or no disk_memory. Models that are cut into stages "
         "or served by several processes keep none there"
     )

@@ -83,12 +83,12 @@ class Forecaster:
         if given is None:
             if options.learns:
                 raise InvalidConfigError(
-                    "learns=True trains a predictor, and none is given; give predictor="
+                    "learns=True trains a predictor, but none is given; pass predictor="
                 )
             if isinstance(policy.admission, Predicted) and options.probe is None:
                 _log.warning(
                     "policy %s has no predictor and reserves for the longest answer, as ORCA does; "
-                    "give predictor= (jaxserve predictor train) or probe=",
+                    "pass predictor= (jaxserve predictor train) or probe=",
                     policy.name,
                 )
             return None
@@ -180,14 +180,14 @@ def _loaded(given: Any, *, learns: bool) -> tuple[Any, OnlineLearner | None]:
         return learner.predictor, learner
     if not callable(getattr(given, "predict", None)):
         raise InvalidConfigError(
-            f"predictor={given!r} has no method `predict`; give a predictor.LengthPredictor, or "
+            f"predictor={given!r} has no method `predict`; pass a predictor.LengthPredictor, or "
             "the folder of one"
         )
     if not learns:
         return given, None
     if not isinstance(given, LengthPredictor):
         raise InvalidConfigError(
-            f"learns=True cannot train predictor={given!r}; give a predictor.LengthPredictor, or "
+            f"learns=True cannot train predictor={given!r}; pass a predictor.LengthPredictor, or "
             "learns=False"
         )
     return given, OnlineLearner(given)
@@ -204,7 +204,7 @@ def load_probe(given: Any) -> Probe | None:
     if not isinstance(given, (str, Path)):
         if getattr(given, "refinement", None) is None:
             raise InvalidConfigError(
-                f"probe={given!r} has no `refinement`; give a predictor.LengthProbe, or the folder "
+                f"probe={given!r} has no `refinement`; pass a predictor.LengthProbe, or the folder "
                 "of one"
             )
         return given

@@ -40,7 +40,7 @@ def load_for(
     check_early(options, policy, group)
     with (
         nullcontext() if group is None else group.together(),
-        out_of_memory_as("loading the weights", "give a smaller dtype or a smaller model"),
+        out_of_memory_as("loading the weights", "pass a smaller dtype or a smaller model"),
     ):
         return load_model(
             name_or_path,

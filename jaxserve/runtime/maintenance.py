@@ -47,7 +47,7 @@ class Maintenance:
         """See `Runtime.update_params`."""
         if running not in get_args(Running):
             raise InvalidConfigError(
-                f"running={running!r} is unknown; give one of {get_args(Running)}"
+                f"running={running!r} is unknown; pass one of {get_args(Running)}"
             )
         replicas = self._replicas.all
         parts = split_replicas(params)
@@ -83,7 +83,7 @@ class Maintenance:
                 "resized; close the runtime on all of them, and create one with another kv_memory"
             )
         with (
-            out_of_memory_as("resizing the page pool", "give a smaller size"),
+            out_of_memory_as("resizing the page pool", "pass a smaller size"),
             self._replicas.paused("keep"),
         ):
             self._resize(kv_bytes)

@@ -86,7 +86,7 @@ class Batch:
             return cls(batch, [params or SamplingParams()] * len(batch), is_single)
         if len(params) != len(batch):
             raise InvalidConfigError(
-                f"{len(params)} SamplingParams for {len(batch)} prompts; give one for all, or one "
+                f"{len(params)} SamplingParams for {len(batch)} prompts; pass one for all, or one "
                 "each"
             )
         return cls(batch, params, is_single)

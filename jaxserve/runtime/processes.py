@@ -33,7 +33,7 @@ def processes_of(mesh: Mesh | StagePlan | None, params: Any = None) -> ProcessGr
         return None
     if not isinstance(mesh, Mesh) or mesh.size != mesh.shape.get("tensor", 1):
         raise InvalidConfigError(
-            f"{mesh} reaches over several processes, which only a tensor axis can; give stages and "
+            f"{mesh} reaches over several processes, which only a tensor axis can; pass stages and "
             "replicas devices of one process"
         )
     with _process_errors():

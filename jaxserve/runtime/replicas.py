@@ -222,7 +222,7 @@ class Replicas:
             known = self._placed.get(answer.request.id)
             if known is not None and not known.answer.future.done():
                 raise InvalidRequestError(
-                    f"a request with the id {answer.request.id!r} is still running; give another "
+                    f"a request with the id {answer.request.id!r} is still running; pass another "
                     "id, or none to have one made up"
                 )
 

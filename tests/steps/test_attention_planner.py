@@ -84,7 +84,7 @@ def test_an_implementation_that_cannot_serve_is_refused():
     """What was asked for by name is not replaced by another; unknown names are listed."""
     with pytest.raises(InvalidConfigError, match="'triton' cannot serve: .* GPUs, not for cpu"):
         Runtime(tiny_llama(), attention="triton", **OPTIONS)
-    with pytest.raises(InvalidConfigError, match="unknown; give one of"):
+    with pytest.raises(InvalidConfigError, match="unknown; pass one of"):
         Runtime(tiny_llama(), attention="flash", **OPTIONS)
 
 
