@@ -1,4 +1,4 @@
-"""The commands put together. Slow imports are inside the commands."""
+"""The application with all commands. Slow imports are inside the commands."""
 
 from __future__ import annotations
 

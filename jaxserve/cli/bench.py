@@ -13,7 +13,7 @@ from jaxserve.cli import options as opt
 
 def bench(
     num_requests: Annotated[
-        int, typer.Option("--num-requests", help="Requests, submitted at once.")
+        int, typer.Option("--num-requests", help="Number of requests, submitted at once.")
     ] = 32,
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", help="Tokens of each prompt.")
@@ -43,7 +43,7 @@ def bench(
     record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Measure throughput and latency on random prompts; prints one JSON object.
+    """Measure throughput and latency on random prompts, and print one JSON object.
 
     Every answer has exactly the given length. For real prompts and the matching rooflines, use
     `python -m benchmarks.offline` from a checkout.

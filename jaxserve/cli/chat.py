@@ -62,13 +62,13 @@ def chat(
     record: opt.Record = None,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Talk with an instruct model; answers appear while they are generated.
+    """Chat with an instruct model. Answers are printed while they are generated.
 
     /reset begins a new conversation, /exit (or Ctrl-D) leaves. Ctrl-C stops an answer, which is
     then not kept; between answers it leaves.
 
-    With --id or --journal the conversation is kept, and --id continues it another time; see
-    `jaxserve conversations`. Without either, nothing of it is written to a file.
+    With --id or --journal the conversation is kept, and --id continues it later; see
+    `jaxserve conversations`. Without either, the conversation is not written to a file.
     """
     with opt.exit_codes():
         params = opt.sampling_params(
@@ -118,7 +118,7 @@ def _converse(
     conversation = service.conversation(id, system=system)
     if conversation.turns:
         typer.echo(
-            f"(conversation {conversation.id} goes on after {len(conversation.turns)} turns and "
+            f"(conversation {conversation.id} continues after {len(conversation.turns)} turns and "
             f"{len(conversation.token_ids)} tokens)",
             err=True,
         )
@@ -134,11 +134,11 @@ def _converse(
     finally:
         if journal is not None and conversation.turns:
             again = shlex.join(["--journal", str(journal), "--id", conversation.id])
-            typer.echo(f"(kept; go on with: jaxserve chat {again})", err=True)
+            typer.echo(f"(kept; continue with: jaxserve chat {again})", err=True)
 
 
 def _ask() -> str | None:
-    """Return the next line of the user; None to leave."""
+    """Return the user's next line; None if the user leaves."""
     try:
         said = input("> ").strip()
     except EOFError:
@@ -151,7 +151,7 @@ def _ask() -> str | None:
 
 
 def _answer(conversation: Conversation, params: SamplingParams, said: str) -> None:
-    """Print the answer while it is generated. A turn that is refused or stopped is not kept."""
+    """Print the answer while it is generated; a turn that fails or is stopped is not kept."""
     try:
         # Closing the generator cancels an answer that is still being generated.
         with closing(conversation.stream(said, params)) as pieces:

@@ -1,4 +1,4 @@
-"""`jaxserve conversations`: the conversations in a journal. Loads no model."""
+"""`jaxserve conversations`, which manages the conversations in a journal without a model."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def delete(
     """Delete conversations, and every copy of them in the journal's files."""
     with opt.exit_codes(), _opened(journal) as kept:
         if bool(ids) == all:
-            raise InvalidConfigError("give the ids of conversations, or --all, and not both")
+            raise InvalidConfigError("pass the ids of conversations or --all, not both")
         gone = ids or [entry.id for entry in kept.list()]
-        question = f"Delete {len(gone)} conversation(s) for good?"
+        question = f"Delete {len(gone)} conversation(s) permanently?"
         if gone and (yes or typer.confirm(question, err=True)):
             kept.delete(*dict.fromkeys(gone))
             typer.echo(f"deleted {len(gone)} conversation(s)", err=True)

@@ -1,4 +1,4 @@
-"""`jaxserve generate`: a batch of prompts in, JSON lines out."""
+"""`jaxserve generate`, which answers a batch of prompts as JSON lines."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from jaxserve.core.sampling_params import SamplingParams
 
 
 def generate(
-    prompt: Annotated[list[str] | None, typer.Argument(help="Prompts, one an argument.")] = None,
+    prompt: Annotated[list[str] | None, typer.Argument(help="Prompts, one per argument.")] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="Prompts, one a line; blank lines skipped.")
+        Path | None, typer.Option("--file", "-f", help="File of prompts, one per line.")
     ] = None,
     jsonl: Annotated[
         Path | None,
         typer.Option(
             "--jsonl",
             help='Prompts as JSON lines: {"prompt": text or token ids} or {"messages": [...]}, '
-            "with an id and sampling parameters if wanted.",
+            "optionally with an id and sampling parameters.",
         ),
     ] = None,
     output: Annotated[
@@ -64,7 +64,7 @@ def generate(
         int | None,
         typer.Option(
             "--logprobs",
-            help="Also give log-probabilities: 0 for the token's own, k for the k likeliest.",
+            help="Also return log-probabilities: 0 for the token's own, k for the k likeliest.",
             rich_help_panel="Sampling",
         ),
     ] = None,
@@ -93,7 +93,7 @@ def generate(
 ) -> None:
     """Answer a batch of prompts from arguments or a file, as JSON lines in the same order.
 
-    Ctrl-C writes what is finished and exits with 130.
+    Ctrl-C writes the finished answers and exits with 130.
     """
     with opt.exit_codes():
         params = opt.sampling_params(
@@ -157,7 +157,7 @@ def _read_jobs(
     given = [source for source in (arguments, file, jsonl) if source]
     if len(given) != 1:
         raise InvalidConfigError(
-            "give prompts in exactly one way: as arguments, with --file, or with --jsonl"
+            "pass prompts in exactly one way: as arguments, with --file, or with --jsonl"
         )
     if file:
         jobs = prompts.from_text_file(file, params)
@@ -184,7 +184,7 @@ def _sink(output: Path | None) -> AbstractContextManager[TextIO]:
 def _write(
     jobs: list[prompts.Job], done: list[Completion], sink: TextIO, *, text_only: bool
 ) -> None:
-    """Write every completion except the cancelled ones; errors go to stderr too."""
+    """Write every completion that is not cancelled; write errors to stderr too."""
     for job, completion in zip(jobs, done, strict=True):
         if completion.error is not None:
             typer.echo(f"prompt {job.id}: {opt.describe(completion.error)}", err=True)

@@ -1,4 +1,4 @@
-"""`jaxserve models`: the models that can be served, and where their files are."""
+"""`jaxserve models`, which lists the models that can be served and the paths of their files."""
 
 from __future__ import annotations
 

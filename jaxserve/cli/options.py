@@ -1,6 +1,6 @@
 """Options that several commands share, the service that they describe, and exit codes.
 
-Exit codes: 0 done, 1 something failed (a request of a batch, memory, the cache), 2 bad input,
+Exit codes: 0 done, 1 failure (of a request of a batch, memory, the cache), 2 bad input,
 130 interrupted.
 """
 
@@ -74,14 +74,14 @@ TopP = Annotated[
 MinP = Annotated[
     float, _sampling("--min-p", "Drop tokens less likely than this times the likeliest.")
 ]
-RepetitionPenalty = Annotated[float, _sampling("--repetition-penalty", "1 is off.")]
-PresencePenalty = Annotated[float, _sampling("--presence-penalty", "0 is off.")]
-FrequencyPenalty = Annotated[float, _sampling("--frequency-penalty", "0 is off.")]
-Seed = Annotated[int | None, _sampling("--seed", "Same seed, same answer.")]
+RepetitionPenalty = Annotated[float, _sampling("--repetition-penalty", "1 for no penalty.")]
+PresencePenalty = Annotated[float, _sampling("--presence-penalty", "0 for no penalty.")]
+FrequencyPenalty = Annotated[float, _sampling("--frequency-penalty", "0 for no penalty.")]
+Seed = Annotated[int | None, _sampling("--seed", "Seed; equal seeds give equal answers.")]
 Stop = Annotated[
     list[str] | None, _sampling("--stop", "Text that ends an answer; may be given several times.")
 ]
-IgnoreEos = Annotated[bool, _sampling("--ignore-eos", "Go on past the model's end token.")]
+IgnoreEos = Annotated[bool, _sampling("--ignore-eos", "Continue after the model's end token.")]
 
 Model = Annotated[
     str, _runtime("--model", "-m", text="A name (see `jaxserve models list`), folder or GGUF file.")
@@ -128,7 +128,7 @@ MaxContext = Annotated[
     _runtime("--max-context", text="Maximum number of tokens of prompt and answer together."),
 ]
 TensorParallel = Annotated[
-    int, _runtime("--tensor-parallel", text="Devices that the model is split over.")
+    int, _runtime("--tensor-parallel", text="Number of devices over which the model is split.")
 ]
 Stages = Annotated[
     str | None,
@@ -139,11 +139,11 @@ Stages = Annotated[
 ]
 DataParallel = Annotated[
     int,
-    _runtime("--data-parallel", text="Replicas in this process, each on devices of its own."),
+    _runtime("--data-parallel", text="Replicas in this process, each on its own devices."),
 ]
 Replicas = Annotated[
     int,
-    _runtime("--replicas", text="Replicas in processes of their own, on Ray; see `Fleet`."),
+    _runtime("--replicas", text="Replicas on Ray, each in its own process; see `Fleet`."),
 ]
 Record = Annotated[
     Path | None,
@@ -168,7 +168,7 @@ Quiet = Annotated[bool, _runtime("--quiet", "-q", text="No progress bars.")]
 
 
 def default_journal() -> Path:
-    """Return the journal that is used where none is given."""
+    """Return the path of the journal that is used by default."""
     folder = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(folder) / "jaxserve" / "conversations.sqlite"
 
@@ -200,7 +200,7 @@ def sampling_params(**fields: object) -> SamplingParams:
 
 
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> bool:
-    """Connect the job's processes, if there are several; return whether this one answers.
+    """Connect the job's processes, if there are several; return whether this process leads.
 
     Raises:
       InvalidConfigError, ProcessGroupError
@@ -220,12 +220,12 @@ def open_service(model: str, *, quiet: bool, replicas: int = 1, **settings: obje
     """Open the service that the options describe. Progress bars go to stderr.
 
     Args:
-      replicas: processes; several are a `Fleet`, one is a `Runtime`.
+      replicas: number of processes; 1 opens a `Runtime`, more open a `Fleet`.
       settings: arguments of `_open_runtime`, `Runtime.from_pretrained` or `Fleet`; None leaves an
         option at its default.
 
     Raises:
-      InvalidConfigError: also for options that a fleet does not have.
+      InvalidConfigError: an option is not allowed, or a fleet does not have it.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     if given.get("host_memory") == "0":
@@ -251,13 +251,13 @@ def _open_fleet(
 
     if stages is not None or data_parallel != 1:
         raise InvalidConfigError(
-            f"--replicas {replicas} cannot go together with --stages or --data-parallel; pass "
-            "--tensor-parallel to split each replica, or leave --replicas out"
+            f"--replicas {replicas} cannot be combined with --stages or --data-parallel; pass "
+            "--tensor-parallel to split each replica, or omit --replicas"
         )
     if jax.distributed.is_initialized():
         raise InvalidConfigError(
-            f"--replicas {replicas} cannot go together with --num-processes: Ray starts the "
-            "replicas' processes; leave one of them out"
+            f"--replicas {replicas} cannot be combined with --num-processes: Ray starts the "
+            "replicas' processes; omit one of them"
         )
     return Fleet(model, replicas=replicas, progress=not quiet, **given)
 
@@ -271,7 +271,7 @@ def _open_runtime(
     data_parallel: int = 1,
     **given: Any,
 ) -> Runtime:
-    """In a process that follows: serve the leader, and leave the command when it is done."""
+    """Return the runtime; a process that follows serves the leader first, then exits."""
     import jax
 
     from jaxserve.runtime import Runtime
@@ -280,7 +280,7 @@ def _open_runtime(
     num_processes = jax.process_count()
     try:
         if stages is not None and data_parallel != 1:
-            raise ValueError("--stages and --data-parallel cannot go together; pass one of them")
+            raise ValueError("--stages and --data-parallel cannot be combined; pass one of them")
         if stages is not None:
             given["mesh"] = _stage_plan(stages, tensor_parallel)
         elif (data_parallel, tensor_parallel) != (1, 1) or num_processes > 1:
@@ -304,7 +304,7 @@ def _open_runtime(
 
 
 def _stage_plan(text: str, tensor_parallel: int) -> StagePlan:
-    """Parse e.g. "20x2,10x1". A stage without a number of devices has `tensor_parallel`."""
+    """Parse e.g. "20x2,10x1"; a stage without a number of devices has `tensor_parallel`."""
     from sharding import StagePlan
 
     if not re.fullmatch(r"\d+(x\d+)?(,\d+(x\d+)?)*", text):
@@ -317,13 +317,13 @@ def _stage_plan(text: str, tensor_parallel: int) -> StagePlan:
 
 
 def describe(error: JaxserveError) -> str:
-    """Return an error as the user reads it: its type and its message."""
+    """Return an error's type and message as text."""
     return f"{type(error).__name__}: {error}"
 
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turn typed errors and Ctrl-C into a message on stderr and an exit code, never a traceback."""
+    """Turn typed errors and Ctrl-C into a message on stderr and an exit code, not a traceback."""
     try:
         yield
     except JaxserveError as error:

@@ -1,4 +1,4 @@
-"""`jaxserve predictor`: train, measure and describe predictors of output lengths."""
+"""`jaxserve predictor`, which trains, measures and describes predictors of output lengths."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Settings:
         return [clipped(part, self.max_length) for part in parts]
 
     def start(self, parts: list[list[Example]], progress: bool) -> LengthPredictor:
-        """Return the untrained predictor. Turns the persistent compilation cache on."""
+        """Return the untrained predictor, and turn the persistent compilation cache on."""
         from jaxserve.execution.build import enable_compilation_cache
         from jaxserve.models.encoders import untrained_predictor
         from predictor import LengthBuckets
@@ -119,7 +119,7 @@ def train(
         ),
     ] = "minilm",
     max_length: Annotated[
-        int, typer.Option("--max-length", help="Longest answer; longer ones count as this.")
+        int, typer.Option("--max-length", help="Length that longer answers count as.")
     ] = 1024,
     max_prompt_tokens: Annotated[
         int, typer.Option("--max-prompt-tokens", help="Longer prompts lose their middle.")
@@ -129,7 +129,7 @@ def train(
     ] = "equal",
     num_buckets: shared.NumBuckets = 10,
     epochs: shared.Epochs = 4,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts in a step.")] = 32,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts per step.")] = 32,
     learning_rate: shared.LearningRate = 5e-5,
     max_examples: MaxExamples = None,
     held_out: shared.HeldOut = 0.1,
@@ -254,14 +254,14 @@ def show(folder: Annotated[Path, typer.Argument(help="A trained predictor.")]) -
 
 
 def table_of(contenders: list[dict[str, Any]]) -> Table:
-    """Return a table of the figures of `Contender.to_dict`, a row a contender."""
+    """Return a table of the figures of `Contender.to_dict`, with one row per contender."""
     from rich.table import Table
 
     table = Table(
         *("", "accuracy", "wrong by", "error", "too short"),
         *(f"for {float(rate):.0%}" for rate in contenders[0]["promises"]),
-        caption="error: tokens; for 10%: what outgrew reservations that a tenth may outgrow, and "
-        "their mean length",
+        caption="error: tokens; for 10%: share of answers that outgrew reservations meant for 10%, "
+        "and mean length of the reservations",
         caption_justify="left",
         box=None,
         header_style="bold",
@@ -290,7 +290,7 @@ def _print(
         typer.echo(json.dumps({**num, "contenders": contenders, **more}))
         return
     shared.show_wide(table_of(contenders))
-    typer.echo(f"tested on {num['tested_on']} prompts that none of them was trained on")
+    typer.echo(f"tested on {num['tested_on']} prompts that were not used for training")
 
 
 def _prepare(output: Path, settings: Settings, resume: bool) -> Path:
@@ -304,13 +304,13 @@ def _prepare(output: Path, settings: Settings, resume: bool) -> Path:
     kept = checkpoints / SETTINGS
     if checkpoints.exists() and not kept.is_file():
         raise InvalidConfigError(
-            f"{checkpoints} holds something other than checkpoints; name another --output"
+            f"{checkpoints} holds files other than checkpoints; pass another --output"
         )
     if not resume:
         shutil.rmtree(checkpoints, ignore_errors=True)
     elif kept.is_file() and json.loads(kept.read_text(encoding="utf-8")) != asdict(settings):
         raise InvalidConfigError(
-            f"{checkpoints} is of a run with other options; pass the same, or leave out --resume"
+            f"{checkpoints} is of a run with other options; pass the same ones, or omit --resume"
         )
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`jaxserve predictor probe`: train and describe probes of remaining lengths."""
+"""`jaxserve predictor probe`, which trains and describes probes of remaining lengths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ probe_app = typer.Typer(
     no_args_is_help=True,
 )
 
-# Numbers of generated tokens at which figures are shown. Readings are at whole intervals.
+# Numbers of generated tokens for which figures are shown. Readings are at whole intervals.
 ELAPSED = (0, 16, 32, 64, 128, 256, 512)
 
 
@@ -36,8 +36,8 @@ class ProbeSettings:
     """Settings of a probe's training, stored beside it.
 
     Attributes:
-      layer: number of layers before the place where the probe reads; None for half of them.
-      max_answers: leading answers of the data to use; None for all.
+      layer: number of layers before the activations that the probe reads; None for half of them.
+      max_answers: number of the data's first answers to use; None for all.
     """
 
     data: str
@@ -60,7 +60,7 @@ class ProbeSettings:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TrainedProbe:
-    """A probe of a model. `answers` and `readings` are for training, calibration and test."""
+    """A trained probe; `answers` and `readings` have parts for training, calibration and test."""
 
     loaded: LoadedModel
     probe: LengthProbe
@@ -156,18 +156,18 @@ def train(
     layer: Annotated[
         int | None,
         typer.Option(
-            "--layer", help="Number of layers before the place where it reads. [default: half]"
+            "--layer", help="Number of layers before the activations it reads. [default: half]"
         ),
     ] = None,
     interval: Annotated[
-        int, typer.Option("--interval", help="Tokens from one reading to the next.")
+        int, typer.Option("--interval", help="Number of tokens between readings.")
     ] = ProbeSettings.interval,
     hidden_size: Annotated[
         int, typer.Option("--hidden-size", help="Units of the head; 0 for a linear one.")
     ] = ProbeSettings.hidden_size,
     max_length: Annotated[
         int,
-        typer.Option("--max-length", help="Longest remaining length; longer ones count as this."),
+        typer.Option("--max-length", help="Remaining length that longer ones count as."),
     ] = ProbeSettings.max_length,
     buckets: Annotated[
         str, typer.Option("--buckets", help="Kind of buckets: log, equal or quantile.")
@@ -179,7 +179,7 @@ def train(
     held_out: shared.HeldOut = ProbeSettings.held_out,
     epochs: shared.Epochs = ProbeSettings.epochs,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", help="Readings a step.")
+        int, typer.Option("--batch-size", help="Readings per step.")
     ] = ProbeSettings.batch_size,
     learning_rate: shared.LearningRate = ProbeSettings.learning_rate,
     seed: shared.Seed = 0,
@@ -220,24 +220,24 @@ def train(
             )
             return
         shared.show_wide(table_of(figures))
-        typer.echo(f"tested on {len(done.answers[2])} answers that it was not trained on")
+        typer.echo(f"tested on {len(done.answers[2])} answers that were not used for training")
 
 
 @probe_app.command("show")
 def show(folder: Annotated[Path, typer.Argument(help="A trained probe.")]) -> None:
-    """Describe a probe: where it reads, its buckets, and the weights of its readings."""
+    """Describe a probe: the layer that it reads, its buckets, and the weights of its readings."""
     with opt.exit_codes(), opt.refusals():
         from predictor import LengthProbe
 
         probe = LengthProbe.load(folder)
         refinement = probe.refinement
         about: dict[str, Any] = {
-            "reads": f"behind layer {probe.layer}, {probe.width} wide",
+            "reads": f"after layer {probe.layer}, {probe.width} wide",
             "parameters": sum(value.size for value in probe.params.values()),
             "buckets up to": ", ".join(map(str, probe.buckets.edges[1:])),
             "tokens between readings": refinement.interval,
             "temperature": f"{refinement.temperature:.3f}",
-            "weight of beliefs": refinement.belief_weight,
+            "weight of estimates": refinement.belief_weight,
             "weight of readings": refinement.reading_weight,
         }
         if (folder / SETTINGS).is_file():
@@ -247,7 +247,7 @@ def show(folder: Annotated[Path, typer.Argument(help="A trained probe.")]) -> No
 
 
 def table_of(figures: Sequence[dict[str, Any]]) -> Table:
-    """Return a table of errors in tokens and shares of right buckets, a row a predictor."""
+    """Return a table of errors in tokens and shares of right buckets, one row per predictor."""
     from rich.table import Table
 
     at = list(dict.fromkeys(each["elapsed"] for each in figures))
@@ -268,7 +268,7 @@ def table_of(figures: Sequence[dict[str, Any]]) -> Table:
 
 
 def _prepare(output: Path) -> None:
-    """Create the output folder. Raises InvalidConfigError where it cannot be used."""
+    """Create the output folder; raise InvalidConfigError if it cannot be used."""
     shared.check_output(output, marker="probe.json", kind="probe")
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Reads prompts from arguments and files, and writes completions as JSON lines."""
+"""Functions that read prompts from arguments and files, and write completions as JSON lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PARAM_KEYS = tuple(field.name for field in fields(SamplingParams))
 @final
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One prompt of the batch, its parameters, and the id of its line of output."""
+    """One prompt of the batch, its parameters, and the id of its output line."""
 
     id: Any
     prompt: Prompt
@@ -46,8 +46,8 @@ def from_text_file(path: Path, params: SamplingParams) -> list[Job]:
 def from_jsonl(path: Path, params: SamplingParams) -> list[Job]:
     """Return a job for each line that is not blank.
 
-    A line is an object with `prompt` (text or token ids) or `messages`, an `id` if wanted, and any
-    sampling parameters that differ from `params`.
+    A line is an object with `prompt` (text or token ids) or `messages`, optionally with an `id` and
+    with sampling parameters that differ from `params`.
 
     Raises:
       InvalidRequestError: a line is not such an object.
@@ -95,7 +95,7 @@ def to_json_line(job: Job, completion: Completion) -> str:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").split("\n")  # JSON may hold other separators
+        return path.read_text(encoding="utf-8").split("\n")  # JSON may contain other separators
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError(
             f"cannot read prompts from {path}: {error}; pass a UTF-8 text file"
@@ -116,7 +116,7 @@ def _job(record: object, index: int, params: SamplingParams) -> Job:
     given = [key for key in _PROMPT_KEYS if key in record]
     if len(given) != 1:
         raise InvalidRequestError(
-            f"give exactly one of prompt and messages, not {' and '.join(given) or 'neither'}"
+            f"pass exactly one of prompt and messages, not {' and '.join(given) or 'neither'}"
         )
     prompt = record[given[0]]
     if not isinstance(prompt, (str, list)):

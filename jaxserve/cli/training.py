@@ -20,7 +20,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, not
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
 HeldOut = Annotated[
     float,
-    typer.Option("--held-out", help="Share of the data for calibration; the test gets as much."),
+    typer.Option("--held-out", help="Share of the data for calibration, and again for the test."),
 ]
 NumBuckets = Annotated[int, typer.Option("--num-buckets", help="Number of buckets.")]
 Epochs = Annotated[int, typer.Option("--epochs", help="Maximum number of epochs.")]
@@ -29,14 +29,14 @@ Seed = Annotated[int, typer.Option("--seed", help="Seed of draw, split and train
 
 
 def check_output(output: Path, *, marker: str, kind: str) -> None:
-    """Refuse an output folder that cannot be written to, before training.
+    """Check before training that the output folder can be written to.
 
     Args:
       marker: a file that marks an earlier result, which may be replaced.
       kind: "predictor" or "probe", for the message.
 
     Raises:
-      InvalidConfigError
+      InvalidConfigError: it cannot be written to, or holds other files.
     """
     if output.exists() and not output.is_dir():
         raise InvalidConfigError(f"--output {output} is a file; name a folder")
@@ -51,14 +51,14 @@ def cannot_write(error: OSError) -> InvalidConfigError:
 
 
 def check_parts(parts: Sequence[Sequence[Any]], what: str) -> None:
-    """Refuse a split with an empty part.
+    """Check that no part of a split is empty.
 
     Args:
-      parts: for training, calibration and test.
-      what: the name of their items, for the message.
+      parts: items for training, calibration and test.
+      what: the name of the items, for the message.
 
     Raises:
-      InvalidConfigError
+      InvalidConfigError: a part is empty.
     """
     if not all(parts):
         raise InvalidConfigError(
@@ -82,6 +82,6 @@ def show_wide(table: Table) -> None:
 
 
 def describe(about: Mapping[str, Any]) -> None:
-    """Print a line for each item."""
+    """Print one line per item."""
     for key, value in about.items():
         typer.echo(f"{key:<26} {value}")

@@ -1,4 +1,4 @@
-"""A service of several replicas, each in a process of its own, on Ray."""
+"""A service of several replicas, each in its own process, on Ray."""
 
 from jaxserve.fleet.fleet import Fleet
 from jaxserve.fleet.replica import ReplicaState

@@ -10,24 +10,25 @@ from typing import Any, final
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.scheduling.router import page_hashes
 
-# Characters of English text a token, under the vocabularies of the models here. Replicas tokenize.
+# Characters of English text per token for the vocabularies of the registered models. Only replicas
+# tokenize.
 _CHARACTERS_A_TOKEN = 4
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """A request, and what it is routed by.
+    """A request, and the values by which it is routed.
 
     Attributes:
-      id: unique in a fleet.
-      prompt: in plain types; not checked, a replica does that.
-      params: with a seed, so that every replica generates the same tokens.
-      deadline_s: on the fleet's clock; None for none.
-      pages: `page_hashes` of the prompt's tokens where they are known, else of its characters.
-      num_prompt_tokens: counted, or estimated from the length of the text.
+      id: request id, unique in a fleet.
+      prompt: prompt in plain Python types; the replica checks it.
+      params: parameters with a seed, so that every replica generates the same tokens.
+      deadline_s: deadline on the fleet's clock; None for no deadline.
+      pages: `page_hashes` of the prompt's tokens if they are known, else of its characters.
+      num_prompt_tokens: number of tokens, counted or estimated from the length of the text.
       has_tokens: whether the prompt's tokens are known.
-      conversation_id: of the conversation that this is a turn of; None for other requests.
+      conversation_id: id of the conversation of which this is a turn; None for other requests.
     """
 
     id: str
@@ -51,7 +52,7 @@ def make_call(
     deadline_s: float | None = None,
     conversation_id: str | None = None,
 ) -> Call:
-    """Return the call for whatever a user gives as a prompt. Raises nothing."""
+    """Return the call for a prompt of any type. It raises nothing, since a replica checks it."""
     prompt = _plain(prompt)
     text = _text(prompt)
     has_tokens = text is None and isinstance(prompt, list) and _are_token_ids(prompt)
@@ -76,7 +77,7 @@ def make_call(
 
 
 def _plain(prompt: Any) -> Any:
-    """Return arrays and generators as lists, and whole numbers of any library as Python's."""
+    """Return arrays and generators as lists, and integers of any library as Python's `int`."""
     if isinstance(prompt, (str, Mapping)) or not hasattr(prompt, "__iter__"):
         return prompt
     return [_plain_item(item) for item in prompt]
@@ -94,7 +95,10 @@ def _are_token_ids(items: list[Any]) -> bool:
 
 
 def _text(prompt: Any) -> str | None:
-    """Return a text prompt, or a text for a chat that begins with the text of every turn before."""
+    """Return a text for routing: a text prompt, or all messages of a chat in order.
+
+    The text of a turn begins with the text of the previous turns.
+    """
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list) or not all(isinstance(item, Mapping) for item in prompt):

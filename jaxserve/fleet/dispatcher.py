@@ -1,4 +1,4 @@
-"""Sends requests to replicas, and sends them again when a replica dies."""
+"""The dispatcher of requests to replicas, which sends them again when a replica dies."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from jaxserve.scheduling.router import Router, answered_pages, predicted_tokens
 
 _log = logging.getLogger(__name__)
 
-# Processes of one replica that may die in a row before they serve.
+# Number of processes of one replica that may die in a row before they serve.
 _MAX_STARTS = 3
 
 
 @final
 @dataclass(eq=False)
 class _Seat:
-    """One of the fleet's replicas; another process takes the seat when its process dies."""
+    """The place of one replica in the fleet; a new process takes it when its process dies."""
 
     replica: Replica
     started: Started | None = None
@@ -58,7 +58,7 @@ class _Open:
 
 @final
 class Dispatcher:
-    """Answers requests with replicas that may die. Thread-safe.
+    """A thread-safe dispatcher, which answers requests with replicas that may die.
 
     Each request is a coroutine, and all state belongs to the thread of one asyncio loop. When a
     replica dies, a new process takes its seat and its unfinished requests are sent to another
@@ -66,8 +66,8 @@ class Dispatcher:
     While no replica serves, requests wait. When none will serve again, they fail with the reason.
 
     Args:
-      make_replica: called on that thread; must not wait.
-      page_size: tokens a page, for routing.
+      make_replica: returns a new replica; called on the loop's thread, so it must not wait.
+      page_size: tokens per page, for routing.
     """
 
     def __init__(self, make_replica: Callable[[], Replica], num_replicas: int, *, page_size: int):
@@ -77,9 +77,9 @@ class Dispatcher:
         self._page_size = page_size
         self._requests: dict[str, _Open] = {}
         self._loop = asyncio.new_event_loop()
-        self._news = asyncio.Event()  # set, and replaced, when a replica or a request has changed
+        self._news = asyncio.Event()  # set and replaced when a replica or a request has changed
         self._starts: set[asyncio.Task[None]] = set()
-        self._lock = threading.Lock()  # of the two that follow
+        self._lock = threading.Lock()  # guards the two attributes that follow
         self._open_ids: set[str] = set()
         self._is_closed = False
         self._seats = [_Seat(make_replica()) for _ in range(num_replicas)]
@@ -90,7 +90,7 @@ class Dispatcher:
 
     @property
     def replicas(self) -> tuple[ReplicaState, ...]:
-        """The state of each replica, as of now."""
+        """The present state of each replica."""
         return tuple(
             ReplicaState(
                 started=seat.started,
@@ -106,21 +106,21 @@ class Dispatcher:
         """Start every replica. Call it once.
 
         Returns:
-          A future for each, which raises the error that prevented its start.
+          A future for each replica, which raises the error that prevented its start.
         """
         return [
             asyncio.run_coroutine_threadsafe(self._start(seat), self._loop) for seat in self._seats
         ]
 
     def check_may_wait(self) -> None:
-        """Refuse to wait for replicas on the dispatcher's thread, which would wait for itself.
+        """Check that this thread may wait for replicas; the dispatcher's thread would deadlock.
 
         Raises:
-          InvalidRequestError: this is that thread.
+          InvalidRequestError: this is the dispatcher's thread.
         """
         if threading.current_thread() is self._thread:
             raise InvalidRequestError(
-                "this call waits for the replicas, and was made on the thread that reads their "
+                "this call waits for the replicas, but was made on the thread that reads their "
                 "answers, by an on_piece or a callback of a future; make it on another thread"
             )
 
@@ -128,11 +128,11 @@ class Dispatcher:
         """Answer a request.
 
         Args:
-          sink: gets the pieces, each once and an end of every sample, on the dispatcher's thread,
-            which must not wait.
+          sink: called with each piece once, and with an end of every sample, on the dispatcher's
+            thread; it must not wait.
 
         Returns:
-          The completion, with an error if the request fails.
+          A future of the completion, which has an error if the request fails.
 
         Raises:
           RuntimeClosedError
@@ -142,26 +142,26 @@ class Dispatcher:
             self._raise_if_closed()
             if call.id in self._open_ids:
                 raise InvalidRequestError(
-                    f"a request with the id {call.id!r} is still running; pass another id, or none "
-                    "to have one made up"
+                    f"a request with the id {call.id!r} is still running; pass another id, or no "
+                    "id to have one generated"
                 )
             self._open_ids.add(call.id)
             request = _Open(call, None if sink is None else StreamReplay(sink, call.params.n))
             return asyncio.run_coroutine_threadsafe(self._serve(request), self._loop)
 
     def cancel(self, request_id: str) -> None:
-        """End a request as it stands; does nothing if it has ended or the id is unknown."""
+        """End a request with the tokens so far; do nothing if it has ended or is unknown."""
         with self._lock:
             if not self._is_closed:
                 asyncio.run_coroutine_threadsafe(self._cancel(request_id), self._loop)
 
     def stats(self) -> RuntimeStats:
-        """Return the counters of the processes that serve, together; wait while none serves.
+        """Return the total counters of the processes that serve; wait while none serves.
 
         Raises:
           RuntimeClosedError
           ReplicaDiedError: no replica will serve again.
-          InvalidRequestError: the call is on the dispatcher's thread.
+          InvalidRequestError: this is the dispatcher's thread.
         """
         self.check_may_wait()
         with self._lock:
@@ -209,7 +209,7 @@ class Dispatcher:
         except asyncio.CancelledError:
             error = RuntimeClosedError("the fleet was closed before this request had ended")
             return self._failed(call, error, arrival_s)
-        except Exception as cause:  # a caller that waits must get an end
+        except Exception as cause:  # a waiting caller must get a completion
             _log.exception("request %s failed with an unexpected error", call.id)
             error = EngineFailedError(
                 f"the fleet could not answer: {type(cause).__name__}: {cause}; report this with "
@@ -221,7 +221,7 @@ class Dispatcher:
             del self._requests[call.id]
 
     async def _answer(self, request: _Open) -> Completion:
-        """Return the completion of the first of at most two replicas that does not die."""
+        """Return the completion of the first replica that does not die, of at most two."""
         died_at: int | None = None
         while not request.is_cancelled:
             serving = await self._serving(request)
@@ -239,7 +239,7 @@ class Dispatcher:
         return _cancelled(request.call, arrival_s=self._clock.now())
 
     async def _serving(self, request: _Open | None = None) -> list[int]:
-        """Return the replicas that serve; wait while there is none, or until a cancellation.
+        """Return the indices of the replicas that serve; wait for one, or for a cancellation.
 
         Raises:
           ReplicaDiedError: no replica will serve again.
@@ -299,11 +299,11 @@ class Dispatcher:
             return None
 
     def _replace(self, index: int, dead: Replica, error: ReplicaDiedError) -> None:
-        """Start another process in place of a dead one; does nothing if that has been done."""
+        """Start a new process instead of a dead one; do nothing if that has been done."""
         seat = self._seats[index]
         if seat.replica is not dead:
             return
-        _log.warning("replica %d died, and is replaced: %s", index, error)
+        _log.warning("replica %d died and is being replaced: %s", index, error)
         dead.kill()
         self._router.forget(index)
         seat.num_deaths += 1
@@ -341,10 +341,10 @@ class Dispatcher:
         errors = [seat.error for seat in self._seats if seat.error is not None]
         if len(errors) == len(self._seats):
             raise ReplicaDiedError(
-                f"no replica is left, and none could be replaced: {errors[0]}; create a new fleet"
+                f"no replica is left and none could be replaced: {errors[0]}; create a new fleet"
             ) from errors[0]
 
-    async def _cancel(self, request_id: str) -> None:  # a coroutine, so that it follows `_serve`
+    async def _cancel(self, request_id: str) -> None:  # a coroutine, so that it runs after `_serve`
         request = self._requests.get(request_id)
         if request is None:
             return

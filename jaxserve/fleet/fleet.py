@@ -34,35 +34,35 @@ from jaxserve.runtime.streams import aread, read
 from jaxserve.runtime.turn_client import ServiceTurnClient
 from jaxserve.scheduling.presets import get_policy
 
-# Arguments of `Runtime.from_pretrained` beside the runtime's own options.
+# Arguments of `Runtime.from_pretrained` other than `RuntimeOptions`.
 _LOADING = ("load", "dtype")
 _OWN_IDS = "fleet-"
 
 
 @final
 class Fleet:
-    """Serves one model in several processes, on one machine or many: a `Service` on Ray.
+    """A `Service` on Ray that serves one model in several processes, on one or several machines.
 
-    Each replica is a `Runtime` in a Ray actor with devices of its own. A request goes to the
-    replica that probably has its prompt's pages, or to the one with the least work
-    (`scheduling.router`). A replica that dies is replaced, and another replica answers its
-    requests, once. Completions have the tokens of a single runtime with the same options.
+    Each replica is a `Runtime` in a Ray actor with its own devices. A request goes to the replica
+    that probably has its prompt's pages, or to the one with the least work (`scheduling.router`). A
+    replica that dies is replaced, and another replica answers its requests, once. Completions have
+    the tokens of a single runtime with the same options.
 
     Args:
-      model: as `Runtime.from_pretrained` takes it; a path must exist on every machine.
+      model: a model as for `Runtime.from_pretrained`; a path must exist on every machine.
       replicas: number of replicas.
-      tensor_parallel: devices that each replica splits the model over.
-      num_cpus, num_gpus: reserved by Ray for each replica. GPUs are by default as many as the
-        replica splits the model over, or none where Ray has none.
-      options: `load`, `dtype`, and those of `RuntimeOptions` except `record` and `disk_memory`.
-        The journal of `conversations` is this process's.
+      tensor_parallel: number of devices over which each replica splits the model.
+      num_cpus, num_gpus: number that Ray reserves for each replica. By default `num_gpus` is
+        `tensor_parallel`, or 0 if Ray has no GPUs.
+      options: `load`, `dtype`, and `RuntimeOptions` except `record` and `disk_memory`. The journal
+        of `conversations` is in this process.
 
-    An existing connection to Ray is used and left as it was. Without one, the fleet joins the
-    cluster of RAY_ADDRESS, or starts a Ray on this machine; `close` leaves or ends it.
+    An existing connection to Ray is used and not closed. Without one, the fleet joins the cluster
+    of RAY_ADDRESS, or starts Ray on this machine; `close` leaves or stops it.
 
     Raises:
       MissingExtraError: Ray is not installed.
-      InvalidConfigError: also when Ray has too few CPUs or GPUs.
+      InvalidConfigError: an option is not allowed, or Ray has too few CPUs or GPUs.
       ReplicaDiedError: a replica died several times in a row while it was loading.
       ModelError, DownloadError, ModelCacheError, DeviceMemoryError
       JournalError: the journal of conversations cannot be used.
@@ -88,12 +88,12 @@ class Fleet:
         if self.options.record is not None:
             raise InvalidConfigError(
                 f"record={str(self.options.record)!r}: a fleet does not record; use a Runtime, or "
-                "leave record out"
+                "omit record"
             )
         if self.options.disk_memory is not None:
             raise InvalidConfigError(
                 f"disk_memory={self.options.disk_memory!r}: the replicas of a fleet would write to "
-                "one folder; use a Runtime, or leave disk_memory out"
+                "one folder; use a Runtime, or omit disk_memory"
             )
         for name in ("progress", "conversations", "journal_limits"):
             options.pop(name, None)
@@ -102,11 +102,11 @@ class Fleet:
         self._conversations: Conversations | None = None
         self._tokenizer: Tokenizer | None = None
         self._has_read_tokenizer = False
-        self._reading = threading.RLock()  # of the tokenizer and, after it, the conversations
+        self._reading = threading.RLock()  # guards reading the tokenizer, then the conversations
         self._clock = WallClock()
         self._numbers = itertools.count()
         left_behind = ExitStack()
-        # For fleets that are dropped without `close`.
+        # Closes a fleet that is dropped without `close`.
         self._finalizer = weakref.finalize(self, left_behind.close)
         try:
             self._journal = Journal(self.options.conversations, self.options.journal_limits)
@@ -137,12 +137,12 @@ class Fleet:
 
     @property
     def replicas(self) -> tuple[ReplicaState, ...]:
-        """The state of each replica, as of now."""
+        """The present state of each replica."""
         return self._dispatcher.replicas
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, read on this machine when it is first asked for.
+        """The model's tokenizer, which is read on this machine at the first access.
 
         Raises:
           ModelError, DownloadError, ModelCacheError
@@ -157,7 +157,7 @@ class Fleet:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Size of the vocabulary; token ids are below it."""
         return self._started[0].vocab_size
 
     @overload
@@ -173,8 +173,8 @@ class Fleet:
     def generate(self, prompts: Any, params: Params = None, *, progress: bool | None = None) -> Any:
         """Answer one prompt, or a batch of them in their order; see `Service.generate`.
 
-        Times in a completion are on its replica's clock. A request that lost two replicas, and no
-        other request, has a `ReplicaDiedError`.
+        Times in a completion are on its replica's clock. Only a request whose replica died twice
+        has a `ReplicaDiedError`.
         """
         self._dispatcher.check_may_wait()
         batch = Batch.of(prompts, params)
@@ -188,7 +188,7 @@ class Fleet:
 
     @property
     def conversations(self) -> Conversations:
-        """The conversations that are kept; `conversation` opens one.
+        """The stored conversations; `conversation` opens one.
 
         Raises:
           ModelError, DownloadError, ModelCacheError: the tokenizer cannot be read.
@@ -214,10 +214,10 @@ class Fleet:
         system: str | None = None,
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> Conversation:
-        """Begin a conversation, or continue one; see `Service.conversation`.
+        """Start or continue a conversation; see `Service.conversation`.
 
-        Its history is in this process, and so outlives any replica. Each turn goes to the replica
-        that answered the turns before, and after the death of that one to another, with the same
+        Its history is in this process, so it remains when a replica dies. Each turn goes to the
+        replica that answered the previous turns, or, if that has died, to another one with the same
         tokens.
 
         Raises:
@@ -238,8 +238,8 @@ class Fleet:
     ) -> Pending:
         """Submit one request, and return at once; see `Service.submit`.
 
-        Priorities and deadlines order the requests of each replica on its own. A request that
-        cannot be served gets a completion with the error.
+        Each replica orders only its own requests by priorities and deadlines. A request that cannot
+        be served gets a completion with the error.
 
         Raises:
           InvalidRequestError: the id is reserved, or a request with this id is still running.
@@ -266,9 +266,9 @@ class Fleet:
         return Pending(call.id, self._dispatcher.submit(call, on_piece), self.cancel)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece]:
-        """Yield a completion piece by piece; see `Service.stream`.
+        """Yield the pieces of a completion; see `Service.stream`.
 
-        When its replica dies, another replica starts the request again, and the stream goes on
+        If its replica dies, another replica starts the request again, and the stream continues
         after the tokens that it has yielded.
         """
         self._dispatcher.check_may_wait()
@@ -283,18 +283,18 @@ class Fleet:
         return aread(lambda sink: self.submit(prompt, params, on_piece=sink), params.n)
 
     def cancel(self, request_id: str) -> None:
-        """End a request as it stands; does nothing if it has ended or the id is unknown."""
+        """End a request with the tokens so far; do nothing if it has ended or is unknown."""
         self._dispatcher.cancel(request_id)
 
     def stats(self) -> RuntimeStats:
-        """Return the counters of the processes that serve now, summed as `RuntimeStats` says.
+        """Return the total counters of the processes that serve now; see `RuntimeStats`.
 
-        Processes that have died are left out. Waits while no replica serves.
+        The counters of processes that have died are not included. It waits while no replica serves.
 
         Raises:
           RuntimeClosedError
           ReplicaDiedError: no replica will serve again.
-          InvalidRequestError: the call is on the fleet's thread.
+          InvalidRequestError: this is the fleet's thread.
         """
         return self._dispatcher.stats()
 
@@ -330,13 +330,13 @@ def check_resources(has: dict[str, float], replicas: int, each: dict[str, float]
     """Raise InvalidConfigError if a resource is less than `replicas` times `each`.
 
     Args:
-      has: amounts of the resources, by name.
-      each: what one replica needs.
+      has: amounts of the resources that Ray has, by name.
+      each: amounts that one replica needs, by name.
     """
     for name, wanted in each.items():
         if wanted * replicas > has.get(name, 0):
             raise InvalidConfigError(
-                f"{replicas} replicas with {wanted:g} {name}s each need {wanted * replicas:g}, and "
+                f"{replicas} replicas with {wanted:g} {name}s each need {wanted * replicas:g}, but "
                 f"Ray has {has.get(name, 0):g}; lower replicas or num_{name.lower()}s, or connect "
                 "to a larger cluster first (ray.init)"
             )

@@ -1,4 +1,4 @@
-"""A replica that is a Ray actor."""
+"""The replica that runs in a Ray actor."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from jaxserve.runtime.pending import Pending
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime, RuntimeStats
 
-# Requests that one actor works on at once. Ray queues the others.
+# Maximum number of concurrent requests of one actor. Ray queues the others.
 _MAX_OPEN = 4096
 
-# Errors after which a runtime answers no request any more.
+# Errors after which a runtime can answer no further request.
 _FATAL = (EngineFailedError, DeviceMemoryError, RuntimeClosedError)
 
 
 class Asked(TypedDict):
-    """Arguments of `Runtime.submit` beside the prompt and its parameters."""
+    """Arguments of `Runtime.submit` other than the prompt and its parameters."""
 
     request_id: str
     priority: int
@@ -47,10 +47,10 @@ class Asked(TypedDict):
 
 
 def import_ray() -> Any:
-    """Return the package `ray`, which is an extra.
+    """Return the package `ray`, which is an optional dependency.
 
     Raises:
-      MissingExtraError: it is not installed.
+      MissingExtraError: Ray is not installed.
     """
     try:
         import ray
@@ -61,7 +61,7 @@ def import_ray() -> Any:
 
 @final
 class _Actor:
-    """A runtime in a process of Ray's, whose methods run in one event loop."""
+    """A runtime in a process of Ray. Its methods run in one event loop."""
 
     def __init__(self) -> None:
         self._runtime: Runtime | None = None
@@ -94,7 +94,7 @@ class _Actor:
     async def stream(
         self, prompt: Any, params: SamplingParams, others: Asked
     ) -> AsyncGenerator[Piece | Completion]:
-        """Yield the pieces, and then the completion."""
+        """Yield the pieces, then the completion."""
         news: asyncio.Queue[Piece | Completion] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -134,12 +134,12 @@ class _Actor:
 
 @final
 class RayReplica:
-    """A `Replica` that is a Ray actor: Ray finds devices, moves data and notices deaths.
+    """A `Replica` in a Ray actor: Ray assigns devices, moves data and detects deaths.
 
     Args:
-      model, options: see `Runtime.from_pretrained`; read on the actor's machine.
-      tensor_parallel: devices of the actor that the model is split over.
-      num_cpus, num_gpus: reserved for the actor.
+      model, options: see `Runtime.from_pretrained`; files are read on the actor's machine.
+      tensor_parallel: number of the actor's devices over which the model is split.
+      num_cpus, num_gpus: number that Ray reserves for the actor.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class RayReplica:
         others = Asked(
             request_id=call.id,
             priority=call.priority,
-            # The process has a clock of its own.
+            # The process has another clock.
             deadline_s=None if deadline_s is None else deadline_s - WallClock().now(),
             conversation_id=call.conversation_id,
         )
@@ -201,7 +201,7 @@ class RayReplica:
                 self._ray.kill(self._actor, no_restart=True)
 
     async def _streamed(self, replies: AsyncIterator[Any], on_piece: PieceSink) -> Completion:
-        """Give the pieces to `on_piece`, and return the completion that follows them."""
+        """Call `on_piece` with the pieces, and return the completion that follows them."""
         while True:
             latest = await self._result(await self._result(anext(replies)))
             if isinstance(latest, Completion):

@@ -15,7 +15,7 @@ from jaxserve.runtime import RuntimeStats
 @final
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A replica that serves: its process, the machine it is on, and its limits in tokens."""
+    """The facts about a replica that serves: its process, its machine, its limits in tokens."""
 
     pid: int
     host: str
@@ -30,11 +30,11 @@ class ReplicaState:
     """The state of one replica.
 
     Attributes:
-      started: None while it is loading, or when it could not be replaced.
-      error: why it could not be replaced.
-      num_unfinished: requests that it works on.
-      work: tokens that these may still take, by the router's estimate.
-      num_deaths: processes of this replica that have died.
+      started: facts about its process; None while it loads, or if it could not be replaced.
+      error: reason why it could not be replaced; None otherwise.
+      num_unfinished: number of its requests that have not ended.
+      work: expected tokens of these requests, by the router's estimate.
+      num_deaths: number of its processes that have died.
     """
 
     started: Started | None
@@ -47,22 +47,22 @@ class ReplicaState:
 class Replica(Protocol):
     """A runtime in a process that may die. Its constructor does not wait for the process.
 
-    Every coroutine raises `ReplicaDiedError` when the process is gone or cannot serve any more.
+    Every coroutine raises `ReplicaDiedError` if the process has died or can no longer serve.
     """
 
     async def start(self) -> Started:
-        """Load the model and compile. Raises what `Runtime.from_pretrained` raises."""
+        """Load the model and compile; raise the errors of `Runtime.from_pretrained`."""
         ...
 
     async def answer(self, call: Call, on_piece: PieceSink | None = None) -> Completion:
-        """Return the completion; a failed one for a request that cannot be served.
+        """Return the completion, which has an error if the request cannot be served.
 
         Args:
-          on_piece: gets the pieces before, from the first token on.
+          on_piece: called with the pieces, from the first token on, before the completion.
 
         Raises:
           InvalidRequestError: the prompt cannot be sent to the process.
-          EngineFailedError: a fault that the replica survives.
+          EngineFailedError: the request failed, but the replica still serves.
         """
         ...
 
@@ -71,9 +71,9 @@ class Replica(Protocol):
         ...
 
     def cancel(self, request_id: str) -> None:
-        """Let `answer` return the completion as it stands. Does not wait, and never fails."""
+        """Make `answer` return a completion with the tokens so far. It neither waits nor raises."""
         ...
 
     def kill(self) -> None:
-        """End the process, if it has not ended. Never fails."""
+        """End the process if it has not ended. It does not raise."""
         ...

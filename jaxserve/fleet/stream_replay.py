@@ -1,4 +1,4 @@
-"""Streams whose request starts again on another replica: every token is shown once."""
+"""Streams whose request may start again on another replica; every token is delivered once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class _Extent:
 
 @final
 class StreamReplay:
-    """Passes on the pieces of one request: each token, each character and each end once.
+    """A filter of the pieces of one request, which passes each token, character and end on once.
 
     Every replica should generate the same tokens, perhaps in other pieces. If a replica generates
-    others, this is logged; what was shown stays, and the replica's later tokens follow it.
+    other tokens, this is logged, and its later tokens follow those that were already passed on.
 
     Args:
-      sink: gets the pieces; must not wait.
-      num_samples: of the request.
+      sink: called with the pieces; it must not wait.
+      num_samples: number of the request's samples.
     """
 
     def __init__(self, sink: PieceSink, num_samples: int):
@@ -46,10 +46,10 @@ class StreamReplay:
         self._given = [_Extent() for _ in self._shown]
 
     def show(self, piece: Piece) -> None:
-        """Pass on what is new in a piece.
+        """Pass on the new part of a piece.
 
-        Ends with an error are not passed on, because another replica may succeed; `end` is the end
-        of a request that fails.
+        An end with an error is not passed on, because another replica may succeed. `end` ends a
+        request that fails.
         """
         i = piece.sample_index
         if piece.finish_reason == "error" or self._has_ended[i]:
@@ -61,7 +61,8 @@ class StreamReplay:
         if known != list(piece.token_ids[: len(known)]) and not self._differs:
             self._differs = True
             _log.warning(
-                "a replica gives other tokens than the one that died; the stream goes on with them"
+                "a replica generates other tokens than the one that died; the stream continues "
+                "with them"
             )
         given.token_ids += piece.token_ids
         given.num_characters += len(piece.text)
@@ -72,7 +73,7 @@ class StreamReplay:
             self._pass_on(replace(piece, text=text, token_ids=tokens))
 
     def end(self, completion: Completion) -> None:
-        """End the samples that have not ended, as the completion did."""
+        """End the samples that have not ended, with the reasons in the completion."""
         for i, has_ended in enumerate(self._has_ended):
             if not has_ended:
                 sample = completion.samples[min(i, len(completion.samples) - 1)]
@@ -84,6 +85,6 @@ class StreamReplay:
             return
         try:
             self._sink(piece)
-        except Exception:  # a fault of the consumer must not end other requests
-            _log.exception("the consumer of a stream failed; it gets no more pieces")
+        except Exception:  # a sink's error must not end other requests
+            _log.exception("the sink of a stream failed; it gets no more pieces")
             self._sink = None

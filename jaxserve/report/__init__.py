@@ -1,4 +1,4 @@
-"""Reports of what a runtime did: figures, tables, traces, pictures."""
+"""Reports of a runtime: figures, tables, traces and pictures of its steps and requests."""
 
 from __future__ import annotations
 

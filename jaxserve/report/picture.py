@@ -13,7 +13,7 @@ from jaxserve.report.totals import over_replicas
 
 
 class Recorded(Protocol):
-    """What a picture is drawn from: a `Report`."""
+    """The part of a `Report` that a picture needs."""
 
     @property
     def policy(self) -> str: ...

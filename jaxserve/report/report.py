@@ -28,8 +28,8 @@ class Report:
       steps, requests: the records, oldest first. Times are on the engine's clock.
       num_pages: pages of all replicas' pools, without null pages.
       kernels: the implementation of each operation and shape in this process, with the reason.
-      num_prefix_queried: tokens of prompts, in full pages, that the prefix cache could have had.
-      num_prefix_hit: those that it had.
+      num_prefix_queried: tokens of prompts, in full pages, that were looked up in the prefix cache.
+      num_prefix_hit: queried tokens that the prefix cache had.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class Report:
         self.num_prefix_hit = num_prefix_hit
 
     def figures(self) -> dict[str, Any]:
-        """Return totals, rates and percentiles; None for those without records.
+        """Return totals, rates and percentiles; a figure without records is None.
 
-        Times are in seconds. Rates are over the time from the first arrival to the last end.
+        Times are in seconds. A rate is a total divided by the time from the first arrival to the
+        last end.
         """
         timings = [request.timing for request in self.requests]
         ends = [t.finished_s for t in timings if t.finished_s is not None]

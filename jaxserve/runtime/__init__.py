@@ -1,4 +1,4 @@
-"""The facade `Runtime`, the protocol `Service` that it is, and what its methods return."""
+"""The facade `Runtime`, the protocol `Service` that it implements, and the types it returns."""
 
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.runtime import Runtime

@@ -1,4 +1,4 @@
-"""How a runtime is put together and taken apart: places, executors, disks, and the rest."""
+"""Construction and teardown of a runtime: places, executors, disk tiers, forecaster, replicas."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ WrapExecutor = Callable[[ModelExecutor], ModelExecutor]
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Parts:
-    """The parts of one `Runtime`. They hold no reference to it, so that it can be collected.
+    """The parts of a `Runtime`, without a reference to it, so that it can be garbage-collected.
 
     Attributes:
-      group: the processes that serve the model together; None where this process serves it alone.
-      opened: closes replicas and files.
-      weights_bytes: of the parameters, over all devices.
+      group: the processes that serve the model together; None if this process serves it alone.
+      opened: stack that closes replicas and files.
+      weights_bytes: size of the parameters over all devices.
     """
 
     group: ProcessGroup | None
@@ -65,7 +65,7 @@ class Parts:
     weights_bytes: int
 
     def start(self) -> None:
-        """Start to train the predictor, once the runtime is complete."""
+        """Start to train the predictor. Call it when the runtime is complete."""
         if self.forecaster is not None:
             self.forecaster.start()
 
@@ -152,10 +152,11 @@ def build_parts(
 
 
 def check_early(options: RuntimeOptions, policy: Policy, group: ProcessGroup | None) -> None:
-    """Check options and output files before anything slow happens.
+    """Check options and output files before the slow part of the construction.
 
     Raises:
-      InvalidConfigError, JournalError
+      InvalidConfigError: an option is not allowed.
+      JournalError: the journal of conversations cannot be used.
     """
     _check_disk(options, policy)
     if group is None or group.is_leader:
@@ -179,7 +180,7 @@ class Place:
 def place_replicas(params: Any, mesh: Mesh | StagePlan | None, model_config: Any) -> list[Place]:
     """Return a place for each index of the mesh's `data` axis.
 
-    Parameters that lie on its devices already are shared, not copied.
+    Parameters that are already on its devices are shared, not copied.
 
     Raises:
       InvalidConfigError: the mesh does not fit the model.
@@ -201,7 +202,7 @@ def build_executors(
     probe: Probe | None,
     wrap: WrapExecutor | None,
 ) -> list[tuple[ModelExecutor, PoolSize]]:
-    """Build an executor for each place. When one cannot be built, the others are closed.
+    """Build an executor for each place. If one cannot be built, close the others.
 
     Args:
       wrap: see `Runtime`.
@@ -232,11 +233,11 @@ def build_executors(
 
 
 def open_disks(options: RuntimeOptions, executors: Sequence[ModelExecutor]) -> list[DiskTier]:
-    """Open a disk tier for each executor, in a folder of its own; none without `disk_memory`.
+    """Open a disk tier for each executor, in its own folder; return [] without `disk_memory`.
 
     Raises:
-      InvalidConfigError: an executor has no pages on the host, or the folder cannot be used, or
-        another runtime uses it.
+      InvalidConfigError: an executor has no host pages, the folder cannot be used, or another
+        runtime uses it.
     """
     if options.disk_memory is None:
         return []
@@ -253,17 +254,17 @@ def open_disks(options: RuntimeOptions, executors: Sequence[ModelExecutor]) -> l
 
 
 def _check_disk(options: RuntimeOptions, policy: Policy) -> None:
-    """Refuse a disk tier that no page could reach, and a folder that cannot be used.
+    """Check that pages can reach the disk tier and that its folder can be used.
 
     Raises:
-      InvalidConfigError
+      InvalidConfigError: the policy retains no pages on the host, or the folder cannot be used.
     """
     if options.disk_memory is None:
         return
     if not policy.retention.uses_host:
         raise InvalidConfigError(
             f"disk_memory={options.disk_memory!r}, but policy={policy.name!r} keeps no pages on "
-            'the host, from where they go to the disk; pass policy="pensieve" or "auto", or no '
+            'the host, from which the disk gets them; pass policy="pensieve" or "auto", or no '
             "disk_memory"
         )
     if options.host_memory == 0:
@@ -277,7 +278,7 @@ def _disk_folder(options: RuntimeOptions) -> Path:
 
 def _no_host_pages(options: RuntimeOptions) -> InvalidConfigError:
     return InvalidConfigError(
-        f"disk_memory={options.disk_memory!r}, but there are no pages on the host, from where they "
-        "go to the disk; pass more host_memory, or no disk_memory. Models that are cut into stages "
-        "or served by several processes keep none there"
+        f"disk_memory={options.disk_memory!r}, but there are no host pages, from which the disk "
+        "gets its pages; pass more host_memory, or no disk_memory. Models that are cut into stages "
+        "or served by several processes have no host pages"
     )

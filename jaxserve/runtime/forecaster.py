@@ -1,4 +1,4 @@
-"""Predicts the output lengths of requests before they are handed to an engine."""
+"""Prediction of the output lengths of requests before an engine gets them."""
 
 from __future__ import annotations
 
@@ -39,20 +39,21 @@ class Predictor(Protocol):
 
 @final
 class Forecaster:
-    """Predicts on the calling thread, all prompts of a batch at once. Thread-safe.
+    """A forecaster that predicts all prompts of a batch at once, on the calling thread.
 
-    Where the predictor raises, requests go on without predictions, and the first error is logged.
+    It is thread-safe. If the predictor raises, requests go on without predictions, and the first
+    error is logged.
 
     Args:
-      tokenizer: gives the predictor the prompts' text.
-      learner: trains the predictor on requests that end; closed with this object. None leaves the
-        predictor as it is.
-      folder: where `close` saves what was learned; None saves nothing.
+      tokenizer: tokenizer that decodes the prompts to text for the predictor.
+      learner: trainer of the predictor on requests that have ended; `close` closes it. None for a
+        predictor that is not trained.
+      folder: folder to which `close` saves the trained predictor; None saves nothing.
 
     Attributes:
-      learner: as given.
-      num_failed: requests that got none for that reason.
-      seconds: spent in predicting, over all threads.
+      learner: the argument `learner`.
+      num_failed: number of requests without a prediction because the predictor raised.
+      seconds: seconds spent in predicting, over all threads.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Forecaster:
     def of(cls, options: RuntimeOptions, policy: Policy, tokenizer: Any) -> Forecaster | None:
         """Return the forecaster that the options describe; None without `predictor`.
 
-        Logs a warning where a policy that uses predictions has no predictor.
+        It logs a warning if a policy that uses predictions has no predictor.
 
         Raises:
           InvalidConfigError: `predictor` cannot predict, or `learns` cannot train it, or there is
@@ -94,8 +95,8 @@ class Forecaster:
             return None
         if tokenizer is None:
             raise InvalidConfigError(
-                "predictor= reads the prompts' text, and this runtime has no tokenizer; pass "
-                "tokenizer= to Runtime, or leave the predictor out"
+                "predictor= reads the prompts' text, but this runtime has no tokenizer; pass "
+                "tokenizer= to Runtime, or omit the predictor"
             )
         from predictor import LengthPredictor
 
@@ -106,7 +107,7 @@ class Forecaster:
         return cls(predictor, tokenizer, learner, folder)
 
     def start(self) -> None:
-        """Start to train; `close` is needed from then on."""
+        """Start to train. The caller must call `close` afterwards."""
         if self.learner is not None:
             self.learner.start()
 
@@ -128,7 +129,7 @@ class Forecaster:
             ]
         except Exception:
             if not self.num_failed:
-                _log.exception("the length predictor fails; requests go on without predictions")
+                _log.exception("the length predictor failed; requests go on without predictions")
             self.num_failed += len(requests)
             return list(requests)
         finally:
@@ -148,7 +149,7 @@ class Forecaster:
                 self.learner.observe(prompt, len(sample.token_ids), _likeliest(request))
 
     def close(self) -> None:
-        """Stop training, and save what was learned."""
+        """Stop training, and save the trained predictor."""
         if self.learner is not None:
             self.learner.close()
             if self._folder is not None:

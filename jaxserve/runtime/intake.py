@@ -1,4 +1,4 @@
-"""Makes requests of prompts, and hands them to the replicas."""
+"""Conversion of prompts to requests, and their submission to the replicas."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jaxserve.workload import WorkloadItem
 
 @final
 class Intake:
-    """Submits requests. Thread-safe; tokenizes on the calling thread, never on an engine's.
+    """A thread-safe submitter of requests, which tokenizes on the calling thread.
 
     Args:
-      requests: checks prompts against the model's limits.
-      tokenizer: writes the completions' text; None leaves them without text.
-      forecaster: predicts output lengths; None leaves requests without predictions.
+      requests: builder that checks prompts against the model's limits.
+      tokenizer: tokenizer that decodes the completions' text; None for completions without text.
+      forecaster: predictor of output lengths; None for requests without predictions.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Intake:
         The other prompts get requests that have ended with an error.
 
         Raises:
-          InvalidRequestError: the call is on the thread of an engine.
+          InvalidRequestError: the call is on an engine's thread.
           RuntimeClosedError, EngineFailedError, ProcessGroupError
         """
         self._replicas.check_may_wait()

@@ -1,4 +1,4 @@
-"""Loads a checkpoint for a runtime."""
+"""Loading of a checkpoint for a runtime."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load_for(
 ) -> LoadedModel:
     """Load the model of a runtime with these options; see `Runtime.from_pretrained`.
 
-    Checks the options before it reads anything.
+    It checks the options before it reads a file.
     """
     from jaxserve.models.store import load_model
 

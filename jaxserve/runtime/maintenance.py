@@ -1,4 +1,4 @@
-"""Operations between answers: new weights, another pool size, measured step times."""
+"""Operations while loops are paused: new weights, another pool size, measured step times."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from sharding import split_replicas
 
 @final
 class Maintenance:
-    """Operations that need the replicas' loops to pause. `Runtime` documents each.
+    """The operations that pause the replicas' loops. `Runtime` documents each.
 
     Args:
-      origin: of step times: model, device and configuration. Follows the size of the pool.
+      origin: model, device and configuration of step times. A resize updates its pool size.
     """
 
     def __init__(self, replicas: Replicas, origin: Origin, clock: Clock, options: RuntimeOptions):
@@ -51,7 +51,7 @@ class Maintenance:
             )
         replicas = self._replicas.all
         parts = split_replicas(params)
-        if len(parts) != len(replicas):  # the parameters lie on other devices than the replicas
+        if len(parts) != len(replicas):  # the parameters are on other devices than the replicas
             parts = [params] * len(replicas)
         fitted = [
             replica.executor.fitted(part) for replica, part in zip(replicas, parts, strict=True)
@@ -80,7 +80,7 @@ class Maintenance:
         if not all(replica.executor.can_resize for replica in self._replicas.all):
             raise InvalidConfigError(
                 f"size={size!r}: the page pool of a model that several processes serve cannot be "
-                "resized; close the runtime on all of them, and create one with another kv_memory"
+                "resized; close the runtime on all of them and create one with another kv_memory"
             )
         with (
             out_of_memory_as("resizing the page pool", "pass a smaller size"),
@@ -116,7 +116,7 @@ class Maintenance:
     def _resize(self, kv_bytes: int) -> None:
         """Resize every replica's pool, and compile for the new size.
 
-        A DeviceMemoryError leaves the replicas from the failing one on as they are.
+        On a DeviceMemoryError the failing replica and those after it keep their size.
         """
         replicas = self._replicas.all
         sizes = [resized(r.executor, r.pool_size, kv_bytes) for r in replicas]

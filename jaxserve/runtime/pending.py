@@ -1,4 +1,4 @@
-"""Requests that were submitted and have not ended, alone and in batches, and waiting for them."""
+"""Handles of submitted requests, alone and in batches, and functions that wait for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Pending:
     """A submitted request.
 
     Attributes:
-      future: gets the completion, also of a request that fails.
+      future: future of the completion; a failed request has a completion with an error.
     """
 
     def __init__(self, request_id: str, future: Future[Completion], cancel: Callable[[str], None]):
@@ -37,7 +37,7 @@ class Pending:
 
     @classmethod
     def ended(cls, completion: Completion) -> Pending:
-        """Return a request that has ended already."""
+        """Return the handle of a request that has already ended."""
         future: Future[Completion] = Future()
         future.set_result(completion)
         return cls(completion.request_id, future, lambda _: None)
@@ -46,16 +46,16 @@ class Pending:
         """Wait for the completion, and return it.
 
         Raises:
-          TimeoutError: the request has not ended after `timeout_s` seconds; it goes on.
+          TimeoutError: the request has not ended after `timeout_s` seconds; it continues.
         """
         return self.future.result(timeout_s)
 
     async def aresult(self) -> Completion:
-        """`result` for asyncio. The request goes on if the waiting task is cancelled."""
+        """`result` for asyncio. The request continues if the waiting task is cancelled."""
         return await asyncio.shield(asyncio.wrap_future(self.future))
 
     def cancel(self) -> None:
-        """End the request as it stands; `result` then returns what was generated."""
+        """End the request; `result` then returns the tokens generated so far."""
         self._cancel(self.request_id)
 
 
@@ -65,8 +65,8 @@ class Batch:
     """The prompts of one call.
 
     Attributes:
-      params: one for each prompt.
-      is_single: whether the user gave one prompt instead of a list, and gets one completion.
+      params: parameters of each prompt.
+      is_single: whether the user passed one prompt instead of a list, and gets one completion.
     """
 
     prompts: Sequence[Any]
@@ -94,7 +94,7 @@ class Batch:
     def wait(self, pending: Sequence[Pending], *, progress: bool) -> Completion | list[Completion]:
         """Wait for the prompts' requests, and return their completions.
 
-        Ctrl-C cancels the requests and returns their completions as they stand.
+        Ctrl-C cancels the requests and returns their completions with the tokens so far.
 
         Args:
           progress: show a bar when it takes over two seconds.
@@ -130,10 +130,10 @@ class Batch:
 
 
 def wait(pending: Sequence[Pending], *, progress: bool, timeout_s: float | None = None) -> None:
-    """Wait until every request has ended. Ctrl-C interrupts the wait, and no request.
+    """Wait until every request has ended. Ctrl-C interrupts only the wait.
 
     Raises:
-      TimeoutError: a request has not ended after `timeout_s` seconds; all of them go on.
+      TimeoutError: a request has not ended after `timeout_s` seconds; all of them continue.
     """
     end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
     done: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
@@ -150,7 +150,7 @@ def wait(pending: Sequence[Pending], *, progress: bool, timeout_s: float | None 
         disable=not progress,
     ) as bar:
         while num_waiting:
-            with suppress(queue.Empty):  # the time-out lets Ctrl-C through and the bar tick
+            with suppress(queue.Empty):  # the timeout lets Ctrl-C interrupt and updates the bar
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
                     raise TimeoutError

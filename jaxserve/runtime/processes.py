@@ -18,12 +18,12 @@ def processes_of(mesh: Mesh | StagePlan | None, params: Any = None) -> ProcessGr
     """Return the processes of `mesh`, or of the devices of `params`.
 
     Returns:
-      None where all devices are this process's own.
+      None if all devices belong to this process.
 
     Raises:
-      InvalidConfigError: the mesh leaves out some of the job's processes, or has stages or replicas
-        over several processes.
-      ProcessGroupError: the processes did not come together.
+      InvalidConfigError: the mesh omits some of the job's processes, or has stages or replicas over
+        several processes.
+      ProcessGroupError: the processes could not form a group.
     """
     if mesh is None and params is not None:
         mesh = Placement.like(jax.tree.leaves(params)[0].sharding).mesh
@@ -33,8 +33,8 @@ def processes_of(mesh: Mesh | StagePlan | None, params: Any = None) -> ProcessGr
         return None
     if not isinstance(mesh, Mesh) or mesh.size != mesh.shape.get("tensor", 1):
         raise InvalidConfigError(
-            f"{mesh} reaches over several processes, which only a tensor axis can; pass stages and "
-            "replicas devices of one process"
+            f"{mesh} extends over several processes, which only a tensor axis can; pass stages and "
+            "replicas on devices of one process"
         )
     with _process_errors():
         return group_over(mesh)

@@ -1,4 +1,4 @@
-"""The engines of one runtime, one for each replica of its parameters, and the router to them."""
+"""The engines of one runtime, one for each replica of its parameters, and their router."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pallas_kernels import dispatch
 @final
 @dataclass
 class Replica:
-    """One engine with its own devices, page pool, slots, scheduler and thread."""
+    """A replica: one engine with its own devices, page pool, slots, scheduler and thread."""
 
     executor: ModelExecutor
     pool_size: PoolSize
@@ -39,10 +39,10 @@ class Replica:
     loop: EngineLoop
 
     def resize(self, size: PoolSize) -> None:
-        """Serve from a pool of this size; the loop must be paused.
+        """Resize the page pool. The loop must be paused.
 
         Raises:
-          DeviceMemoryError: nothing has changed.
+          DeviceMemoryError: the new pool does not fit; nothing has changed.
         """
         self.engine.resize(size.num_pages)
         self.pool_size = size
@@ -58,17 +58,18 @@ class _Placed:
 
 @final
 class Replicas:
-    """Routes requests to engines with equal parameters. Thread-safe.
+    """The replicas of one runtime, to which requests are routed. It is thread-safe.
 
     When one engine fails, all later requests fail; requests that run on other engines end as usual.
 
     Args:
-      executors: warm, each with the size of its page pool; closed with this object.
-      logs: get every request that ends.
-      disks: a disk tier for each executor, or none.
+      executors: executors after their warm-up, each with the size of its page pool; `close` closes
+        them.
+      logs: logs that get every request that ends.
+      disks: a disk tier for each executor; empty for no disk tiers.
 
     Attributes:
-      all: in the order of the mesh's `data` axis.
+      all: the replicas, in the order of the mesh's `data` axis.
     """
 
     def __init__(
@@ -102,23 +103,23 @@ class Replicas:
 
     @property
     def group(self) -> GroupRole | None:
-        """The role of this process; None where it serves the model alone."""
+        """The role of this process; None if it serves the model alone."""
         return self.first.executor.group
 
     def check_leads(self) -> None:
-        """Raise ProcessGroupError where this process follows."""
+        """Raise ProcessGroupError if this process follows."""
         if self.group is not None:
             self.group.check_leads()
 
     def check_may_wait(self) -> None:
-        """Refuse to wait for the engines on the thread of one, which would wait for itself.
+        """Check that this thread may wait for the engines; an engine's thread would deadlock.
 
         Raises:
           InvalidRequestError: this is the thread of an engine.
         """
         if any(replica.loop.is_here for replica in self.all):
             raise InvalidRequestError(
-                "this call waits for the engines, and was made on the thread of one, by an "
+                "this call waits for the engines, but was made on an engine's thread, by an "
                 "on_piece or a callback of a future; make it on another thread"
             )
 
@@ -153,7 +154,7 @@ class Replicas:
             raise
 
     def cancel(self, request_id: str) -> None:
-        """End a request as it stands; does nothing if it has ended or the id is unknown."""
+        """End a request with the tokens so far; do nothing if it has ended or is unknown."""
         with self._lock:
             placed = self._placed.get(request_id)
         if placed is not None:
@@ -170,7 +171,7 @@ class Replicas:
 
     @contextmanager
     def paused(self, running: Running | Literal["keep"] = "finish") -> Iterator[None]:
-        """Pause every loop for the length of the block; see `EngineLoop.paused`."""
+        """Pause every loop within the block; see `EngineLoop.paused`."""
         self.check_may_wait()
         with ExitStack() as pauses:
             for replica in self.all:
@@ -179,7 +180,7 @@ class Replicas:
 
     @property
     def work(self) -> tuple[int, ...]:
-        """Tokens still expected of what was submitted, by replica; all 0 when everything ended."""
+        """Expected tokens of unfinished requests, by replica; all 0 if every request has ended."""
         return self._router.work
 
     def check_integrity(self) -> None:
@@ -207,7 +208,7 @@ class Replicas:
         )
 
     def close(self) -> None:
-        """Cancel what is left, stop the threads and free the page pools."""
+        """Cancel the remaining requests, stop the threads and free the page pools."""
         for replica in self.all:
             replica.loop.close()
         try:
@@ -223,7 +224,7 @@ class Replicas:
             if known is not None and not known.answer.future.done():
                 raise InvalidRequestError(
                     f"a request with the id {answer.request.id!r} is still running; pass another "
-                    "id, or none to have one made up"
+                    "id, or no id to have one generated"
                 )
 
     def _place(self, answer: Answer) -> _Placed:
@@ -233,7 +234,7 @@ class Replicas:
         )
         pages = page_hashes(request.prompt, self._page_size) if len(self.all) > 1 else ()
         placed = _Placed(answer, self._router.route(pages, work), work)
-        if request.id in self._placed:  # it has ended, and its callback has not run
+        if request.id in self._placed:  # a request with this id has ended; its callback is due
             self._finish(self._placed[request.id])
         self._placed[request.id] = placed
         return placed
@@ -248,7 +249,7 @@ class Replicas:
                 self._router.remember(placed.replica, answered)
 
     def _finish(self, placed: _Placed) -> None:
-        """Take a request off the books; does nothing the second time."""
+        """Remove an ended request from the router's load; a second call does nothing."""
         if self._placed.get(placed.answer.request.id) is placed:
             del self._placed[placed.answer.request.id]
             self._router.finish(placed.replica, placed.work)

@@ -1,4 +1,4 @@
-"""The facade: one object that owns a model, its memory and the loops that serve it."""
+"""The facade, which owns a model, its memory and the loops that serve it."""
 
 from __future__ import annotations
 
@@ -39,33 +39,33 @@ if TYPE_CHECKING:
 
 @final
 class Runtime:
-    """Serves one model in this process: a `Service`, whose methods are documented there.
+    """A `Service` that serves one model in this process; `Service` documents its methods.
 
-    On a mesh over several processes (`sharding.join`) each of them creates the runtime, with the
+    On a mesh over several processes (`sharding.join`) each process creates the runtime with the
     same arguments. Process 0 leads: its runtime answers. The others call `follow`.
 
     Args:
       model: a Flax NNX decoder (`jaxserve.models`), with parameters or abstract ones.
-      params: the parameters as an `nnx.State`, shared and not copied; the model's own by default.
-      tokenizer: None restricts prompts and completions to token ids.
-      eos_token_ids: end tokens; the tokenizer's by default.
+      params: the parameters as an `nnx.State`, shared and not copied; by default the model's.
+      tokenizer: the model's tokenizer; None restricts prompts and completions to token ids.
+      eos_token_ids: end tokens; by default the tokenizer's.
       mesh: the mesh to shard the model over (`sharding.make_mesh`), or a `sharding.StagePlan` to
-        cut it into stages; by default the devices of the parameters. Parameters that lie where the
-        rules of `sharding` put them are not copied. Each index of the mesh's `data` axis is a
-        replica with an engine of its own.
-      wrap_executor: for tests and measurements: gets the executor of every replica when it is built
-        and warm, and returns the executor that the engine drives and closes in its place.
+        cut it into stages; by default the devices of the parameters. Parameters that are already
+        placed by the rules of `sharding` are not copied. Each index of the mesh's `data` axis is a
+        replica with its own engine.
+      wrap_executor: function for tests and measurements. It gets the executor of every replica
+        after its warm-up and returns the executor that the engine drives and closes instead.
       options: see `RuntimeOptions`.
 
     Attributes:
-      conversations: the conversations that are kept; `conversation` opens one.
+      conversations: the stored conversations; `conversation` opens one.
 
     Raises:
-      InvalidConfigError: also for a mesh that cannot divide the model, or that leaves out some of
-        the job's processes.
+      InvalidConfigError: an option is not allowed, or the mesh cannot divide the model or omits
+        some of the job's processes.
       DeviceMemoryError: the device has too little memory.
       JournalError: the journal of conversations cannot be used.
-      ProcessGroupError: the processes serve another model already, or some have left.
+      ProcessGroupError: the processes already serve another model, or some have left.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Runtime:
         self._maintenance = parts.maintenance
         self._forecaster = parts.forecaster
         self._weights_bytes = parts.weights_bytes
-        # For runtimes that are dropped without `close`, as notebooks do.
+        # Closes a runtime that is dropped without `close`, as in notebooks.
         self._finalizer = weakref.finalize(self, parts.close)
         if parts.group is not None:
             parts.group.before_leaving(self._finalizer)
@@ -111,10 +111,10 @@ class Runtime:
         """Create a runtime for a registered model, a Hugging Face folder or a GGUF file.
 
         Args:
-          load: "random" draws random weights for the folder's config.json, and reads none.
+          load: "random" draws random weights for the folder's config.json and reads no weights.
           dtype: "float32", "bfloat16" or "float16"; by default the platform's.
-          mesh: as above; weights are read straight onto their shards.
-          wrap_executor: as above.
+          mesh: see `Runtime`; weights are read directly onto their shards.
+          wrap_executor: see `Runtime`.
           options: see `RuntimeOptions`.
 
         Raises:
@@ -137,33 +137,33 @@ class Runtime:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process answers: process 0 of several, or the only one."""
+        """Whether this process answers: process 0 of several, or the only process."""
         group = self._replicas.group
         return group is None or group.is_leader
 
     def follow(self) -> None:
-        """On every process except the leader: take part in its steps.
+        """Take part in the leader's steps. Call it on every process except the leader.
 
-        Returns when the leader closes its runtime or calls `dismiss_followers`. Ctrl-C is left to
-        the leader meanwhile. If the leader or any other process dies, this process ends too.
+        It returns when the leader closes its runtime or calls `dismiss_followers`. During the call
+        only the leader reacts to Ctrl-C. If any process dies, this process ends too.
 
         Raises:
           ProcessGroupError: this process leads.
-          RuntimeClosedError: the leader has closed its runtime before.
+          RuntimeClosedError: the leader has already closed its runtime.
         """
         if self._replicas.group is None:
             raise ProcessGroupError(
-                "this process serves the model alone, and there is no leader to follow; call "
-                "follow() where rt.is_leader is false"
+                "this process serves the model alone, so there is no leader to follow; call "
+                "follow() only on processes where rt.is_leader is false"
             )
         self._replicas.group.follow()
 
     def dismiss_followers(self) -> None:
-        """On the leader: let `follow` return on the others, once all requests have ended.
+        """End `follow` on the other processes when all requests have ended. Call it on the leader.
 
-        For work that all processes share between answers, such as a training step and
-        `update_params`. Requests that are submitted meanwhile wait until the others follow again.
-        Does nothing where this process is the only one.
+        Call it before work that all processes share, such as a training step and `update_params`.
+        Requests that are submitted afterwards wait until the others follow again. It does nothing
+        if this process is the only one.
 
         Raises:
           ProcessGroupError: this process follows.
@@ -212,15 +212,15 @@ class Runtime:
         )  # fmt: skip
 
     def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
-        """Submit requests of a workload that arrive now; a replica's start in one iteration.
+        """Submit requests of a workload that arrive now; a replica starts its own in one iteration.
 
         Raises:
-          InvalidRequestError: one of its subclasses; then no request is submitted.
+          InvalidRequestError: an item cannot be served, so none is submitted; a subclass of it.
         """
         return self._intake.submit_items(items)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece]:
-        """Yield a completion piece by piece; see `Service.stream`."""
+        """Yield the pieces of a completion; see `Service.stream`."""
         self._replicas.check_may_wait()
         params, submit = params or SamplingParams(), self._intake.submit
         return read(lambda sink: submit(prompt, params, on_piece=sink), params.n)
@@ -233,7 +233,7 @@ class Runtime:
         return aread(lambda sink: submit(prompt, params, on_piece=sink), params.n)
 
     def cancel(self, request_id: str) -> None:
-        """End a request as it stands; does nothing if it has ended or the id is unknown."""
+        """End a request with the tokens so far; do nothing if it has ended or is unknown."""
         self._replicas.cancel(request_id)
 
     def conversation(
@@ -243,7 +243,7 @@ class Runtime:
         system: str | None = None,
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> Conversation:
-        """Begin a conversation, or continue one; see `Service.conversation`."""
+        """Start or continue a conversation; see `Service.conversation`."""
         self._replicas.check_leads()
         return self.conversations.open(id, system=system, messages=messages)
 
@@ -251,12 +251,12 @@ class Runtime:
 
     @property
     def config(self) -> EngineConfig:
-        """Sizes of the executables and of the page pool, as of now."""
+        """The present sizes of the executables and of the page pool."""
         return self._replicas.first.executor.config
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Size of the vocabulary; token ids are below it."""
         return self.model_config.vocab_size
 
     def stats(self) -> RuntimeStats:
@@ -278,11 +278,11 @@ class Runtime:
         return self._replicas.outlook()
 
     def report(self) -> Report:
-        """Return what happened so far: figures, a table, JSON, a trace, a picture."""
+        """Return the report so far: figures, a table, JSON, a trace, a picture."""
         return self._replicas.report()
 
     def check_integrity(self) -> None:
-        """Check the books of pages and slots between two steps, as tests do.
+        """Check that the counts of pages and slots are consistent, between two steps, for tests.
 
         Raises:
           AssertionError: they contradict each other.
@@ -292,23 +292,24 @@ class Runtime:
 
     @property
     def learner(self) -> OnlineLearner | None:
-        """What goes on training the length predictor; None without `learns=True`."""
+        """The online trainer of the length predictor; None without `learns=True`."""
         return None if self._forecaster is None else self._forecaster.learner
 
     def update_params(self, params: nnx.State, *, running: Running = "finish") -> None:
-        """Serve other weights from here on, for instance those of a trainer after a step.
+        """Replace the weights for all later steps, for instance by those of a trainer.
 
-        Arrays that lie where the old ones do are shared and not copied, and nothing is compiled;
-        others are moved there. The old ones are let go. Of several processes all call it, while
-        none follows (`dismiss_followers`).
+        Arrays that are placed as the old ones are shared and not copied; others are moved to the
+        old ones' devices. Nothing is compiled. The runtime drops its references to the old arrays.
+        If several processes serve the model, all of them call it while none follows
+        (`dismiss_followers`).
 
         Args:
-          params: of the same structure, shapes and dtypes.
-          running: what happens to requests that were submitted before: "finish" waits until they
-            have ended with the old weights, "abort" cancels them, "restart" starts them again with
-            the new weights. A request that has shown tokens to a stream, or ended one of its
-            samples, keeps its tokens and continues with the new weights. Requests that are
-            submitted meanwhile wait, or are answered by a replica that has not paused yet.
+          params: parameters of the same structure, shapes and dtypes.
+          running: treatment of the requests that were submitted before. "finish" waits until they
+            have ended with the old weights, "abort" cancels them, and "restart" starts them again
+            with the new weights, except that a request that has sent tokens to a stream, or has
+            ended one of its samples, keeps its tokens and continues with the new weights. Requests
+            that are submitted during the call wait, or run on a replica that is not paused yet.
 
         Raises:
           InvalidConfigError: the parameters do not fit.
@@ -317,15 +318,15 @@ class Runtime:
         self._maintenance.update_params(params, running)
 
     def residency(self, token_ids: Sequence[int]) -> list[Tier]:
-        """Return where the KV of each full page of a context lies, as of now.
+        """Return the tier that holds the KV of each full page of a context at present.
 
-        `jaxserve.report.draw_residency` draws it. Of several replicas, the one that has most of the
-        context.
+        The result is that of the replica that holds most of the context.
+        `jaxserve.report.draw_residency` draws it.
         """
         return self._maintenance.residency(token_ids)
 
     def forget_kept_pages(self) -> None:
-        """For measurements: let requests from here on compute their whole prompts.
+        """Drop all cached pages, so that later requests compute their prompts; for measurements.
 
         Raises:
           RuntimeClosedError, EngineFailedError
@@ -333,17 +334,17 @@ class Runtime:
         self._maintenance.forget_kept_pages()
 
     def resize_kv(self, size: int | str) -> int:
-        """Resize the page pool, to give memory to a trainer's step or to take it back.
+        """Resize the page pool, for instance to free memory for a trainer's step.
 
-        Running requests go on, with the same tokens: only pages beyond the new end move; requests
+        Running requests continue with the same tokens. Only pages beyond the new end move. Requests
         are preempted, the last in the policy's order first, until the others fit. Length limits of
         answers are cut to what the pool holds, as at submission. A request that has no room for its
-        next token even alone fails with PromptTooLongError, and so do prompts that are submitted
-        meanwhile and do not fit; after growing they are served again.
+        next token even alone fails with PromptTooLongError, as does a prompt that does not fit and
+        is submitted before the pool grows again.
 
-        A new size is compiled for, behind the progress bar. Executables of earlier sizes are kept,
-        so alternate between few sizes. While pages are copied, the device holds one buffer of the
-        smaller pool beside the larger pool: a layer's keys on CPUs, half of that pool on GPUs.
+        The runtime compiles for a new size, with a progress bar, and keeps the executables of
+        earlier sizes, so alternate between few sizes. While pages are copied, the device holds one
+        buffer of the smaller pool beside the larger: a layer's keys on CPUs, half of it on GPUs.
 
         Args:
           size: bytes on each device, or a text such as "4GiB", rounded down to whole pages and to
@@ -353,8 +354,8 @@ class Runtime:
           Bytes of the pool on each device.
 
         Raises:
-          DeviceMemoryError: the memory is not there; nothing has changed.
-          InvalidConfigError: not a size, or several processes serve the model.
+          DeviceMemoryError: the memory is not enough; nothing has changed.
+          InvalidConfigError: `size` is not a size, or several processes serve the model.
           RuntimeClosedError, EngineFailedError
         """
         return self._maintenance.resize_kv(size)
@@ -362,11 +363,11 @@ class Runtime:
     def measure_step_times(self, *, rounds: int = 2) -> StepTimes:
         """Time every shape of step that a replica has compiled, for `planning.simulate`.
 
-        Waits until no request runs. Requests that are submitted meanwhile start afterwards.
-        Overwrites kept pages, and values pages by the measured times from here on.
+        It waits until no request runs. Requests that are submitted during the call start after it.
+        It overwrites cached pages. Later pages are valued by the measured times.
 
         Args:
-          rounds: repetitions of the whole measurement, of which medians count.
+          rounds: repetitions of the whole measurement; the result has the medians.
 
         Raises:
           RuntimeClosedError, EngineFailedError
@@ -376,18 +377,18 @@ class Runtime:
     def load_step_times(self, path: str | Path) -> StepTimes:
         """Load step times that were measured on this model, device and configuration, and saved.
 
-        Kept pages are valued by them from here on.
+        Cached pages are valued by these times from now on.
 
         Raises:
-          InvalidProfileError: they were measured on another, or the file does not hold any.
+          InvalidProfileError: the model, device or configuration differs, or the file is not valid.
           RuntimeClosedError, EngineFailedError
         """
         return self._maintenance.load_step_times(path)
 
     def close(self) -> None:
-        """Cancel every request and free the page pool; does not free the parameters.
+        """Cancel every request and free the page pool, but not the parameters.
 
-        On a leader it ends the others' `follow`.
+        On a leader it also ends `follow` on the other processes.
         """
         self._finalizer()
 

@@ -9,7 +9,7 @@ from typing import final
 from jaxserve.engine.stats import EngineStats
 from jaxserve.runtime.replicas import Replicas
 
-# Fields of `RuntimeStats` that are equal for all replicas, and are not summed.
+# Fields of `RuntimeStats` that are equal for all replicas and are not summed.
 _SIZES = {"num_pages", "page_size", "pool_bytes", "weights_bytes", "step_bytes"}
 
 
@@ -18,11 +18,11 @@ _SIZES = {"num_pages", "page_size", "pool_bytes", "weights_bytes", "step_bytes"}
 class RuntimeStats:
     """Counters since the start, and sizes of memory; see `EngineStats`.
 
-    Of several replicas, counters and times are summed, `max_pages_owned` is the maximum, and sizes
-    are those of one replica.
+    Counters and times are sums over the replicas, `max_pages_owned` is the maximum, and sizes are
+    those of one replica.
 
     Attributes:
-      predicting_s: seconds that the prediction of lengths took, on the threads that submit.
+      predicting_s: seconds that the prediction of lengths took on the submitting threads.
     """
 
     num_steps: int
@@ -60,7 +60,7 @@ class RuntimeStats:
         """Return the counters of all replicas of a runtime.
 
         Args:
-          weights_bytes: of the parameters, over all devices.
+          weights_bytes: size of the parameters over all devices.
         """
         names = {field.name for field in fields(cls)} & {
             field.name for field in fields(EngineStats)
@@ -82,7 +82,7 @@ class RuntimeStats:
 
     @classmethod
     def total(cls, parts: Sequence[RuntimeStats]) -> RuntimeStats:
-        """Return the counters of several runtimes with the same model and options together."""
+        """Return the total of several runtimes' counters; model and options must be the same."""
         names = {field.name for field in fields(cls)} - _SIZES - {"max_pages_owned"}
         sums = {name: sum(getattr(part, name) for part in parts) for name in names}
         most = max(part.max_pages_owned for part in parts)

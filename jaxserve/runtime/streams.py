@@ -1,4 +1,4 @@
-"""Completions that are read piece by piece, on a thread or in asyncio."""
+"""Generators of a completion's pieces, for threads and for asyncio."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jaxserve.core.request import Completion
 from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.runtime.pending import Pending
 
-# Submits a request whose pieces go to the sink.
+# Function that submits a request and sends its pieces to the sink.
 Start = Callable[[PieceSink], Pending]
 
 
 def read(start: Start, num_samples: int, timeout_s: float | None = None) -> Generator[Piece]:
-    """Yield the pieces of a request, which is submitted when the first piece is asked for.
+    """Yield the pieces of a request, which is submitted by the first `next`.
 
     Closing the generator early cancels the request.
 
     Args:
-      num_samples: of the request.
+      num_samples: number of the request's samples.
 
     Raises:
       JaxserveError: the request failed; raised after its last piece.

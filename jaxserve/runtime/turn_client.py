@@ -1,4 +1,4 @@
-"""Answers turns of conversations by submitting them as requests."""
+"""A client that submits the turns of conversations as requests."""
 
 from __future__ import annotations
 

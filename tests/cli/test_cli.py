@@ -68,13 +68,13 @@ def _file(folder: Path, text: str) -> str:
         (("hi", "--disk-memory", "-1"), "", "InvalidConfigError: disk_memory: '-1'"),
         (("hi", "--disk-folder", "pages"), "", "used with disk_memory only"),
         (("hi", "--disk-memory", "1MB", "--policy", "orca"), "", "keeps no pages on the host"),
-        (("hi", "--disk-memory", "1MB", "--host-memory", "0"), "", "give more host_memory"),
+        (("hi", "--disk-memory", "1MB", "--host-memory", "0"), "", "pass more host_memory"),
         (("hi", "--disk-memory", "1MB", "--disk-folder", "/dev/null"), "", "cannot be used"),
         (("hi", "--output", "no-such-folder/out"), "", "cannot write --output"),
         (("hi", "--record", "no-such-folder/run"), "", "cannot be written"),
         (("hi", "--data-parallel", "4096"), "", "needs 4096 devices"),
         (("hi", "--replicas", "0"), "", "InvalidConfigError: replicas=0"),
-        (("hi", "--replicas", "2", "--stages", "1,1"), "", "cannot go together with --stages"),
+        (("hi", "--replicas", "2", "--stages", "1,1"), "", "cannot be combined with --stages"),
         (("hi", "--replicas", "2", "--record", "run"), "", "a fleet does not record"),
         (("hi", "--replicas", "2", "--disk-memory", "1MB"), "", "would write to one folder"),
         (("hi", "--max-tokens", "many"), "", "--max-tokens"),
@@ -160,8 +160,8 @@ def test_a_chat_is_kept_and_goes_on(model, tmp_path, monkeypatch):
     for i, said in enumerate(("my secret\n", "so?\n/exit\n")):
         done = _run(*chat, "--load", "random", "--id", "mine", given=said)
         assert done.exit_code == 0, done.stderr
-        assert ("goes on after 1 turns" in done.stderr) == (i == 1)
-        assert f"go on with: jaxserve chat --journal {path} --id mine" in done.stderr
+        assert ("continues after 1 turns" in done.stderr) == (i == 1)
+        assert f"continue with: jaxserve chat --journal {path} --id mine" in done.stderr
     listed = _run("conversations", "list").stdout
     assert "mine" in listed and " 2 " in listed
     shown = _run("conversations", "show", "mine").stdout

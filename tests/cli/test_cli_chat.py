@@ -118,7 +118,7 @@ def test_ctrl_c_stops_an_answer_and_then_leaves(tmp_path: Path):
     (before,) = _turns(journal)
 
     with _terminal(*chat, "--max-tokens", "16000") as terminal:
-        terminal.wait_for(b"goes on after 1 turns")
+        terminal.wait_for(b"continues after 1 turns")
         terminal.wait_for(b"\r\n> ")
         terminal.type(b"endless\n")
         terminal.wait_for(b"(?s)endless\r\n.{20}")
@@ -129,7 +129,7 @@ def test_ctrl_c_stops_an_answer_and_then_leaves(tmp_path: Path):
         terminal.type(CTRL_C)
         code, said = terminal.wait_for_end()
         assert code == 130 and b"interrupted" in said and b"Traceback" not in said
-        assert b"go on with: jaxserve chat" in said
+        assert b"continue with: jaxserve chat" in said
         with pytest.raises(ProcessLookupError):
             os.killpg(terminal.process.pid, 0)
     assert _turns(journal) == [before]

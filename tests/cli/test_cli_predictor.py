@@ -76,7 +76,7 @@ def test_evaluation_on_other_data(folder):
     assert done.exit_code == 0, done.stderr
     for name in ("predictor", "majority", "prompt length", "linear on embeddings", "outgrew"):
         assert name in done.stdout
-    assert "prompts that none of them was trained on" in done.stdout
+    assert "prompts that were not used for training" in done.stdout
 
 
 def test_a_predictor_is_described(folder):
@@ -119,12 +119,12 @@ def test_gone_on_after_it_was_cut_off(folder, monkeypatch):
         (("--num-buckets", "0"), "0 buckets"),
         (("--epochs", "0"), "num_epochs=0 is not allowed; pass 1 or more"),
         (("--held-out", "0.7"), "between 0 and a half"),
-        (("--max-examples", "3"), "give more, or another --held-out"),
+        (("--max-examples", "3"), "pass more, or another --held-out"),
         (("--encoder", "no-such-encoder"), "UnknownModelError: 'no-such-encoder'"),
         (("--encoder", "{folder}"), "has no config.json"),
         (("--output", "{folder}"), "is not empty and holds no predictor"),
         (("--output", "{folder}/data.jsonl"), "is a file"),
-        (("--output", "{folder}/taken"), "holds something other than checkpoints"),
+        (("--output", "{folder}/taken"), "holds files other than checkpoints"),
         (("--output", "/proc/no/such"), "cannot write --output"),
     ],
 )

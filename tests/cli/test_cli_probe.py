@@ -80,7 +80,7 @@ def test_training_ends_with_a_probe_and_its_figures(folder):
 def test_a_probe_is_described(folder):
     """Where it reads, and what it was trained on."""
     done = _run("predictor", "probe", "show", str(folder / "own"))
-    assert done.exit_code == 0 and "behind layer 1, 32 wide" in done.stdout
+    assert done.exit_code == 0 and "after layer 1, 32 wide" in done.stdout
     assert "run.jsonl" in done.stdout
 
 

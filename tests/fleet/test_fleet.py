@@ -398,7 +398,7 @@ def test_more_than_ray_has_is_refused():
     """Instead of waiting for it for ever, when nobody else looks after that Ray."""
     has = {"CPU": 2.0}
     check_resources(has, 4, {"CPU": 0.5, "GPU": 0})
-    with pytest.raises(InvalidConfigError, match=r"3 replicas .* need 3, and Ray has 2"):
+    with pytest.raises(InvalidConfigError, match=r"3 replicas .* need 3, but Ray has 2"):
         check_resources(has, 3, {"CPU": 1, "GPU": 0})
     with pytest.raises(InvalidConfigError, match="num_gpus"):
         check_resources(has, 1, {"CPU": 1, "GPU": 1})

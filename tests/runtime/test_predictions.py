@@ -89,7 +89,7 @@ def test_a_broken_predictor_is_reported_once(caplog):
     ):
         for prompt in PROMPTS[:3]:
             assert rt.generate(prompt, SamplingParams(max_tokens=2)).error is None
-    assert caplog.text.count("the length predictor fails") == 1 and "no idea" in caplog.text
+    assert caplog.text.count("the length predictor failed") == 1 and "no idea" in caplog.text
 
 
 @pytest.mark.parametrize("given", ["/nowhere", 5])
