@@ -1,1 +1,1 @@
-"""Programs for a checkout: run them from its root."""
+"""Programs for a checkout. Run them from its root."""

@@ -1,4 +1,4 @@
-"""Eight prompts answered in one batch by a real model: `make demo` runs it."""
+"""A demo, run by `make demo`, in which a real model answers eight prompts in one batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of a gpu-check beside their bars."""
+"""The table of a gpu-check's results beside their bars."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from benchmarks.common.output import show
 
 Verdict = Literal["met", "not met", "not measured", "no bar"]
 
-# Bars, see docs/benchmarks/gpu.md, "The bars".
+# docs/benchmarks/gpu.md, "The bars", explains these bars.
 MAX_ERROR = 1e-2
 MIN_OF_COPY = 0.75
 MIN_TRITON_FLOPS, MIN_MOSAIC_FLOPS = 400e12, 550e12
 MIN_OF_BOUND = 0.8
 MIN_OF_PARTS = 0.9
 MAX_IDLE = 0.02
-# Characters of a reason; the figures have the whole.
+# Maximum number of characters of a reason in the table; the file has the whole reason.
 _MAX_TEXT = 120
-# The batch and context from which the bars of decoding and prefill apply.
+# Minimum batch and context to which the bars of decoding and prefill apply.
 _MIN_BATCH, _MIN_CONTEXT = 32, 4096
 
 MODELS = {"llama_3_8b": "Llama 3 8B", "llama_2_13b": "Llama 2 13B"}
@@ -34,7 +34,7 @@ Row = Mapping[str, Any]
 @final
 @dataclass(frozen=True)
 class Bar:
-    """One line of the table: what was measured, the bar, the result, and the verdict."""
+    """One line of the table: the measurement, the bar, the result, and the verdict."""
 
     what: str
     wanted: str
@@ -43,7 +43,7 @@ class Bar:
 
 
 def bars(parts: Parts) -> list[dict[str, str]]:
-    """Return every bar, with the results of the parts that were measured so far."""
+    """Return every bar, with the results of the parts measured so far."""
     shapes = [*_rows(parts, "kernels", "shapes"), *_rows(parts, "kernels_rest", "shapes")]
     lines = [
         *_tests(parts),
@@ -85,7 +85,7 @@ def _rows(parts: Parts, name: str, kind: str) -> list[Row]:
 
 
 def _why_missing(parts: Parts, name: str) -> str:
-    """Return why a part has no figures."""
+    """Return the reason why a part has no figures."""
     part = parts.get(name)
     if part is None:
         return "not run"
@@ -163,7 +163,7 @@ def _mixed(rows: Sequence[Row], kernel: str) -> Iterable[Bar]:
 
 
 def _kernel_peers(parts: Parts, shapes: list[Row]) -> Iterable[Bar]:
-    """Compare our kernels with every peer, over the shapes at which both have a time."""
+    """Yield the bars of our kernels against each peer, over the shapes that both were timed at."""
     theirs: dict[str, dict[str, Row]] = {}
     others = [
         row
@@ -195,7 +195,7 @@ def _kernel_peers(parts: Parts, shapes: list[Row]) -> Iterable[Bar]:
 
 
 def _model(parts: Parts, model: str) -> Iterable[Bar]:
-    """Yield the bars of decoding and prefill of a model, end to end."""
+    """Yield the bars of a model's decoding and prefill, end to end."""
     name, own = MODELS[model], f"decode_{model}"
     batches = _rows(parts, own, "batches")
     timed = sorted((row for row in batches if "of_bound" in row), key=lambda row: row["batch_size"])
@@ -230,7 +230,7 @@ def _model(parts: Parts, model: str) -> Iterable[Bar]:
 
 
 def _idle(parts: Parts, own: str, name: str, timed: list[Row]) -> Bar:
-    """Return the idle time, from a trace if there is one, else the host's upper bound."""
+    """Return the bar of the idle time: from a trace if there is one, else the host's bound."""
     what, wanted = f"{name}: device idle", f"< {MAX_IDLE:.0%}"
     traces = _rows(parts, own, "traces")
     if traces:
@@ -247,7 +247,7 @@ def _idle(parts: Parts, own: str, name: str, timed: list[Row]) -> Bar:
 
 
 def _choices(parts: Parts) -> Iterable[Bar]:
-    """Yield milliseconds of a step, by layout and flags."""
+    """Yield the milliseconds of a step, by layout and flags."""
     found: dict[int, list[str]] = {}
     for name in CHOICES:
         for row in _rows(parts, name, "choices"):
@@ -263,7 +263,7 @@ def _choices(parts: Parts) -> Iterable[Bar]:
 
 
 def _restore(parts: Parts) -> Iterable[Bar]:
-    """Yield milliseconds to the first token of a turn with pages on the host, and others' loss."""
+    """Yield the milliseconds to a turn's first token with host pages, and those others lose."""
     found: dict[str, list[str]] = {}
     for point in _rows(parts, "restore", "points"):
         situation = point["situation"].replace("_", " ")

@@ -1,9 +1,9 @@
-"""Tests and timings of one GPU, in one file: `make gpu-check`.
+"""Tests and timings of one GPU in one file; `make gpu-check` runs it.
 
-Tests and times the kernels beside those of other libraries, and decodes with models of well-known
-shapes. Each part is a process with its own limit; a part that fails or is cut off is recorded, and
-the others go on. Parts that the total time does not allow are recorded as skipped. The file is
-written after every part.
+It tests the kernels, times them beside those of other libraries, and decodes with models of
+well-known shapes. Each part is a process with its own time limit. A part that fails or is cut off
+is recorded, and the others continue. Parts for which no time is left are recorded as skipped. The
+file is written after every part.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from pallas_kernels.paged_attention.tilings import is_tuned
 from scripts.gpu_bars import bars, print_table
 from scripts.gpu_parts import PARTS, Part
 
-# Other libraries, whose versions explain the results of the peers.
+# Other libraries whose versions are recorded, because the peers' results depend on them.
 _PACKAGES = (
     *("jax-cuda12-plugin", "jax-cuda13-plugin", "optax", "orbax-checkpoint", "torch", "triton"),
     *("flashinfer-python", "flash-attn", "flash-attn-3"),
 )
 # A part with less time than this is skipped.
 _LEAST_S = 20.0
-# Time before its limit in which a benchmark begins no measurement: it starts, and it finishes one.
+# Seconds of a part's limit that its benchmark does not get: it has to start, and to finish its last
+# measurement.
 _MARGIN_S = 25.0
 _TAIL = 3000
 
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"gpu-check: {output}", file=sys.stderr)
     if not result["tuned_tiles"]:
         print(
-            "gpu-check: the tiles were never timed on such a device; "
+            "gpu-check: the tiles were not tuned on this kind of device; "
             "`python -m benchmarks.kernels.tune` tries others and writes the fastest",
             file=sys.stderr,
         )
@@ -87,9 +88,9 @@ def check(
 
     Args:
       about: device, versions and commit.
-      budget_s: for all parts.
-      patience: multiplies the limit of every part.
-      before: parts of an earlier file. Those that are done do not run again; the others keep their
+      budget_s: seconds for all parts together.
+      patience: factor of every part's time limit.
+      before: parts of an earlier file. Parts that are done do not run again; the others keep their
         earlier result until they have run again.
     """
     begin_s = time.monotonic()
@@ -126,7 +127,7 @@ def check(
 
 
 def run_part(part: Part, own: Path, limit_s: float) -> dict[str, Any]:
-    """Run a part, and return its result, or what it had written when it was ended.
+    """Run a part, and return its result, or the part of it written before the process was ended.
 
     Args:
       own: file for its result and, with `.log` appended, for its output; both are removed unless
@@ -169,13 +170,13 @@ def run_part(part: Part, own: Path, limit_s: float) -> dict[str, Any]:
         "command": " ".join(part.command),
         "environment": dict(part.environment),
         "result": result,
-        # Of compilers and crashes.
+        # The messages of compilers and crashes.
         **({} if status == "done" else {"output": readable[-_TAIL:]}),
     }
 
 
 def count_tests(text: str) -> dict[str, Any]:
-    """Count the outcomes in pytest's verbose output, which may be cut off."""
+    """Return the counts of outcomes in pytest's verbose output, which may be cut off."""
     outcomes = re.findall(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.MULTILINE)
     failed = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
     passed = sum(outcome == "PASSED" for _, outcome in outcomes)
@@ -191,7 +192,7 @@ def _readable(text: str, part: Part) -> str:
 
 
 def _about() -> dict[str, Any] | None:
-    """Return device, versions and commit; read in a new process, since JAX holds the memory."""
+    """Return device, versions and commit, read in a new process because JAX holds device memory."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.common.environment", *_PACKAGES],
         cwd=ROOT,
@@ -215,11 +216,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--parts", default=",".join(PARTS), help="some of them, in this order")
+    add("--parts", default=",".join(PARTS), help="parts to run, in this order")
     add("--budget", type=float, default=570.0, help="seconds for all parts")
-    add("--patience", type=float, default=1.0, help="multiplies the limit of every part")
+    add("--patience", type=float, default=1.0, help="factor of every part's time limit")
     add("--resume", action="store_true", help="run only the parts that are not done in the file")
-    add("--output", type=Path, default=None, help="by default under benchmarks/results")
+    add("--output", type=Path, default=None, help="file; by default under benchmarks/results")
     return parser
 
 

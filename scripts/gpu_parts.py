@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import final
 
-# Shapes that the bars need; the rest of the curves comes last.
+# Shapes that the bars need; the other shapes of the curves come last.
 _FIRST = ",".join(
     (
         *("llama3_8b_decode_32x4096", "llama3_8b_decode_128x4096", "llama3_8b_decode_32x16384"),
@@ -16,19 +16,19 @@ _FIRST = ",".join(
         "llama3_8b_decode_1x16384",
     )
 )
-# Share of the memory that JAX takes at its start; three quarters by default.
+# Fraction of the memory that JAX allocates at its start; JAX's default is 0.75.
 _MOST_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 _TESTS = (
     *("pytest", "-v", "--tb=line", "-W", "default", "-p", "no:cacheprovider"),
     *("tests/pallas_kernels/test_on_gpu.py", "-k"),
 )
-# By name, so that a shape that Triton refuses fails instead of being timed with XLA.
+# Triton is passed by name, so that a shape that it refuses fails instead of being timed with XLA.
 _TRITON = ("benchmarks.kernels", "--attention", "triton")
 _EIGHT_BITS = (
     *(*_TRITON, "--shapes", "llama3_8b_decode_32x4096,llama3_8b_decode_128x4096"),
     "--kv-dtype",
 )
-# Tests compile with little optimisation by default.
+# By default tests compile with little optimisation.
 _AS_SERVED = {"XLA_FLAGS": ""}
 _COMMAND_BUFFER = "--xla_gpu_enable_command_buffer="
 
@@ -39,10 +39,10 @@ class Part:
     """A process of gpu-check.
 
     Attributes:
-      command: a module of Python and its arguments.
-      limit_s: seconds after which it is ended; its result up to then counts.
-      environment: variables to set.
-      writes: whether it takes `--budget` and `--output`, as benchmarks do; else it is pytest.
+      command: a Python module and its arguments.
+      limit_s: seconds after which the process is ended; its result up to then counts.
+      environment: environment variables to set.
+      writes: whether it takes `--budget` and `--output`, as benchmarks do; otherwise it is pytest.
     """
 
     command: tuple[str, ...]
@@ -70,7 +70,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             _MOST_MEMORY,
         ),
         "hf_llama_3_8b": Part(("benchmarks.decode.peer", "--batches", "32,1,128,8,256"), 70),
-        # Kernels that never ran on a GPU may hang there, so they have a part of their own.
+        # Kernels that have not run on a GPU yet may hang there, so they are a separate part.
         "mosaic": Part(
             (
                 *("benchmarks.kernels", "--attention", "mosaic", "--shapes"),
@@ -110,7 +110,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
                     "--lengths",
                     "4096,1024",
                 ),
-                # Loops have 16 iterations, and pages come back with several loops.
+                # Loops have 16 iterations, and pages are copied back during several loops.
                 *("--others", "7", "--wait-tokens", "256", "--kv-memory", "8GiB"),
             ),
             150,

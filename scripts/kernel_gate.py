@@ -1,10 +1,10 @@
-"""Compile the GPU kernels, and steps with them, without a GPU: `make kernel-gate`.
+"""Compile the GPU kernels, and steps with them, without a GPU; `make kernel-gate` runs it.
 
-Runs in its own environment, with JAX's CUDA plug-in. Every configuration of the kernels
-becomes machine code for an H100. A register spill is an error, and so is shared memory that the
-device does not have, a cache that is not updated in place, or temporaries of its size. A decode
-loop and a mixed step are compiled whole, with unrolled and with scanned layers, with pages in the
-model's dtype and in eight bits; the launches of a layer must be no more than those written down.
+It runs in its own environment, with JAX's CUDA plug-in, and compiles every configuration of the
+kernels to machine code for an H100. Errors are a register spill, more shared memory than the device
+has, a cache that is not updated in place, and temporaries of the cache's size. It also compiles a
+whole decode loop and a whole mixed step, with unrolled and with scanned layers, and with pages in
+the model's dtype and in 8 bits. A layer may not have more launches than `kernel_gate.json` records.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from pallas_kernels.paged_attention.configurations import (  # noqa: E402
 from scripts.launches import launches, launches_a_layer  # noqa: E402
 
 _ALL = (*CONFIGURATIONS, *RARE_CONFIGURATIONS)
-# Launches and registers when they were last recorded.
+# File with the launches of a layer that were recorded last.
 KNOWN = Path(__file__).with_name("kernel_gate.json")
 
 
@@ -66,10 +66,10 @@ class Steps:
     """A mixed step and a decode loop.
 
     Attributes:
-      layout: of layers; unrolled ones take the time.
-      kv_dtype: of pages; None for the model's own.
-      dtype: of the model.
-      attention: what is asked for; None for the platform's choice.
+      layout: layout of the layers; unrolled layers compile far more slowly.
+      kv_dtype: dtype of pages; None for the model's dtype.
+      dtype: dtype of the model.
+      attention: the option `attention`; None for the platform's choice.
     """
 
     layout: LayerLayout
@@ -93,7 +93,7 @@ _STEPS = (
     Steps("scanned", dtype="float32"),
     Steps("scanned", attention="mosaic,triton"),
 )
-# What XLA needs to know of the device that it compiles for; NVIDIA's figures.
+# XLA's description of the device for which it compiles, with NVIDIA's figures.
 _H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
@@ -122,9 +122,9 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-# Temporaries of one call; partial results of attention are the largest.
+# Maximum bytes of temporaries of one call; attention's partial results are the largest.
 _MAX_TEMPORARY_BYTES = 128 << 20
-# Shared memory of a block that opts in, as above.
+# Maximum shared memory of a block that opts in, see `_H100`.
 _MAX_SHARED_BYTES = 232448
 
 
@@ -173,7 +173,7 @@ def h100() -> Mesh:
 
 
 def _subset() -> list[Configuration]:
-    """Return every third configuration of attention, which are the slow ones, and all others."""
+    """Return every third configuration of attention, which compile slowly, and all others."""
     attention = [c for c in CONFIGURATIONS if isinstance(c, Attention)]
     others = [c for c in CONFIGURATIONS if not isinstance(c, Attention)]
     return [*attention[::_EVERY], *others]
@@ -201,7 +201,7 @@ def _compile_configurations(mesh: Mesh, configurations: Sequence[Configuration])
 
 
 def _compile_steps(mesh: Mesh, steps: Steps, problems: list[str]) -> dict[str, float]:
-    """Return the launches a layer of the mixed step and the decode loop of a small Llama."""
+    """Return the launches per layer of the mixed step and the decode loop of a small Llama."""
     more = _modules(mesh, steps, 5, problems)
     if steps.layout == "scanned":
         return {name: launches_a_layer(hlo, 5) for name, hlo in more.items()}
@@ -210,7 +210,7 @@ def _compile_steps(mesh: Mesh, steps: Steps, problems: list[str]) -> dict[str, f
 
 
 def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> dict[str, str]:
-    """Return the compiled modules of both, by name."""
+    """Return the compiled modules of the mixed step and the decode loop, by name."""
     config = LlamaConfig(
         vocab_size=32000,
         hidden_size=1024,
@@ -272,7 +272,7 @@ def _num_bytes(tree: Any) -> int:
 
 
 def _shared_bytes() -> dict[str, int]:
-    """Return the most bytes of shared memory that a block of each of our kernels takes."""
+    """Return the maximum bytes of shared memory that a block of each of our kernels takes."""
     ours = set().union(*(configuration.kernels for configuration in CONFIGURATIONS))
     found = dict.fromkeys(sorted(ours), 0)
     for path in Path(_DUMP.name).glob("*thunk_sequence.txt"):
@@ -290,9 +290,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--subset",
         action="store_true",
-        help="not every configuration of attention, nor every step: what CI does",
+        help="compile only a part of attention's configurations and of the steps, as CI does",
     )
-    one.add_argument("--write", action="store_true", help="write down the launches of today")
+    one.add_argument("--write", action="store_true", help="record the present launches")
     return parser
 
 

@@ -1,8 +1,9 @@
-# Sourced by the launch scripts: the processes of one job, and what becomes of it.
+# Functions for the launch scripts, which source this file: they start the processes of one job and
+# wait for them.
 
 pids=()
 
-# start PROCESS_ID COMMAND...: process 0 gets the terminal, and Ctrl-C.
+# start PROCESS_ID COMMAND...: starts a process. Process 0 gets the terminal and Ctrl-C.
 start() {
     local process_id=$1
     shift
@@ -15,11 +16,11 @@ start() {
     pids+=($!)
 }
 
-# Waits for all processes. Where one fails, the others end by themselves within moments; those that
-# have not (they were still starting) are ended after ten seconds. Exits with the first failure.
+# Waits for all processes. If one fails, the others end by themselves within moments; those that do
+# not, because they were still starting, are ended after ten seconds. Exits with the first failure.
 finish() {
     local status=0 code pid pending=("${pids[@]}") left
-    trap : INT # process 0 has it too and decides
+    trap : INT # process 0 gets Ctrl-C too and handles it
     trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM HUP
     while ((${#pending[@]})); do
         wait -n "${pending[@]}" 2>/dev/null
@@ -42,7 +43,7 @@ finish() {
     exit "$status"
 }
 
-# Whether the pending processes have ended within so many seconds.
+# end_within SECONDS: returns whether the pending processes end within that time.
 end_within() {
     local tenths=$(($1 * 10))
     while kill -0 "${pending[@]}" 2>/dev/null; do

@@ -4,7 +4,7 @@
 #   scripts/launch_local.sh 2 jaxserve generate --tensor-parallel 2 "Why is the sky blue?"
 #
 # Process 0 leads and answers. Each process gets one GPU, or a CPU device; Ctrl-C goes to process 0.
-# Exits with 0 if all processes do, and leaves none behind.
+# Exits with 0 if all processes do. No process remains.
 
 set -u
 if (($# < 2)) || ! [[ $1 =~ ^[1-9][0-9]*$ ]]; then

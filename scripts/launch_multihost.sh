@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Runs a command as one process on each of several hosts that work as one job. Run it on the first
-# of them; it starts process 0 here and the others over ssh, in this folder, which all must have:
+# host. It starts process 0 there and the others over ssh, in this folder, which must exist on all:
 #
 #   scripts/launch_multihost.sh node1,node2 jaxserve generate --tensor-parallel 16 "Hello"
 #
-# node1 is this host as the others reach it, on port JAXSERVE_PORT (8476). A process uses all GPUs
-# of its host. Variables that begin with JAX, XLA, NCCL or CUDA, and PATH and PYTHONPATH, go along.
+# node1 is the name by which the others reach this host, on port JAXSERVE_PORT (8476). A process
+# uses all GPUs of its host. Variables that begin with JAX, XLA, NCCL or CUDA, and PATH and
+# PYTHONPATH, are passed on.
 
 set -u
 if (($# < 2)); then

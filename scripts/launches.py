@@ -1,4 +1,4 @@
-"""Counts of the kernels that a compiled module launches on a GPU, from its HLO text."""
+"""Functions that count, in HLO text, the kernels that a compiled module launches on a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import final
 
-# Instructions that launch nothing: they name, group or view values. An asynchronous instruction
+# Instructions that launch no kernel: they name, group or view values. An asynchronous instruction
 # counts at its start.
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
@@ -19,10 +19,11 @@ _GROUPS = {"while", "call", "conditional"}
 @final
 @dataclass
 class _Computation:
-    """The number of its own launches, and the computations that it runs.
+    """A computation: the number of its launches, and the computations that it runs.
 
     Attributes:
-      inner: names of these computations, with the number of runs where XLA knows it.
+      inner: names of the computations that it runs, each with the number of runs, or None if XLA
+        does not know it.
     """
 
     num_launches: int = 0
@@ -30,7 +31,7 @@ class _Computation:
 
 
 def launches(hlo: str) -> int:
-    """Count kernels, library calls and copies of a scheduled module, bodies of loops once."""
+    """Count the kernels, library calls and copies of a scheduled module; loop bodies count once."""
     computations, entry = _read(hlo)
     return _total(computations, entry)
 
@@ -59,7 +60,7 @@ def _total(computations: dict[str, _Computation], name: str) -> int:
 
 
 def _read(hlo: str) -> tuple[dict[str, _Computation], str]:
-    """Return the computations by name, and the name of the entry."""
+    """Return the computations by name, and the name of the entry computation."""
     computations: dict[str, _Computation] = {}
     current, entry = _Computation(), ""
     for line in hlo.splitlines():
@@ -76,7 +77,7 @@ def _read(hlo: str) -> tuple[dict[str, _Computation], str]:
 
 
 def _inner(line: str) -> list[tuple[str, int | None]]:
-    """Return the computations that an instruction runs; a counted loop has no condition to run."""
+    """Return the computations that an instruction runs, except the condition of a counted loop."""
     trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
     kinds = "body|to_apply|true_computation|false_computation" + ("" if trips else "|condition")
     names = re.findall(rf"(?:{kinds})=%?([\w.-]+)", line)

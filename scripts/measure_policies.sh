@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Measures the policies of docs/results/policies.md again, on an idle machine: about 25 minutes on two
-# cores, of which the first time 5 for compiling. Estimates are beside the commands.
+# cores, 5 of them for compilation in the first run. Estimates are beside the commands.
 #
 #   scripts/measure_policies.sh PREDICTOR
 #
 # PREDICTOR is a folder made by
 #   jaxserve predictor train sharegpt --output PREDICTOR --max-examples 5000 --epochs 3 \
 #       --max-prompt-tokens 64 --held-out 0.15
-# which takes about 8 minutes, and needs no idle machine. PYTHON=... chooses the interpreter.
+# which takes about 8 minutes and does not need an idle machine. PYTHON=... sets the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 predictor=${1:?give the folder of a predictor, see the head of this script}
@@ -25,7 +25,7 @@ measure() { # NAME COMMAND OPTIONS...
 
 s3=(policies --policies orca,vllm_like,s3,s3_oracle,auto --predictor "$predictor" --unlimited
     --num-requests 64 --max-slots 64)
-# Pools in which ORCA runs 4, 21 and all answers at once.
+# Pools with which ORCA runs 4, 21 and all answers at once.
 measure policies_s3_tight "${s3[@]}" --kv-memory 96MB     # 8 minutes: 97 s a round, ORCA 36 of them
 measure policies_s3_middle "${s3[@]}" --kv-memory 500MB   # 5 minutes
 measure policies_s3_wide "${s3[@]}" --kv-memory 4700MB    # 5 minutes

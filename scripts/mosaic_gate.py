@@ -1,10 +1,10 @@
-"""Compile the Mosaic kernel for a Hopper GPU without one: a part of `make kernel-gate`.
+"""Compile the Mosaic kernel for a Hopper GPU without one; a part of `make kernel-gate`.
 
-Every configuration becomes machine code for sm_90a; a register spill is an error, and so is more
-shared memory than a block can have. What the compiler reports is kept beside this script.
+Every configuration is compiled to machine code for sm_90a. Errors are a register spill and more
+shared memory than a block can have. The compiler's report is stored beside this script.
 
-Rows of shared memory may be tiled by eight, and a copy that begins elsewhere than at a multiple of
-eight tokens would then be misplaced in silence: no copy of a run of tokens may be tiled so.
+Rows of shared memory may be tiled by eight. A copy that does not begin at a multiple of eight
+tokens would then be misplaced silently, so no copy of a run of tokens may use such tiles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from scripts import kernel_gate  # before JAX: it sets what JAX reads when it is imported
+from scripts import kernel_gate  # before JAX, because it sets variables that JAX's import reads
 
 import jax  # isort: skip
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # isort: skip
@@ -89,17 +89,17 @@ def _resources(mesh: Mesh, configuration: Configuration) -> dict[str, int]:
 
 
 def _misplaced(text: str) -> list[str]:
-    """Return the copies between memories whose tiled rows begin at an index of the run."""
+    """Return the copies whose tiled rows begin at an index other than the constant 0."""
     copies = [line for line in text.splitlines() if "mosaic_gpu.async_" in line]
     if len(copies) < 4:
-        raise ValueError(f"only {len(copies)} copies are in what was compiled")
+        raise ValueError(f"the compiled code has only {len(copies)} copies")
     found = []
     for line in copies:
         (tiled,) = re.findall(r"#mosaic_gpu\.tile<\[(\d+), \d+\]>", line)
         (text,) = re.findall(r"slice_lengths = array<i64: ([-\d, ]+)>", line)
         lengths = [int(length) for length in text.split(",")]
         indices = re.findall(r"%\w+", line[: line.index("<{")])[-len(lengths) :]
-        # A length of -1 belongs to a single index. Of the others, the last two are tiled.
+        # A length of -1 belongs to a single index. The last two other dimensions are tiled.
         begin, _ = [at for at, length in zip(indices, lengths, strict=True) if length > 0][-2:]
         if tiled != "1" and not begin.startswith("%c0_"):
             found.append(line.strip())
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--subset", action="store_true", help="every third configuration")
     one.add_argument(
-        "--write", action="store_true", help="keep what the compiler reports, unless some fail"
+        "--write", action="store_true", help="record the compiler's report, unless one fails"
     )
     return parser
 
