@@ -23,6 +23,7 @@ from jaxserve.execution.protocol import GroupRole, ModelExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.report import Report
 from jaxserve.scheduling.lengths.outlook import Outlook
+from jaxserve.scheduling.lengths.tracker import first_prediction
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
 from pallas_kernels import dispatch
@@ -63,7 +64,7 @@ class Replicas:
     When one engine fails, all later requests fail; requests that run on other engines end as usual.
 
     Args:
-      executors: warm, each with the size of its page pool; closed with this object.
+      executors: warm, each with the size of its page pool; the caller closes them afterwards.
       logs: get every request that ends.
       disks: a disk tier for each executor, or none.
 
@@ -207,15 +208,11 @@ class Replicas:
         )
 
     def close(self) -> None:
-        """Cancel what is left, stop the threads and free the page pools."""
+        """Cancel unfinished requests, stop the threads and save kept pages to the disk tiers."""
         for replica in self.all:
             replica.loop.close()
-        try:
-            for replica in self.all:
-                replica.engine.close(is_whole=not replica.loop.has_failed)
-        finally:
-            for replica in self.all:
-                replica.executor.close()
+        for replica in self.all:
+            replica.engine.close(is_whole=not replica.loop.has_failed)
 
     def _refuse_open_ids(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
@@ -228,8 +225,9 @@ class Replicas:
 
     def _place(self, answer: Answer) -> _Placed:
         request = answer.request
+        prediction = first_prediction(request, self.first.executor.refinement)
         work = predicted_tokens(
-            len(request.prompt), request.params, request.prediction, max_context=self._max_context
+            len(request.prompt), request.params, prediction, max_context=self._max_context
         )
         pages = page_hashes(request.prompt, self._page_size) if len(self.all) > 1 else ()
         placed = _Placed(answer, self._router.route(pages, work), work)
