@@ -188,10 +188,17 @@ def adamw(
     learning_rate: optax.ScalarOrSchedule, *, clip_norm: float = 1.0, weight_decay: float = 0.01
 ) -> optax.GradientTransformation:
     """Return AdamW with gradients clipped by their global norm and weight decay on matrices."""
-    return optax.chain(
+    steps = optax.chain(
         optax.clip_by_global_norm(clip_norm),
         optax.adamw(learning_rate, weight_decay=weight_decay, mask=_decays),
     )
+
+    def update(*args: Any, **kwargs: Any) -> Any:
+        # Optax mixes floats with its integer count of steps, which strict promotion forbids.
+        with jax.numpy_dtype_promotion("standard"):
+            return steps.update(*args, **kwargs)
+
+    return optax.GradientTransformation(steps.init, update)
 
 
 def _optimizer(config: TrainingConfig, num_steps: int) -> optax.GradientTransformation:

@@ -110,6 +110,8 @@ def build_parts(
         executors = build_executors(graphdef, places, decoder, options, group, probe, wrap_executor)
     leads = group is None or group.is_leader
     with ExitStack() as if_one_fails:
+        for executor, _ in executors:
+            if_one_fails.callback(executor.close)
         logs: list[RequestLog] = []
         if leads and options.record is not None:
             trace = TraceWriter(options.record, origin_s=clock.now())
@@ -122,33 +124,32 @@ def build_parts(
         disks = open_disks(options, [executor for executor, _ in executors])
         replicas = Replicas(executors, policy, clock, logs, disks)
         if_one_fails.callback(replicas.close)
-        opened = if_one_fails.pop_all()
-    tokenizer_ends: Sequence[int] = () if tokenizer is None else tokenizer.eos_token_ids
-    requests = RequestBuilder(
-        tokenizer,
-        eos_token_ids=tokenizer_ends if eos_token_ids is None else eos_token_ids,
-        vocab_size=decoder.config.vocab_size,
-        max_prompt_tokens=lambda: replicas.max_prompt_tokens,
-        seed=options.seed,
-    )
-    intake = Intake(requests, replicas, tokenizer, clock, forecaster)
-    client = ServiceTurnClient(
-        intake.submit,
-        check_may_wait=replicas.check_may_wait,
-        max_prompt_tokens=lambda: replicas.max_prompt_tokens,
-        progress=options.progress,
-    )
-    origin = Origin.of(decoder.config, places[0].params, replicas.first.executor.config)
-    return Parts(
-        group=group,
-        replicas=replicas,
-        intake=intake,
-        conversations=Conversations(journal, client, tokenizer, decoder.config.vocab_size),
-        maintenance=Maintenance(replicas, origin, clock, options),
-        forecaster=forecaster,
-        opened=opened,
-        weights_bytes=nbytes(used),
-    )
+        tokenizer_ends: Sequence[int] = () if tokenizer is None else tokenizer.eos_token_ids
+        requests = RequestBuilder(
+            tokenizer,
+            eos_token_ids=tokenizer_ends if eos_token_ids is None else eos_token_ids,
+            vocab_size=decoder.config.vocab_size,
+            max_prompt_tokens=lambda: replicas.max_prompt_tokens,
+            seed=options.seed,
+        )
+        intake = Intake(requests, replicas, tokenizer, clock, forecaster)
+        client = ServiceTurnClient(
+            intake.submit,
+            check_may_wait=replicas.check_may_wait,
+            max_prompt_tokens=lambda: replicas.max_prompt_tokens,
+            progress=options.progress,
+        )
+        origin = Origin.of(decoder.config, places[0].params, replicas.first.executor.config)
+        return Parts(
+            group=group,
+            replicas=replicas,
+            intake=intake,
+            conversations=Conversations(journal, client, tokenizer, decoder.config.vocab_size),
+            maintenance=Maintenance(replicas, origin, clock, options),
+            forecaster=forecaster,
+            opened=if_one_fails.pop_all(),
+            weights_bytes=nbytes(used),
+        )
 
 
 def check_early(options: RuntimeOptions, policy: Policy, group: ProcessGroup | None) -> None:

@@ -23,6 +23,7 @@ from jaxserve.execution.protocol import GroupRole, ModelExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.report import Report
 from jaxserve.scheduling.lengths.outlook import Outlook
+from jaxserve.scheduling.lengths.tracker import first_prediction
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
 from pallas_kernels import dispatch
@@ -63,8 +64,8 @@ class Replicas:
     When one engine fails, all later requests fail; requests that run on other engines end as usual.
 
     Args:
-      executors: executors after their warm-up, each with the size of its page pool; `close` closes
-        them.
+      executors: executors after their warm-up, each with the size of its page pool; the caller
+        closes them afterwards.
       logs: logs that get every request that ends.
       disks: a disk tier for each executor; empty for no disk tiers.
 
@@ -208,15 +209,11 @@ class Replicas:
         )
 
     def close(self) -> None:
-        """Cancel the remaining requests, stop the threads and free the page pools."""
+        """Cancel unfinished requests, stop the threads and save cached pages to the disk tiers."""
         for replica in self.all:
             replica.loop.close()
-        try:
-            for replica in self.all:
-                replica.engine.close(is_whole=not replica.loop.has_failed)
-        finally:
-            for replica in self.all:
-                replica.executor.close()
+        for replica in self.all:
+            replica.engine.close(is_whole=not replica.loop.has_failed)
 
     def _refuse_open_ids(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
@@ -229,8 +226,9 @@ class Replicas:
 
     def _place(self, answer: Answer) -> _Placed:
         request = answer.request
+        prediction = first_prediction(request, self.first.executor.refinement)
         work = predicted_tokens(
-            len(request.prompt), request.params, request.prediction, max_context=self._max_context
+            len(request.prompt), request.params, prediction, max_context=self._max_context
         )
         pages = page_hashes(request.prompt, self._page_size) if len(self.all) > 1 else ()
         placed = _Placed(answer, self._router.route(pages, work), work)

@@ -201,7 +201,7 @@ class Scheduler:
             self._queues.leave_slot(sequence)
             self._queues.wait(sequence)
         else:
-            self._queues.waiting.sort()
+            self._queues.waiting.replace(sequence)
 
     # ---- one step ----
 

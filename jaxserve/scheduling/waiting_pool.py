@@ -46,8 +46,13 @@ class WaitingPool:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended."""
-        self._sequences.remove(sequence)
+        del self._sequences[self._index(sequence)]
         self._num_passed.pop(sequence, None)
+
+    def replace(self, sequence: Sequence) -> None:
+        """Take the key of one waiting sequence anew, because its answer or estimate has changed."""
+        del self._sequences[self._index(sequence)]
+        self.add(sequence)
 
     def sort(self) -> None:
         """Take every key anew, because limits or estimates have changed that the order goes by."""
@@ -99,11 +104,15 @@ class WaitingPool:
 
     def admit(self, sequence: Sequence) -> None:
         """Remove a sequence that runs from now on; those before it were passed."""
-        at = self._sequences.index(sequence)
+        at = self._index(sequence)
         for passed in self._sequences[:at]:
             self._num_passed[passed] = self._num_passed.get(passed, 0) + 1
         del self._sequences[at]
         self._num_passed.pop(sequence, None)
+
+    def _index(self, sequence: Sequence) -> int:
+        first = bisect.bisect_left(self._sequences, self._keys.of(sequence), key=self._keys.of)
+        return self._sequences.index(sequence, first)
 
     def _may_be_passed(self, sequence: Sequence) -> bool:
         return self._num_passed.get(sequence, 0) < self._max_passes

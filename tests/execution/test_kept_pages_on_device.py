@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.core.clock import WallClock
+from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
@@ -49,6 +49,7 @@ POLICIES = {
     "s3": (replace(PRESETS["s3"], retention=Tiered()), 60),
 }
 NUM_CONVERSATIONS = 40
+STEP_S = 0.01
 
 
 @pytest.fixture(
@@ -112,7 +113,7 @@ def _request(name: str, prompt: tuple[int, ...], length: int) -> Request:
 
 
 def _alone(executor: DeviceExecutor, request: Request) -> list[int]:
-    engine = Engine(executor, PRESETS["orca"], WallClock())
+    engine = Engine(executor, PRESETS["orca"], VirtualClock())
     (sequence,) = engine.add(request)
     while engine.has_work:
         engine.step()
@@ -124,7 +125,9 @@ def _converse(executor: DeviceExecutor, policy: Policy, num_host: int) -> tuple[
     rng = random.Random(policy.name)
     config = replace(executor.config, num_pages=70, num_host_pages=num_host)
     watched = Watched(executor, config)
-    engine = Engine(watched, policy, WallClock())
+    # Pages are valued by their age; steps of one duration make every run the same.
+    clock = VirtualClock()
+    engine = Engine(watched, policy, clock)
     first = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(8, 30))) for _ in "abc"]
     histories = [rng.choice(first)[: rng.randint(0, 30)] for _ in range(NUM_CONVERSATIONS)]
     talking: dict[int, Sequence] = {}
@@ -139,6 +142,7 @@ def _converse(executor: DeviceExecutor, policy: Policy, num_host: int) -> tuple[
             turns.append(talking[who])
         for _ in range(rng.randint(0, 4)):
             engine.step()
+            clock.advance_to(clock.now() + STEP_S)
             engine.scheduler.check_integrity()
             if rng.random() < 0.1:
                 _evict_some(engine, rng.choice(histories), rng)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.core.clock import VirtualClock, WallClock
@@ -22,6 +23,7 @@ from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.testing import FaultyExecutor
+from predictor import LengthBuckets, Refinement
 
 CONFIG = EngineConfig(page_size=4, num_pages=20, max_slots=4, max_context=60, max_step_tokens=16)
 WAIT_S = 30
@@ -177,3 +179,14 @@ def test_an_engine_that_fails_while_requests_are_handed_over():
             replicas.submit(*answers)
         assert answers[0].future.result(WAIT_S).finish_reason in ("cancelled", "length")
         _check_is_clean(replicas)
+
+
+def test_with_a_probe_alone_work_is_what_answers_are_long_in_general():
+    """Every answer that the probe learned from had 5 tokens; this one could have 40."""
+    buckets = LengthBuckets((0, 4, 5, 40))
+    refinement = Refinement(buckets=buckets, marginal=np.array([0.0, 1.0, 0.0]))
+    executor = SimulatedExecutor(CONFIG, VirtualClock(), refinement=refinement)
+    with _replicas(1, lambda _: executor) as replicas:
+        with replicas.paused():
+            replicas.submit(_answer("a", (1, 2, 3), max_tokens=40))
+            assert replicas.work == (3 + 5,)

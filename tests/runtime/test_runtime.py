@@ -579,3 +579,25 @@ def test_a_pool_that_cannot_be_resized_is_left_alone():
         with pytest.raises(InvalidConfigError, match="several processes serve cannot be resized"):
             rt.resize_kv("1MiB")
         assert running.result(30).finish_reason == "length" and rt.config == pool
+
+
+class _NotServing(ExecutorWrapper):
+    """Cannot be given an engine."""
+
+    is_closed = False
+
+    @property
+    def swap_costs(self):
+        raise RuntimeError("no costs")
+
+    def close(self) -> None:
+        super().close()
+        self.is_closed = True
+
+
+def test_a_runtime_that_cannot_be_made_closes_its_executors():
+    """Their page pools do not stay on the devices."""
+    wrapped = WrapAll(_NotServing)
+    with pytest.raises(RuntimeError, match="no costs"):
+        Runtime(tiny_llama(), wrap_executor=wrapped, **{**OPTIONS, "warmup": False})
+    assert [executor.is_closed for executor in wrapped.executors] == [True]

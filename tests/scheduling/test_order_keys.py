@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from jaxserve.core.prediction import LengthPrediction
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.scheduling.admission.expected import Expected
 from jaxserve.scheduling.admission.predicted import Predicted
+from jaxserve.scheduling.lengths.estimate import LengthEstimate
 from jaxserve.scheduling.order.longest_first import LongestFirst
 from jaxserve.scheduling.order.shortest_first import ShortestPredictedFirst
 from jaxserve.scheduling.policy import Order
@@ -17,6 +22,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.testing import Trace
+from predictor import LengthBuckets
 
 ORDERS: dict[str, Order] = {
     "shortest": ShortestPredictedFirst(),
@@ -67,3 +73,53 @@ def test_lists_are_in_the_order_of_the_keys_that_were_taken(name: str):
             wanted = expected[sequence.request.id, sequence.sample_index]
             assert tuple(sequence.output) == wanted.output, f"seed {seed}"
     assert num_unsorted and num_taken_again
+
+
+class _Known:
+    """Lengths that are the same for every sequence."""
+
+    def __init__(self, length: int):
+        probabilities = np.array([0.0, 1.0])
+        self._estimate = LengthEstimate(
+            LengthPrediction(LengthBuckets((0, length - 1, length)), probabilities)
+        )
+
+    def estimate(self, sequence: Sequence) -> LengthEstimate:
+        return self._estimate
+
+    first_estimate = estimate
+
+
+@pytest.mark.parametrize("order", [ShortestPredictedFirst(), LongestFirst(Predicted())])
+def test_no_answer_counts_as_longer_than_its_limit(order: Order):
+    """An estimate of 1,000 tokens gives an answer of at most 10 the key of one of 10."""
+    params = SamplingParams(max_tokens=10)
+    request = Request(id="a", prompt=(1, 2, 3), params=params, arrival_s=5.0)
+    (sequence,) = Trace(0).engine(PRESETS["vllm_like"]).add(request)
+    keys = [order.key(sequence, _Known(length)) for length in (9, 10, 1000)]
+    assert keys[0] != keys[1] == keys[2]
+
+
+@dataclass(frozen=True)
+class _Counting:
+    """The order of arrival; counts the keys that are taken."""
+
+    max_passes: int = 0
+    taken: list[int] = field(default_factory=list)
+
+    def key(self, sequence: Sequence, lengths: Any) -> int:
+        self.taken.append(sequence.key)
+        return sequence.key
+
+
+def test_a_restarted_sequence_alone_gets_a_new_key():
+    """New weights restart every waiting sequence: one key each, not one a pair."""
+    order = _Counting()
+    trace = Trace(0)
+    engine = trace.engine(replace(PRESETS["vllm_like"], name="counting", order=order))
+    sequences = [each for request in trace.requests for each in engine.add(request)]
+    order.taken.clear()
+    for sequence in sequences:
+        engine.scheduler.restart(sequence, keeps_output=False)
+    assert order.taken == [sequence.key for sequence in sequences if sequence.output == []]
+    assert list(engine.scheduler.waiting) == sequences and len(sequences) > 3

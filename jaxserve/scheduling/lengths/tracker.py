@@ -55,7 +55,7 @@ class LengthTracker:
 
     def add(self, sequence: Sequence) -> None:
         """Begin with a sequence that was submitted."""
-        prediction = self._first_prediction(sequence.request)
+        prediction = first_prediction(sequence.request, self._refinement)
         if prediction is not None:
             self._first[sequence.key] = LengthEstimate(prediction)
             self.restart(sequence)
@@ -129,11 +129,6 @@ class LengthTracker:
             np.asarray([sequence.num_outputs_left for sequence in sequences]),
         )
 
-    def _first_prediction(self, request: Request) -> LengthPrediction | None:
-        if request.prediction is not None or self._refinement is None:
-            return request.prediction
-        return LengthPrediction(self._refinement.buckets, self._refinement.marginal)
-
     def _set(self, key: int, estimate: LengthEstimate) -> None:
         self._newest[key] = estimate
         if self._table is None:
@@ -155,6 +150,13 @@ class LengthTracker:
         for sequence, at, row in zip(sequences, now.tolist(), refined, strict=True):
             self._set(sequence.key, LengthEstimate(LengthPrediction(refinement.buckets, row), at))
         self.num_refined += len(sequences)
+
+
+def first_prediction(request: Request, refinement: Refinement | None) -> LengthPrediction | None:
+    """Return what is known of an answer's length before it begins, see `LengthTracker`."""
+    if request.prediction is not None or refinement is None:
+        return request.prediction
+    return LengthPrediction(refinement.buckets, refinement.marginal)
 
 
 def _read_at(sequence: Sequence) -> int:

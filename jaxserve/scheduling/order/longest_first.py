@@ -30,8 +30,5 @@ class LongestFirst:
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
         arrival_s = sequence.request.arrival_s
-        return (
-            arrival_s - self.ageing_s * self.by.reserve_tokens(sequence, lengths),
-            arrival_s,
-            sequence.key,
-        )
+        reserved = min(self.by.reserve_tokens(sequence, lengths), sequence.max_length)
+        return arrival_s - self.ageing_s * reserved, arrival_s, sequence.key

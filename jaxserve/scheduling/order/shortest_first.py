@@ -8,9 +8,6 @@ from typing import final
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
-# Tokens of an answer without an estimate and without a limit.
-_LONGEST = 4096
-
 
 @final
 @dataclass(frozen=True)
@@ -18,18 +15,17 @@ class ShortestPredictedFirst:
     """Order by expected output length: the mean latency is least if short answers do not wait.
 
     An expected token is a delay of `ageing_s` seconds, so a sequence is overtaken only by those
-    that arrive less than its expected length times `ageing_s` later. Without an estimate an answer
-    counts as long as its own limit.
+    that arrive less than its expected length times `ageing_s` later. No answer counts as
+    longer than its limit, which also stands in for a missing estimate.
     """
 
     ageing_s: float = 0.1
     max_passes: int = 0
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
-        request = sequence.request
+        arrival_s = sequence.request.arrival_s
+        expected = float(sequence.max_length - sequence.prompt_length)
         estimate = lengths.estimate(sequence)
-        if estimate is None:
-            expected = float(request.params.max_tokens or _LONGEST)
-        else:
-            expected = estimate.expected_length
-        return (request.arrival_s + self.ageing_s * expected, request.arrival_s, sequence.key)
+        if estimate is not None:
+            expected = min(estimate.expected_length, expected)
+        return arrival_s + self.ageing_s * expected, arrival_s, sequence.key
