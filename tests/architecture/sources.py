@@ -1,4 +1,4 @@
-"""Python files as trees, and what each of them imports."""
+"""Python files as syntax trees, and the imports of each file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Import:
-    """One imported dotted name.
+    """An imported dotted name.
 
     Attributes:
       where: "path:line" of the statement.
-      at_module_level: False inside a function, where it runs only when the function does.
-      for_type_checkers: under `if TYPE_CHECKING`, where it never runs.
+      at_module_level: False inside a function, where the import runs only when the function runs.
+      for_type_checkers: True under `if TYPE_CHECKING`, where the import does not run.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Source:
     """A Python file.
 
     Attributes:
-      path: relative to the repository, with slashes.
+      path: path relative to the repository, with slashes.
     """
 
     path: str
@@ -48,7 +48,7 @@ class Source:
 
     @property
     def module(self) -> str:
-        """The dotted name of the module; a package's is that of its folder."""
+        """Return the dotted name of the module; the name of a package is that of its folder."""
         parts = self.path.removesuffix(".py").split("/")
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -58,7 +58,7 @@ class Source:
 
     @property
     def room(self) -> str | None:
-        """The room of a module of jaxserve; None for its `__init__` and for other packages."""
+        """Return the room of a module of jaxserve; None for its `__init__` and other packages."""
         parts = self.path.removesuffix(".py").split("/")
         return None if parts[0] != "jaxserve" or parts[1:] == ["__init__"] else parts[1]
 
@@ -67,7 +67,7 @@ class Source:
 
     @cached_property
     def imports(self) -> tuple[Import, ...]:
-        """Every import in the order of the file, by absolute names."""
+        """Return every import in the order of the file, as absolute names."""
         return tuple(self._imports(self.tree, at_module_level=True, for_type_checkers=False))
 
     def _imports(self, node: ast.AST, **context: bool) -> Iterator[Import]:
@@ -97,7 +97,7 @@ class Source:
 
 
 def sources_of(*folders: str) -> list[Source]:
-    """Every Python file under these folders of the repository."""
+    """Return every Python file under these folders of the repository."""
     paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
     return [
         Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
@@ -106,7 +106,7 @@ def sources_of(*folders: str) -> list[Source]:
 
 
 def made_up(files: dict[str, str]) -> list[Source]:
-    """Sources that stand on no disk, for the checks' own tests."""
+    """Return sources that are not files, for tests of the checks."""
     return [Source(path, text) for path, text in files.items()]
 
 

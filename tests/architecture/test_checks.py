@@ -1,4 +1,4 @@
-"""Each check of the architecture finds what it is for, and leaves alone what is fine."""
+"""Each check of the architecture finds the faults that it is for, and accepts correct code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ARROWS = {"jaxserve": {"predictor"}, "predictor": set(), "tests": set()}
 
 
 def test_an_import_against_the_arrows_is_found():
-    """Wherever the statement stands; the other direction is fine."""
+    """A wrong import is found in every kind of statement; the other direction passes."""
     wrong = made_up({"predictor/a.py": "def f():\n    from jaxserve.core import x\n"})
     assert imports.off_the_arrows(wrong, ARROWS) == ["predictor/a.py:2 imports jaxserve.core.x"]
     wrong = made_up({"jaxserve/core/a.py": "import tests.tiny\n"})
@@ -33,13 +33,13 @@ def test_an_import_against_the_arrows_is_found():
     ],
 )
 def test_an_upward_import_is_found(statement):
-    """In a function, for type checkers, or by the lazy names of the package."""
+    """The import is found in a function, for type checkers, and in the package's lazy names."""
     (wrong,) = imports.upward(made_up({"jaxserve/memory/a.py": statement}), ROWS)
     assert wrong.startswith("jaxserve/memory/a.py:")
 
 
 def test_downward_imports_are_fine():
-    """From the own room, from rows below, and of the version."""
+    """Imports from the same room, from rooms below, and of the version pass."""
     text = (
         "from jaxserve.engine import b\nimport jaxserve.memory.c\nfrom jaxserve import __version__"
     )
@@ -50,7 +50,7 @@ def test_downward_imports_are_fine():
     "last", ["import p.a", "def f():\n    from p import a", "from .a import x"]
 )
 def test_a_circle_is_found(last):
-    """Of three modules, closed in any way, also for type checkers."""
+    """A cycle of three modules is found, closed by any kind of import, also for type checkers."""
     sources = made_up(
         {
             "p/__init__.py": "",
@@ -64,7 +64,7 @@ def test_a_circle_is_found(last):
 
 
 def test_a_package_that_collects_its_modules_is_no_circle():
-    """Its modules import each other by their own names."""
+    """A package whose modules import each other by their own names passes."""
     sources = made_up(
         {
             "p/__init__.py": "from p.a import x\nfrom p.b import y",
@@ -118,7 +118,7 @@ def _stores(path: str, text: str, **allowed: set[str]) -> list[str]:
     ],
 )
 def test_an_attribute_assigned_from_outside_is_found(text, what):
-    """However it is assigned, and by whichever name of the object."""
+    """The assignment is found in every form, and under every name of the object."""
     assert _stores("jaxserve/engine/a.py", text) == [what]
     assert _stores("jaxserve/memory/a.py", text) == [what]
 
@@ -134,18 +134,18 @@ def test_an_attribute_assigned_from_outside_is_found(text, what):
     ],
 )
 def test_what_is_ones_own_may_be_assigned(text):
-    """Objects made in the same function, classes of the same module, and those of libraries."""
+    """Objects made in the same function, of the same module, and of libraries pass."""
     assert _stores("jaxserve/engine/a.py", text) == []
 
 
 def test_what_a_module_does_not_know_is_a_librarys():
-    """Another package may use the same name for an attribute."""
+    """An attribute of the same name in an unrelated package does not make a class the owner."""
     sources = made_up(OWNER | {"jaxserve/engine/a.py": "def f(x): x.disk = 1"})
     assert ownership.foreign_stores(sources, ownership.classes_of(sources), {}) == []
 
 
 def test_a_replaced_method_is_found_where_methods_count():
-    """A test that replaces one patches it."""
+    """A test that replaces a method patches it."""
     text = "from jaxserve.memory.cache import Cache\ndef f(cache): cache.read = lambda: 1"
     owner = {"jaxserve/memory/cache.py": "class Cache:\n    def read(self): ..."}
     sources = made_up(owner | {"tests/a.py": text})
@@ -155,7 +155,7 @@ def test_a_replaced_method_is_found_where_methods_count():
 
 
 def test_writers_are_allowed_by_class_and_module():
-    """The module that is named, and no other."""
+    """Only the module that is named for the class may write it."""
     text = "def f(cache): cache.disk = 1"
     assert _stores("jaxserve/memory/a.py", text, Cache={"jaxserve/memory/a.py"}) == []
     assert _stores("jaxserve/memory/b.py", text, Cache={"jaxserve/memory/a.py"}) == ["cache.disk"]
@@ -185,7 +185,7 @@ def test_rooms_are_told_from_modules():
     ],
 )
 def test_a_private_reach_is_found(text):
-    """Read, written, imported or patched."""
+    """A private name is found if it is read, written, imported or patched."""
     (found,) = wiring.private_reaches(made_up({"tests/a.py": text}))
     assert found.startswith("tests/a.py:") and found.endswith("_y")
     assert wiring.private_reaches(made_up({"tests/a.py": text}), {"tests/a.py _y"}) == []
@@ -202,7 +202,7 @@ def test_a_private_reach_is_found(text):
     ],
 )
 def test_own_private_names_are_fine(text):
-    """Those of self, of another object of the same class, and Python's."""
+    """Private names of self, of another object of the same class, and of Python pass."""
     assert wiring.private_reaches(made_up({"tests/a.py": text})) == []
 
 
@@ -216,14 +216,14 @@ def test_own_private_names_are_fine(text):
     ],
 )
 def test_an_object_that_is_asked_what_it_is_is_found(text, name):
-    """By its class, or by its attributes."""
+    """A check of an object's class or of its attributes is found."""
     assert len(wiring.probes(made_up({"jaxserve/runtime/a.py": text}))) == 1
     allowed = {f"jaxserve/runtime/a.py {name}"}
     assert wiring.probes(made_up({"jaxserve/runtime/a.py": text}), allowed) == []
 
 
 def test_values_may_be_asked_what_they_are():
-    """Errors and what a user gave."""
+    """Checks of errors and of users' values pass."""
     text = "isinstance(x, ValueError)\nhasattr(x, '__iter__')\nexecutor.can_resize"
     assert wiring.probes(made_up({"jaxserve/runtime/a.py": text})) == []
 
@@ -240,18 +240,18 @@ def test_values_may_be_asked_what_they_are():
     ],
 )
 def test_a_patch_is_found(text):
-    """By whatever tool."""
+    """A patch is found with every tool."""
     assert len(wiring.patches(made_up({"tests/a.py": text}))) == 1
     assert wiring.patches(made_up({"tests/a.py": text}), {"tests/a.py y"}) == []
 
 
 def test_surroundings_may_be_set():
-    """Environment variables, the folder, and which modules can be imported."""
+    """A test may set environment variables, the working directory and importable modules."""
     text = "m.setenv('A', 'b')\nm.chdir('/')\nm.setitem(sys.modules, 'ray', None)"
     assert wiring.patches(made_up({"tests/a.py": text})) == []
 
 
 def test_a_long_module_is_found():
-    """One line too many."""
+    """A file with one line too many is found."""
     lengths = {"a.py": 400, "b.py": 401, "c.cc": 900}
     assert wiring.too_long(lengths, 400, {"c.cc"}) == ["b.py has 401 lines; 400 are allowed"]

@@ -1,4 +1,4 @@
-"""Checks of how objects are used: by what they declare, and not by what they hide."""
+"""Checks of the use of objects: by what they declare, not by their class or private names."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from tests.architecture.sources import Source
 
-# How the classes are called whose objects say themselves what they can; see `probes`.
+# Names of the classes whose objects declare their features; see `probes`.
 _PROBED = ("Executor", "Engine", "Scheduler", "Replica", "Runtime", "Fleet")
 
 
 def private_reaches(sources: Iterable[Source], allowed: Collection[str] = ()) -> list[str]:
-    """Private names of other objects and modules that are read, called, patched or imported.
+    """Return private names of other objects and modules that are read, called, patched or imported.
 
-    A private name starts with one underscore; names that also end in one (`_repr_png_`) are
-    protocols of their own. `self` and `cls` may be asked, and so may an object of the class whose
-    method asks, where the class declares the name.
+    A private name starts with one underscore. Names that also end in one (`_repr_png_`) are
+    protocols. Private names of `self` and `cls` pass, and so do those of an object of the method's
+    class if the class declares the name.
 
     Args:
       allowed: "path name" of each exception.
@@ -55,7 +55,7 @@ def _is_private(name: str) -> bool:
 
 
 def _names_on_self(tree: ast.Module) -> set[str]:
-    """Private attributes that classes of this file assign on self, and their private methods."""
+    """Return the private attributes that classes assign on self, and their private methods."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
@@ -69,10 +69,10 @@ def _names_on_self(tree: ast.Module) -> set[str]:
 
 
 def probes(sources: Iterable[Source], allowed: Collection[str] = ()) -> list[str]:
-    """`isinstance` of an executor, engine or service of ours, and `hasattr` of anything.
+    """Return each `isinstance` of an executor, engine or service of ours, and each `hasattr`.
 
-    An executor declares what it can (`jaxserve.execution.protocol`). `hasattr` of a protocol of
-    Python (`__iter__`) is about what a user gave, and fine.
+    An executor declares its features (`jaxserve.execution.protocol`). `hasattr` of a Python
+    protocol (`__iter__`) tests a user's value, and passes.
 
     Args:
       allowed: "path name" of each exception.
@@ -99,10 +99,10 @@ def probes(sources: Iterable[Source], allowed: Collection[str] = ()) -> list[str
 
 
 def patches(sources: Iterable[Source], allowed: Collection[str] = ()) -> list[str]:
-    """Attributes that a test replaces by `monkeypatch`, a mock or `setattr`.
+    """Return the attributes that a test replaces with `monkeypatch`, a mock or `setattr`.
 
-    Environment variables, the working directory and `sys.modules` are what surrounds a program, and
-    may be set.
+    A test may set environment variables, the working directory and `sys.modules`, which are a
+    program's surroundings.
 
     Args:
       allowed: "path name" of each exception.
@@ -135,7 +135,7 @@ def _alternatives(node: ast.expr) -> list[ast.expr]:
 
 
 def too_long(lengths: Mapping[str, int], most: int, allowed: Collection[str] = ()) -> list[str]:
-    """Files of more than `most` lines, by path, except those that are allowed."""
+    """Return the files with more than `most` lines, by path, except those that are allowed."""
     return [
         f"{path} has {length} lines; {most} are allowed"
         for path, length in lengths.items()

@@ -1,1 +1,1 @@
-"""Tests of the benchmarks: what they compute and write, never how fast anything is."""
+"""Tests of the benchmarks: what they compute and write, but not how fast anything is."""

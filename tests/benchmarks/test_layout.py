@@ -1,4 +1,4 @@
-"""Benchmarks stand in folders by what they measure; helpers stand apart from commands."""
+"""Benchmarks are in folders by what they measure; helpers are separate from commands."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def test_only_folders_stand_at_the_top():
-    """A benchmark is a folder, or a module of one."""
+    """A benchmark is a folder, or a module in a folder."""
     top = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
     assert top == {"__init__.py", "__main__.py"}
 
 
 def test_no_module_imports_a_command():
-    """What two commands share is a module of its own."""
+    """Code that two commands share is a separate module."""
     packages = {name for name in COMMANDS if (ROOT / name.replace(".", "/")).is_dir()}
     modules = {f"{name}.__main__" if name in packages else name for name in COMMANDS}
-    modules.remove("benchmarks.common.environment")  # its functions are what it is for
+    modules.remove("benchmarks.common.environment")  # a command whose functions others may use
     found = [
         (name, imported)
         for name, path in _modules()
@@ -49,13 +49,13 @@ def test_no_module_imports_a_command():
 
 
 def test_modules_are_short():
-    """None has more than 400 lines."""
+    """No module has more than 400 lines."""
     lengths = {name: len(path.read_text().splitlines()) for name, path in _modules()}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
 def test_commands_are_listed_with_a_line_each(capsys):
-    """Every command says what it is about, in the list and in the documentation."""
+    """The list and the documentation describe every command."""
     assert main() == 0
     printed = capsys.readouterr().out
     docs = [ROOT / "docs" / "benchmarks.md", *(ROOT / "docs" / "benchmarks").glob("*.md")]
@@ -67,7 +67,7 @@ def test_commands_are_listed_with_a_line_each(capsys):
 
 
 def test_commands_that_documents_name_are_there():
-    """No page, script or message names a command that has moved."""
+    """Pages, scripts and messages name only commands that exist."""
     pages = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").rglob("*.md")]
     sources = [path for folder in ("jaxserve", "pallas_kernels", "scripts", "benchmarks")
                for path in (ROOT / folder).rglob("*.py")]  # fmt: skip

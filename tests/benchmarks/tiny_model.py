@@ -8,7 +8,7 @@ from tests.models.gguf_models import TOKENIZER, write_gguf
 
 
 def arguments(folder: Path) -> list[str]:
-    """Write the model, and return options of a small workload on it."""
+    """Write the model, and return options for a small workload on it."""
     path = folder / "tiny.gguf"
     if not path.exists():
         write_gguf(path, "llama", tokenizer=TOKENIZER)

@@ -38,7 +38,7 @@ def test_help_names_the_commands():
 
 
 def test_help_is_quick():
-    """Nothing slow is imported before a command runs."""
+    """No slow import happens before a command runs."""
     program = (
         "import sys, jaxserve.cli\n"
         "sys.exit(', '.join({'jax', 'transformers', 'numpy'} & set(sys.modules)) or 0)"
@@ -103,7 +103,7 @@ def test_bad_input_of_generate(tmp_path, arguments, text, said):
 
 
 def test_generate_answers_in_order(model, tmp_path):
-    """Each line of JSON has its answer, with its own parameters; a bad one harms no other."""
+    """Each JSON line has its answer, with its own parameters; a bad line does not affect others."""
     lines = [
         {"id": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
         {"id": "empty", "prompt": []},
@@ -139,7 +139,7 @@ def test_text_prompts_become_chats(model):
 
 
 def test_chat_converses(model):
-    """The terminal loop answers, forgets on /reset, names unknown commands, and leaves."""
+    """The terminal loop answers, resets on /reset, refuses unknown commands, and leaves."""
     done = _run(
         *("chat", "--model", model, "--max-context", "64", "--max-tokens", "4", "--quiet"),
         *("--load", "random"),
@@ -153,7 +153,7 @@ def test_chat_converses(model):
 
 
 def test_a_chat_is_kept_and_goes_on(model, tmp_path, monkeypatch):
-    """With --id it goes on another time; it is listed, shown, exported and deleted."""
+    """--id continues the chat in a later run; the chat is listed, shown, exported and deleted."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     path = tmp_path / "data" / "jaxserve" / "conversations.sqlite"
     chat = ("chat", "--model", model, "--max-context", "128", "--max-tokens", "4", "--quiet")
@@ -195,7 +195,7 @@ def test_a_chat_is_kept_and_goes_on(model, tmp_path, monkeypatch):
     ],
 )
 def test_bad_input_of_conversations(tmp_path, monkeypatch, arguments, code, said):
-    """One message and an exit code, without a traceback."""
+    """Each error is one message and an exit code, without a traceback."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "none"))
     files = {"text": _file(tmp_path, "no journal " * 500), "kept": str(tmp_path / "kept")}
     Journal(files["kept"]).close()
@@ -205,7 +205,7 @@ def test_bad_input_of_conversations(tmp_path, monkeypatch, arguments, code, said
 
 
 def test_pages_go_to_the_folder_that_is_named(model, tmp_path):
-    """Which the next command uses too, and has the same answer."""
+    """The next command uses the same folder, and has the same answer."""
     arguments = (
         *("generate", "a" * 50, "--max-tokens", "4", "--raw", "--model", model, *SMALL),
         *("--host-memory", "1MB", "--disk-memory", "4MB", "--disk-folder", str(tmp_path / "kv")),
@@ -217,7 +217,7 @@ def test_pages_go_to_the_folder_that_is_named(model, tmp_path):
 
 
 def test_bench_prints_one_object(model):
-    """The small measurement prints one JSON object with the asked number of tokens."""
+    """The measurement prints one JSON object with the requested number of tokens."""
     done = _run(
         *("bench", "--num-requests", "3", "--prompt-tokens", "5", "--output-tokens", "4"),
         *("--model", model, *SMALL),
@@ -256,7 +256,7 @@ def test_interrupt_keeps_what_is_finished(model, tmp_path):
     )
     assert process.stderr is not None
     said = ""
-    # The bar, which appears after two seconds, says when the first answer is finished.
+    # The progress bar, which appears after two seconds, shows when the first answer is finished.
     while " 1/2 " not in said and (letter := process.stderr.read(1)):
         said += letter
     process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""`jaxserve chat` on a terminal: Ctrl-C, and what is left behind."""
+"""`jaxserve chat` on a terminal: Ctrl-C, and what remains after it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.conversations.fakes import conversations
 
 WAIT_S = 120
 CTRL_C = b"\x03"
-# Takes its first argument's place; the terminal becomes that of its session, as a user's is.
+# A program that execs its arguments with the terminal of its session, as a user's shell does.
 ON_ITS_TERMINAL = f"""
 {HEED_INTERRUPTS}
 import fcntl, termios
@@ -36,7 +36,7 @@ main()
 
 @final
 class Terminal:
-    """A command on a terminal of its own."""
+    """A command that runs on its own pseudo-terminal."""
 
     def __init__(self, *arguments: str):
         self._ours, theirs = pty.openpty()
@@ -55,14 +55,14 @@ class Terminal:
         os.write(self._ours, keys)
 
     def wait_for(self, pattern: bytes) -> None:
-        """Until it has said this, after what was waited for before."""
+        """Wait for this output after the output that was waited for before."""
         end_s = time.monotonic() + WAIT_S
         while (found := re.search(pattern, self._said)) is None:
             assert self._read() and time.monotonic() < end_s, self._said
         self._said = self._said[found.end() :]
 
     def wait_for_end(self) -> tuple[int, bytes]:
-        """Exit code, and what it said last."""
+        """Return the exit code and the last output."""
         end_s = time.monotonic() + WAIT_S
         while self._read():
             assert time.monotonic() < end_s, self._said
@@ -74,12 +74,12 @@ class Terminal:
         os.close(self._ours)
 
     def _read(self) -> bool:
-        """Take in what there is; False when nobody can say anything any more."""
+        """Read the available output; return False if no process holds the terminal any more."""
         if not select.select([self._ours], [], [], 1.0)[0]:
             return True
         try:
             said = os.read(self._ours, 1 << 16)
-        except OSError:  # what a terminal says that its last process has closed
+        except OSError:  # the error of a terminal that its last process has closed
             return False
         self._said += said
         return bool(said)
@@ -95,7 +95,7 @@ def _terminal(*arguments: str) -> Iterator[Terminal]:
 
 
 def test_ctrl_c_stops_an_answer_and_then_leaves(tmp_path: Path):
-    """The journal has the turns that were acknowledged; no process and no lock is left."""
+    """The journal has the acknowledged turns; no process and no lock remains."""
     folder = tmp_path / "model"
     folder.mkdir()
     journal = tmp_path / "journal" / "kept.sqlite"
@@ -125,7 +125,7 @@ def test_ctrl_c_stops_an_answer_and_then_leaves(tmp_path: Path):
         terminal.type(CTRL_C)
         terminal.wait_for(rb"\(stopped, and not kept\)\r\n> ")
         assert _turns(journal) == [before]
-        time.sleep(1)  # between the prompt and the wait for a line Python does not heed it
+        time.sleep(1)  # Python ignores Ctrl-C between the prompt and the wait for a line
         terminal.type(CTRL_C)
         code, said = terminal.wait_for_end()
         assert code == 130 and b"interrupted" in said and b"Traceback" not in said

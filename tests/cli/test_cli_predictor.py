@@ -1,4 +1,4 @@
-"""`jaxserve predictor`, on a tiny encoder and made-up answers."""
+"""`jaxserve predictor` on a tiny encoder and made-up answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Data, an encoder, and a predictor that was trained on one with the other."""
+    """A folder with data, an encoder, and a predictor that was trained with both."""
     folder = tmp_path_factory.mktemp("predictor")
     longer = [Example(e.prompt, e.output_length * 2, e.conversation) for e in examples(300, 9)]
     write_jsonl(folder / "data.jsonl", examples(600))
@@ -45,7 +45,7 @@ def _train(folder, name: str, *more: str):
 
 
 def test_training_ends_with_a_predictor_and_its_figures(folder):
-    """One JSON object; the predictor loads, keeps promises, and no checkpoints stay."""
+    """The JSON has the figures; the predictor loads and is calibrated; no checkpoints remain."""
     said = json.loads((folder / "said.json").read_text())
     assert said["trained_on"] + said["calibrated_on"] + said["tested_on"] == 600
     names = [one["name"] for one in said["contenders"]]
@@ -59,7 +59,7 @@ def test_training_ends_with_a_predictor_and_its_figures(folder):
 
 
 def test_evaluation_repeats_what_training_said(folder):
-    """On the data it was trained on the test is the same, and so are the figures."""
+    """On the training data the test part is the same, and so are the figures."""
     done = _run("evaluate", str(folder / "own"), "--json", "--quiet")
     assert done.exit_code == 0, done.stderr
     wanted = json.loads((folder / "said.json").read_text())["contenders"]
@@ -71,7 +71,7 @@ def test_evaluation_repeats_what_training_said(folder):
 
 
 def test_evaluation_on_other_data(folder):
-    """A table with every contender; answers there are longer, so promises are broken."""
+    """The table has every contender; answers in other data are longer, so miss rates are higher."""
     done = _run("evaluate", str(folder / "own"), str(folder / "other.jsonl"), "--quiet")
     assert done.exit_code == 0, done.stderr
     for name in ("predictor", "majority", "prompt length", "linear on embeddings", "outgrew"):
@@ -80,7 +80,7 @@ def test_evaluation_on_other_data(folder):
 
 
 def test_a_predictor_is_described(folder):
-    """Encoder, buckets, calibration, levels and what it was trained on."""
+    """The description has encoder, buckets, calibration, levels and the training data."""
     done = _run("show", str(folder / "own"))
     assert done.exit_code == 0, done.stderr
     for text in ("1 layers of 16", "10, 20, 30, 40", "temperature", "level for 5%", "data.jsonl"):
@@ -88,7 +88,7 @@ def test_a_predictor_is_described(folder):
 
 
 def test_gone_on_after_it_was_cut_off(folder, monkeypatch):
-    """Ctrl-C leaves the last epoch beside the output; --resume goes on from there."""
+    """Ctrl-C leaves the last epoch beside the output; --resume continues after it."""
     original, asked = LengthPredictor.logits_of, 0
 
     def interrupted(self, *arguments):
@@ -129,7 +129,7 @@ def test_gone_on_after_it_was_cut_off(folder, monkeypatch):
     ],
 )
 def test_bad_input_of_train(folder, arguments, said):
-    """A bad option exits with 2 and one message, before anything is trained."""
+    """A bad option exits with 2 and one message before the training."""
     given = [argument.replace("{folder}", str(folder)) for argument in arguments]
     done = _train(folder, "bad", *given)
     assert done.exit_code == 2, done.stdout
@@ -138,7 +138,7 @@ def test_bad_input_of_train(folder, arguments, said):
 
 
 def test_bad_data_and_folders(folder):
-    """Data that cannot be read and folders without a predictor are named."""
+    """The message names data that cannot be read and folders without a predictor."""
     output = ("--output", str(folder / "bad"), "--quiet")
     missing = _run("train", str(folder / "missing.jsonl"), *output)
     assert (missing.exit_code, "cannot read the data" in missing.stderr) == (2, True)

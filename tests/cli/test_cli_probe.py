@@ -1,4 +1,4 @@
-"""`jaxserve predictor probe`, on a tiny model's own recorded answers."""
+"""`jaxserve predictor probe` on a tiny model's own recorded answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A folder with a configuration alone: random weights, and prompts of token ids."""
+    """A folder with only a configuration: weights are random, and prompts are token ids."""
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return str(folder)
@@ -41,7 +41,7 @@ def _run(*arguments: str):
 
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
-    """What a run recorded, and a probe that was trained on it."""
+    """A folder with a recorded run and a probe that was trained on it."""
     folder = tmp_path_factory.mktemp("probe")
     jobs = [{"prompt": [1, 2, i], "max_tokens": 1 + i % 40, "id": str(i)} for i in range(60)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
@@ -64,7 +64,7 @@ def _train(folder, model, *more: str):
 
 
 def test_training_ends_with_a_probe_and_its_figures(folder):
-    """Of what the runtime recorded itself; figures of every way at every interval."""
+    """The probe is trained on the recorded run; figures of every way exist at every interval."""
     said = json.loads((folder / "said.json").read_text())
     assert said["trained_on"] + said["calibrated_on"] + said["tested_on"] == 60
     probe = LengthProbe.load(folder / "own")
@@ -78,14 +78,14 @@ def test_training_ends_with_a_probe_and_its_figures(folder):
 
 
 def test_a_probe_is_described(folder):
-    """Where it reads, and what it was trained on."""
+    """The description has the layer that it reads and the training data."""
     done = _run("predictor", "probe", "show", str(folder / "own"))
     assert done.exit_code == 0 and "after layer 1, 32 wide" in done.stdout
     assert "run.jsonl" in done.stdout
 
 
 def test_it_serves(folder, model):
-    """The same answers with and without."""
+    """Answers with and without the probe are the same."""
     ask = ("generate", "--jsonl", str(folder / "prompts.jsonl"), "--model", model, *SMALL)
     without, with_it = _run(*ask), _run(*ask, "--probe", str(folder / "own"))
     assert with_it.exit_code == 0, with_it.stderr
@@ -105,13 +105,13 @@ def test_it_serves(folder, model):
     ],
 )
 def test_what_cannot_be_trained_is_refused(folder, model, more, said):
-    """With exit code 2 and a sentence, before anything slow where that can be."""
+    """The command exits with 2 and a message, before the slow part if possible."""
     done = _train(folder, model, *(text.format(folder=folder) for text in more))
     assert done.exit_code == 2 and said in " ".join(done.stderr.split())
 
 
 def test_answers_that_were_recorded_without_tokens_are_refused(folder, model, tmp_path):
-    """Saying what is missing."""
+    """The message says what is missing."""
     line = json.loads((folder / "run.jsonl").read_text().splitlines()[0])
     del line["output_token_ids"]
     (tmp_path / "run.jsonl").write_text(json.dumps(line) + "\n")

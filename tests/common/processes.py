@@ -8,14 +8,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Python code to start one with, so that Ctrl-C works in it even where the tests run as a shell's
-# background job, which ignores interrupts and so do its children.
+# Python code that makes Ctrl-C work in a child process. If the tests run as a shell's background
+# job, they and their children ignore interrupts.
 HEED_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 
 
 @contextmanager
 def heeding_interrupts() -> Iterator[None]:
-    """Have SIGINT raise KeyboardInterrupt in the block, however the tests were started."""
+    """Make SIGINT raise KeyboardInterrupt in the block, even if the tests ignore interrupts."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -24,12 +24,12 @@ def heeding_interrupts() -> Iterator[None]:
 
 
 def interrupt() -> None:
-    """Send SIGINT to the main thread, as Ctrl-C does, also where it waits for a lock."""
+    """Send SIGINT to the main thread, as Ctrl-C does, even if it waits for a lock."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def one_device_environment() -> dict[str, str]:
-    """Of a process that has one device, and compiles as quickly as the tests do."""
+    """Return the environment of a process that has one device and compiles as fast as the tests."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     kept = [flag for flag in flags if "host_platform_device_count" not in flag]
     return {**os.environ, "XLA_FLAGS": " ".join(kept)}

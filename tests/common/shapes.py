@@ -1,8 +1,8 @@
-"""Array shapes in signatures are checked while tests run.
+"""Checks of array shapes in signatures while tests run.
 
 The functions of `CHECKED` whose annotations name an array's shape (`Float[Array, "tokens embed"]`)
-are decorated with `checked` as they are imported. Others stay as they are: with
-`jaxtyping.install_import_hook`, which decorates all, tests of kernels take 1.45 times as long.
+are decorated with `checked` when they are imported. Other functions are not decorated:
+`jaxtyping.install_import_hook`, which decorates all, makes kernel tests take 1.45 times as long.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from types import CodeType
 from typing import Any
 
 CHECKED = ("pallas_kernels", "predictor", "sharding")
-# Calls of each function that are checked: all calls that trace, and enough of those that schedule,
-# of which there are millions. Checking all of them makes random traces take 1.45 times as long.
+# Number of calls of each function that are checked. It covers all calls that trace, and a part of
+# the millions of scheduling calls. Checking all of them makes random traces 1.45 times as long.
 NUM_CALLS = 500
-# Of jaxtyping, with a shape; `Array` alone has none.
+# Names of jaxtyping's annotations with a shape; `Array` alone has no shape.
 _DTYPES = ("Bool", "Float", "Inexact", "Int", "Key", "Num", "Real", "Shaped", "UInt")
 
 
@@ -46,18 +46,18 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_available() -> bool:
-    """Whether beartype is installed, which only the test extra brings."""
+    """Return whether beartype is installed, which only the test extra contains."""
     return find_spec("beartype") is not None
 
 
 def install() -> None:
-    """Check the shapes of modules of `CHECKED` that are imported from now on."""
+    """Check the shapes of modules of `CHECKED` that are imported after this call."""
     sys.meta_path.insert(0, _Finder())
 
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Leave shapes unchecked in the block, for the errors that functions raise themselves."""
+    """Disable the checks in the block, for tests of the errors that functions raise themselves."""
     import jaxtyping
 
     before = jaxtyping.config.jaxtyping_disable
@@ -69,7 +69,7 @@ def unchecked() -> Iterator[None]:
 
 
 def with_checks(source: str | bytes, path: str) -> CodeType:
-    """Compile a module with its functions checked."""
+    """Compile a module with checks in its functions."""
     tree = _Decorate().visit(ast.parse(source))
     at = next((i for i, node in enumerate(tree.body) if not _stays_first(node)), len(tree.body))
     tree.body[at:at] = ast.parse(f"from {__name__} import checked as _checked").body
@@ -88,7 +88,7 @@ class _Decorate(ast.NodeTransformer):
         every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
         annotations = [each.annotation for each in every if each.annotation] + [node.returns]
         if any(annotation is not None and _has_shape(annotation) for annotation in annotations):
-            # Innermost, so that `jax.jit` and `jax.custom_jvp` stay what others see.
+            # The innermost decorator, so that `jax.jit` and `jax.custom_jvp` wrap it.
             node.decorator_list.append(ast.Name("_checked", ast.Load()))
         return node
 
@@ -102,7 +102,7 @@ def _has_shape(annotation: ast.expr) -> bool:
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
-        """Compile anew each time: `__pycache__` keeps modules without checks."""
+        """Compile again at each import, since `__pycache__` has modules without checks."""
         path = self.get_filename(fullname)
         return with_checks(self.get_data(path), path)
 

@@ -1,4 +1,4 @@
-"""Shapes in signatures are checked in tests, and only there."""
+"""Shapes in signatures are checked in tests, and nowhere else."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def module() -> dict:
 
 
 def test_arguments_that_fit_pass(module):
-    """Also through jit, in class methods, and beside types that only type checkers know."""
+    """They pass through jit, in class methods, and beside types for type checkers only."""
     assert module["product"](jnp.ones((2, 3)), jnp.ones(3)).shape == (2,)
     assert module["jitted"](jnp.ones(2), jnp.ones(1)).shape == (2,)
     assert module["Host"].total(np.arange(3)) == 3
@@ -62,7 +62,7 @@ def test_arguments_that_fit_pass(module):
     ],
 )
 def test_arguments_and_results_that_do_not_fit_raise(module, name, arguments):
-    """Axes that disagree, a wrong result, dtype or kind of array, and too many axes."""
+    """Inconsistent axes, a wrong result, dtype or kind of array, and too many axes raise."""
     with pytest.raises(Exception, match="Type-check error"):
         module[name](*arguments)
     with shapes.unchecked():
@@ -71,13 +71,13 @@ def test_arguments_and_results_that_do_not_fit_raise(module, name, arguments):
 
 
 def test_class_methods_are_checked(module):
-    """As functions are."""
+    """Class methods are checked in the same way as functions."""
     with pytest.raises(Exception, match="Type-check error"):
         module["Host"].total(np.ones(3))
 
 
 def test_calls_are_checked_up_to_a_number(module):
-    """What is called a million times is not checked a million times."""
+    """A function that is called a million times is not checked a million times."""
     free = shapes.checked(module["Host"].total.__func__.__wrapped__)
     for _ in range(shapes.NUM_CALLS):
         with pytest.raises(Exception, match="Type-check error"):
@@ -86,7 +86,7 @@ def test_calls_are_checked_up_to_a_number(module):
 
 
 def test_modules_of_the_house_are_checked():
-    """The hook was there before their first import."""
+    """The hook was installed before their first import."""
     from pallas_kernels.matmul import xla
     from predictor import calibration
 

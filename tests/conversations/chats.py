@@ -1,4 +1,4 @@
-"""A tokenizer for chats, one token a letter."""
+"""A tokenizer for chats with one token per letter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEMPLATE = (
 
 
 def chat_tokenizer(template: str = TEMPLATE) -> Tokenizer:
-    """One token a letter, the last two open and end a turn."""
+    """Return a tokenizer with one token per letter; the last two tokens open and end a turn."""
     vocab = {letter: i for i, letter in enumerate([*LETTERS, START, END])}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     backend.decoder = tokenizers.decoders.Fuse()

@@ -1,4 +1,4 @@
-"""Answers without a model."""
+"""A turn client without a model, and connections of journals."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ END_ID = VOCAB_SIZE - 1
 
 @dataclass
 class FakeTurnClient:
-    """Answers a prompt with tokens that depend on all of it, always the same.
+    """A turn client whose answer is a deterministic function of the whole prompt.
 
     Attributes:
-      finish_reason: of every answer; "stop" puts the end token last.
-      during: called in the middle of every answer.
-      prompts: that were asked.
+      finish_reason: finish reason of every answer; "stop" puts the end token last.
+      during: function that is called in the middle of every answer.
+      prompts: the prompts so far.
     """
 
     tokenizer: Tokenizer | None = None
@@ -109,10 +109,10 @@ class FakeTurnClient:
 
 
 class Connections:
-    """Opens SQLite connections for journals, and keeps them.
+    """An opener of SQLite connections for journals, which stores them.
 
     Args:
-      settings: in place of those that the journal asks for, such as `timeout`.
+      settings: settings that replace the journal's, such as `timeout`.
     """
 
     def __init__(self, **settings: Any):
@@ -136,6 +136,6 @@ def conversations(
     limits: JournalLimits | None = None,
     connect: Connect = sqlite3.connect,
 ) -> Conversations:
-    """Of a fake runtime with a real journal."""
+    """Return the conversations of a fake runtime with a real journal."""
     journal = Journal(path, limits or JournalLimits(), connect=connect)
     return Conversations(journal, client or FakeTurnClient(tokenizer), tokenizer, VOCAB_SIZE)

@@ -1,4 +1,4 @@
-"""A process that hangs at a stage of its second turn: `... job STAGE PATH`; to be killed there."""
+"""A process that hangs at a stage of its second turn, to be killed: `... job STAGE PATH`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ FIRST, SECOND = [1, 2, 3], [4, 5]
 
 
 def hang() -> None:
-    """Tell the parent, and wait to be killed."""
+    """Notify the parent, and wait to be killed."""
     print("here", flush=True)
     time.sleep(60)
 
 
 def hang_before(db: sqlite3.Connection, statement: str) -> None:
-    """Hang when SQLite is about to carry out this statement."""
+    """Hang when SQLite is about to execute this statement."""
 
     def traced(sql: str) -> None:
         if sql.startswith(statement):

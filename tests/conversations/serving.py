@@ -1,4 +1,4 @@
-"""A tiny model that converses, and a process with it that is to be killed: `... serving PATH`."""
+"""A tiny model for conversations, and a process with it to be killed: `... serving PATH`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxserve.testing import OPTIONS, SlowExecutor, tiny_llama
 from tests.conversations.chats import START_ID, chat_tokenizer
 from tests.conversations.fakes import END_ID
 
-# A model without training would say control tokens as often as letters.
+# An untrained model would generate control tokens as often as letters.
 LETTERS_ONLY = {START_ID: -1e6, END_ID: -1e6}
 PARAMS = SamplingParams(max_tokens=6, logit_bias=LETTERS_ONLY)
 SAID = ("hi", "and?", "so")
 
 
 def runtime_with(path: str | None, **options: Any) -> Runtime:
-    """With its conversations in a journal, or in memory alone."""
+    """Return a runtime with its conversations in a journal or only in memory."""
     given = {**OPTIONS, "warmup": False, "conversations": path, **options}
     return Runtime(tiny_llama(), tokenizer=chat_tokenizer(), **given)
 

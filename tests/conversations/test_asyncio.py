@@ -1,4 +1,4 @@
-"""Conversations under asyncio: the same turns, and what becomes of tasks that are cancelled."""
+"""Conversations under asyncio: equal turns, and the effect of cancelled tasks."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def slow_runtime() -> Iterator[Runtime]:
-    """Answers take long enough to be cut off; conversations are in memory."""
+    """A runtime with answers long enough to be cut off, and conversations in memory."""
     with runtime_with(None, wrap_executor=partial(SlowExecutor, step_s=0.1)) as runtime:
         yield runtime
 
 
 def test_twins_have_the_same_turns(tokenizer):
-    """Tokens, texts and history of `asend` and `astream` are those of `send`."""
+    """Tokens, texts and history of `asend` and `astream` equal those of `send`."""
     chats = [conversations(tokenizer=tokenizer).open("a") for _ in range(3)]
 
     async def one_turn(said: str):
@@ -60,7 +60,7 @@ def test_twins_have_the_same_turns(tokenizer):
 
 
 def test_the_last_piece_comes_when_the_turn_is_kept(tokenizer):
-    """One who has seen the end of an answer finds it in the journal."""
+    """A reader of the last piece finds the turn in the journal."""
     home = conversations(tokenizer=tokenizer)
     chat = home.open("a")
 
@@ -74,7 +74,7 @@ def test_the_last_piece_comes_when_the_turn_is_kept(tokenizer):
 
 @pytest.mark.parametrize("fault", ["error", "cancelled", "left"])
 def test_a_turn_that_fails_leaves_no_trace(tokenizer, fault):
-    """The next turn finds the conversation as it was."""
+    """The next turn finds the conversation unchanged."""
     client = FakeTurnClient(tokenizer)
     home = conversations(client=client, tokenizer=tokenizer)
     chat = home.open("a")
@@ -109,7 +109,7 @@ def test_a_turn_that_fails_leaves_no_trace(tokenizer, fault):
 
 
 def test_a_locked_journal_does_not_hold_up_the_event_loop(tokenizer, tmp_path):
-    """Other tasks go on while a turn waits for the journal; its own error comes in the end."""
+    """Other tasks run while a turn waits for the journal; the turn then raises its error."""
     path = str(tmp_path / "journal")
     home = conversations(path, tokenizer=tokenizer, connect=Connections(timeout=0.3))
     other = sqlite3.connect(path, isolation_level=None)
@@ -136,7 +136,7 @@ def test_a_locked_journal_does_not_hold_up_the_event_loop(tokenizer, tmp_path):
 
 
 def test_a_turn_that_is_being_written_is_kept(tokenizer):
-    """Cancelled in the middle of it, the task waits for the journal; nothing is half there."""
+    """A task that is cancelled during the write waits for the journal, which has the whole turn."""
     opened = Connections()
     home = conversations(tokenizer=tokenizer, connect=opened)
     chat = home.open("a")
@@ -166,7 +166,7 @@ def test_a_turn_that_is_being_written_is_kept(tokenizer):
 
 
 def test_cancelled_tasks_cancel_their_requests(slow_runtime):
-    """In the middle of an answer: the request ends, the journal stays, the next turn is right."""
+    """The request ends early, the journal is unchanged, and the next turn is right."""
     chat = slow_runtime.conversation()
     chat.send("hi", PARAMS)
     expected = chat.fork().send("so", PARAMS).token_ids
@@ -199,7 +199,7 @@ def test_cancelled_tasks_cancel_their_requests(slow_runtime):
 
 
 def test_answers_that_do_not_come_in_time(slow_runtime):
-    """Both twins, streamed or whole, say so; the conversation is as it was."""
+    """Streamed and whole answers raise the error in both variants, without a change."""
     chat = slow_runtime.conversation()
     shown: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Turns that build on each other: their tokens, their messages, and what becomes of bad ones."""
+"""Turns that build on each other: their tokens, their messages, and the effect of bad turns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tokenizer():
 
 @pytest.mark.parametrize("finish_reason", ["stop", "length"])
 def test_a_prompt_begins_with_all_that_was_before(tokenizer, finish_reason):
-    """With the tokens as they were; the end of a turn is there once, also after a cut answer."""
+    """The tokens are unchanged; the end of a turn is there once, also after a cut answer."""
     client = FakeTurnClient(tokenizer, finish_reason)
     chat = conversations(client=client, tokenizer=tokenizer).open(system="be brief")
     before: tuple[int, ...] = ()
@@ -39,7 +39,7 @@ def test_a_prompt_begins_with_all_that_was_before(tokenizer, finish_reason):
         assert completion.prompt_token_ids[: len(before)] == before
         before = (*completion.prompt_token_ids, *completion.token_ids)
         assert chat.token_ids == before
-    # Answers of single letters: the whole history, tokenized afresh, is the very same.
+    # Answers of single letters: the whole history, tokenized again, has the same tokens.
     assert client.prompts[-1] == tuple(tokenizer.apply_chat_template(chat.history[:-1]))
     assert [message["role"] for message in chat.history] == [
         "system", *(("user", "assistant") * 3),
@@ -47,7 +47,7 @@ def test_a_prompt_begins_with_all_that_was_before(tokenizer, finish_reason):
 
 
 def test_streams_are_turns_too(tokenizer):
-    """The same tokens and history as `send`; the last piece comes when the turn is kept."""
+    """A stream has the tokens and history of `send`; its last piece comes when the turn is kept."""
     one, two = (conversations(tokenizer=tokenizer) for _ in range(2))
     sent, streamed = one.open("a"), two.open("a")
     for said in ("hi", "so?"):
@@ -64,7 +64,7 @@ def test_streams_are_turns_too(tokenizer):
 
 
 def test_token_ids_go_on_as_they_are():
-    """Without tokenizer or template, nothing is put between; tokens and messages do not mix."""
+    """Without tokenizer or template no tokens are inserted; tokens and messages do not mix."""
     home = conversations()
     chat = home.open()
     first = chat.send([1, 2, 3])
@@ -81,7 +81,7 @@ def test_token_ids_go_on_as_they_are():
 
 
 def test_a_template_that_rewrites_is_noticed(caplog):
-    """Where earlier turns are written differently, all is tokenized again, and a log says so."""
+    """If it renders earlier turns differently, all is tokenized again, with a warning."""
     last_only = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else '-' }}")
     tokenizer = chat_tokenizer(last_only)
     chat = conversations(tokenizer=tokenizer).open()
@@ -92,12 +92,12 @@ def test_a_template_that_rewrites_is_noticed(caplog):
     assert second.prompt_token_ids == tuple(expected)
     assert caplog.text.count("tokenized again") == 1
     assert second.prompt_token_ids[: len(first.prompt_token_ids)] != first.prompt_token_ids
-    assert chat.turns[1].num_kept == len("?user ")  # START and "user " are as before
+    assert chat.turns[1].num_kept == len("?user ")  # START and "user " are the same
     assert chat.token_ids == (*second.prompt_token_ids, *second.token_ids)
 
 
 def test_a_rewritten_history_is_read_back(tmp_path):
-    """Also where a turn did not keep all tokens, the journal gives the same ones back."""
+    """The journal returns the same tokens, also if a turn did not keep all of them."""
     tokenizer = chat_tokenizer(TEMPLATE.replace("m.content", "m.content if loop.last else '-'"))
     path = str(tmp_path / "journal")
     chat = conversations(path, tokenizer=tokenizer).open("a")
@@ -109,7 +109,7 @@ def test_a_rewritten_history_is_read_back(tmp_path):
 
 @pytest.mark.parametrize("fault", ["error", "interrupt", "cancelled", "left"])
 def test_a_turn_that_fails_leaves_no_trace(tokenizer, fault):
-    """Whatever ends it early, the next turn finds the conversation as it was."""
+    """Whatever ends the turn early, the next turn finds the conversation unchanged."""
     client = FakeTurnClient(tokenizer)
     home = conversations(client=client, tokenizer=tokenizer)
     chat = home.open()
@@ -142,7 +142,7 @@ def test_a_turn_that_fails_leaves_no_trace(tokenizer, fault):
 
 
 def test_turns_come_one_after_the_other(tokenizer):
-    """A second turn, and a deletion, are refused while one is answered; others go on."""
+    """During an answer a second turn and a deletion are refused; other conversations continue."""
     answering, go_on = threading.Event(), threading.Event()
     client = FakeTurnClient(tokenizer)
 
@@ -168,7 +168,7 @@ def test_turns_come_one_after_the_other(tokenizer):
 
 
 def test_forks_go_their_own_ways(tokenizer):
-    """A fork begins with the same tokens, all of them or those of some turns, and is kept."""
+    """A fork begins with the tokens of all or some turns, and is stored."""
     home = conversations(tokenizer=tokenizer)
     chat = home.open("a", system="be brief")
     assert chat.fork().history == chat.history
@@ -190,7 +190,7 @@ def test_forks_go_their_own_ways(tokenizer):
 
 
 def test_deleted_conversations_are_over(tokenizer):
-    """Their objects say so, however they were deleted; another may have the same id."""
+    """Their objects raise, however they were deleted; a new conversation may have the same id."""
     home = conversations(tokenizer=tokenizer)
     chat, other = home.open("a"), home.open("b")
     chat.send("hi")
@@ -208,7 +208,7 @@ def test_deleted_conversations_are_over(tokenizer):
 
 
 def test_one_id_is_one_conversation(tokenizer):
-    """Opening it twice gives the same object; a known one cannot begin otherwise."""
+    """Opening an id twice gives the same object; an existing one cannot begin differently."""
     home = conversations(tokenizer=tokenizer)
     chat = home.open("a", system="be brief")
     assert home.open("a") is chat and home.open("a", system="be brief") is chat
@@ -222,7 +222,7 @@ def test_one_id_is_one_conversation(tokenizer):
 
 
 def test_a_conversation_may_begin_with_messages(tokenizer):
-    """Of another one, for instance; they are in its first prompt."""
+    """The messages, for instance of another conversation, are in its first prompt."""
     home = conversations(tokenizer=tokenizer)
     old = home.open(system="be brief")
     old.send("hi")
@@ -233,7 +233,7 @@ def test_a_conversation_may_begin_with_messages(tokenizer):
 
 
 def test_two_runtimes_may_share_a_journal(tmp_path, tokenizer):
-    """One goes on where the other ended; who was overtaken while it answered is told."""
+    """Each continues after the other's turns; a turn that was overtaken raises."""
     path = str(tmp_path / "journal")
     client = FakeTurnClient(tokenizer)
     here = conversations(path, client=client, tokenizer=tokenizer)
@@ -260,7 +260,7 @@ def test_two_runtimes_may_share_a_journal(tmp_path, tokenizer):
 
 
 def test_another_vocabulary_is_refused(tmp_path, tokenizer):
-    """Its tokens would mean something else; messages can go on in a new conversation."""
+    """Its tokens mean different text; the messages can begin a new conversation."""
     path = str(tmp_path / "journal")
     conversations(path, tokenizer=tokenizer).open("a").send("hi")
     with pytest.raises(OtherModelError, match="conversations export"):
@@ -271,7 +271,7 @@ def test_another_vocabulary_is_refused(tmp_path, tokenizer):
 
 
 def test_a_full_context_is_explained(tokenizer):
-    """The error says what the history has, what fits and what to do; the rest is unharmed."""
+    """The error has the tokens of the history, the limit and a remedy; nothing changes."""
     client = FakeTurnClient(tokenizer, max_prompt_tokens=60)
     chat = conversations(client=client, tokenizer=tokenizer).open("a")
     chat.send("hi")
@@ -301,7 +301,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_turns_are_refused(tokenizer, name):
-    """One typed error, and nothing was asked or kept."""
+    """The error is typed, no request is made, and nothing is stored."""
     said, error = BAD[name]
     strict = chat_tokenizer("{{ raise_exception('no') if not messages[0].role }}" + TEMPLATE)
     client = FakeTurnClient(strict)

@@ -1,4 +1,4 @@
-"""The journal: what it gives back, what it drops, what it wipes, and what stops it."""
+"""The journal: what it returns, drops and erases, and which errors stop it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TURN = Turn(
 
 
 def _say(journal: Journal, id: str, text: str = "", turn: Turn = TURN) -> History:
-    """One turn more, with `text` as answer."""
+    """Write one more turn, with `text` as its answer."""
     entry = journal.find(id)
     before = History() if entry is None else journal.history(entry)
     turn = replace(turn, num_kept=len(before.token_ids), text=text)
@@ -48,12 +48,12 @@ def _say(journal: Journal, id: str, text: str = "", turn: Turn = TURN) -> Histor
 
 
 def _all_bytes(path: Path) -> bytes:
-    """Of all files that the journal has."""
+    """Return the bytes of all files of the journal."""
     return b"".join(file.read_bytes() for file in path.parent.glob(f"{path.name}*"))
 
 
 def test_turns_come_back_as_they_were(tmp_path):
-    """All that was written is there after closing and opening, and only its owner can read it."""
+    """All written data is there after closing and opening, and only the owner can read the file."""
     path = tmp_path / "journal"
     journal = Journal(path)
     _say(journal, "a", "first")
@@ -74,7 +74,7 @@ def test_turns_come_back_as_they_were(tmp_path):
 
 
 def test_a_commit_waits_for_the_disk(tmp_path):
-    """Write-ahead log, synchronous, with deleted content overwritten."""
+    """The journal has a write-ahead log, synchronous commits, and overwrites deleted content."""
     db = journal_file.open_journal(tmp_path / "journal")
     settings = [
         db.execute(f"PRAGMA {name}").fetchone()[0]
@@ -86,7 +86,7 @@ def test_a_commit_waits_for_the_disk(tmp_path):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_of_a_deleted_conversation_stays(tmp_path, seed):
-    """Neither words nor ids, in any file, wherever SQLite had moved them."""
+    """No words and no ids remain in any file, wherever SQLite had moved them."""
     rng = random.Random(seed)
     path = tmp_path / "journal"
     journal = Journal(path)
@@ -110,7 +110,7 @@ def test_nothing_of_a_deleted_conversation_stays(tmp_path, seed):
 
 
 def test_deleting_is_all_or_nothing(tmp_path):
-    """An id that is not there keeps the others from being deleted."""
+    """An unknown id prevents the deletion of the others."""
     journal = Journal(tmp_path / "journal")
     _say(journal, "a")
     with pytest.raises(UnknownConversationError, match="'b'"):
@@ -120,7 +120,7 @@ def test_deleting_is_all_or_nothing(tmp_path):
 
 
 def test_a_reader_may_delay_the_wiping(tmp_path):
-    """It is said that traces stay in the log; they are gone when the reader is."""
+    """The error says that traces remain in the log; they are gone when the reader has finished."""
     path = tmp_path / "journal"
     journal = Journal(path, connect=Connections(timeout=0.05))
     _say(journal, "a", "my secret")
@@ -138,7 +138,7 @@ def test_a_reader_may_delay_the_wiping(tmp_path):
 
 @pytest.mark.parametrize("path", [None, "journal"])
 def test_too_many_conversations(tmp_path, path, caplog):
-    """Those used longest ago go, an eighth of the limit at once; those in use stay."""
+    """The least recently used ones are dropped, an eighth of the limit at once; busy ones stay."""
     journal = Journal(path and tmp_path / path, JournalLimits(max_conversations=16))
     for i in range(16):
         _say(journal, f"c{i}")
@@ -152,7 +152,7 @@ def test_too_many_conversations(tmp_path, path, caplog):
 
 
 def test_too_large_a_journal(tmp_path):
-    """The file stays under the limit, and what was dropped is wiped; one alone may be over it."""
+    """The file stays under the limit and dropped data is erased; a single one may exceed it."""
     path = tmp_path / "journal"
     journal = Journal(path, JournalLimits(max_bytes="200KiB"))
     for i in range(40):
@@ -167,7 +167,7 @@ def test_too_large_a_journal(tmp_path):
 
 
 def test_too_old_conversations(tmp_path):
-    """They go when the journal is opened, and while it is open."""
+    """They are dropped when the journal is opened, and while it is open."""
     now_s = time.time()
     path, limits = tmp_path / "journal", JournalLimits(max_age_s=100)
     journal = Journal(path, limits, now=lambda: now_s)
@@ -188,7 +188,7 @@ def test_too_old_conversations(tmp_path):
 
 
 def test_a_full_disk_loses_no_turn(tmp_path, caplog):
-    """The turn that does not fit fails with a typed error; those before are there, and go on."""
+    """The turn that does not fit raises a typed error; earlier turns are there and continue."""
     path, opened = tmp_path / "journal", Connections()
     journal = Journal(path, JournalLimits(), connect=opened)
     history = _say(journal, "a", "kept")
@@ -206,7 +206,7 @@ def test_a_full_disk_loses_no_turn(tmp_path, caplog):
 
 
 def test_a_locked_journal(tmp_path):
-    """Another process may hold it for a while, and no longer than one waits."""
+    """Another process may lock it for a while; after the timeout the turn fails."""
     path, brief = tmp_path / "journal", Connections(timeout=0.05)
     journal = Journal(path, connect=brief)
     holder = sqlite3.connect(path, isolation_level=None)
@@ -222,7 +222,7 @@ def test_a_locked_journal(tmp_path):
 
 
 def test_files_that_are_no_journals(tmp_path):
-    """Each is refused with what it is, and left as it is."""
+    """Each is refused with a reason, and is not changed."""
     text = tmp_path / "text"
     text.write_bytes(b"just some words, and many of them" * 100)
     other = tmp_path / "other"
@@ -255,7 +255,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def as_nobody() -> Iterator[Path]:
-    """A folder of a user who may not do everything; the superuser becomes that user."""
+    """A folder of an unprivileged user; the superuser becomes that user."""
     is_superuser = os.geteuid() == 0
     with tempfile.TemporaryDirectory() as folder:
         if is_superuser:
@@ -269,7 +269,7 @@ def as_nobody() -> Iterator[Path]:
 
 
 def test_a_read_only_journal(as_nobody):
-    """It is refused at once."""
+    """The journal is refused at once."""
     path = as_nobody / "journal"
     Journal(path).close()
     path.chmod(0o400)
@@ -278,7 +278,7 @@ def test_a_read_only_journal(as_nobody):
 
 
 def test_a_journal_that_turns_read_only(tmp_path):
-    """The turn fails with a typed error, and what was there stays."""
+    """The turn raises a typed error, and earlier turns remain."""
     opened = Connections()
     journal = Journal(tmp_path / "journal", connect=opened)
     history = _say(journal, "a")
@@ -291,7 +291,7 @@ def test_a_journal_that_turns_read_only(tmp_path):
 
 
 def test_a_journal_that_was_taken_away(tmp_path):
-    """What is written to a file without a name would be lost: it is refused until it is back."""
+    """A turn that would go to a deleted file is refused until the file is back."""
     path, elsewhere = tmp_path / "journal", tmp_path / "elsewhere"
     journal = Journal(path)
     _say(journal, "a")
@@ -317,6 +317,6 @@ def test_a_journal_that_was_taken_away(tmp_path):
     ],
 )
 def test_limits_are_checked(bad):
-    """One typed error names what was given."""
+    """A typed error has the given value."""
     with pytest.raises(InvalidConfigError, match=str(next(iter(bad.values())))):
         JournalLimits(**bad)

@@ -1,4 +1,4 @@
-"""kill -9 at every stage of a turn: what was acknowledged is there, and nothing else."""
+"""After kill -9 at any stage of a turn, exactly the acknowledged turns are there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _killed_at(stage: str, path: str) -> None:
     ],
 )
 def test_a_killed_process_keeps_what_it_acknowledged(tmp_path, stage, is_kept):
-    """The next process goes on with the very tokens, as if nothing had happened."""
+    """The next process continues with the same tokens as without the kill."""
     path = str(tmp_path / "journal")
     undisturbed = conversations().open("a")
     for said in (FIRST, SECOND, [6]):
@@ -56,7 +56,7 @@ def test_a_killed_process_keeps_what_it_acknowledged(tmp_path, stage, is_kept):
 
 @pytest.mark.parametrize("stage", ["VACUUM", "DELETE FROM unwiped"])
 def test_a_killed_deletion_is_finished(tmp_path, stage):
-    """What was deleted is gone, and its traces when the journal is next opened."""
+    """The deleted data is gone, and its traces are erased when the journal is next opened."""
     path = tmp_path / "journal"
     answer = conversations().open("a").send(FIRST).token_ids
     _killed_at(stage, str(path))

@@ -1,4 +1,4 @@
-"""Conversations with a tiny model: the tokens of one long prompt, whatever happens between."""
+"""Conversations with a tiny model have the tokens of one long prompt, whatever happens."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[Runtime]:
-    """Around a tiny model, with conversations in memory."""
+    """A runtime around a tiny model, with conversations in memory."""
     with runtime_with(None) as runtime:
         yield runtime
 
 
 def test_turns_are_those_of_one_long_prompt(runtime):
-    """Turn by turn, greedy tokens are those of a fresh request with the whole history."""
+    """The greedy tokens of each turn are those of a new request with the whole history."""
     chat = runtime.conversation(system="be")
     for said in SAID:
         completion = chat.send(said, PARAMS)
         fresh = runtime.generate(completion.prompt_token_ids, PARAMS)
         assert completion.token_ids == fresh.token_ids
         assert completion.conversation_id == chat.id
-    # Every answer was cut off, and every turn was ended all the same.
+    # Every answer was cut off, and every turn got its end token.
     assert [turn.finish_reason for turn in chat.turns] == ["length"] * 3
     whole = runtime.tokenizer.apply_chat_template(chat.history[:-1])
     assert completion.prompt_token_ids == tuple(whole)
@@ -60,9 +60,9 @@ def test_turns_are_those_of_one_long_prompt(runtime):
 
 
 def test_an_ended_answer_is_not_ended_twice(runtime):
-    """The model's own end of turn is the template's."""
+    """The model's own end of turn is the template's end of turn."""
     chat = runtime.conversation()
-    bias = LETTERS_ONLY | {END_ID: 1e6}  # as soon as it is allowed
+    bias = LETTERS_ONLY | {END_ID: 1e6}  # as soon as min_tokens allows it
     params = SamplingParams(max_tokens=6, logit_bias=bias, min_tokens=3)
     first = chat.send("hi", params)
     assert (first.finish_reason, first.token_ids[-1]) == ("stop", END_ID)
@@ -72,7 +72,7 @@ def test_an_ended_answer_is_not_ended_twice(runtime):
 
 
 def test_stop_strings_keep_their_tokens(runtime):
-    """The text ends before the stop string; the tokens that the model wrote stay."""
+    """The text ends before the stop string; the generated tokens stay."""
     free = runtime.conversation().send("hi", PARAMS)
     chat = runtime.conversation()
     cut = chat.send("hi", replace(PARAMS, stop=free.text[2:4]))
@@ -83,7 +83,7 @@ def test_stop_strings_keep_their_tokens(runtime):
 
 
 def test_conversations_run_side_by_side(runtime):
-    """Many threads converse at once; everyone has the answers of being alone."""
+    """Conversations on many threads have the answers that they have alone."""
     names = "abcdefgh"
 
     def converse(name: str) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ def test_conversations_run_side_by_side(runtime):
 
 
 def test_a_context_that_is_full(runtime):
-    """Answers are cut at its end; then an error says what is left, and a shorter turn goes on."""
+    """Answers are cut at the end; then an error has the remaining room, and a shorter turn fits."""
     chat = runtime.conversation()
     chat.send("hi", SamplingParams(max_tokens=None, ignore_eos=True))
     assert len(chat.token_ids) == runtime.config.max_context
@@ -109,7 +109,7 @@ def test_a_context_that_is_full(runtime):
 
 
 def test_cut_off_turns_are_forgotten(runtime):
-    """By cancel, time-out, Ctrl-C or leaving the loop; the next turn is right."""
+    """A turn that ends by cancel, timeout, Ctrl-C or leaving the loop is not kept."""
     chat = runtime.conversation()
     chat.send("hi", PARAMS)
     expected = chat.fork().send("so", PARAMS).token_ids
@@ -140,7 +140,7 @@ def test_cut_off_turns_are_forgotten(runtime):
 
 
 def test_a_journal_outlives_the_runtime(runtime, tmp_path):
-    """Closed and opened again it goes on with the same tokens; ids are in report and recording."""
+    """A new runtime continues with the same tokens; ids are in the report and the recording."""
     path, record = str(tmp_path / "journal"), tmp_path / "run.jsonl"
     undisturbed = runtime.conversation("a", system="be")
     for i, said in enumerate(SAID[:2]):
@@ -163,7 +163,7 @@ def test_a_journal_outlives_the_runtime(runtime, tmp_path):
 
 
 def test_a_killed_runtime_loses_no_turn(runtime, tmp_path):
-    """kill -9 in the middle of an answer: the acknowledged turn is there, and the tokens go on."""
+    """After kill -9 in an answer the acknowledged turn is there, and the tokens continue."""
     path = str(tmp_path / "journal")
     with subprocess.Popen(
         [sys.executable, "-m", "tests.conversations.serving", path],
@@ -185,7 +185,7 @@ def test_a_killed_runtime_loses_no_turn(runtime, tmp_path):
 
 
 def test_a_journal_that_fails_refuses_turns_and_keeps_those_before(tmp_path):
-    """`send` raises, `stream` does before its last piece; the conversation is as it was."""
+    """`send` raises, `stream` raises before its last piece, and the conversation is unchanged."""
     limits = JournalLimits(max_conversations=1)
     path, elsewhere = tmp_path / "journal", tmp_path / "elsewhere"
     with runtime_with(str(path), journal_limits=limits) as runtime:
@@ -207,7 +207,7 @@ def test_a_journal_that_fails_refuses_turns_and_keeps_those_before(tmp_path):
 
 
 def test_bad_journals_are_refused_before_anything_is_built(tmp_path):
-    """A typed error, at once."""
+    """The error is typed and raised at once."""
     with pytest.raises(JournalError, match="cannot be opened"):
         runtime_with(str(tmp_path))
     with pytest.raises(JournalError, match="cannot be opened"):
@@ -215,7 +215,7 @@ def test_bad_journals_are_refused_before_anything_is_built(tmp_path):
 
 
 def test_threads_that_send_at_once_get_errors_or_answers(runtime):
-    """Of two turns at the same time one is refused, and what is kept is what was answered."""
+    """Of two simultaneous turns one is refused, and exactly the answered turns are kept."""
     chat = runtime.conversation()
     kept, refused = [], []
     barrier = threading.Barrier(4)

@@ -1,4 +1,4 @@
-"""Random operations: journalled conversations behave like lists of what was said."""
+"""Under random operations journalled conversations behave like lists of messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPERATIONS = st.one_of(
 @settings(max_examples=30, deadline=None)
 @given(st.lists(OPERATIONS, max_size=14), st.booleans())
 def test_conversations_are_lists_of_tokens(operations, is_on_disk):
-    """Whatever is done in whatever order, each holds its prompts and answers."""
+    """After any sequence of operations, each conversation has its prompts and answers."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "journal") if is_on_disk else None
         client = FakeTurnClient()

@@ -1,4 +1,4 @@
-"""What an engine's configuration promises and refuses."""
+"""Guarantees of an engine's configuration, and the errors that it raises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxserve.core.errors import InvalidConfigError
 
 
 def test_fine_windows_have_little_room_to_spare():
-    """For any number of slots: over 8, under a third; and the largest holds them all."""
+    """For any number of slots over 8, padding is under a third, and the largest window has all."""
     for max_slots in range(1, 300):
         sizes = fine_slot_buckets(max_slots)
         assert sizes[0] == 1 and sizes[-1] == max_slots and list(sizes) == sorted(set(sizes))
@@ -19,7 +19,7 @@ def test_fine_windows_have_little_room_to_spare():
 
 
 def test_an_unknown_way_of_bringing_pages_back_is_refused():
-    """Also of who makes a configuration without a runtime, as for a simulation."""
+    """The check also applies to a configuration without a runtime, as in a simulation."""
     sizes = {"page_size": 4, "num_pages": 9, "max_slots": 2, "max_context": 32}
     with pytest.raises(InvalidConfigError, match="restore='later' is unknown; .*'per_layer'"):
         EngineConfig(**sizes, max_step_tokens=16, restore="later")

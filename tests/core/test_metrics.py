@@ -1,4 +1,4 @@
-"""Figures of a run, on completions whose times are known."""
+"""Figures of a run, for completions with known times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _completion(num_output: int, first_s: float, last_s: float) -> Completion:
 
 
 def test_rates_and_latencies():
-    """Rates divide by the wall time; the time per token leaves the first token out."""
+    """Rates divide by the wall time; the time per token excludes the first token."""
     figures = summarise([_completion(11, 1.0, 3.0), _completion(1, 2.0, 2.0)], wall_s=4.0)
     assert figures["output_tokens"] == 12
     assert figures["prompt_tokens"] == 6
@@ -33,7 +33,7 @@ def test_rates_and_latencies():
 
 
 def test_failed_requests_count_as_failed_only():
-    """A failed request adds to no rate and no latency."""
+    """A failed request is not in any rate or latency."""
     failed = Completion(
         request_id="r",
         prompt_token_ids=(),
@@ -48,7 +48,7 @@ def test_failed_requests_count_as_failed_only():
 
 
 def test_goodput_needs_both_bounds():
-    """A request counts if its first token and its pace are in time; a single token has no pace."""
+    """A request counts if its first token and its pace are in time; one token alone has no pace."""
     done = [_completion(11, 1.0, 3.0), _completion(11, 2.0, 3.0), _completion(1, 1.0, 1.0)]
     within = goodput(done, 4.0, max_first_token_s=1.5, max_time_per_output_token_s=0.25)
     assert within == {"share": pytest.approx(2 / 3), "requests_per_s": 0.5}
@@ -58,7 +58,7 @@ def test_goodput_needs_both_bounds():
 
 
 def test_spread_interpolates():
-    """The 90th percentile of 0 to 10 is 9; one value is all of them."""
+    """The 90th percentile of 0 to 10 is 9; a single value is every percentile."""
     assert spread([float(x) for x in range(11)]) == {
         "mean": 5.0,
         "p50": 5.0,

@@ -1,4 +1,4 @@
-"""Carries out what a page of the documentation says to write and to change."""
+"""Application of the code blocks of a page of the documentation to a copy of the sources."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
-# A file's name at the end of a sentence, and the block below it.
+# A sentence that ends with a file's name, and the code block after it.
 _BLOCK = re.compile(r"`(\w[\w/]*\.py)`:\n\n```(python|diff)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A whole file ("python"), or changes to one that is there ("diff", hunks between @@ lines)."""
+    """A whole file ("python"), or changes to an existing file ("diff", hunks between @@ lines)."""
 
     path: str
     kind: Literal["python", "diff"]
     text: str
 
     def apply(self, root: Path) -> None:
-        """Write the file, or change it. Every hunk must fit at one place only."""
+        """Write the file, or change it. Every hunk must match at exactly one place."""
         file = root / self.path
         if self.kind == "python":
             assert not file.exists(), f"{self.path} is there already"
@@ -40,6 +40,6 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """The blocks of a page that name a file, in order."""
+    """Return the blocks of a page that name a file, in order."""
     text = (DOCS / page).read_text(encoding="utf-8")
     return [Block(path, kind, body) for path, kind, body in _BLOCK.findall(text)]  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The worked example of docs/adding_a_processor.md, built from the page's own text."""
+"""The worked example of docs/adding_a_processor.md, built from the blocks of the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.docs.blocks import ROOT, blocks
 
-# What is asked of the copy: runs in a process of its own, where `jaxserve` is the copy.
+# A script for the copy. It runs in a separate process, in which `jaxserve` is the copy.
 PROGRAM = """
 import math
 import sys
@@ -56,7 +56,7 @@ print("served")
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A folder with a copy of the package in which the page's blocks were carried out."""
+    """A folder with a copy of the package to which the page's blocks were applied."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "jaxserve", tmp_path / "jaxserve", ignore=ignore)
     for block in blocks("adding_a_processor.md"):
@@ -65,16 +65,16 @@ def package(tmp_path: Path) -> Path:
 
 
 def test_the_example_touches_two_files_beside_its_own():
-    """One new file, and a change to two that are there."""
+    """The page adds one new file and changes two existing files."""
     found = blocks("adding_a_processor.md")
     assert [block.kind for block in found] == ["python", "diff", "diff"]
     assert len({block.path for block in found}) == 3
 
 
 def test_the_example_serves(package: Path):
-    """A runtime of the changed package validates the parameter, and cuts where it says.
+    """A runtime of the changed package validates the parameter, and drops the right tokens.
 
-    Requests with it are served in the company of others, without compiling anything more.
+    Requests with it are served in one batch with others, without another compilation.
     """
     path = os.pathsep.join([str(package), str(ROOT)])
     done = subprocess.run(

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
 CODE = ("jaxserve", "predictor", "pallas_kernels", "sharding", "benchmarks", "scripts", "tests")
 
-# Files that commands and worked examples write, which are not in the repository.
+# Files that commands and worked examples write, and that are not in the repository.
 WRITTEN = ("tuned_tilings.toml", "gpu_check_DEVICE.json", "epsilon_cutoff.py")
 
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -33,7 +33,7 @@ def _prose(page: Path) -> str:
 
 @cache
 def _anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, by GitHub's rules."""
     headings = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
     texts = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
     return {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in texts}
@@ -51,7 +51,7 @@ def _broken_links(page: Path) -> Iterator[str]:
 
 @cache
 def _files() -> tuple[str, ...]:
-    """The paths of all files that documentation may name, each with a leading slash."""
+    """Return the paths of all files that documentation may name, each with a leading slash."""
     found = [path for folder in (*CODE, "docs", "notebooks") for path in (ROOT / folder).rglob("*")]
     return tuple(f"/{path.relative_to(ROOT).as_posix()}" for path in found if path.is_file())
 

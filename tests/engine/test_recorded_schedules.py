@@ -1,4 +1,4 @@
-"""A recorded trace replays to the same schedule, under every policy."""
+"""A recorded trace replays to the same schedule under every policy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONGER_THAN_ANY = 10_000
 
 
 class Plans:
-    """A simulated executor that keeps what it was given, and when."""
+    """A simulated executor that stores its plans and their times."""
 
     def __init__(self, simulated: SimulatedExecutor, clock: VirtualClock):
         self.config, self.swap_costs = simulated.config, simulated.swap_costs
@@ -34,7 +34,7 @@ class Plans:
         self._simulated, self._clock = simulated, clock
 
     def submit(self, plan: StepPlan):
-        """Keep the plan as plain values, and pass it on."""
+        """Store the plan as plain values, and submit it."""
         admissions = [(a.slot, a.sample_index, a.tokens.tolist()) for a in plan.admissions]
         self.seen.append(
             (
@@ -46,12 +46,12 @@ class Plans:
         return self._simulated.submit(plan)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 @dataclass
 class Run:
-    """Requests that arrive, and users who give up, each at a time of the virtual clock."""
+    """Requests and cancellations, each at a time of the virtual clock."""
 
     config: EngineConfig
     answer_length: object
@@ -61,7 +61,7 @@ class Run:
     answers: list[Answer] = field(default_factory=list)
 
     def play(self, trace: TraceWriter | None = None) -> list[tuple[object, ...]]:
-        """The schedule: every plan, and the time of its submission."""
+        """Return the schedule: every plan, and the time of its submission."""
         clock = VirtualClock()
         simulated = SimulatedExecutor(self.config, clock, answer_length=self.answer_length)
         executor = Plans(simulated, clock)
@@ -89,7 +89,7 @@ class Run:
         return executor.seen
 
     def tokens(self) -> dict[str, list[tuple[int, ...]]]:
-        """What every sample of every request got."""
+        """Return the tokens of every sample of every request."""
         return {
             answer.request.id: [tuple(sequence.output) for sequence in answer.sequences]
             for answer in self.answers
@@ -103,7 +103,7 @@ def _recorded_run(seed: int, policy: str) -> Run:
     for request in trace.requests:
         now_s += rng.expovariate(1 / rng.choice([0.001, 0.01]))
         params = request.params
-        if policy in ORACLES:  # it plans by forced lengths: these must have held from the start
+        if policy in ORACLES:  # it plans by forced lengths, so the recorded run must have them too
             request = replace(request, stop_token_ids=())
             lengths = [rng.randint(1, params.max_tokens or 20) for _ in range(params.n)]
             params = replace(params, forced_length=tuple(lengths))
@@ -117,7 +117,7 @@ def _recorded_run(seed: int, policy: str) -> Run:
 
 
 def _again(recorded: RecordedRequest, prediction: LengthPrediction | None) -> Request:
-    """The request as a replay asks it; one that was cancelled would otherwise go on."""
+    """Return the replay's request; one that was cancelled ends at its recorded length."""
     item = recorded.item()
     params = item.params()
     if "cancelled" in recorded.finish_reasons:
@@ -143,7 +143,7 @@ def _again(recorded: RecordedRequest, prediction: LengthPrediction | None) -> Re
 
 @pytest.mark.parametrize("policy", PRESETS)
 def test_a_recorded_trace_replays_to_the_same_schedule(policy: str, tmp_path: Path):
-    """Same steps, rows, slots, pages, tokens and times, though answers now end by being forced."""
+    """Steps, rows, slots, pages, tokens and times are equal, although lengths are forced now."""
     reasons = set()
     for seed in range(20):
         path = tmp_path / f"{seed}.jsonl"
@@ -164,7 +164,7 @@ def test_a_recorded_trace_replays_to_the_same_schedule(policy: str, tmp_path: Pa
 
 
 def test_another_length_is_another_schedule(tmp_path: Path):
-    """The comparison sees what it should: a replay of changed lengths differs."""
+    """The comparison works: a replay with another length has another schedule."""
     run = _recorded_run(1, "orca")
     path = tmp_path / "run.jsonl"
     writer = TraceWriter(path, origin_s=0.0)

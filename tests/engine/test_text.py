@@ -1,4 +1,4 @@
-"""Text appears as tokens come, and never past a stop string."""
+"""Text is delivered as tokens come, and not past a stop string."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from jaxserve.engine.text import TextAssembler
 
 
 class _Letters:
-    """Token i is the i-th letter; the last one of each push waits for the next, as UTF-8 may."""
+    """A decoder of letters that holds the last letter of each push back, as UTF-8 decoders may."""
 
     def __init__(self):
         self._waiting = ""
@@ -28,7 +28,7 @@ def _ids(text: str) -> list[int]:
 
 
 def test_text_without_stop_strings_is_everything():
-    """All pieces joined are the text of all tokens."""
+    """The joined pieces are the text of all tokens."""
     assembler = TextAssembler(_Letters(), ())
     pieces = []
     for part in ("abc", "d", "ef"):
@@ -41,9 +41,9 @@ def test_text_without_stop_strings_is_everything():
 
 @pytest.mark.parametrize("stops", [("cd",), ("d", "cd"), ("xyz", "cde"), ("ef", "de")])
 def test_stop_string_cuts_the_text_however_tokens_arrive(stops):
-    """In whatever parts the tokens come, the text ends before the first stop string to complete.
+    """The text ends before the first complete stop string, however the tokens are split.
 
-    Nothing of it has been shown before.
+    No part of the stop string was delivered before.
     """
     text = "abcdefghij"
     ends = {stop: text.find(stop) + len(stop) for stop in stops if stop in text}
@@ -70,7 +70,7 @@ def test_stop_string_cuts_the_text_however_tokens_arrive(stops):
 
 
 def test_a_beginning_of_a_stop_string_is_shown_once_it_is_none():
-    """Held-back text appears when it turns out to be harmless."""
+    """Held-back text is delivered when it can no longer become a stop string."""
     assembler = TextAssembler(_Letters(), ("bcx",))
     assembler.push(_ids("abcc"))
     assert assembler.take(is_final=False) == "a"

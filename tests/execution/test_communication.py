@@ -1,4 +1,4 @@
-"""What compiled steps send between shards: sums of activations, never weights, pages or logits."""
+"""Compiled steps send sums of activations between shards, but not weights, pages or logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.steps.sampling.variants import Variant
 from jaxserve.testing import WrapAll
 from sharding import StagePlan, make_mesh
 
-# No two sizes are equal, so that a shape says what it is of.
+# All sizes differ, so that a shape identifies its array.
 CONFIG = LlamaConfig(
     vocab_size=2048,
     hidden_size=96,
@@ -38,7 +38,7 @@ def _sums(rows: int, count: int) -> list[Collective]:
 
 
 def test_a_step_sums_twice_a_layer_and_chooses_among_the_shards_best():
-    """And once for the embedding. What greedy sampling adds is a few numbers a row."""
+    """There is one more sum for the embedding. Greedy sampling sends a few numbers per row."""
     seen = WrapAll()
     model, mesh = Llama(CONFIG, rngs=nnx.Rngs(0)), make_mesh(tensor=4)
     with Runtime(model, mesh=mesh, wrap_executor=seen, **OPTIONS):
@@ -47,12 +47,12 @@ def test_a_step_sums_twice_a_layer_and_chooses_among_the_shards_best():
     sums = _sums(ROWS, 5)
     choosing = [each for each in _always(decode) if each not in sums]
     assert [each for each in _always(decode) if each in sums] == sums
-    # Of 2048 logits: the best of each shard, and the block of 64 that it lies in.
+    # For 2048 logits: the best of each shard, and the block of 64 that contains it.
     assert sum(each.num_bytes for each in choosing) <= ROWS * 4 * (64 + 5 * 4)
 
 
 def test_stages_sum_within_themselves_only():
-    """Between stages nothing is compiled: arrays are handed over."""
+    """No collective is compiled between stages: arrays are copied."""
     plan = StagePlan.of([1, 1], tensor=[4, 1])
     seen = WrapAll()
     with Runtime(Llama(CONFIG, rngs=nnx.Rngs(0)), mesh=plan, wrap_executor=seen, **OPTIONS):
@@ -63,7 +63,7 @@ def test_stages_sum_within_themselves_only():
 
 
 def test_a_full_pipeline_has_no_bubble_but_at_its_ends():
-    """Four micro-batches keep four stages busy; one leaves three of them idle."""
+    """Four micro-batches keep four stages busy; with one, three of four stages are idle."""
     passes = [Pass(frozenset({slot}), 1, True) for _ in range(10) for slot in range(4)]
     fill = play(passes, [1.0] * 4)
     assert fill.total == fill.ideal == 43

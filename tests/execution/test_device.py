@@ -1,4 +1,4 @@
-"""The engine on a device: the same tokens however a request was batched, and nothing compiles."""
+"""The engine on a device: tokens do not depend on the batch, and nothing compiles."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _new_executor(model, config: EngineConfig = CONFIG) -> DeviceExecutor:
 
 @pytest.fixture(scope="module")
 def executor():
-    """One warmed-up executor for all tests of this module; each leaves every slot inert."""
+    """A warm executor for all tests of this module; each test leaves every slot inert."""
     executor = _new_executor(tiny_llama())
     warm_up(executor, progress=False)
     yield executor
@@ -67,7 +67,7 @@ def executor():
 
 @dataclass
 class _SmallerPool:
-    """The same executor, for a scheduler that is told of fewer pages or slots."""
+    """The executor for a scheduler that is configured with fewer pages or slots."""
 
     executor: DeviceExecutor
     config: EngineConfig
@@ -94,7 +94,7 @@ def _request(number: int, prompt, params: SamplingParams, stop_token_ids=()) -> 
 
 
 def _serve(executor, policy: Policy, requests, *, num_pages=None, arrive=None) -> list[Sequence]:
-    """All sequences, ended; `arrive(i)` steps pass before request i comes."""
+    """Return all sequences after their end; `arrive(i)` steps pass before request i comes."""
     if num_pages is not None:
         executor = _SmallerPool(executor, replace(CONFIG, num_pages=num_pages))
     engine = Engine(executor, policy, WallClock())
@@ -118,7 +118,7 @@ def requests():
 
 @pytest.fixture(scope="module")
 def alone(executor, requests):
-    """Output tokens of each request served by itself."""
+    """Return the output tokens of each request served alone."""
     return [_serve(executor, PRESETS["orca"], [request])[0].output for request in requests]
 
 
@@ -131,7 +131,7 @@ def test_answers_are_lively(alone):
 @pytest.mark.parametrize("size", [2, 7, 33, 64])
 @pytest.mark.parametrize("preset", ["orca", "vllm_like"])
 def test_same_tokens_in_a_batch_of_any_size(executor, requests, alone, preset, size):
-    """A request's greedy tokens do not depend on who shares the batch."""
+    """A request's greedy tokens do not depend on the other requests of the batch."""
     sequences = _serve(executor, PRESETS[preset], requests[:size])
     assert [s.output for s in sequences] == alone[:size]
 
@@ -146,7 +146,7 @@ def test_same_tokens_under_every_preset(executor, requests, alone, preset):
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 16, 100])
 def test_same_tokens_with_chunked_prefill(executor, requests, alone, chunk_tokens):
-    """However prompts are cut, while other requests come and decode beside them."""
+    """Greedy tokens do not depend on the chunks of prompts, also beside other requests."""
     policy = Policy("chunks", OnDemand(), FCFS(), Unified(chunk_tokens), Stateless())
     rng = random.Random(chunk_tokens)
     sequences = _serve(executor, policy, requests[:24], arrive=lambda: rng.random() < 0.3)
@@ -155,7 +155,7 @@ def test_same_tokens_with_chunked_prefill(executor, requests, alone, chunk_token
 
 @pytest.mark.parametrize("num_pages", [14, 40])
 def test_same_tokens_after_preemption(executor, requests, alone, num_pages):
-    """Sequences whose pages were taken away go on where they were."""
+    """Sequences whose pages were freed continue at their position."""
     sequences = _serve(executor, PRESETS["vllm_like"], requests[:24], num_pages=num_pages)
     assert sum(s.num_preemptions for s in sequences) > 0
     assert [s.output for s in sequences] == alone[:24]
@@ -163,7 +163,7 @@ def test_same_tokens_after_preemption(executor, requests, alone, num_pages):
 
 @dataclass
 class _StopsEarly(_SmallerPool):
-    """The same executor, but loops end before they have run as often as was planned."""
+    """The executor with loops that end before the planned number of iterations."""
 
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -175,7 +175,7 @@ class _StopsEarly(_SmallerPool):
 
 @pytest.mark.parametrize("preset", ["vllm_like", "orca", "s3", "auto", "fastertransformer"])
 def test_same_tokens_when_steps_deliver_less_than_planned(executor, requests, alone, preset):
-    """The next step is submitted before that is known; rows go on where their slots really are."""
+    """The next step is submitted before the result is known; rows continue at their slots' ends."""
     rng = random.Random(preset)
     config = replace(CONFIG, num_pages=60)
     sequences = _serve(
@@ -189,7 +189,7 @@ def test_same_tokens_when_steps_deliver_less_than_planned(executor, requests, al
 
 
 def test_a_row_beyond_its_slot_is_inert(executor, requests):
-    """It writes to the null page alone; one that samples ends at the newest token that there is."""
+    """It writes only to the null page; one that samples ends at the newest existing token."""
     request = requests[0]
     prompt = np.asarray(request.prompt, np.int32)
     num = len(prompt)
@@ -212,7 +212,7 @@ def test_a_row_beyond_its_slot_is_inert(executor, requests):
 
 
 def test_sampled_tokens_depend_on_seed_and_position_only(executor):
-    """Random answers, with every option in use, are the same alone and in a preempted batch."""
+    """Random answers, with all options, are the same alone and in a preempted batch."""
     rng = np.random.default_rng(5)
     requests = []
     for i, prompt in enumerate(random_prompts(20, seed=5)):
@@ -240,9 +240,9 @@ def test_sampled_tokens_depend_on_seed_and_position_only(executor):
 
 @pytest.mark.parametrize("preset", ["concurrent_instances", "fastertransformer", "vllm_like"])
 def test_neighbours_with_other_needs_change_no_token(executor, requests, alone, preset):
-    """Greedy, random, penalized and scored requests side by side have the tokens they have alone.
+    """Greedy, random, penalized and scored requests together have the tokens they have alone.
 
-    Together they are decoded in wider windows, with slots inside that belong to other steps.
+    Together they are decoded in wider windows, which contain slots of other steps.
     """
     kinds = [
         GREEDY,
@@ -270,7 +270,7 @@ def test_neighbours_with_other_needs_change_no_token(executor, requests, alone, 
     ],
 )
 def test_only_log_probabilities_of_the_steps_own_rows_are_read(executor, params, logprobs, top):
-    """Another slot's request that returns some does not bring them into a step without it."""
+    """A request in another slot that returns them does not add them to a step without it."""
     tokens = np.array([1, 2, 3], np.int32)
     admissions = tuple(
         Admission(slot, _request(slot, tokens.tolist(), each), 0, tokens, MAX_CONTEXT)
@@ -292,7 +292,7 @@ def test_only_log_probabilities_of_the_steps_own_rows_are_read(executor, params,
 
 
 def test_samples_of_one_prompt_differ_and_are_reproducible(executor):
-    """Each of n samples has its own random stream; sharing prompt pages does not change it."""
+    """Each of n samples has its own random stream, although prompt pages are shared."""
     prompt = random_prompts(1, seed=9, longest=60)[0] * 2
     params = SamplingParams(max_tokens=12, temperature=1.0, n=4)
     first = _serve(executor, PRESETS["vllm_like"], [_request(1, prompt[:60], params)])
@@ -302,7 +302,7 @@ def test_samples_of_one_prompt_differ_and_are_reproducible(executor):
 
 
 def test_stop_token_ends_a_decode_loop_early(executor, alone, requests):
-    """The answer ends with its stop token, and what the device did past it is never seen."""
+    """The answer ends with its stop token, and later tokens of the device are dropped."""
     stop = alone[0][6]
     cut = alone[0].index(stop) + 1
     request = _request(0, requests[0].prompt, GREEDY, stop_token_ids=[stop])
@@ -332,9 +332,9 @@ def test_logprobs_do_not_depend_on_chunks_or_batch(executor):
 
 @pytest.mark.parametrize("preset", ["vllm_like", "concurrent_instances"])
 def test_nothing_compiles_over_a_random_workload(executor, preset):
-    """After warm-up a random workload with arrivals, cancellations and all options is quiet.
+    """A random workload with arrivals, cancellations and all options compiles nothing.
 
-    Costly options are rare enough that steps of every variant occur.
+    Costly options are rare, so that steps of every variant occur.
     """
     rng = random.Random(0)
     before = executor.num_compilations
@@ -361,7 +361,7 @@ def test_nothing_compiles_over_a_random_workload(executor, preset):
 
 
 def test_strict_mode_raises_on_a_compilation():
-    """An executable that warm-up did not make is an error that names the step."""
+    """An executable that the warm-up did not compile raises an error that names the step."""
     executor = _new_executor(tiny_llama(), replace(CONFIG, num_pages=20))
     executor.finish_warmup()
     engine = Engine(executor, PRESETS["orca"], WallClock())
@@ -374,7 +374,7 @@ def test_strict_mode_raises_on_a_compilation():
 
 
 def test_not_finite_logits_fail_one_request_alone(executor, requests, alone):
-    """A prompt that meets a poisoned embedding fails; its neighbours' tokens are as ever."""
+    """A prompt with a poisoned embedding fails; its neighbours have the same tokens as alone."""
     model = tiny_llama()
     poisoned = VOCAB_SIZE - 1
     model.embedding[...] = model.embedding[...].at[poisoned].set(jnp.nan)
@@ -395,7 +395,7 @@ def test_not_finite_logits_fail_one_request_alone(executor, requests, alone):
 
 @pytest.mark.parametrize("layout", ["unrolled", "scanned"])
 def test_no_copy_of_the_cache_in_any_step(layout):
-    """It is updated in place, all of it, and a larger page pool needs no larger temporaries."""
+    """The whole cache is updated in place, and a larger pool needs no larger temporaries."""
     model = tiny_llama(layer_layout=layout)
     graphdef, params = nnx.split(model)
     place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
@@ -417,7 +417,7 @@ def test_no_copy_of_the_cache_in_any_step(layout):
 
 
 def test_the_costliest_variant_takes_the_most_memory():
-    """So the page pool, which is sized by it, leaves room for the others."""
+    """The page pool is sized by this variant, so the others fit too."""
     model = tiny_llama()
     graphdef, params = nnx.split(model)
     place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))

@@ -1,4 +1,4 @@
-"""Slots that move keep all their state and needs, and what they leave behind is inert."""
+"""Slots that move keep all their state and needs, and the slots that they leave are inert."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG = EngineConfig(num_pages=40, max_slots=64, max_context=256, max_step_toke
 
 @pytest.mark.parametrize("count", [1, MOVES_A_CALL, MOVES_A_CALL + 5])
 def test_moved_slots(count):
-    """More moves than a call has, between random slots; all others stay as they are."""
+    """More moves than fit in a call, between random slots, leave all other slots unchanged."""
     rng = np.random.default_rng(count)
     slots = DeviceSlots(CONFIG, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     slots.state = jax.tree.map(
@@ -42,7 +42,7 @@ def test_moved_slots(count):
 
 
 def test_needs_follow_the_requests():
-    """Of the rows that sample, wherever their slots were moved, and of the newest request there."""
+    """The needs are those of the rows that sample, after moves, and of a slot's newest request."""
     slots = DeviceSlots(CONFIG, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
     def admission(slot: int, **params) -> Admission:

@@ -1,4 +1,4 @@
-"""Random conversations on a tiny model: greedy tokens are those of fresh runs."""
+"""Random conversations on a tiny model have the greedy tokens of new runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ STEP_S = 0.01
     ids=lambda param: "-".join(filter(None, param)),
 )
 def executor(request):
-    """Warmed up; every test leaves all slots inert."""
+    """A warm executor; every test leaves all slots inert."""
     attention, kv_dtype, layer_layout, restore = request.param
     config = replace(CONFIG, attention=attention, kv_dtype=kv_dtype, restore=restore)
     model = tiny_llama(layer_layout=layer_layout)
@@ -80,7 +80,7 @@ def executor(request):
 
 
 class Watched:
-    """The executor for a scheduler that is told of fewer pages; compares what comes back."""
+    """The executor for a scheduler with fewer pages; it compares the pages that are restored."""
 
     def __init__(self, executor: DeviceExecutor, config: EngineConfig):
         self.config, self.swap_costs, self.refinement = config, None, None
@@ -90,7 +90,7 @@ class Watched:
         self._on_host: dict[int, list[np.ndarray]] = {}
 
     def submit(self, plan: StepPlan):
-        """Remember pages that go to the host; those that come back must be the same bytes."""
+        """Store the pages that go to the host; restored pages must have the same bytes."""
         for page, host_page in plan.swaps_out:
             self._on_host[host_page] = self._contents(page)
         handle = self._executor.submit(plan)
@@ -121,7 +121,7 @@ def _alone(executor: DeviceExecutor, request: Request) -> list[int]:
 
 
 def _converse(executor: DeviceExecutor, policy: Policy, num_host: int) -> tuple[list, Counter]:
-    """Conversations that are gone on with at random; (request, output) of every turn."""
+    """Continue conversations at random; return (request, output) of every turn."""
     rng = random.Random(policy.name)
     config = replace(executor.config, num_pages=70, num_host_pages=num_host)
     watched = Watched(executor, config)
@@ -161,14 +161,14 @@ def _converse(executor: DeviceExecutor, policy: Policy, num_host: int) -> tuple[
 
 
 def _evict_some(engine: Engine, history: tuple[int, ...], rng: random.Random) -> None:
-    """Pages go anywhere in a context, as if they had been of low value."""
+    """Evict random pages of a context, as if they had low values."""
     num_pages = len(history) // CONFIG.page_size
     engine.evict(history, rng.sample(range(num_pages), num_pages // 2))
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_conversations_have_the_tokens_of_fresh_runs(executor, name):
-    """Under eviction, swaps, drops, cancellations and preemption; pages come back as they were."""
+    """They have them under eviction, swaps, drops, cancellations and preemption."""
     policy, num_host = POLICIES[name]
     turns, counts = _converse(executor, policy, num_host)
     for request, output, reason in turns:
@@ -184,7 +184,7 @@ def test_conversations_have_the_tokens_of_fresh_runs(executor, name):
 
 
 def test_measuring_copies_leaves_the_pages_of_others_alone(executor):
-    """A resized pool is warmed up while sequences wait on the host."""
+    """A resized pool is warmed up while sequences have pages on the host."""
     page = np.random.default_rng(0).bytes(len(executor.read_host_page(0)))
     for host_page in (0, CONFIG.num_host_pages - 1):
         executor.write_host_page(host_page, page)

@@ -1,4 +1,4 @@
-"""How much memory the plan of the page pool may count on."""
+"""The memory that the plan of the page pool may use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _process_groups(root: Path, *lines: str) -> None:
 
 
 def test_without_control_groups_the_system_says(root):
-    """MemAvailable counts where nothing limits the process."""
+    """MemAvailable counts if no group limits the process."""
     assert available_host_bytes(root) == 64 * GIB
     _process_groups(root, "0::/user.slice")
     _group(root, "user.slice", V2, "max")
@@ -56,14 +56,14 @@ def test_without_control_groups_the_system_says(root):
     ],
 )
 def test_the_limit_of_any_group_above_counts(root, line, folder, names):
-    """What is left under the limit, with page cache that can be dropped, is what is available."""
+    """The available memory is the rest below the limit, plus page cache that can be dropped."""
     _process_groups(root, "9:name=systemd:/", "1:cpuset:/other", line)
     _group(root, folder, names, 2 * GIB, used=GIB, cache=GIB // 4)
     assert available_host_bytes(root) == GIB + GIB // 4
 
 
 def test_the_smallest_remainder_counts(root):
-    """A large limit leaves the system's word; one that is used up leaves nothing, not less."""
+    """A large limit has no effect; an exhausted limit leaves 0, not a negative number."""
     _group(root, "", V2, 2**60)
     assert available_host_bytes(root) == 64 * GIB
     _group(root, "memory", V1, 3 * GIB, used=4 * GIB)
@@ -92,7 +92,7 @@ def _pages(free_bytes: int, *, wanted: int = 10**9, least: int = 2, kv_bytes: in
 
 
 def test_the_pool_has_one_size_though_free_memory_differs_a_little():
-    """So that programs are found in the compilation cache; it gives up few pages for that."""
+    """The compilation cache then has the executables; the rounding costs few pages."""
     assert len({_pages(60 * GIB + extra * 2**20) for extra in range(32)}) == 1
     for free_bytes in range(10_000, 3_000_000, 12_345):
         fitting = int(free_bytes * 0.92) // 1000
@@ -100,7 +100,7 @@ def test_the_pool_has_one_size_though_free_memory_differs_a_little():
 
 
 def test_sizes_that_are_asked_for_are_exact():
-    """As are the most that is of use, and the least, where that fits."""
+    """The requested, the maximum useful and the minimum number of pages are not rounded."""
     assert _pages(60 * GIB, kv_bytes=12_345_678) == 12_345
     assert _pages(60 * GIB, wanted=1357) == 1357
     assert _pages(1_100_000, least=1009) == 1009

@@ -1,4 +1,4 @@
-"""Pages go to the host and come back as they were, whatever happened to the device's meanwhile."""
+"""Pages go to the host and come back unchanged, whatever the device's pages hold meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _pages(
     layers: tuple[int, ...] = (3, 3),
     **options: Any,
 ) -> DevicePages:
-    """Buffers of keys, values and their scales with so many layers each, full of random numbers."""
+    """Return buffers of keys, values and scales with this many layers each, of random numbers."""
     rng = np.random.default_rng(0)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     if num_shards > 1:
@@ -54,7 +54,7 @@ def _contents(pages: DevicePages) -> list[np.ndarray]:
 @pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pages_come_back_byte_for_byte(dtype, num_shards):
-    """Random pages, more than a call holds, to random host pages and back to random pages."""
+    """More random pages than fit in a call go to random host pages and back to random pages."""
     pages = _pages(dtype, num_shards)
     before = _contents(pages)
     rng = np.random.default_rng(1)
@@ -75,7 +75,7 @@ def test_pages_come_back_byte_for_byte(dtype, num_shards):
 @pytest.mark.parametrize("layers", [(1, 1, 1), (3,)], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_a_step_puts_the_pages_that_come_into_every_layer(dtype, layers, num_shards):
-    """Each layer's part by itself, in one program; nothing else changes, not even the null page."""
+    """Each layer's part is written in one program; nothing else changes, not even the null page."""
     pages = _pages(dtype, num_shards, layers=layers)
     before = _contents(pages)
     copies = tuple((host_page, 3 * host_page + 2) for host_page in range(11))
@@ -102,7 +102,7 @@ def test_a_step_puts_the_pages_that_come_into_every_layer(dtype, layers, num_sha
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_page_is_read_and_written_as_bytes(dtype):
-    """Also by another cache of the same kind, to which nothing was copied yet."""
+    """The bytes also fit another cache of the same layout, to which no page was copied yet."""
     pages, other = _pages(dtype, 1), _pages(dtype, 1)
     before = _contents(pages)
     pages.swap(((3, 7),), ())
@@ -115,7 +115,7 @@ def test_a_page_is_read_and_written_as_bytes(dtype):
 
 
 def test_a_host_page_holds_what_came_last():
-    """A page that was given up and taken again, before the first copy had arrived."""
+    """A host page that is freed and allocated again before the first copy has arrived."""
     pages = _pages("float32", 1)
     before = _contents(pages)
     pages.swap(((3, 7), (4, 7)), ())
@@ -125,7 +125,7 @@ def test_a_host_page_holds_what_came_last():
 
 
 def test_a_host_without_the_memory_says_what_to_give():
-    """More than any machine can address."""
+    """The request is for more memory than any machine can address."""
     pages = _pages("float32", 1, num_host_pages=10**13)
     with pytest.raises(DeviceMemoryError, match="smaller host_memory"):
         pages.swap(((3, 7),), ((7, 9),))
@@ -133,7 +133,7 @@ def test_a_host_without_the_memory_says_what_to_give():
 
 @pytest.mark.parametrize("num_pages", [6, 60])
 def test_an_allocation_that_fails_halfway_changes_nothing(num_pages):
-    """The buffers that were copied already are copied back."""
+    """The buffers that were already copied are copied back."""
     calls = []
 
     def fails_third(buffer, source):

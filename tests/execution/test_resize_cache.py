@@ -1,4 +1,4 @@
-"""The device's pages after a resize: every layer, layout and shard."""
+"""The device's pages after a resize, for every layer, layout and shard."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWNED = [1, 4, 7, 8]
 
 
 def _executor(layout: str, num_shards: int, dtype: str = "float32") -> DeviceExecutor:
-    """Its cache holds random numbers, and a table of its slots every page there is."""
+    """Return an executor with random numbers in its cache and all pages in its slots' tables."""
     graphdef, params = nnx.split(tiny_llama())
     if num_shards > 1:
         params = jax.device_put(params, state_shardings(params, make_mesh(tensor=num_shards)))
@@ -50,11 +50,11 @@ def _contents(executor: DeviceExecutor) -> list[np.ndarray]:
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
 @pytest.mark.parametrize("layout", ["unrolled", "scanned"])
 def test_pages_are_where_the_moves_brought_them(layout, num_shards, dtype):
-    """In every layer and shard, and the slots' tables point to them; the old buffers are gone."""
+    """This holds for every layer, shard and page table; the old buffers are gone."""
     executor = _executor(layout, num_shards, dtype)
     before, old = _contents(executor), jax.tree.leaves(executor.pages.cache)
     num_buffers = 4 if layout == "unrolled" else 2
-    # A scale for each eight numbers of a byte is half as large a buffer again.
+    # One scale per eight one-byte numbers takes half of the bytes of the numbers in addition.
     is_scaled = dtype != "float32"
     assert len(old) == (1 + is_scaled) * num_buffers
     assert executor.num_buffers == num_buffers + is_scaled * num_buffers // 2

@@ -1,4 +1,4 @@
-"""The simulated executor's short way against its long one."""
+"""The simulated executor's fast path agrees with its slow path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _admission(slot: int, num_tokens: int) -> Admission:
 
 
 def test_groups_have_clocks_of_their_own():
-    """Plans of two groups overlap; those of one are carried out one after the other."""
+    """Plans of two groups overlap in time; those of one group run one after the other."""
     clock = VirtualClock()
     executor = SimulatedExecutor(
         CONFIG, clock, cost=FlatCost(per_iteration_s=1.0, per_token_s=0.0), reads_context=False
@@ -54,7 +54,7 @@ def test_groups_have_clocks_of_their_own():
 
 
 def test_a_row_beyond_its_slot_is_inert_and_one_that_fell_short_goes_on():
-    """A sampling row ends at the newest token, wherever its plan had that."""
+    """A sampling row ends at the newest token, whatever end the plan had."""
     executor = SimulatedExecutor(CONFIG, VirtualClock(), accepted=lambda *_: 1)
     pages = tuple((0, index, 1 + index) for index in range(4))
     loop = executor.submit(
@@ -68,7 +68,7 @@ def test_a_row_beyond_its_slot_is_inert_and_one_that_fell_short_goes_on():
         )
     ).collect()
     assert loop.num_tokens.tolist() == [1]
-    # 8 tokens were planned, so the next begins at 12; the slot has 6, and computes position 5.
+    # 8 tokens were planned, so the next row begins at 12; the slot has 6 and computes position 5.
     late = executor.submit(StepPlan(index=1, rows=(Row(0, 0, 12, 1, max_new_tokens=1),))).collect()
     beyond = executor.submit(StepPlan(index=2, rows=(Row(0, 0, 6, 4, max_new_tokens=0),))).collect()
     assert (late.num_tokens.tolist(), beyond.num_tokens.tolist()) == ([1], [0])
@@ -76,7 +76,7 @@ def test_a_row_beyond_its_slot_is_inert_and_one_that_fell_short_goes_on():
 
 @final
 class Recorded:
-    """A cost that remembers what it was asked about."""
+    """A cost that stores its arguments."""
 
     def __init__(self) -> None:
         self.work: list[tuple[int, tuple[int, ...]]] = []
@@ -90,7 +90,7 @@ class Recorded:
 
 
 def _served(policy: str, seed: int, **executor) -> tuple:
-    """Steps, tokens and ends of random requests."""
+    """Return steps, tokens and ends of random requests."""
     rng, clock, cost = random.Random(seed), VirtualClock(), Recorded()
     engine = Engine(
         SimulatedExecutor(CONFIG, clock, cost=cost, reads_context=False, **executor),
@@ -122,7 +122,7 @@ def _served(policy: str, seed: int, **executor) -> tuple:
 
 @pytest.mark.parametrize("policy", ["orca", "vllm_like", "pensieve", "fastertransformer"])
 def test_loops_at_once_come_to_the_same_as_one_by_one(policy):
-    """The same tokens, ends and positions attended to."""
+    """Both paths have the same tokens, ends and positions attended to."""
     for seed in range(5):
         one_by_one = _served(policy, seed, answer_length=lambda *_: 10**9)
         assert _served(policy, seed) == one_by_one, f"seed {seed}"

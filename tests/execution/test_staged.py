@@ -1,4 +1,4 @@
-"""A model cut into stages gives what it gives in one piece."""
+"""A model in stages has the answers of the whole model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def whole():
-    """What one device answers."""
+    """Return the answers of one device."""
     with Runtime(tiny_llama(num_layers=NUM_LAYERS), **OPTIONS) as rt:
         return rt.generate(PROMPTS, PARAMS)
 
@@ -53,7 +53,7 @@ def _same(got, wanted):
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_stages_answer_alike(whole, plan):
-    """Mixed load in a pool that is too small for it, and nothing compiles after the warm-up."""
+    """The load is mixed, the pool is too small, and nothing compiles after the warm-up."""
     model = tiny_llama(num_layers=NUM_LAYERS)
     with Runtime(model, mesh=plan, kv_memory=_pages(plan, 22), strict=True, **OPTIONS) as rt:
         got = rt.generate(PROMPTS, PARAMS)
@@ -62,7 +62,7 @@ def test_stages_answer_alike(whole, plan):
 
 
 def test_stacked_layers_and_a_mesh_with_a_stage_axis(whole):
-    """The layers of a scanned model are cut out of their stack."""
+    """The layers of a scanned model are cut from their stack."""
     model = tiny_llama(num_layers=NUM_LAYERS, layer_layout="scanned")
     unrolled = tiny_llama(num_layers=NUM_LAYERS)
     blocks = [dict(nnx.to_flat_state(nnx.state(block))) for block in unrolled.blocks]
@@ -76,7 +76,7 @@ def test_stacked_layers_and_a_mesh_with_a_stage_axis(whole):
 
 @pytest.mark.parametrize("variant", ["opt_350m", "gemma3"])
 def test_every_end_finds_its_stage(variant, tmp_path):
-    """Tied embeddings, learned positions, projections, windows by layer: read onto the stages."""
+    """Tied embeddings, learned positions, projections and windows by layer are read onto stages."""
     write_checkpoint(variant, tmp_path)
     prompts = [p.tolist() for p in np.random.default_rng(1).integers(0, VOCAB_SIZE, (2, 20))]
     params = SamplingParams(max_tokens=6)
@@ -89,7 +89,7 @@ def test_every_end_finds_its_stage(variant, tmp_path):
 
 
 def test_a_stage_holds_its_layers_and_no_more():
-    """Parameters and pages lie on the stage's devices only; those of a trainer's are shared."""
+    """Parameters and pages are on the stage's devices only; a trainer's arrays are shared."""
     plan = PLANS["three unequal stages"]
     model = tiny_llama(num_layers=NUM_LAYERS)
     seen = WrapAll()
@@ -106,7 +106,7 @@ def test_a_stage_holds_its_layers_and_no_more():
 
 
 def test_new_weights_reach_every_stage(whole):
-    """After an update, the answers are those of the new weights; nothing compiles."""
+    """After an update, the answers are those of the new weights, and nothing compiles."""
     params = nnx.state(tiny_llama(num_layers=NUM_LAYERS))
     model = tiny_llama(seed=1, num_layers=NUM_LAYERS)
     with Runtime(model, mesh=PLANS["two equal stages"], strict=True, **OPTIONS) as rt:
@@ -127,13 +127,13 @@ def test_new_weights_reach_every_stage(whole):
     ],
 )
 def test_plans_that_cannot_be_are_refused(layers, options, message):
-    """Each says what is given and what would do."""
+    """The error has the given value and a remedy."""
     with pytest.raises(ValueError, match=message):
         StagePlan.of(layers, **options)
 
 
 def test_plans_that_do_not_fit_the_model_are_refused():
-    """Before anything is compiled."""
+    """The plan is refused before the compilation."""
     with pytest.raises(InvalidConfigError, match="have 5 layers, the model has 4"):
         Runtime(tiny_llama(num_layers=NUM_LAYERS), mesh=StagePlan.of([3, 2]))
     with pytest.raises(InvalidConfigError, match=r"use one of \[1, 2, 4\]"):
@@ -143,20 +143,20 @@ def test_plans_that_do_not_fit_the_model_are_refused():
 
 
 def test_a_stage_axis_shares_layers_evenly():
-    """The first stages have one more where they do not divide."""
+    """The first stages have one more layer if the number is not divisible."""
     plan = stages_of(make_mesh(stage=3, tensor=2), 7)
     assert str(plan) == "3x2 + 2x2 + 2x2"
     assert plan.micro_batches == 4
 
 
 def _pages(plan, num_pages):
-    """Memory for so many pages on the stage whose pages are the largest."""
+    """Return the memory of this many pages on the stage whose pages are the largest."""
     heads = [max(2 // stage.num_shards, 1) * len(stage.layers) for stage in plan.stages]
     return num_pages * max(heads) * 8 * 8 * 4 * 2
 
 
 def test_the_pools_of_all_stages_are_resized(whole):
-    """Under running requests, which are preempted where they must be, and have the same answers."""
+    """Running requests are preempted if necessary, and have the same answers."""
     seen = WrapAll()
     options = OPTIONS | dict(max_context=128, strict=True, wrap_executor=seen)
     model = tiny_llama(num_layers=NUM_LAYERS)

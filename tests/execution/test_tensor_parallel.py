@@ -1,4 +1,4 @@
-"""A model over several devices gives what it gives on one."""
+"""A model over several devices has the answers of one device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VARIANTS = ("llama", "qwen3", "gpt2", "opt_350m", "gptj", "gpt_neox", "gemma3", 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_shards_have_the_logits_of_pytorch(variant, tmp_path):
-    """Prefill and decode of every family, its weights read straight onto the shards."""
+    """Every family agrees in prefill and decode, with weights read onto the shards."""
     model = write_checkpoint(variant, tmp_path)
     server = Server.from_folder(tmp_path, mesh=make_mesh(tensor=2))
     got = np.concatenate(server.step([(0, PROMPT[:36])]) + server.decode({0: PROMPT[36]}))
@@ -30,7 +30,7 @@ def test_two_shards_have_the_logits_of_pytorch(variant, tmp_path):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Prompts, parameters, and what one device answers."""
+    """Return prompts, parameters, and the answers of one device."""
     prompts = random_prompts(12, longest=50)
     params = [
         SamplingParams(max_tokens=9, temperature=0.8 * (i % 2), seed=i, logprobs=2)
@@ -42,7 +42,7 @@ def alone():
 
 @pytest.mark.parametrize("num_shards", [2, 4, 8])
 def test_the_engine_answers_alike(alone, num_shards):
-    """Two shards have a KV head each; of more, several hold the same one. The pool is too small."""
+    """Two shards have one KV head each; more shards hold copies. The pool is too small."""
     prompts, params, wanted = alone
     mesh = make_mesh(tensor=num_shards)
     with Runtime(
@@ -54,7 +54,7 @@ def test_the_engine_answers_alike(alone, num_shards):
 
 
 def test_weights_and_pages_are_split():
-    """A shard holds its part of both, and no more."""
+    """A shard holds only its part of both."""
     mesh, seen = make_mesh(tensor=2), WrapAll()
     options = OPTIONS | dict(warmup=False, wrap_executor=seen)
     with Runtime(tiny_llama(), mesh=mesh, **options) as rt:
@@ -69,6 +69,6 @@ def test_weights_and_pages_are_split():
     ("num_shards", "message"), [(3, r"use one of \[1, 2, 4\]"), (8, r"use one of \[1, 2, 4\]")]
 )
 def test_a_mesh_that_does_not_fit_is_refused(num_shards, message):
-    """Before anything is compiled, saying what fits."""
+    """The mesh is refused before the compilation, with the sizes that fit."""
     with pytest.raises(InvalidConfigError, match=message):
         Runtime(tiny_llama(), mesh=make_mesh(tensor=num_shards))

@@ -1,4 +1,4 @@
-"""A result that grows keeps what it has, whatever happens."""
+"""A result file keeps its figures, whatever happens to the later measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.common.record import Record
 
 
 def test_the_file_is_whole_after_every_figure(tmp_path):
-    """Figures, failures with their reasons, and what the time did not allow."""
+    """The file has figures, failures with their reasons, and the measurements that had no time."""
     path = tmp_path / "sub" / "result.json"
     record = Record(path, None, benchmark="some")
 
@@ -28,7 +28,7 @@ def test_the_file_is_whole_after_every_figure(tmp_path):
 
 
 def test_nothing_begins_when_the_time_is_over(tmp_path):
-    """It is named among what was skipped."""
+    """The measurement is named among the skipped ones."""
     record = Record(tmp_path / "result.json", 0.0)
     assert record.is_spent
     assert record.add("rows", "late", lambda: {"us": 1}) is None

@@ -1,4 +1,4 @@
-"""Order, medians, ranges and ratios of whole runs, against runs worked out by hand."""
+"""Order, medians, ranges and ratios of whole runs, against runs computed by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _run(wall_s: float, first_s: float, hit: int | None = None) -> dict:
 
 
 def test_runs_take_turns():
-    """Each name runs once before any runs again."""
+    """Each name runs once before a name runs again."""
     assert list(in_turns(["a", "b", "c"], 2)) == [
         *((0, name) for name in "abc"),
         *((1, name) for name in "abc"),
@@ -30,7 +30,7 @@ def test_runs_take_turns():
 
 @pytest.mark.parametrize("repeats", [0, -1])
 def test_no_runs_are_refused(repeats: int):
-    """Before anything is run."""
+    """The number is refused before the first run."""
     with pytest.raises(InvalidConfigError, match=f"--repeats is {repeats}; it must be at least 1"):
         in_turns(["a"], repeats)
 
@@ -57,7 +57,7 @@ def test_three_runs_worked_out_by_hand():
 
 
 def test_two_runs_have_the_mean_of_both_and_one_run_is_itself():
-    """The range still shows both; a single run has a range of one value."""
+    """The range still has both runs; a single run has a range of one value."""
     two = summary([_run(10.0, 1.0), _run(30.0, 2.0)])
     assert two["wall_s"] == 20.0 and two["range"]["wall_s"] == [10.0, 30.0]
     one = summary([_run(10.0, 1.0)])
@@ -66,7 +66,7 @@ def test_two_runs_have_the_mean_of_both_and_one_run_is_itself():
 
 
 def test_a_figure_that_one_run_lacks_has_no_median():
-    """None in any run: neither a median of the others nor a range."""
+    """The figure is None: it is neither the median of the other runs nor a range."""
     found = summary([_run(10.0, 1.0, 3), _run(20.0, 1.0, None), _run(30.0, 1.0, 5)])
     assert found["num_hit"] is None
     assert "num_hit" not in found["range"]
@@ -81,7 +81,7 @@ def test_ratios_are_of_runs_of_one_round():
 
 
 def test_ranges_that_touch_overlap():
-    """Either way round; ranges apart do not."""
+    """The order of the arguments does not matter; ranges without a common value do not overlap."""
     low, high = Spread.of([1.0, 2.0, 3.0]), Spread.of([3.0, 4.0])
     assert low.overlaps(high) and high.overlaps(low)
     assert not low.overlaps(Spread.of([3.1, 9.0]))

@@ -1,4 +1,4 @@
-"""One measured run of a runtime that has served others before."""
+"""One measured run on a runtime that has served other runs before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxserve.workload import WorkloadItem, random_items
 
 @pytest.fixture(scope="module")
 def runtime():
-    """One runtime around a tiny model."""
+    """A runtime around a tiny model."""
     with Runtime(tiny_llama(), policy="flover", **OPTIONS) as runtime:
         yield runtime
 
@@ -27,12 +27,12 @@ def _items(num: int, num_output: int) -> list[WorkloadItem]:
 
 
 def test_runs_do_not_leak_into_each_other(runtime):
-    """A short run after a long one counts its own steps, tokens and pages alone."""
+    """A short run after a long one counts only its own steps, tokens and pages."""
     long, _ = measure(runtime, _items(8, 40), label="long")
     short, done = measure(runtime, _items(1, 4), label="short")
     assert short["output_tokens"] == len(done[0].token_ids) == 4
     assert long["output_tokens"] == 320
-    # At most the prompt, the answer, and as many iterations past its end as are submitted ahead.
+    # At most the prompt, the answer, and the iterations after its end that are submitted ahead.
     ahead = 2 * 4
     assert 5 + 3 <= short["engine"]["num_tokens"] <= 5 + 3 + ahead
     assert short["engine"]["num_iterations"] < long["engine"]["num_iterations"]
@@ -42,14 +42,14 @@ def test_runs_do_not_leak_into_each_other(runtime):
 
 
 def test_failed_requests_end_the_measurement(runtime):
-    """Figures of half a workload are none."""
+    """The measurement raises, since figures of half a workload mean nothing."""
     item = WorkloadItem(prompt_token_ids=(1,) * (MAX_CONTEXT + 1), num_output_tokens=2)
     with pytest.raises(PromptTooLongError):
         measure(runtime, [item], label="too long")
 
 
 def test_timelines_and_overlap(runtime):
-    """Times count from the first arrival; one request overlaps with itself alone."""
+    """Times count from the first arrival; a single request has an overlap of one."""
     _, done = measure(runtime, _items(3, 8), label="three")
     assert overlap(done[:1]) == 1.0
     assert 1 / 3 <= overlap(done) <= 1.0

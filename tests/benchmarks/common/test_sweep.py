@@ -1,4 +1,4 @@
-"""When a rate sweep goes on and when it stops, with a fake engine."""
+"""When a rate sweep continues and when it stops, with a fake engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKENS = 100
 
 
 def _engine(capacity: float, calls: list, knee: float = 1e9):
-    """An engine that serves up to `capacity` requests a second, and queues above `knee`."""
+    """Return an engine that serves up to `capacity` requests a second and queues above `knee`."""
 
     def play(name: str, rate: float) -> sweep.Figures:
         calls.append((name, rate))
@@ -23,7 +23,7 @@ def _engine(capacity: float, calls: list, knee: float = 1e9):
 
 
 def test_climb_stops_where_throughput_no_longer_rises():
-    """The last rate is the first whose throughput rose by less than a tenth of what it should."""
+    """The last rate is the first whose throughput rises by less than a tenth of the rate's rise."""
     calls = []
     curve = sweep.climb(_engine(3.0, calls), ["a"], start=0.5, factor=2, max_rates=9, repeats=1)[
         "a"
@@ -34,7 +34,7 @@ def test_climb_stops_where_throughput_no_longer_rises():
 
 
 def test_climb_stops_where_latency_leaves_its_flat_part():
-    """Five times the latency at the lowest rate is enough, however much throughput rises."""
+    """Five times the latency at the lowest rate ends the climb, however much throughput rises."""
     curve = sweep.climb(
         _engine(1e9, [], knee=2), ["a"], start=0.5, factor=2, max_rates=9, repeats=1
     )["a"]
@@ -43,7 +43,7 @@ def test_climb_stops_where_latency_leaves_its_flat_part():
 
 
 def test_policies_take_turns_and_stop_each_by_itself():
-    """A policy that has seen enough sits out; the other goes on, up to the number of rates."""
+    """A policy that has a reason to stop skips later rates; the other continues up to the limit."""
     calls = []
     slow, fast = _engine(1.0, calls), _engine(1e9, calls)
 
@@ -58,7 +58,7 @@ def test_policies_take_turns_and_stop_each_by_itself():
 
 
 def test_runs_at_a_rate_alternate_and_their_median_counts():
-    """a, b, a, b, a, b at each rate; the reason to stop is judged by the median."""
+    """The order is a, b, a, b, a, b at each rate; the median decides whether to stop."""
     calls = []
     p90_s = iter([0.1, 0.1, 0.1, 9.0, 0.2, 0.3, 0.1, 0.1, 9.0, 9.0, 9.0, 9.0])
 
@@ -78,7 +78,7 @@ def test_runs_at_a_rate_alternate_and_their_median_counts():
 
 
 def test_given_rates_are_all_played():
-    """Rates that were asked for are played although latency explodes."""
+    """Requested rates are all run, even if latency explodes."""
     calls = []
     curves = sweep.play_every(
         _engine(1.0, calls, knee=0), ["a", "b"], sweep.rates_from("4,1"), repeats=1
@@ -96,6 +96,6 @@ def test_other_rates_are_refused(text):
 
 @pytest.mark.parametrize(("start", "factor"), [(0, 2), (1, 1), (float("nan"), 2), (1, 0.5)])
 def test_sweeps_that_do_not_climb_are_refused(start, factor):
-    """The factor is above 1 and the start above 0."""
+    """A factor of at most 1, or a start of 0, is refused."""
     with pytest.raises(InvalidConfigError, match="goes nowhere"):
         sweep.geometric(start, factor)

@@ -1,4 +1,4 @@
-"""`--workload NAME` becomes requests."""
+"""`--workload NAME` selects the requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _record(path) -> None:
 
 
 def test_drawn_workloads():
-    """Drawn requests are as many as asked for, and all arrive at once."""
+    """The requested number of requests is drawn, and all of them arrive at once."""
     items = _items("--workload", "uniform", "--prompt-tokens", "4", "--output-tokens", "9")
     assert {(len(i.prompt_token_ids), i.num_output_tokens) for i in items} == {(4, 9)}
     assert len(items) == workloads.NUM_REQUESTS
@@ -52,7 +52,7 @@ def test_drawn_workloads():
 
 
 def test_recorded_workloads(tmp_path):
-    """All of a trace by default, or its first requests, as they arrived."""
+    """A trace has all of its requests by default, or its first ones, with their arrival times."""
     path = tmp_path / "run.jsonl"
     _record(path)
     items = _items("--workload", f"recorded:{path}")
@@ -63,7 +63,7 @@ def test_recorded_workloads(tmp_path):
 
 
 def test_unknown_and_unfitting_workloads_are_refused(capsys):
-    """A name is checked before anything is loaded; lengths against the context."""
+    """A name is checked before data is loaded; lengths are checked against the context."""
     with pytest.raises(SystemExit):
         _items("--workload", "task:X")
     assert "'task:X' is unknown" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Every way of bringing pages back is measured, and brings them."""
+"""Every way of restoring pages is measured, and restores them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _arguments(folder: Path) -> list[str]:
 
 
 def test_every_way_brings_all_pages(tmp_path, capsys):
-    """A run fails unless just the pages that were put on the host come back."""
+    """A run fails unless exactly the pages that were put on the host are restored."""
     assert main(_arguments(tmp_path)) == 0
     result = json.loads(capsys.readouterr().out)
     found = [(point["situation"], point["length"], point["way"]) for point in result["points"]]
@@ -34,13 +34,13 @@ def test_every_way_brings_all_pages(tmp_path, capsys):
 
 
 def test_lengths_that_are_none_are_refused(capsys):
-    """Before a model is loaded."""
+    """The lengths are refused before a model is loaded."""
     assert main(["--lengths", "many"]) == 2
     assert "--lengths 'many'" in capsys.readouterr().err
 
 
 def test_what_there_is_no_time_for_is_skipped_and_said(tmp_path):
-    """The file has what was measured; a run that was not begun is named."""
+    """The file has the measured points, and names the runs that were not begun."""
     output = tmp_path / "restore.json"
     assert main([*_arguments(tmp_path), "--budget", "0", "--output", str(output)]) == 0
     result = json.loads(output.read_text())

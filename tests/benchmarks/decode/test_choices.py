@@ -1,4 +1,4 @@
-"""Layouts side by side, also where one of them has no memory for a batch."""
+"""Layouts are compared, also if one of them has no memory for a batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from benchmarks.decode.choices import _print_table
 
 
 def test_a_batch_without_memory_is_said(capsys):
-    """In its own row; the others have their figures."""
+    """The row of the batch says so; the other rows have their figures."""
     figures = {"decode_step_s": 0.002, "of_bound": 0.5, "host_gap_share": 0.01}
     rows = [
         {"layout": "scanned", "batch_size": 1, **figures},

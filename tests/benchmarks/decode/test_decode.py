@@ -1,4 +1,4 @@
-"""Decode steps are timed where all sequences decode, and what does not fit is said."""
+"""Decode steps are timed while all sequences decode; batches that do not fit are reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = dict(prompt_tokens=20, output_tokens=12)
 
 
 def test_a_batch_is_timed_as_a_whole_and_by_the_step():
-    """And is answered once before, so that nothing compiles while it is timed."""
+    """The batch is answered once before, so that nothing compiles while it is timed."""
     with Runtime(tiny_llama(), warmup=False, **OPTIONS) as rt:
         first = measure_batch(rt, 4, MACHINE, jnp.float32, **LENGTHS)
         compiled = rt.stats().num_compilations
@@ -33,7 +33,7 @@ def test_a_batch_is_timed_as_a_whole_and_by_the_step():
 
 
 def test_a_batch_without_memory_is_not_run():
-    """It says how much it would need."""
+    """The result has the memory that the batch would need."""
     page_bytes = 2 * 2 * 2 * 8 * 8 * 4
     with Runtime(tiny_llama(), warmup=False, **OPTIONS, kv_memory=10 * page_bytes) as rt:
         found = measure_batch(rt, 4, MACHINE, jnp.float32, **LENGTHS)
@@ -42,7 +42,7 @@ def test_a_batch_without_memory_is_not_run():
 
 
 def test_shapes_are_configurations_of_llama():
-    """With as many layers as asked for."""
+    """The configuration has the requested number of layers."""
     config = LlamaConfig.from_hf(hf_config("llama-3-8b", 3))
     assert (config.num_layers, config.hidden_size, config.num_kv_heads) == (3, 4096, 8)
     assert hf_config("llama-2-13b")["num_hidden_layers"] == 40
@@ -56,6 +56,6 @@ def test_batches_are_whole_numbers(batches):
 
 
 def test_prompts_without_a_length_are_refused(capsys):
-    """Before any model is made."""
+    """The prompts are refused before a model is made."""
     assert main(["--prefill", "4096"]) == 2
     assert "COUNTxTOKENS" in capsys.readouterr().err

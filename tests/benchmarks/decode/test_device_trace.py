@@ -1,4 +1,4 @@
-"""Idle time is what lies between kernels, whatever stream they are on."""
+"""Idle time is the time between kernels of all streams."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ US = 1000
 
 
 def test_gaps_are_counted_once():
-    """Kernels that overlap leave none; short gaps are not those between steps."""
+    """Overlapping kernels leave no gap; short gaps are not counted as gaps between steps."""
     events = [
         Event("copy", 200 * US, 10 * US),
         Event("product", 0, 100 * US),
-        Event("product", 50 * US, 20 * US),  # within the first
+        Event("product", 50 * US, 20 * US),  # inside the first kernel
         Event("product", 105 * US, 45 * US),
         Event("copy", 290 * US, 10 * US),
     ]
@@ -29,6 +29,6 @@ def test_gaps_are_counted_once():
 
 
 def test_a_trace_without_a_gpu_is_refused():
-    """It is made and read all the same."""
+    """The trace is recorded and read, and then refused."""
     with pytest.raises(NotImplementedError, match="no GPU"):
         trace(lambda: jax.block_until_ready(jnp.ones(8) + 1))

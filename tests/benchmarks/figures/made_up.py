@@ -36,12 +36,12 @@ def _figures(speed: float) -> dict[str, Any]:
 
 
 def _three(speed: float) -> Figures:
-    """Return three runs, the second half as fast and the third a quarter faster."""
+    """Return three runs: one, one at half the speed, and one a quarter faster."""
     return summary([_figures(speed), _figures(speed / 2), _figures(speed * 1.25)])
 
 
 def results() -> dict[str, dict[str, Any]]:
-    """By kind."""
+    """Return small results by kind."""
     speeds = {policy: 1.0 + 2 * i for i, policy in enumerate(POLICIES)}
     requests = [
         {"num_output_tokens": 8, "arrival_s": i, "first_token_s": i + 1.0, "finished_s": i + 5.0}

@@ -1,4 +1,4 @@
-"""Result files into tables and figures."""
+"""Tables and figures are made from result files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.benchmarks.figures.made_up import results, write_checkout
 
 @pytest.fixture
 def checkout(tmp_path):
-    """Pages and a few results, nothing drawn yet."""
+    """A checkout with pages and a few results, before anything is drawn."""
     return write_checkout(tmp_path, ("offline", "online"))
 
 
@@ -29,7 +29,7 @@ def test_pages_of_this_checkout_say_what_the_results_say():
 
 
 def test_every_kind_is_written(tmp_path):
-    """Pages and figures of every kind; then nothing is left to do, and no link is broken."""
+    """Pages and figures of every kind are written; a second run changes nothing; links resolve."""
     checkout = write_checkout(tmp_path, KINDS)
     written = {path.relative_to(checkout).as_posix() for path in update(checkout, write=True)}
     names = [f"{kind}_made_up" for kind in ("policies", "online", "simulate")]
@@ -59,13 +59,13 @@ def test_every_kind_is_written(tmp_path):
 
 
 def test_every_kind_has_a_page():
-    """A result is shown on one page beside the README."""
+    """Every kind of result is on one page besides the README."""
     shown = [kind for page in PAGES for kind in page.kinds or ()]
     assert sorted(shown) == sorted(KINDS)
 
 
 def test_readme_has_one_table_and_one_picture(tmp_path):
-    """The comparison with other engines, and where it was lost."""
+    """The README has the comparison with other engines, and where jaxserve lost."""
     checkout = write_checkout(tmp_path, KINDS)
     text = render(PAGES[0], load(checkout / "benchmarks" / "results"), checkout)
     assert len(re.findall(r"^\| --- ", text, re.MULTILINE)) == 1 and text.count("![") == 1
@@ -78,7 +78,7 @@ def test_readme_has_one_table_and_one_picture(tmp_path):
 
 
 def test_tables_show_medians_and_ranges(tmp_path):
-    """Of three runs at speeds 1, 1/2 and 5/4: the first counts, and the others are the range."""
+    """Of three runs at speeds 1, 1/2 and 5/4, the first is the median and the others the range."""
     checkout = write_checkout(tmp_path, KINDS)
     pages = {page.path: page for page in PAGES}
     found = load(checkout / "benchmarks" / "results")
@@ -100,7 +100,7 @@ def test_tables_show_medians_and_ranges(tmp_path):
 
 
 def test_tables_say_what_was_lost(tmp_path):
-    """Beside `auto`, in the figure that the table is about; and which baseline is missing."""
+    """Tables with `auto` say in which figure it lost, and which baseline is missing."""
     checkout = write_checkout(tmp_path, KINDS)
     pages = {page.path: page for page in PAGES}
     found = load(checkout / "benchmarks" / "results")
@@ -117,7 +117,7 @@ def test_tables_say_what_was_lost(tmp_path):
 
 
 def test_results_without_runs_are_refused(checkout):
-    """Several runs without their own figures, or no number of runs, end it with what to do."""
+    """A file without its runs, or without their number, is refused with a remedy."""
     data = results()["policies"]
     for figures in data["policies"].values():
         del figures["runs"]
@@ -154,7 +154,7 @@ def test_same_results_give_the_same_bytes(checkout):
 
 
 def test_check_detects_drift(checkout, capsys):
-    """A changed number, an edited page, a lost figure and one without a result are each told."""
+    """A changed number, an edited page, a missing figure and a surplus figure are each reported."""
     check = ["--check", "--root", str(checkout)]
     assert main(check) == 1
     assert main(check[1:]) == 0
@@ -193,7 +193,7 @@ def test_figures_without_a_result_go_and_other_pictures_stay(checkout):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"benchmark": "novel"}', "\udcff"])
 def test_broken_files_are_named(checkout, text, capsys):
-    """A file that is no result of a known kind ends it with an error that names the file."""
+    """A file that is not a result of a known kind raises an error that names the file."""
     path = _result(checkout, "stray")
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ResultFileError, match="stray_made_up.json"):
@@ -204,7 +204,7 @@ def test_broken_files_are_named(checkout, text, capsys):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_that_lack_a_field_are_named(tmp_path, kind):
-    """A result of which the figures are gone ends it with the file and the field."""
+    """A result without its figures raises an error that names the file and the field."""
     checkout = write_checkout(tmp_path, (kind,))
     _result(checkout, kind).write_text(json.dumps({"benchmark": kind}))
     with pytest.raises(ResultFileError, match=f"{kind}_made_up.json: a result of kind '{kind}'"):
@@ -212,7 +212,7 @@ def test_results_that_lack_a_field_are_named(tmp_path, kind):
 
 
 def test_numbers_that_are_none_are_named(checkout):
-    """A text where a number should be is told with both."""
+    """A text instead of a number raises an error that names the file and the field."""
     changed = results()["offline"]
     changed["runs"][0]["output_tokens_per_s"] = "fast"
     _result(checkout, "offline").write_text(json.dumps(changed))
@@ -221,7 +221,7 @@ def test_numbers_that_are_none_are_named(checkout):
 
 
 def test_pages_need_their_markers(checkout, capsys):
-    """A page without the markers is left alone, and named."""
+    """A page without the markers is not changed, and is named."""
     (checkout / "README.md").write_text("# Nothing to replace\n")
     assert main(["--root", str(checkout)]) == 2
     assert "README.md needs one line" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What policies by predicted length lost, against numbers worked out by hand."""
+"""What policies by predicted length lost, against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _spreads(**values: list[float]) -> dict[str, Spread]:
 
 
 def test_shares_are_of_the_medians():
-    """80 of 100 is a fifth less; 120 ms against 100 ms a fifth more; ahead is no loss."""
+    """80 of 100 is 20 % less, 120 ms against 100 ms is 20 % more, and a lead is not a loss."""
     low, high = Spread.of([70.0, 80.0, 95.0]), Spread.of([100.0])
     assert behind_by(low, high) == 1 - 80 / 100
     assert behind_by(high, low) is None
@@ -21,7 +21,7 @@ def test_shares_are_of_the_medians():
 
 
 def test_every_policy_by_predicted_length_is_compared_with_both_baselines():
-    """s3 with one run's overlap, auto ahead of one baseline and behind the other."""
+    """In one case s3's range overlaps, and auto is ahead of one baseline and behind the other."""
     found = _spreads(
         orca=[1.0, 1.0],
         vllm_like=[98.0, 102.0],
@@ -36,7 +36,7 @@ def test_every_policy_by_predicted_length_is_compared_with_both_baselines():
 
 
 def test_places_are_named():
-    """Only those in which something was lost; single runs have no ranges to overlap."""
+    """Only places with a loss are named; single runs have no ranges that could overlap."""
     sets = {
         "A": _spreads(vllm_like=[1.0], s3_oracle=[1.0], auto=[2.0]),
         "B": _spreads(vllm_like=[1.0], s3_oracle=[1.0], auto=[0.5]),
@@ -52,7 +52,7 @@ def test_places_are_named():
 
 
 def test_missing_baselines_are_said_and_other_tables_are_left_alone():
-    """Without s3 and auto there is nothing to say."""
+    """Tables without s3 and auto get no sentence."""
     found = _spreads(orca=[1.0], s3=[2.0])
     assert losses("s", {"": found}) == "vllm like and s3 oracle were not measured here."
     assert losses("s", {"": _spreads(orca=[1.0], vllm_like=[2.0])}) == ""

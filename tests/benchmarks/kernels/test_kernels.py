@@ -1,4 +1,4 @@
-"""Kernels are timed at shapes that are there, and peers are asked for what they can do."""
+"""Kernels are timed at existing shapes, and peers are called only for what they support."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOAT32 = jnp.dtype("float32")
 
 
 def test_shapes_go_by_kind_and_by_name():
-    """In the order in which they are asked for, each once, without those left out."""
+    """Shapes come in the requested order, each once, without the excluded ones."""
     first = SHAPES["decode"][3].name
     shapes, moves = chosen(f"{first},decode,small_moves", "llama2_13b_decode_32x4096")
     assert [shape.name for shape in shapes[:2]] == [first, SHAPES["decode"][0].name]
@@ -35,7 +35,7 @@ def test_shapes_go_by_kind_and_by_name():
 
 
 def test_errors_are_of_rows_of_every_kind():
-    """The first rows and the last; XLA has none in float32, and rounding has some."""
+    """Errors cover the first rows and the last; they are 0 for XLA in float32, else positive."""
     (shape,) = (shape for shape in TEST_SHAPES if shape.name == "mixed")
     shape = replace(shape, rows=tuple(row for row in shape.rows if row[0]))
     exact = (shape, *inputs(shape, FLOAT32, FLOAT32, layers=1))
@@ -46,7 +46,7 @@ def test_errors_are_of_rows_of_every_kind():
 
 
 def test_kernels_with_plans_are_timed_and_compared():
-    """The plan is made for the tiles that are asked for."""
+    """The plan uses the requested tiles."""
     shape = AttentionShape(
         name="two", num_heads=2, num_kv_heads=1, head_dim=16, page_size=8, rows=((1, 1), (1, 37))
     )
@@ -66,7 +66,7 @@ def test_kernels_with_plans_are_timed_and_compared():
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 15, 16, 17, 128, 130, 500, 512, 4096])
 def test_page_tables_are_made_splittable(width: int):
-    """JAX's kernel wants parts of one size, of whole compute blocks; the pages stay."""
+    """JAX's kernel needs parts of one size, in whole compute blocks; the pages stay the same."""
     table = jnp.arange(3 * width).reshape(3, width)
     padded, splits = peers_jax.splittable(table)
     part, rest = divmod(padded.shape[1], splits)
@@ -77,7 +77,7 @@ def test_page_tables_are_made_splittable(width: int):
 
 
 def test_jax_paged_attention_is_asked_rightly(monkeypatch):
-    """Interpreted, over our pages and a table that had to be padded, it agrees with ours."""
+    """JAX's kernel, interpreted over our pages and a padded table, agrees with ours."""
     from jax.experimental.pallas.ops.gpu import paged_attention as peer
 
     shape = AttentionShape(
@@ -102,13 +102,13 @@ def test_jax_paged_attention_is_asked_rightly(monkeypatch):
     found = peers_jax.measure(shape, q, pages, rows, take)
     monkeypatch.undo()
     assert found["jax_paged"] == {"seconds": 1.0}
-    assert "reason" in found["cudnn_dense"]  # there is no cuDNN
+    assert "reason" in found["cudnn_dense"]  # cuDNN is not installed
     wanted = paged_attention(q, **pages, layer=0, rows=rows, implementation="reference")
     np.testing.assert_allclose(asked[0], wanted, rtol=2e-4, atol=2e-4)
 
 
 def test_peers_without_a_gpu_say_so():
-    """None is timed, and none is left out in silence."""
+    """No peer is timed, and each has a reason."""
     (shape,) = (shape for shape in TEST_SHAPES if shape.name == "one_token")
     q, pages, rows = inputs(shape, FLOAT32, FLOAT32, layers=1)
     found = peers_jax.measure(shape, q, pages, rows, lambda *_: 1.0)

@@ -1,4 +1,4 @@
-"""PyTorch's attention is asked for what ours is asked for: page tables, rows, causality."""
+"""PyTorch's attention gets the same inputs as ours: page tables, rows, causality."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = AttentionShape(name="prompt", rows=((150, 150),), **HEADS)
 TURN = AttentionShape(name="turn", rows=((20, 300),), **HEADS)
 CHUNK = AttentionShape(name="chunk", rows=((200, 333),), **HEADS)
 MIXED = AttentionShape(name="mixed", rows=((1, 40), (30, 50)), **HEADS)
-# flex attention says that it is slow where it is not compiled.
+# flex attention warns that it is slow if it is not compiled.
 UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
@@ -34,7 +34,7 @@ def _case(shape: AttentionShape, page_size: int) -> Case:
 
 
 def _reference(case: Case) -> np.ndarray:
-    """Ours, of the first layer."""
+    """Return the output of our reference for the first layer."""
 
     def pages(layers: list[torch.Tensor]) -> jnp.ndarray:
         return jnp.asarray(torch.stack(layers).transpose(2, 3).contiguous().numpy())
@@ -56,7 +56,7 @@ def _reference(case: Case) -> np.ndarray:
 
 @pytest.mark.parametrize("shape", [RAGGED, PROMPT, TURN, MIXED], ids=lambda shape: shape.name)
 def test_a_case_means_the_same_as_our_rows(shape: AttentionShape):
-    """Its own float32 attention agrees with our reference over the same pages."""
+    """The case's own float32 attention agrees with our reference over the same pages."""
     case = _case(shape, 8)
     ours = torch.from_numpy(_reference(case).copy())
     assert case.error(ours) < 1e-5
@@ -73,7 +73,7 @@ def test_a_case_means_the_same_as_our_rows(shape: AttentionShape):
 @UNCOMPILED
 @pytest.mark.parametrize("shape", [RAGGED, EVEN, PROMPT, TURN, CHUNK], ids=lambda shape: shape.name)
 def test_paged_flex_attention_agrees_with_our_reference(shape: AttentionShape):
-    """Every token of every row, over scattered pages whose last ones are partly filled."""
+    """Every token of every row agrees, over scattered pages whose last ones are partly filled."""
     peer = PEERS["torch_flex_paged"]
     case = _case(shape, peer.page_size)
     out = peer.prepare(case)(0)
@@ -83,7 +83,7 @@ def test_paged_flex_attention_agrees_with_our_reference(shape: AttentionShape):
 
 @pytest.mark.parametrize("shape", [RAGGED, PROMPT, TURN, CHUNK], ids=lambda shape: shape.name)
 def test_blocks_are_those_that_the_mask_lets_see(shape: AttentionShape):
-    """Uncompiled, flex attention asks the mask alone; compiled, it goes to the blocks."""
+    """Uncompiled flex attention calls only the mask; compiled, it uses the blocks."""
     case = _case(shape, PEERS["torch_flex_paged"].page_size)
     queries = max(queries for queries, _ in shape.rows)
     mask = block_mask(case, queries)
@@ -108,7 +108,7 @@ def test_blocks_are_those_that_the_mask_lets_see(shape: AttentionShape):
 
 @pytest.mark.parametrize("shape", [EVEN, PROMPT], ids=lambda shape: shape.name)
 def test_dense_attention_agrees_with_our_reference(shape: AttentionShape):
-    """Keys are taken out of the pages beforehand."""
+    """Keys are copied out of the pages beforehand."""
     peer = PEERS["torch_flash_dense"]
     case = _case(shape, peer.page_size)
     out = peer.prepare(case)(0)
@@ -117,7 +117,7 @@ def test_dense_attention_agrees_with_our_reference(shape: AttentionShape):
 
 @pytest.mark.parametrize("name", ["torch_flash_dense", "torch_flex_paged"])
 def test_what_a_peer_does_not_serve_is_said(name: str):
-    """A batch of both kinds of rows is recorded with a reason, as any failure is."""
+    """A batch of both kinds of rows is recorded with a reason, like a failure."""
     found = figures(PEERS[name], MIXED, CPU, torch.float32)
     assert set(found) == {"reason"}
     assert found["reason"].startswith("NotImplementedError: ")
@@ -125,7 +125,7 @@ def test_what_a_peer_does_not_serve_is_said(name: str):
 
 @UNCOMPILED
 def test_missing_peers_are_recorded_with_the_reason(capsys, monkeypatch, tmp_path):
-    """The others are timed beside them, and their error is taken."""
+    """The other peers are timed, with their errors."""
     monkeypatch.setattr("benchmarks.kernels.peers.__main__.chosen", lambda *_: ([TURN], []))
     output = tmp_path / "peers.json"
     assert main(["--device", "cpu", "--dtype", "float32", "--output", str(output)]) == 0

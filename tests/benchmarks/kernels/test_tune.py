@@ -1,4 +1,4 @@
-"""Tuning: the search, and the table that it writes and that runtimes read."""
+"""Tuning: the search, and the table that it writes and runtimes read."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ HEADS = dict(device=H100, num_cores=H100_CORES, kv_heads=8)
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    """A table of tuned entries that is this test's own."""
+    """A table of tuned entries for this test only."""
     path = tmp_path / "tuned.toml"
     monkeypatch.setattr(tilings, "TUNED", path)
     return path
 
 
 def test_the_fastest_values_win():
-    """Each is found beside those found before; the shapes' shares of the first times count."""
+    """Each value is found after the previous ones; shapes are weighted by their first times."""
     begin = {"a": 2, "b": {"c": 2}}
 
     def seconds(entry: dict) -> list[float]:
         if entry["a"] == 3:
             raise ValueError("too much shared memory")
-        # The second shape takes much longer, and must not drown the first.
+        # The second shape takes much longer, and must not outweigh the first.
         return [1.0 + entry["a"], 1000.0 - 10 * entry["b"]["c"]]
 
     record = Record(None, None, tried=[])
@@ -49,7 +49,7 @@ def test_the_fastest_values_win():
 
 
 def test_no_time_leaves_the_entry_as_it_is():
-    """What was not tried is named."""
+    """The values that were not tried are named."""
     record = Record(None, 0.0, tried=[])
     begin = {"a": 2, "b": {"c": 2}}
     assert descend(begin, VALUES, lambda entry: [1.0], record) == begin
@@ -57,7 +57,7 @@ def test_no_time_leaves_the_entry_as_it_is():
 
 
 def test_what_is_written_is_what_runtimes_take(table):
-    """For these heads on this device, and for no others; anew in place of the old."""
+    """The entry is only for these heads on this device, and replaces the old one."""
     general = entry_for(device=H100, group=4, head_dim=128, kind="triton")
     assert not is_tuned(H100)
     for rows in (64, 128):
@@ -95,7 +95,7 @@ def test_what_is_written_is_what_runtimes_take(table):
 
 
 def test_tiles_are_tuned_on_a_gpu_only(capsys, table):
-    """Elsewhere it says so, and writes nothing."""
+    """Without a GPU the command says so and writes nothing."""
     assert main(["--heads", "8x4x128"]) == 2
     assert "there is none here" in capsys.readouterr().err
     assert main(["--heads", "8x4"]) == 2

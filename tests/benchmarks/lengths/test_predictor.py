@@ -1,4 +1,4 @@
-"""The predictor's benchmark on made-up answers: all figures are there, and it can be kept."""
+"""The predictor's benchmark on made-up answers has all figures and saves the predictor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.predictor.tiny import examples
 
 
 def test_one_object_with_every_figure(tmp_path, capsys):
-    """The predictor and its baselines, promises, times, environment; the table on stderr."""
+    """The JSON has predictor, baselines, miss rates, times, environment; stderr has the table."""
     write_jsonl(tmp_path / "data.jsonl", examples(500))
     write_encoder(tmp_path / "encoder")
     code = benchmark.main(
@@ -33,7 +33,7 @@ def test_one_object_with_every_figure(tmp_path, capsys):
 
 
 def test_what_cannot_be_measured(tmp_path, capsys):
-    """Bad options and missing data exit with 2 and one line."""
+    """Bad options and missing data exit with 2 and a one-line message."""
     assert benchmark.main(["--data", str(tmp_path / "missing.jsonl")]) == 2
     write_jsonl(tmp_path / "data.jsonl", examples(50))
     assert benchmark.main(["--data", str(tmp_path / "data.jsonl"), "--held-out", "0.9"]) == 2

@@ -11,7 +11,7 @@ from tests.cli.test_cli_probe import CONFIG
 
 
 def test_it_says_what_a_probe_knows_and_costs(tmp_path, capsys):
-    """Figures of every way, times with and without, nothing compiled meanwhile; and a probe."""
+    """The result has all figures, and times with and without a probe without compilation."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     random = np.random.default_rng(0)
     lines = [

@@ -1,4 +1,4 @@
-"""Throughput of requests at once, from end to end on a tiny model."""
+"""The throughput of simultaneous requests, end to end on a tiny model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.benchmarks.tiny_model import arguments
 
 
 def test_every_run_is_whole(capsys, tmp_path):
-    """Each run computes all prompts again, and the bound is held against the median."""
+    """Each run computes all prompts again, and the bound is compared with the median."""
     options = ["random" if each == "uniform" else each for each in arguments(tmp_path)]
     assert main([*options, "--repeats", "3"]) == 0
     result = json.loads(capsys.readouterr().out)

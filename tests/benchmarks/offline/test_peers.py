@@ -1,4 +1,4 @@
-"""Comparisons with peers: what is asked for, what comes out, and what is left behind."""
+"""Comparisons with peers: their inputs, their results, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OTHER_ANSWERS = [[5, 6], [7, 8, 1]]
 
 
 def _engine(folder: Path, name: str, body: str) -> list[str]:
-    """A command that notes its name in the file `turns`, and then runs `body`."""
+    """Return a command that appends its name to the file `turns` and then runs `body`."""
     script = folder / f"{name}.py"
     script.write_text(
         "import json, os, subprocess, sys, time\n"
@@ -60,12 +60,12 @@ def _options(*arguments: str) -> argparse.Namespace:
 
 
 def test_a_group_stands_for_its_members():
-    """`transformers` runs both ways of batching, and the others keep their order."""
+    """`transformers` runs both ways of batching, and the other peers keep their order."""
     assert list(named("vllm,transformers")) == ["vllm", *GROUPS["transformers"]]
 
 
 def test_every_peer_has_its_script_and_pinned_requirements():
-    """Nothing is asked of pip without a version."""
+    """pip installs only pinned versions."""
     for name, peer in PEERS.items():
         assert (SCRIPTS / peer.script).is_file(), name
         assert all("==" in requirement for requirement in peer.environment.requirements), name
@@ -73,7 +73,7 @@ def test_every_peer_has_its_script_and_pinned_requirements():
 
 @pytest.mark.parametrize("names", ["vllm,nobody", "", "vllm,"])
 def test_unknown_peers_are_refused_by_name(names: str):
-    """The error lists what there is."""
+    """The error lists the known peers."""
     with pytest.raises(InvalidConfigError, match=r"known are .*'openvino'"):
         named(names)
 
@@ -90,7 +90,7 @@ def test_unknown_peers_are_refused_by_name(names: str):
 def test_what_cannot_be_compared_is_refused_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, object], hint: str
 ):
-    """Another precision, random weights and a folder are refused with what to do."""
+    """Another precision, random weights and a folder are refused with a remedy."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "config.json").touch()
     monkeypatch.chdir(tmp_path)
@@ -102,7 +102,7 @@ def test_what_cannot_be_compared_is_refused_first(
 
 
 def test_runs_are_interleaved_and_summarised(tmp_path: Path):
-    """Ours, the peer, ours, the peer; medians, ratios and agreement come from all runs."""
+    """The order is ours, the peer, ours, the peer; medians and ratios come from all runs."""
     commands = {
         "jaxserve": _engine(tmp_path, "jaxserve", _answering(2.0, ANSWERS)),
         "slow": _engine(tmp_path, "slow", _answering(5.0, OTHER_ANSWERS)),
@@ -132,7 +132,7 @@ def test_runs_are_interleaved_and_summarised(tmp_path: Path):
     ],
 )
 def test_a_peer_that_fails_takes_no_other_with_it(tmp_path: Path, body: str, why: str):
-    """Its error is kept, it is not run again, and the others go on."""
+    """Its error is recorded, it does not run again, and the others continue."""
     commands = {
         "jaxserve": _engine(tmp_path, "jaxserve", _answering(2.0, ANSWERS)),
         "broken": _engine(tmp_path, "broken", body),
@@ -150,7 +150,7 @@ def test_a_peer_that_fails_takes_no_other_with_it(tmp_path: Path, body: str, why
 
 @pytest.mark.parametrize(("interrupted", "kept"), [(5, 2), (3, 1), (1, None)])
 def test_ctrl_c_keeps_whole_rounds(tmp_path: Path, monkeypatch, interrupted: int, kept: int | None):
-    """What all engines have ended counts; in the first round there is nothing to keep."""
+    """Rounds that all engines have ended count; in the first round there are none."""
     commands = {
         name: _engine(tmp_path, name, _answering(2.0, ANSWERS)) for name in ("jaxserve", "other")
     }
@@ -172,7 +172,7 @@ def test_ctrl_c_keeps_whole_rounds(tmp_path: Path, monkeypatch, interrupted: int
 
 
 def test_memory_is_that_of_all_processes_of_an_engine(tmp_path: Path):
-    """What its child holds counts, and what the benchmark itself holds does not."""
+    """The memory of its child processes counts, and that of the benchmark does not."""
     held = np.ones(2**26)  # 512 MiB
     child = "import time; held = bytearray(2**27); time.sleep(2)"
     command = _engine(tmp_path, "engine", f"subprocess.run([sys.executable, '-c', {child!r}])")
@@ -181,14 +181,14 @@ def test_memory_is_that_of_all_processes_of_an_engine(tmp_path: Path):
 
 
 def test_a_run_that_hangs_is_ended(tmp_path: Path):
-    """The error says how long it was waited for."""
+    """The error says how long the run was waited for."""
     command = _engine(tmp_path, "engine", "time.sleep(60)")
     with pytest.raises(PeerError, match="no answer after 0.5 s"):
         run(command, tmp_path / "log", limit_s=0.5)
 
 
 def test_peers_keep_their_figures_when_ours_fails(tmp_path: Path):
-    """Without ours there is nothing to divide by, but rates are still there."""
+    """Without our run there is no ratio, but the peers' rates are in the result."""
     commands = {
         "jaxserve": _engine(tmp_path, "jaxserve", "sys.exit(3)"),
         "other": _engine(tmp_path, "other", _answering(1.0, ANSWERS)),
@@ -203,7 +203,7 @@ def test_peers_keep_their_figures_when_ours_fails(tmp_path: Path):
     ("kind", "heeded"), [(signal.SIGINT, "SIG_IGN"), (signal.SIGTERM, "SIG_DFL")]
 )
 def test_an_interrupted_run_leaves_no_process(tmp_path: Path, kind: signal.Signals, heeded: str):
-    """Ctrl-C, or a request to end, ends an engine and what it started, even if that resists."""
+    """Ctrl-C or SIGTERM ends an engine and its children, even if they resist."""
     started = tmp_path / "started"
     child = f"import signal, time; signal.signal(signal.SIGTERM, signal.{heeded}); time.sleep(60)"
     command = _engine(
@@ -233,7 +233,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path, kind: signal.Signa
 
 
 def test_every_format_holds_the_same_weights(tmp_path: Path):
-    """safetensors and both GGUF files agree to the bit, with the configuration of the source."""
+    """safetensors and both GGUF files agree bit for bit, with the configuration of the source."""
     write_gguf(tmp_path / "source.gguf", "llama", tokenizer=TOKENIZER)
     models = write_models(tmp_path / "source.gguf", tmp_path / "models")
     plain = load_file(Path(models["safetensors"]) / "model.safetensors")
@@ -248,7 +248,7 @@ def test_every_format_holds_the_same_weights(tmp_path: Path):
     config = json.loads(Path(models["safetensors"], "config.json").read_text())
     assert config.pop("architectures") == ["LlamaForCausalLM"]
     assert config == half.config == single.config == source.config
-    # No token that this model produces ends an answer for llama.cpp.
+    # For llama.cpp, no token that this model generates ends an answer.
     assert "<|end|>" in half.file.metadata["tokenizer.ggml.tokens"]
     assert "<|end|>" not in single.file.metadata["tokenizer.ggml.tokens"]
     assert single.file.metadata["tokenizer.ggml.eos_token_id"] == VOCAB - 1
@@ -257,7 +257,7 @@ def test_every_format_holds_the_same_weights(tmp_path: Path):
 
 
 def test_the_job_says_how_long_a_sequence_gets(tmp_path: Path):
-    """A cache of `kv_cache_gib` holds a whole batch of the longest prompt and answer."""
+    """A cache of `kv_cache_gib` holds a whole batch with the longest prompt and answer."""
     write_gguf(tmp_path / "source.gguf", "llama")
     items = [
         WorkloadItem(prompt_token_ids=(1, 2, 3), num_output_tokens=9, max_tokens=10),

@@ -1,4 +1,4 @@
-"""Latency against load, from end to end on a tiny model."""
+"""Latency against load, end to end on a tiny model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.benchmarks.tiny_model import arguments
 
 
 def test_every_rate_has_its_runs(capsys, tmp_path):
-    """Of each policy, with the share of requests within the limits."""
+    """Each policy has its runs at every rate, with the share of requests within the limits."""
     more = ["--policies", "orca", "--rates", "50,200", "--repeats", "2", "--slo-ttft", "60"]
     assert main([*arguments(tmp_path), *more]) == 0
     result = json.loads(capsys.readouterr().out)

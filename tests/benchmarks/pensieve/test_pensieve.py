@@ -21,7 +21,7 @@ from jaxserve.workload.conversations import Talk, Turn
 
 
 def _talks(count: int) -> list[Talk]:
-    """Long histories, each beginning a second after the one before."""
+    """Return long histories, each of which begins a second after the previous one."""
     rng = np.random.default_rng(0)
     return [
         Talk(
@@ -45,7 +45,7 @@ def _options(*more: str):
 
 
 def test_models_need_the_memory_that_their_heads_say():
-    """0.78 MB a token of a 13B model (section 3.3.2), a quarter and an eighth with groups."""
+    """A 13B model takes 0.78 MB a token (section 3.3.2), and 1/4 or 1/8 with grouped heads."""
     options = _options()
     costs = {name: cost_of(options, name) for name in MACHINES}
     kv = {name: cost.model.kv_bytes_per_token for name, cost in costs.items()}
@@ -61,7 +61,7 @@ def test_models_need_the_memory_that_their_heads_say():
 
 
 def test_kept_histories_make_answers_faster():
-    """Stateless serving computes every history anew; the host holds what the device cannot."""
+    """Stateless serving computes every history again; the host holds what the device cannot."""
     talks = beginning(_talks(400), 4.0, 5.0, 60.0)
     panel = PANELS[0]
     figures = {
@@ -77,7 +77,7 @@ def test_kept_histories_make_answers_faster():
 
 
 def test_throughput_at_the_bound_lies_on_the_line():
-    """Between the points around it; nowhere where no point is beyond it."""
+    """The throughput is interpolated between two points; None if none is beyond the bound."""
     points = [
         {"requests_per_s": served, "normalised_latency_s": {"p90": p90}}
         for served, p90 in ((1.0, 0.1), (2.0, 0.15), (2.5, 0.35))
@@ -88,7 +88,7 @@ def test_throughput_at_the_bound_lies_on_the_line():
 
 
 def test_a_curve_ends_beyond_the_bound():
-    """Rates rise by a factor; one more lies between the last two; none is too high."""
+    """Rates rise by a factor; one more is between the last two; no rate is far too high."""
 
     def at(rate: float):
         return {"rate": rate, "requests_per_s": rate, "normalised_latency_s": {"p90": rate / 10}}
@@ -105,7 +105,7 @@ def test_a_curve_ends_beyond_the_bound():
 
 
 def test_gains_are_over_stateless_serving_of_the_same_conversations():
-    """With the same reaction time; none where it was not played."""
+    """Gains compare runs with the same reaction time; without such a run there is no gain."""
     stateless, ours = {"requests_per_s_at_bound": 2.0}, {"requests_per_s_at_bound": 3.0}
     sets = [
         {"policies": {STATELESS: stateless, "pensieve": ours}},
@@ -117,6 +117,6 @@ def test_gains_are_over_stateless_serving_of_the_same_conversations():
 
 
 def test_refuses_figures_that_there_are_not():
-    """And says which there are."""
+    """The error lists the figures that exist."""
     with pytest.raises(InvalidConfigError, match="3.12, 3.13, 3.14, 3.15, 3.16"):
         panels_of(_options("--figures", "3.17"))

@@ -12,16 +12,16 @@ ARGUMENTS = ("--policies", "orca,auto", "--slots", "4", "--waiting", "10,20", "-
 
 
 def test_figures_of_a_point_are_in_order():
-    """Planning is a part of the host's work, and percentiles rise."""
+    """Planning takes a part of the host's time, and percentiles are in ascending order."""
     point = measure("vllm_like", max_slots=4, num_waiting=10, num_steps=60)
     for kind in ("planning_ms", "host_ms", "host_cpu_ms"):
         assert 0 < point[kind]["p50"] <= point[kind]["p99"] <= point[kind]["max"]
     assert point["planning_ms"]["p50"] < point["host_ms"]["p50"]
-    assert point["num_preemptions"] > 0  # the pool is as scarce as it is meant to be
+    assert point["num_preemptions"] > 0  # the pool is too small, as intended
 
 
 def test_checkouts_take_turns(capsys, tmp_path):
-    """Both have every point, each with its runs."""
+    """Both checkouts have every point, each with its runs."""
     output = tmp_path / "planning.json"
     more = ("--repeats", "2", "--against", str(ROOT), "--output", str(output))
     assert main([*ARGUMENTS, *more]) == 0
@@ -35,7 +35,7 @@ def test_checkouts_take_turns(capsys, tmp_path):
 
 
 def test_bad_options_are_refused(capsys, tmp_path):
-    """A folder without jaxserve, and numbers that are none."""
+    """A folder without jaxserve, and texts instead of numbers, are refused."""
     assert main(["--against", str(tmp_path)]) == 2
     assert "has no jaxserve" in capsys.readouterr().err
     assert main(["--slots", "many"]) == 2

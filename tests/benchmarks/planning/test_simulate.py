@@ -1,4 +1,4 @@
-"""Simulations beside runs, from end to end on a tiny model."""
+"""Simulations are compared with runs, end to end on a tiny model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.benchmarks.tiny_model import arguments
 
 
 def test_each_run_has_its_own_prediction(capsys, tmp_path):
-    """The error is that of a whole run, and the same schedule has the same iterations."""
+    """The error is that of a whole run, and equal schedules have equal numbers of iterations."""
     kept = tmp_path / "times.json"
     more = ["--policies", "orca", "--repeats", "2", "--save-step-times", str(kept)]
-    more += ["--max-context", "512"]  # one of each shape of step fits
+    more += ["--max-context", "512"]  # so that every shape of step fits
     assert main([*arguments(tmp_path), *more]) == 0
     result = json.loads(capsys.readouterr().out)
     assert kept.is_file()

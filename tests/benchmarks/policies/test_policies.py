@@ -1,4 +1,4 @@
-"""Policies are compared in whole runs that alternate, from end to end on a tiny model."""
+"""Policies are compared in whole runs that alternate, end to end on a tiny model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.benchmarks.tiny_model import arguments
 
 
 def test_every_run_is_kept_and_the_median_reported(capsys, tmp_path):
-    """Two runs of each policy; the median and the range are of their own figures."""
+    """Each policy has two runs, and median and range come from their figures."""
     more = ["--policies", "vllm_like,auto", "--repeats", "2"]
     assert main([*arguments(tmp_path), *more]) == 0
     out, err = capsys.readouterr()
@@ -33,13 +33,13 @@ def test_every_run_is_kept_and_the_median_reported(capsys, tmp_path):
 
 
 def test_the_parts_of_a_run():
-    """Penalties are a part of the run; deciding goes on beside it."""
+    """Penalties are a part of the run; planning happens at the same time."""
     engine = {"penalty_s": 2.0, "planning_s": 0.5, "predicting_s": 0.25}
     split = with_split({"wall_s": 10.0, "engine": engine})["latency_split_s"]
     assert split == {"generation": 8.0, "penalty": 2.0, "overhead": 0.75}
 
 
 def test_no_runs_are_refused(capsys, tmp_path):
-    """Before the model is loaded."""
+    """The option is refused before the model is loaded."""
     assert main([*arguments(tmp_path), "--repeats", "0"]) == 2
     assert "--repeats is 0; it must be at least 1" in capsys.readouterr().err

@@ -20,7 +20,7 @@ def _items(count: int) -> list[WorkloadItem]:
 
 
 def test_an_imitated_predictor_is_right_as_often_as_it_says():
-    """And its distribution says so too."""
+    """Its distribution has the same probability for the right bucket."""
     items = _items(2000)
     predictions = imitated(items, 0.8, 0)
     right = [
@@ -32,7 +32,7 @@ def test_an_imitated_predictor_is_right_as_often_as_it_says():
 
 
 def test_knowing_lengths_makes_batches_larger_and_runs_faster():
-    """On the machine with the least memory: ORCA, S3, the oracle and ours, in this order."""
+    """On the machine with the least memory the order is ORCA, S3, the oracle, and our policy."""
     items = _items(120)
     predictions = imitated(items, 0.95, 0)
     cost = dict(machines())["LLAMA 33B"]

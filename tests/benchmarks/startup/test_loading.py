@@ -9,10 +9,10 @@ from jaxserve.core.errors import InvalidConfigError
 
 
 def test_loading_takes_little_more_than_the_checkpoint(tmp_path):
-    """Peak resident memory, mapped files included, grows by less than 1.2 times its size.
+    """Peak resident memory, with mapped files, grows by less than 1.2 times the checkpoint's size.
 
-    And 40 MB for code that loading is the first to run; beside 7B models, where
-    `benchmarks.startup.loading` counts the whole interpreter, both are nothing.
+    40 MB are added for code that loading is the first to run. For 7B models, where
+    `benchmarks.startup.loading` counts the whole interpreter, both are negligible.
     """
     figures = loading.measure("small", "bfloat16", tmp_path)
     assert 150e6 < figures["weights_bytes"] < figures["checkpoint_bytes"] < 200e6
@@ -24,7 +24,7 @@ def test_loading_takes_little_more_than_the_checkpoint(tmp_path):
 
 
 def test_a_disk_that_is_too_small_is_noticed_before_writing(tmp_path, monkeypatch):
-    """The error says what is needed."""
+    """The error has the bytes that are needed."""
     monkeypatch.setitem(loading.SHAPES["small"], "vocab_size", 10**12)
     with pytest.raises(InvalidConfigError, match="disk space .* are needed"):
         loading.measure("small", "bfloat16", tmp_path)
