@@ -168,7 +168,7 @@ def _evict_some(engine: Engine, history: tuple[int, ...], rng: random.Random) ->
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_conversations_have_the_tokens_of_fresh_runs(executor, name):
-    """They have them under eviction, swaps, drops, cancellations and preemption."""
+    """Tokens are equal under eviction, swaps, drops, cancellations and preemption."""
     policy, num_host = POLICIES[name]
     turns, counts = _converse(executor, policy, num_host)
     for request, output, reason in turns:

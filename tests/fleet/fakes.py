@@ -1,4 +1,4 @@
-"""Replicas that die on demand, without processes."""
+"""Replicas that die when a test says so, without processes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ PAGE_SIZE = 4
 ANSWER = tuple(range(2, 2 + 3 * PAGE_SIZE))
 
 
-# Of a process: every counter, and every size, is this.
+# The value of every counter and every size of a process.
 EACH_COUNTER = 3
 
 
 def call(name: str, prompt: object = "slow", max_tokens: int = 10) -> Call:
-    """A request; "deadly" kills whom it is sent to, "odd" meets a fault of the code there.
+    """Return a request. "deadly" kills its replica, "odd" raises an error in the replica's code.
 
-    "slow" is answered once the gate is open.
+    "slow" is answered when the gate is open.
     """
     params = SamplingParams(max_tokens=max_tokens)
     return make_call(name, prompt, params, priority=0, page_size=PAGE_SIZE)
 
 
 def _show(show: PieceSink, start: int, end: int, size: int) -> None:
-    """Tokens of the answer in pieces of a size, each with a letter of text."""
+    """Show the tokens of the answer in pieces of this size, with one letter of text per token."""
     for at in range(start, end, size):
         tokens = ANSWER[at : min(at + size, end)]
         show(Piece(text="".join(chr(95 + token) for token in tokens), token_ids=tokens))
@@ -41,14 +41,14 @@ def _show(show: PieceSink, start: int, end: int, size: int) -> None:
 
 @final
 class World:
-    """All replicas that were made, and what they were asked."""
+    """All replicas that were made, and the requests that they got."""
 
     def __init__(self) -> None:
         self.replicas: list[FakeReplica] = []
         self.asked: Counter[str] = Counter()
-        self.asked_whom: dict[str, int] = {}  # the last of them
+        self.asked_whom: dict[str, int] = {}  # the replica that got the request last
         self.gate_is_open = False
-        self.num_shown = 5  # tokens of a stream that are shown while the gate is closed
+        self.num_shown = 5  # number of tokens of a stream that are shown while the gate is closed
         self.starts_wait = False
         self.start_errors: list[JaxserveError] = []
 

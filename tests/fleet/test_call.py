@@ -1,4 +1,4 @@
-"""What a request is routed by, before anybody has tokenized it."""
+"""The values by which a request is routed before it is tokenized."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _call(prompt: object) -> Call:
 
 
 def test_turns_of_a_conversation_share_pages():
-    """A later turn begins with all whole pages of the turn before."""
+    """A later turn begins with all full pages of the previous turn."""
     first = [{"role": "user", "content": "What is the capital of France, and why?"}]
     later = [*first, {"role": "assistant", "content": "Paris"}, {"role": "user", "content": "So?"}]
     pages = _call(first).pages
@@ -37,7 +37,7 @@ def test_tokens_are_counted_and_texts_guessed():
 
 @pytest.mark.parametrize("prompt", [None, 3.5, "", [], {"role": "user"}, ["a", 1], [1.5], [True]])
 def test_what_is_no_prompt_is_passed_on(prompt):
-    """A replica judges it, so it is sent as it is."""
+    """It is sent unchanged, and the replica checks it."""
     made = _call(prompt)
     assert made.prompt == prompt and type(made.prompt) is type(prompt)
     assert made.pages == [] and made.num_prompt_tokens in (0, 1)
@@ -47,6 +47,6 @@ def test_what_is_no_prompt_is_passed_on(prompt):
     "error", [CheckpointError("x", ["a", "b"], "mend it"), MissingExtraError("ray", "fleet", "it")]
 )
 def test_errors_travel_between_processes(error):
-    """Those with arguments of their own arrive as they were."""
+    """Errors with their own arguments arrive unchanged."""
     arrived = pickle.loads(pickle.dumps(error))
     assert (type(arrived), str(arrived), vars(arrived)) == (type(error), str(error), vars(error))

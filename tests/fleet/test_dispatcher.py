@@ -1,4 +1,4 @@
-"""Deaths, replacements and retries, on replicas that die when they are told to."""
+"""Deaths, replacements and retries, with replicas that die when a test says so."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _until(condition: Callable[[], bool]) -> None:
 
 
 def _submit_all(dispatcher: Dispatcher, world: World, count: int) -> list[Future[Completion]]:
-    """Slow requests, when every one of them is with a replica."""
+    """Submit slow requests, and wait until each of them is with a replica."""
     futures = [dispatcher.submit(call(f"r{i}", f"slow {i}")) for i in range(count)]
     _until(lambda: len(world.asked) == count)
     return futures
@@ -60,7 +60,7 @@ def _joined(pieces: list[Piece]) -> tuple[tuple[int, ...], str, list[str | None]
 
 
 def test_a_stream_goes_on_where_another_replica_has_come_as_far():
-    """A death after five tokens; the next pieces are cut elsewhere, and none comes twice."""
+    """The replica dies after five tokens; the next one cuts other pieces; no token repeats."""
     world, pieces = World(), []
     with _serving(2, world) as dispatcher:
         future = dispatcher.submit(call("r"), pieces.append)
@@ -76,7 +76,7 @@ def test_a_stream_goes_on_where_another_replica_has_come_as_far():
 
 
 def test_a_stream_ends_as_its_request_does():
-    """After two deaths, a cancellation, `close`: with one end, whatever its consumer does."""
+    """Two deaths, a cancellation and `close` each give one end, even if the sink raises."""
     world, pieces = World(), {name: [] for name in ("deadly", "cancelled", "closed")}
 
     def fail(piece: Piece) -> None:
@@ -105,7 +105,7 @@ def test_a_stream_ends_as_its_request_does():
 
 
 def test_a_fault_of_the_code_ends_its_request_and_its_stream():
-    """With a typed error that has the fault as its cause; the replica goes on."""
+    """They end with a typed error that has the fault as its cause; the replica continues."""
     world, pieces = World(), []
     with _serving(1, world) as dispatcher:
         error = dispatcher.submit(call("odd", "odd"), pieces.append).result(WAIT_S).error
@@ -116,7 +116,7 @@ def test_a_fault_of_the_code_ends_its_request_and_its_stream():
 
 
 def test_requests_are_shared_out():
-    """Strangers go to the least work; all answers come back to who asked."""
+    """Unrelated requests go to the least work; each caller gets its own answer."""
     world = World()
     with _serving(3, world) as dispatcher:
         futures = _submit_all(dispatcher, world, 9)
@@ -126,7 +126,7 @@ def test_requests_are_shared_out():
 
 
 def test_turns_go_where_the_answers_before_were_given():
-    """Also for the pages of the answer alone; after a death, elsewhere."""
+    """This includes pages that only the answer fills; after a death turns go elsewhere."""
     world = World()
     world.gate_is_open = True
     with _serving(3, world) as dispatcher:
@@ -136,7 +136,7 @@ def test_turns_go_where_the_answers_before_were_given():
         assert sorted(world.asked_whom.values()) == [0, 1, 2]
         world.gate_is_open = False
         home = world.asked_whom["a"]
-        # So much work that the prompt's one page would not be worth it, but the answer's are.
+        # This work outweighs the prompt's one page, but not the pages of the answer.
         busy = dispatcher.submit(call("busy", prompts["a"], max_tokens=20))
         _until(lambda: world.asked_whom.get("busy") == home)
         later = dispatcher.submit(call("later", [*prompts["a"], *ANSWER, 1, 2, 3]))
@@ -149,7 +149,7 @@ def test_turns_go_where_the_answers_before_were_given():
 
 
 def test_a_death_loses_nothing():
-    """Who was there is answered by another replica, once; the dead one is replaced."""
+    """Its requests are answered by another replica, once; the dead one is replaced."""
     world = World()
     with _serving(2, world) as dispatcher:
         futures = _submit_all(dispatcher, world, 6)
@@ -166,7 +166,7 @@ def test_a_death_loses_nothing():
 
 
 def test_a_second_death_fails_that_request_alone():
-    """A request that kills replicas kills two, says so, and the others are answered."""
+    """A request that kills replicas kills two and fails; the other requests are answered."""
     world = World()
     with _serving(3, world) as dispatcher:
         other = _submit_all(dispatcher, world, 1)[0]
@@ -182,7 +182,7 @@ def test_a_second_death_fails_that_request_alone():
 
 
 def test_the_only_replica_is_waited_for():
-    """Requests wait while it is replaced, those that come meanwhile too."""
+    """Requests wait while it is replaced, also those that are submitted then."""
     world = World()
     with _serving(1, world) as dispatcher:
         first = _submit_all(dispatcher, world, 1)[0]
@@ -198,7 +198,7 @@ def test_the_only_replica_is_waited_for():
 
 
 def test_a_replica_that_cannot_be_replaced():
-    """The others go on without it; when none is left requests fail with the reason."""
+    """The others continue without it; if no replica is left, requests fail with the reason."""
     world = World()
     with _serving(2, world) as dispatcher:
         world.gate_is_open = True
@@ -213,7 +213,7 @@ def test_a_replica_that_cannot_be_replaced():
 
 
 def test_starts_are_tried_again_after_deaths_only():
-    """A process that dies while loading is replaced twice; a model that is wrong, never."""
+    """A process that dies while loading is replaced twice; an invalid model is not retried."""
     world = World()
     world.start_errors = [ReplicaDiedError("killed") for _ in range(2)]
     with _serving(1, world):
@@ -228,7 +228,7 @@ def test_starts_are_tried_again_after_deaths_only():
 
 
 def test_cancel_wherever_a_request_is():
-    """With a replica it returns what there is; without one, or after a death, it just ends."""
+    """With a replica the completion has the tokens so far; without one, or after a death, none."""
     world = World()
     with _serving(1, world) as dispatcher:
         first, second = _submit_all(dispatcher, world, 2)
@@ -247,7 +247,7 @@ def test_cancel_wherever_a_request_is():
 
 
 def test_close_ends_everything():
-    """Unfinished requests end with the error, replicas are killed, later calls are refused."""
+    """Unfinished requests end with the error, replicas are killed, and later calls raise."""
     world = World()
     dispatcher = Dispatcher(world.make, 2, page_size=PAGE_SIZE)
     for started in dispatcher.start():
@@ -263,7 +263,7 @@ def test_close_ends_everything():
 
 
 def test_stats_are_those_of_the_processes_that_serve():
-    """Counters are summed and sizes are not; a dead process is left out and replaced."""
+    """Counters are summed and sizes are not; a dead process is skipped and replaced."""
     world = World()
     with _serving(3, world) as dispatcher:
         stats = dispatcher.stats()
@@ -294,7 +294,7 @@ def test_stats_are_those_of_the_processes_that_serve():
 
 
 def test_ids_are_unique_over_all_replicas():
-    """A running id is refused, and is free as soon as its completion is there."""
+    """A running id is refused, and is free when its completion is there."""
     world = World()
     with _serving(2, world) as dispatcher:
         running = _submit_all(dispatcher, world, 1)[0]
@@ -307,7 +307,7 @@ def test_ids_are_unique_over_all_replicas():
 
 
 def test_what_waits_for_replicas_is_refused_on_the_dispatchers_thread():
-    """To the consumer of a stream, which would wait for itself; the stream goes on."""
+    """A call by a stream's sink would deadlock; it raises, and the stream continues."""
     world, refused = World(), []
     world.gate_is_open = True
 

@@ -1,4 +1,4 @@
-"""Replicas on a real Ray: answers of one runtime, deaths that lose nothing, nothing left behind."""
+"""Replicas on a real Ray: the answers of one runtime, no loss by deaths, and no leftovers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ WAIT_S = 240
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A folder with a configuration alone; its weights are drawn."""
+    """A folder with only a configuration; its weights are random."""
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return str(folder)
@@ -77,7 +77,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[None]:
-    """A Ray that fleets find, and leave as it is."""
+    """A running Ray, which fleets use and do not stop."""
     ray = pytest.importorskip("ray")
     ray.init(
         num_cpus=4,
@@ -93,7 +93,7 @@ def ray() -> Iterator[None]:
 @final
 @dataclass(frozen=True)
 class Wanted:
-    """What one runtime answers: its first four requests, seeds drawn by it, and the long ones."""
+    """The answers of one runtime to the first four requests, with seeds, and to the long ones."""
 
     drawn: list[tuple[int, ...]]
     long: list[tuple[int, ...]]
@@ -109,7 +109,7 @@ def wanted(model) -> Wanted:
 
 @pytest.fixture(scope="module")
 def fleet(ray, model, wanted, tmp_path_factory) -> Iterator[Fleet]:
-    """Made after `wanted`, which compiled everything."""
+    """A fleet that starts after `wanted`, which compiled all executables."""
     journal = tmp_path_factory.mktemp("journal") / "kept.sqlite"
     with Fleet(model, replicas=2, conversations=journal, **OPTIONS) as fleet:
         yield fleet
@@ -139,7 +139,7 @@ def _until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_killed_replica_loses_no_request(fleet, wanted):
-    """kill -9 in the middle of answers: all of them come, as one runtime gives them."""
+    """After kill -9 in the middle of answers, all answers come, equal to one runtime's."""
     pending = [fleet.submit(p, s) for p, s in zip(PROMPTS, _seeded(LONG), strict=True)]
     _until(lambda: all(state.num_unfinished for state in fleet.replicas))
     time.sleep(0.1)
@@ -155,9 +155,9 @@ def test_a_killed_replica_loses_no_request(fleet, wanted):
 
 
 def test_a_conversation_outlives_its_replicas(fleet, model):
-    """kill -9 between turns and in the middle of one: the tokens of one runtime.
+    """After kill -9 between turns and in the middle of one, tokens are those of one runtime.
 
-    The journal is this process's: a runtime goes on where the fleet was.
+    The journal belongs to this process, so a runtime continues after the fleet's last turn.
     """
     journal = fleet.options.conversations
     with Runtime.from_pretrained(model, conversations=journal, **OPTIONS) as rt:
@@ -177,7 +177,7 @@ def test_a_conversation_outlives_its_replicas(fleet, model):
         _kill(fleet.replicas[1 - busy])
         again = chat.send(PROMPTS[2], SHORT).token_ids
         assert again == alone.send(PROMPTS[2], SHORT).token_ids
-        # It was asked first, because it had the pages.
+        # It got the request first, because it had the pages.
         assert fleet.replicas[1 - busy].num_deaths == num_deaths + 1
         with pytest.raises(TurnTimeoutError, match="no answer after 0.001 s"):
             chat.send([1], replace(LONG[0], max_tokens=None), timeout_s=0.001)
@@ -195,7 +195,7 @@ def test_a_conversation_outlives_its_replicas(fleet, model):
 
 
 def test_a_stream_goes_on_when_its_replica_is_killed(fleet, wanted):
-    """The tokens of one runtime, none of them twice; leaving early ends the request."""
+    """The tokens are those of one runtime, without repeats; leaving early ends the request."""
     stream = fleet.stream(PROMPTS[0], replace(LONG[0], seed=0))
     pieces = [next(stream)]
     (busy,) = (state for state in fleet.replicas if state.num_unfinished)
@@ -222,7 +222,7 @@ def _kill(state: ReplicaState) -> None:
 
 
 def test_bad_requests_fail_alone(fleet, wanted):
-    """In a batch they are completions with an error; a single one is raised."""
+    """In a batch they are completions with an error; a single one raises."""
     first, empty, outside, last = fleet.generate(
         [PROMPTS[0], [], [VOCAB_SIZE], PROMPTS[2]], SamplingParams(max_tokens=20)
     )
@@ -236,7 +236,7 @@ def test_bad_requests_fail_alone(fleet, wanted):
 
 
 def test_a_cancelled_request_returns_what_there_is(fleet):
-    """Wherever it is being answered."""
+    """The completion has the tokens so far, whichever replica runs the request."""
     pending = fleet.submit([1, 2, 3], SamplingParams(max_tokens=None))
     _until(lambda: sum(state.num_unfinished for state in fleet.replicas) == 1)
     pending.cancel()
@@ -244,7 +244,7 @@ def test_a_cancelled_request_returns_what_there_is(fleet):
 
 
 def _script(service: Service) -> list[tuple[int, ...]]:
-    """Every call of a service, with the tokens that it gave."""
+    """Call every method of a service, and return the tokens."""
     prompt, params = PROMPTS[0], replace(SHORT, seed=1)
     pieces: list[Piece] = []
     refused: list[str] = []
@@ -302,7 +302,7 @@ def test_a_runtime_and_a_fleet_are_one_service(fleet, model):
 
 
 def test_the_command_line_serves_from_a_fleet(ray, model, tmp_path):
-    """`jaxserve generate --replicas 2` prints what it prints without."""
+    """`jaxserve generate --replicas 2` prints the same as without the option."""
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS[:4]))
     arguments = ("generate", "--jsonl", str(jobs), "--model", model, "--load", "random", "--quiet")
@@ -318,13 +318,13 @@ def test_the_command_line_serves_from_a_fleet(ray, model, tmp_path):
 
 
 def test_an_id_of_the_fleets_own_is_refused(fleet):
-    """So that it never meets one that was made up."""
+    """A user's id can therefore not equal a generated one."""
     with pytest.raises(InvalidRequestError, match="'fleet-' are reserved"):
         fleet.submit([1], request_id="fleet-1")
 
 
 def test_what_prevents_a_start_is_raised(ray, tmp_path):
-    """With its own type; no replica is left."""
+    """The error has its own type, and no replica remains."""
     with pytest.raises(UnknownModelError, match="nowhere"):
         Fleet("nowhere", replicas=1, **OPTIONS)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "odd"}))
@@ -345,13 +345,13 @@ def test_what_prevents_a_start_is_raised(ray, tmp_path):
     ],
 )
 def test_bad_options_are_refused_at_once(options, message):
-    """Before Ray is even looked for."""
+    """They raise before the fleet connects to Ray."""
     with pytest.raises(InvalidConfigError, match=message):
         Fleet("smollm2-135m", **options)
 
 
 def test_ray_is_an_extra(monkeypatch):
-    """Without it a fleet names what to install; importing jaxserve never needs it."""
+    """Without Ray a fleet names the package to install; importing jaxserve does not need Ray."""
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError, match=r"jaxserve\[fleet\]"):
         Fleet("smollm2-135m")
@@ -374,7 +374,7 @@ with Fleet(model, replicas=1, num_cpus=0.5, **options) as fleet:
 
 
 def test_a_fleet_of_its_own_leaves_nothing_behind(model, wanted):
-    """It starts Ray and ends it, an interrupt returns what there is, and seeds are a runtime's."""
+    """It starts and stops Ray, an interrupt returns the tokens so far, and seeds are equal."""
     pytest.importorskip("ray")
     mark = f"jaxserve-test-{os.getpid()}-{time.monotonic_ns()}"
     with subprocess.Popen(
@@ -388,14 +388,14 @@ def test_a_fleet_of_its_own_leaves_nothing_behind(model, wanted):
         drawn = json.loads(process.stdout.readline())
         assert [tuple(tokens) for tokens in drawn] == wanted.drawn
         time.sleep(0.5)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
         assert process.stdout.read() == "200 True\n"
         assert process.wait(WAIT_S) == 0
     _until(lambda: not _marked(mark))
 
 
 def test_more_than_ray_has_is_refused():
-    """Instead of waiting for it for ever, when nobody else looks after that Ray."""
+    """Without the check the fleet would wait forever for resources."""
     has = {"CPU": 2.0}
     check_resources(has, 4, {"CPU": 0.5, "GPU": 0})
     with pytest.raises(InvalidConfigError, match=r"3 replicas .* need 3, but Ray has 2"):
@@ -405,7 +405,7 @@ def test_more_than_ray_has_is_refused():
 
 
 def _marked(mark: str) -> list[str]:
-    """Processes that were started by what carries this mark in its environment."""
+    """Return the processes whose environment has this mark."""
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:

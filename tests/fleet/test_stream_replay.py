@@ -1,4 +1,4 @@
-"""Answers that are begun again and again: every token, character and end is shown once."""
+"""Streams of answers that start several times: every token, character and end comes once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_SAMPLES = 3
 
 
 def _pieces(rng: random.Random, sample: int) -> list[Piece]:
-    """One sample in pieces of random sizes; text comes later than its tokens, some with the end."""
+    """Return a sample in pieces of random sizes; text follows its tokens, some with the end."""
     tokens, text = tuple(range(20 + sample)), "".join(chr(97 + i) for i in range(15 + sample))
     pieces = []
     while tokens:
@@ -24,7 +24,7 @@ def _pieces(rng: random.Random, sample: int) -> list[Piece]:
 
 
 def _replay(rng: random.Random) -> list[Piece]:
-    """All samples, in a random order of their pieces."""
+    """Replay all samples, with their pieces in a random order."""
     queues = [_pieces(rng, sample) for sample in range(NUM_SAMPLES)]
     played = []
     while any(queues):
@@ -33,7 +33,7 @@ def _replay(rng: random.Random) -> list[Piece]:
 
 
 def test_whatever_was_shown_is_not_shown_again():
-    """Replicas die anywhere; what comes last is whole, or what one completion says of the rest."""
+    """Replicas die anywhere; the last answer is whole, or a completion has the rest."""
     for seed in range(300):
         rng = random.Random(seed)
         seen: list[Piece] = []
@@ -65,7 +65,7 @@ def test_whatever_was_shown_is_not_shown_again():
 
 
 def test_other_tokens_of_another_replica_are_reported_once(caplog):
-    """Where the first replica's were shown already; equal ones are no news."""
+    """It is reported if tokens that were already shown differ; equal tokens are not reported."""
     for second, num_reports in (((1, 2, 3, 4, 5), 0), ((1, 9, 9, 4, 5), 1)):
         caplog.clear()
         seen: list[Piece] = []

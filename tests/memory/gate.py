@@ -1,4 +1,4 @@
-"""Files that stand still, as a slow disk does."""
+"""Page files whose calls a test can block, like those of a slow disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.memory.page_files import PageFiles
 
 
 class Gate:
-    """What calls pass through: they are noted, and wait while it is shut."""
+    """A gate that records calls, and blocks them while it is shut."""
 
     def __init__(self) -> None:
         self.calls: list[bytes] = []
@@ -20,7 +20,7 @@ class Gate:
         self._is_open.set()
 
     def shut(self) -> None:
-        """Let later calls wait, and count from here."""
+        """Block later calls, and count from 0."""
         self.calls.clear()
         self._is_open.clear()
 
@@ -32,7 +32,7 @@ class Gate:
         assert self._is_open.wait(10)
 
     def wait_for_calls(self, count: int) -> None:
-        """Until it was called so often."""
+        """Wait until this number of calls has come."""
         end_s = time.monotonic() + 10
         while len(self.calls) < count:
             assert time.monotonic() < end_s
@@ -40,11 +40,11 @@ class Gate:
 
 
 class GatedFiles:
-    """Page files whose reads and writes pass gates."""
+    """Page files whose reads and writes pass through gates."""
 
     def __init__(self, folder: Path, max_bytes: int = 1_000_000):
         self.reading, self.writing = Gate(), Gate()
-        # Reads and writes in their order.
+        # Keys of reads and writes in the order of the calls.
         self.keys: list[bytes] = []
         self._files = PageFiles(folder, max_bytes)
 
@@ -66,7 +66,7 @@ class GatedFiles:
 
 
 class PoorFiles:
-    """Page files that take their time to be read, and now and then are not found."""
+    """Page files that are slow to read and sometimes do not find a file."""
 
     def __init__(self, files: PageFiles, rng: random.Random):
         self._files = files

@@ -1,4 +1,4 @@
-"""Files that are written and read later, by a thread, checked when they are read, and bounded."""
+"""Page files: written and read by a thread, checked when they are read, and bounded in size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _file(folder: Path, key: bytes) -> Path:
 
 
 def _get(disk: DiskTier, key: bytes) -> bytes | None:
-    """Read it, and wait for it."""
+    """Read the contents, and wait for them."""
     assert disk.read(key)
     disk.flush()
     ((arrived, contents),) = disk.arrived()
@@ -33,14 +33,14 @@ def _get(disk: DiskTier, key: bytes) -> bytes | None:
 
 @pytest.fixture
 def disk(tmp_path):
-    """With room for ten small files."""
+    """A disk tier that holds ten small files."""
     tier = DiskTier(GatedFiles(tmp_path / "pages", 1320))
     yield tier
     tier.close()
 
 
 def test_contents_come_back_also_before_they_are_written(disk):
-    """And after a restart; nothing else is found."""
+    """They also come back after a restart; no other key is found."""
     disk.put(KEYS[0], b"abc" * 33)
     assert _get(disk, KEYS[0]) == b"abc" * 33 and KEYS[0] in disk
     disk.flush()
@@ -52,7 +52,7 @@ def test_contents_come_back_also_before_they_are_written(disk):
 
 
 def test_the_least_recently_used_go_when_there_is_no_room(disk):
-    """A file that was read is used."""
+    """Reading a file counts as a use."""
     for key in KEYS:
         disk.put(key, b"x" * 100)
     disk.flush()
@@ -72,7 +72,7 @@ def test_the_least_recently_used_go_when_there_is_no_room(disk):
 
 
 def test_a_smaller_bound_after_a_restart_is_kept(disk):
-    """The oldest files go."""
+    """The oldest files are deleted."""
     for key in KEYS:
         disk.put(key, b"x" * 100)
     disk.flush()
@@ -107,7 +107,7 @@ def test_what_is_not_what_was_written_is_not_there(disk, spoil, caplog):
 
 
 def test_contents_under_the_key_of_others_are_refused(disk):
-    """The digest is of both."""
+    """The digest covers key and contents."""
     disk.put(KEYS[0], b"x" * 100)
     disk.flush()
     _file(disk.files.folder, KEYS[0]).rename(_file(disk.files.folder, KEYS[1]))
@@ -118,7 +118,7 @@ def test_contents_under_the_key_of_others_are_refused(disk):
 
 
 def test_a_disk_that_fails_keeps_nothing_and_says_so_once(disk, caplog):
-    """Its folder is gone, as good as a disk that is full."""
+    """Its folder is deleted, which has the same effect as a full disk."""
     disk.files.folder.rmdir()
     with caplog.at_level(logging.ERROR):
         for key in KEYS:
@@ -129,7 +129,7 @@ def test_a_disk_that_fails_keeps_nothing_and_says_so_once(disk, caplog):
 
 
 def test_a_folder_is_used_by_one_at_a_time(disk):
-    """Whoever comes second is told; after the first has closed it, it is free."""
+    """The second user gets an error; after the first has closed the folder, it is free."""
     with pytest.raises(InvalidConfigError, match="in use by another runtime"):
         DiskTier(PageFiles(disk.files.folder, 1000))
     disk.close()
@@ -138,14 +138,14 @@ def test_a_folder_is_used_by_one_at_a_time(disk):
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
-    """Before anything runs."""
+    """The error comes before anything runs."""
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InvalidConfigError, match="disk_folder"):
         PageFiles(tmp_path / "file", 1000)
 
 
 def test_nobody_waits_for_a_slow_disk(disk):
-    """Asking, putting and looking return at once; what arrives is told of, in order."""
+    """All calls return at once; contents that arrive are announced in order."""
     for key in KEYS[:3]:
         disk.put(key, b"x" * 100)
     disk.flush()
@@ -163,7 +163,7 @@ def test_nobody_waits_for_a_slow_disk(disk):
 
 
 def test_reading_goes_before_writing(disk):
-    """What somebody waits for is not behind what nobody does."""
+    """A read, for which a sequence waits, runs before all queued writes."""
     disk.put(KEYS[0], b"x")
     disk.flush()
     writing = disk.files.writing
@@ -178,7 +178,7 @@ def test_reading_goes_before_writing(disk):
 
 
 def test_both_queues_are_bounded(tmp_path):
-    """What is too much is not written, and can be asked for later."""
+    """A write beyond the bound is dropped; a read can be requested again."""
     files = GatedFiles(tmp_path)
     disk = DiskTier(files)
     keys = [i.to_bytes(16, "big") for i in range(200)]
@@ -200,7 +200,7 @@ def test_both_queues_are_bounded(tmp_path):
 
 
 def _has_ended(timeout_s: float = 0.0) -> bool:
-    """Whether no disk's thread is left."""
+    """Return whether no thread of a disk tier is left."""
     end_s = time.monotonic() + timeout_s
     while any(thread.name == "jaxserve-disk" for thread in threading.enumerate()):
         if time.monotonic() > end_s:
@@ -210,7 +210,7 @@ def _has_ended(timeout_s: float = 0.0) -> bool:
 
 
 def test_closing_writes_what_waits_and_drops_what_is_asked_for(tmp_path):
-    """The thread has ended then."""
+    """The thread has ended afterwards."""
     files = GatedFiles(tmp_path)
     disk = DiskTier(files)
     disk.put(KEYS[0], b"x")
@@ -229,7 +229,7 @@ def test_closing_writes_what_waits_and_drops_what_is_asked_for(tmp_path):
 
 
 def test_a_disk_that_hangs_is_left(tmp_path, caplog):
-    """Closing does not wait for ever, nor does anybody after it."""
+    """Closing does not wait forever, and neither does the interpreter's exit."""
     files = GatedFiles(tmp_path)
     disk = DiskTier(files, patience_s=0.05)
     files.writing.shut()
@@ -243,7 +243,7 @@ def test_a_disk_that_hangs_is_left(tmp_path, caplog):
 
 
 def test_ctrl_c_while_closing_leaves_nothing_half_written(tmp_path):
-    """The file that is being written is finished; the others are not begun."""
+    """The file that is being written is finished; queued files are not begun."""
     files = GatedFiles(tmp_path)
     disk = DiskTier(files)
     files.writing.shut()

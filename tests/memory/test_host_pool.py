@@ -1,4 +1,4 @@
-"""Host pages are allocated to one owner at a time, and freed once."""
+"""A host page has one owner at a time, and is freed once."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from jaxserve.memory.host_pool import HostPool
 
 
 def test_pages_are_allocated_once_and_can_be_allocated_again():
-    """Two owners never share a page, and what was freed can be allocated."""
+    """Two owners do not share a page, and a freed page can be allocated."""
     pool = HostPool(5)
     first, second = pool.allocate(2), pool.allocate(3)
     assert not set(first) & set(second) and pool.num_free == 0
@@ -15,7 +15,7 @@ def test_pages_are_allocated_once_and_can_be_allocated_again():
 
 
 def test_more_than_there_are_free_is_refused():
-    """And takes nothing."""
+    """The refused call allocates no page."""
     pool = HostPool(3)
     pool.allocate(2)
     with pytest.raises(ValueError, match="2 host pages wanted, 1 free"):
@@ -24,7 +24,7 @@ def test_more_than_there_are_free_is_refused():
 
 
 def test_a_free_page_cannot_be_freed():
-    """Its next owner would share it."""
+    """Otherwise its next owner would share it."""
     pool = HostPool(3)
     pages = pool.allocate(1)
     pool.free(pages)

@@ -1,4 +1,4 @@
-"""Which cached page is evicted first, and where it lies meanwhile."""
+"""The order in which cached pages are evicted, and the tier that holds them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COST = RecomputeCost.analytic(attention=1.0, other=100.0, longest=1024)
 
 
 class Clock:
-    """Says what it is told to."""
+    """A clock that a test sets."""
 
     now_s = 0.0
 
@@ -33,7 +33,7 @@ def _cache(
 
 
 def _cached(cache: PageCache, clock: Clock, name: str, num: int) -> list[CachedPage]:
-    """`num` pages of one conversation that was active now; no sequence owns them."""
+    """Return `num` cached pages of one conversation that is active now; no sequence owns them."""
     branch = Branch(clock())
     assert cache.pool.reserve(num)
     owned = cache.pool.allocate(num)
@@ -54,13 +54,13 @@ def _allocate(cache: PageCache, num: int) -> list[int]:
 
 
 def _lie(pages) -> str:
-    """Where each is: device, host, both or nowhere."""
+    """Return the tier of each page: device, host, both or none."""
     letters = {(True, False): "d", (False, True): "h", (True, True): "b", (False, False): "-"}
     return "".join(letters[c.device_page is not None, c.host_page is not None] for c in pages)
 
 
 def test_leading_pages_go_first():
-    """They attend to less, so they cost less to compute."""
+    """A leading page attends to fewer tokens, so it costs less to compute."""
     cache, _, clock = _cache()
     pages = _cached(cache, clock, "a", 10)
     clock.now_s = 1.0
@@ -72,7 +72,7 @@ def test_leading_pages_go_first():
 
 @pytest.mark.parametrize("eviction, expected", [(CostOverTime(), "both"), (LRU(), "older")])
 def test_cost_over_time_weighs_what_lru_does_not(eviction, expected):
-    """A page far back in a conversation of a while ago outweighs the first of a later one."""
+    """A late page of an old conversation is worth more than the first page of a newer one."""
     cache, _, clock = _cache(num_pages=301, eviction=eviction)
     older = _cached(cache, clock, "older", 200)
     clock.now_s = 1.0
@@ -84,7 +84,7 @@ def test_cost_over_time_weighs_what_lru_does_not(eviction, expected):
 
 
 def test_a_page_counts_for_every_conversation_that_shares_it():
-    """The values add up; those whose end is gone count no more."""
+    """The values are summed; a conversation whose last page is evicted does not count."""
     cache, values, clock = _cache()
     (shared,) = _cached(cache, clock, "a", 1)
     (alone,) = _cached(cache, clock, "b", 1)
@@ -98,7 +98,7 @@ def test_a_page_counts_for_every_conversation_that_shares_it():
 
 
 def test_pages_go_to_the_host_by_value_and_from_there_nowhere():
-    """The host holds the most valuable of what the device gave up."""
+    """The host holds the most valuable pages of those that left the device."""
     cache, _, clock = _cache(num_host_pages=3)
     pages = _cached(cache, clock, "a", 10)
     clock.now_s = 1.0
@@ -110,12 +110,12 @@ def test_pages_go_to_the_host_by_value_and_from_there_nowhere():
 
 
 def _device_page(page: int) -> int:
-    """The page of the pool that the i-th page of the first conversation from the end has."""
+    """Return the device page of the first conversation's i-th page from the end."""
     return 11 - page
 
 
 def test_what_costs_less_to_compute_than_to_copy_is_dropped():
-    """Both ways count."""
+    """The copies to the host and back both count."""
     cache, _, clock = _cache(num_host_pages=10, copy_s=57.0)  # COST(4) is 104, COST(16) is 116
     pages = _cached(cache, clock, "a", 10)
     _allocate(cache, 5)
@@ -123,7 +123,7 @@ def test_what_costs_less_to_compute_than_to_copy_is_dropped():
 
 
 def test_nothing_is_copied_ahead_while_something_comes_back():
-    """Retrieval goes before eviction."""
+    """Copies from the host have priority over copies to it."""
     cache, _, clock = _cache(num_host_pages=10)
     first, *_ = _cached(cache, clock, "a", 10)
     clock.now_s = 1.0
@@ -136,7 +136,7 @@ def test_nothing_is_copied_ahead_while_something_comes_back():
 
 
 def test_a_page_without_a_name_is_dropped_where_its_contents_are_known():
-    """Two pages of the same contents: one is enough."""
+    """Of two cached pages with equal contents one is dropped."""
     cache, _, clock = _cache()
     branch = Branch(clock())
     pages = _allocate(cache, 3)
@@ -150,7 +150,7 @@ def test_a_page_without_a_name_is_dropped_where_its_contents_are_known():
 
 
 def test_keys_say_everything_up_to_the_end_of_their_page():
-    """Equal where prompts are equal from the first token on, for weights that are the same."""
+    """They are equal if prompts are equal from the first token on, and so are the weights."""
     keys = PageKeys().of((1, 2, 3, 4, 5), 2, b"w")
     assert len(keys) == 2
     assert PageKeys().of((1, 2, 3, 9), 2, b"w")[0] == keys[0]
@@ -164,14 +164,14 @@ def test_keys_say_everything_up_to_the_end_of_their_page():
 
 
 def test_costs_are_interpolated_between_powers_of_two():
-    """And go on beyond them."""
+    """Beyond the last power of two they are extrapolated."""
     cost = RecomputeCost.profiled(lambda context: float(context**2), 8)
     assert cost.points == ((1, 1.0), (2, 4.0), (4, 16.0), (8, 64.0))
     assert cost(3) == 10.0 and cost(8) == 64.0 and cost(10) == 88.0
 
 
 def test_random_use_keeps_the_books():
-    """Adding, finding, sharing, restoring, allocating, freeing and clearing at random."""
+    """The counts stay right under random adds, hits, shares, restores, allocations and clears."""
     for seed in range(150):
         rng = random.Random(seed)
         num_pages, host = rng.randint(3, 20), HostPool(rng.choice([0, 2, 30]))

@@ -9,7 +9,7 @@ from jaxserve.memory.page_table import PageTable
 
 
 def test_reserved_pages_are_not_available():
-    """A reservation takes from what is available without naming pages."""
+    """A reservation reduces the number of available pages without allocating pages."""
     pool = PagePool(6)
     assert pool.reserve(4)
     assert (pool.num_free, pool.num_available) == (5, 1)
@@ -22,7 +22,7 @@ def test_reserved_pages_are_not_available():
 
 
 def test_shared_page_is_free_only_after_its_last_reference():
-    """Sharing adds a reference; the page returns when all are dropped."""
+    """Sharing adds a reference; the page is free when all references are dropped."""
     pool = PagePool(3)
     pool.reserve(1)
     pages = pool.allocate(1)
@@ -38,7 +38,7 @@ def test_shared_page_is_free_only_after_its_last_reference():
 
 
 def test_random_use_keeps_every_page_in_one_state():
-    """Reserving, growing, sharing and closing at random never loses or doubles a page."""
+    """After random reserving, growing, sharing and closing no page is lost or counted twice."""
     rng = random.Random(0)
     for _ in range(200):
         pool, page_size = PagePool(rng.randint(2, 20)), rng.randint(1, 4)
@@ -65,7 +65,7 @@ def test_random_use_keeps_every_page_in_one_state():
 
 
 def test_growing_past_the_reservation_is_refused():
-    """A table owns only what it reserved."""
+    """A table owns only pages that it reserved."""
     table = PageTable(PagePool(4), 2)
     table.reserve(2)
     with pytest.raises(ValueError, match="reserve first"):

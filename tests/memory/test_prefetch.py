@@ -1,4 +1,4 @@
-"""What comes back for those who wait, and what gives way to it."""
+"""Prefetched pages of waiting sequences, and the cached pages that they replace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COST = RecomputeCost.analytic(attention=1.0, other=100.0, longest=1024)
 
 
 class Clock:
-    """Says what it is told to."""
+    """A clock that a test sets."""
 
     now_s = 0.0
 
@@ -32,7 +32,7 @@ def _cache(num_pages: int = 11, num_host_pages: int = 100) -> tuple[PageCache, P
 
 
 def _cached(cache: PageCache, clock: Clock, name: str, num: int) -> list[CachedPage]:
-    """`num` pages of a conversation that was active now; no sequence owns them."""
+    """Return `num` cached pages of a conversation that is active now; no sequence owns them."""
     assert cache.pool.reserve(num)
     owned = cache.pool.allocate(num)
     branch = Branch(clock())
@@ -51,13 +51,13 @@ def _plan(cache: PageCache, free_share: float = 0.0) -> tuple[tuple, tuple]:
 
 
 def _go_on(pages: list[CachedPage], now_s: float) -> None:
-    """Their conversation is active again."""
+    """Make the pages' conversation active again."""
     for page in pages:
         page.branches[-1].begin([page], now_s)
 
 
 def _on_host(cache: PageCache, clock: Clock, num: int = 10) -> list[CachedPage]:
-    """Pages on the host alone; those of another conversation have their pages, and copies."""
+    """Return pages on the host only; another conversation has the device's pages, with copies."""
     pages = _cached(cache, clock, "awaited", num)
     clock.now_s += 1.0
     _cached(cache, clock, "other", 10)
@@ -69,7 +69,7 @@ def _on_host(cache: PageCache, clock: Clock, num: int = 10) -> list[CachedPage]:
 
 
 def test_what_is_worth_less_and_lies_on_the_host_too_gives_way():
-    """A few pages with every plan, the first ones first; afterwards they are cached copies."""
+    """Each plan prefetches a few pages, the first ones first; afterwards they are cached copies."""
     cache, prefetch, clock = _cache()
     pages = _on_host(cache, clock)
     available = cache.pool.num_available
@@ -85,14 +85,14 @@ def test_what_is_worth_less_and_lies_on_the_host_too_gives_way():
 
 
 def test_a_conversation_that_nobody_goes_on_with_outweighs_no_later_one():
-    """What gives way is worth less; nothing does where all is worth more."""
+    """Only pages of lower value are replaced; if all are worth more, none is."""
     cache, prefetch, clock = _cache()
     pages = _on_host(cache, clock)
     assert prefetch.bring(pages) == []
 
 
 def test_what_has_no_copy_does_not_give_way():
-    """Retrieval would make something leave, and that comes second on the link."""
+    """Otherwise a prefetch would cause a copy to the host, which has lower priority on the link."""
     cache, prefetch, clock = _cache(num_host_pages=12)
     pages = _cached(cache, clock, "awaited", 10)
     clock.now_s += 1.0
@@ -103,7 +103,7 @@ def test_what_has_no_copy_does_not_give_way():
 
 
 def test_what_leaves_with_the_next_plan_neither_gives_way_nor_comes_back():
-    """Its copy is still to be made."""
+    """Its copy has not been made yet."""
     cache, prefetch, clock = _cache()
     pages = _cached(cache, clock, "awaited", 10)
     clock.now_s += 1.0
@@ -118,7 +118,7 @@ def test_what_leaves_with_the_next_plan_neither_gives_way_nor_comes_back():
 
 
 def test_those_who_wait_do_not_take_from_each_other():
-    """Nor from sequences that have reserved what is left."""
+    """They do not take pages from sequences with reservations either."""
     cache, prefetch, clock = _cache()
     pages = _on_host(cache, clock)
     others = list(cache.on_device.values())
@@ -132,7 +132,7 @@ def test_those_who_wait_do_not_take_from_each_other():
 
 
 def test_random_use_keeps_the_books():
-    """Adding, allocating, freeing, evicting, restoring and waiting, between plans."""
+    """The counts stay right under random adds, frees, evictions, restores and waits."""
     num_brought = 0
     for seed in range(1000):
         rng = random.Random(seed)

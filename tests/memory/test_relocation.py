@@ -1,4 +1,4 @@
-"""Pages go below a new end with the fewest moves, and everybody finds theirs again."""
+"""Live pages move below a new end with the fewest moves, and page tables follow."""
 
 import random
 
@@ -11,13 +11,13 @@ from jaxserve.memory.relocation import fewest_moves, page_sources, page_targets
 
 
 def test_only_pages_beyond_the_end_move():
-    """Each once, onto free pages below the end, none onto the null page."""
+    """Each such page moves once, onto a free page below the end, and not onto the null page."""
     for seed in range(500):
         rng = random.Random(seed)
         old, new = rng.randint(2, 40), rng.randint(2, 40)
         owned = rng.sample(range(1, old), rng.randint(0, min(old, new) - 1))
         moves = fewest_moves(owned, new)
-        # No fewer would do: these cannot stay.
+        # The minimum: these pages cannot stay.
         assert [page for page, _ in moves] == sorted(p for p in owned if p >= new), seed
         targets = [target for _, target in moves]
         assert len({*targets, *(p for p in owned if p < new)}) == len(owned), seed
@@ -25,13 +25,13 @@ def test_only_pages_beyond_the_end_move():
 
 
 def test_too_many_pages_are_refused():
-    """The null page is nobody's."""
+    """The null page has no owner."""
     with pytest.raises(ValueError, match="3 owned pages do not fit into 2"):
         fewest_moves([1, 2, 9], 3)
 
 
 def _random_tables(rng: random.Random, pool: PagePool) -> list[PageTable]:
-    """Some that hold pages, some of them shared, and reservations."""
+    """Return tables that hold pages, some of them shared, and reservations."""
     tables = [PageTable(pool, 1) for _ in range(5)]
     for _ in range(30):
         table, other = rng.sample(tables, 2)
@@ -49,7 +49,7 @@ def _random_tables(rng: random.Random, pool: PagePool) -> list[PageTable]:
 
 
 def test_a_resized_pool_keeps_contents_references_and_reservations():
-    """Every table reads what it read, shared pages stay shared, there and back again."""
+    """Every table reads the same contents, and shared pages stay shared, after both resizes."""
     num_moves = 0
     for seed in range(300):
         rng = random.Random(seed)
@@ -80,7 +80,7 @@ def test_a_resized_pool_keeps_contents_references_and_reservations():
 
 
 def test_tables_and_contents_agree_on_where_pages_went():
-    """`page_targets` is the way there, `page_sources` the way back; what is gone is null."""
+    """`page_targets` and `page_sources` are inverse; a dropped page maps to the null page."""
     moves = fewest_moves([1, 3, 6, 7], 5)
     assert moves == [(6, 2), (7, 4)]
     np.testing.assert_array_equal(page_sources(8, 5, moves), [0, 1, 6, 3, 7])
@@ -89,7 +89,7 @@ def test_tables_and_contents_agree_on_where_pages_went():
 
 
 def test_a_size_that_loses_pages_is_refused():
-    """Neither owned pages nor reservations are dropped, and nothing has changed after trying."""
+    """Owned pages and reservations are not dropped, and the failed call changes nothing."""
     pool = PagePool(6)
     pool.reserve(3)
     (page, _) = pool.allocate(2)

@@ -1,4 +1,4 @@
-"""What sequences have on the disk alone comes to the host, and who waits for it how long."""
+"""Pages on disk go to the host, and only sequences that need them wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COST = RecomputeCost.analytic(attention=1.0, other=100.0, longest=1024)
 
 
 class Host:
-    """Pages of the host as bytes."""
+    """Host pages as bytes."""
 
     def __init__(self):
         self.pages: dict[int, bytes] = {}
@@ -37,7 +37,7 @@ class Host:
 
 
 class Bench:
-    """A cache whose disk has six pages each of `a`, `b` and `c`, and a clock that is told."""
+    """A cache whose disk has six pages each of `a`, `b` and `c`, and a clock that a test sets."""
 
     def __init__(self, folder: Path):
         self.now_s = 0.0
@@ -65,7 +65,7 @@ class Bench:
         return {self.cache.tier_of(key) for key in self.keys(name, count)}
 
     def take_in(self) -> None:
-        """What the disk has been told to read."""
+        """Process what has been read from the disk."""
         self.disk.flush()
         self.retrieval.take_in()
         self.cache.check_integrity()
@@ -79,7 +79,7 @@ def bench(tmp_path) -> Iterator[Bench]:
 
 
 def test_a_sequence_waits_until_all_has_come(bench):
-    """Then it is on the host, byte for byte; it is told which, and is not made to wait again."""
+    """The pages are then on the host, byte for byte, and the sequence does not wait again."""
     keys = [*bench.keys("a", 3), b"unknown"]
     assert bench.retrieval.awaits(1, keys) and bench.retrieval.awaits(1, keys)
     assert bench.retrieval.gives_up_s == PATIENCE_S
@@ -94,7 +94,7 @@ def test_a_sequence_waits_until_all_has_come(bench):
 
 
 def test_two_that_begin_alike_read_once(bench):
-    """Both have what came."""
+    """Both sequences have the pages."""
     assert bench.retrieval.awaits(1, bench.keys("a", 2))
     assert bench.retrieval.awaits(2, bench.keys("a", 3))
     bench.take_in()
@@ -103,7 +103,7 @@ def test_two_that_begin_alike_read_once(bench):
 
 
 def test_what_does_not_come_is_not_waited_for(bench):
-    """A spoilt file, and one that is gone."""
+    """One file is damaged, and one is missing."""
     first, second, _ = bench.keys("a", 3)
     (bench.files.folder / f"{first.hex()}.page").write_bytes(b"rotten")
     (bench.files.folder / f"{second.hex()}.page").unlink()
@@ -115,7 +115,7 @@ def test_what_does_not_come_is_not_waited_for(bench):
 
 
 def test_orders_that_the_host_has_no_room_for_come_later(bench):
-    """They would push each other out; whoever is alone may have all of it."""
+    """Otherwise they would replace each other; a single order may use the whole host."""
     for sequence, name in enumerate("abc"):
         assert bench.retrieval.awaits(sequence, bench.keys(name, 6))
     bench.take_in()
@@ -129,7 +129,7 @@ def test_orders_that_the_host_has_no_room_for_come_later(bench):
 
 
 def test_what_was_computed_meanwhile_stays_where_it_is(bench):
-    """On the device; what the disk has of it is not needed."""
+    """Pages on the device stay there, and those on the disk are not used."""
     gate = bench.files.reading
     gate.shut()
     keys = bench.keys("a", 6)
@@ -145,7 +145,7 @@ def test_what_was_computed_meanwhile_stays_where_it_is(bench):
 
 
 def test_who_has_gone_is_forgotten(bench):
-    """A sequence that ended, or other weights: what arrives then is dropped."""
+    """If a sequence ended or the weights changed, pages that arrive are dropped."""
     for forget in (lambda: bench.retrieval.release(1), bench.retrieval.clear):
         assert bench.retrieval.awaits(1, bench.keys("a", 3))
         forget()
@@ -155,7 +155,7 @@ def test_who_has_gone_is_forgotten(bench):
 
 
 def test_a_disk_that_hangs_is_not_waited_for(bench):
-    """After a while all is computed, until it answers again."""
+    """After the timeout all pages are computed, until the disk answers again."""
     gate = bench.files.reading
     gate.shut()
     assert bench.retrieval.awaits(1, bench.keys("a", 3))

@@ -35,13 +35,13 @@ METADATA = {
 
 
 def _permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """As llama.cpp's converter stores q and k of the llama architecture."""
+    """Permute q and k as llama.cpp's converter does for the llama architecture."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def _twin(arch: str, tied: bool, seed: int) -> dict[str, tuple[str, np.ndarray]]:
-    """GGUF name -> (Hugging Face name, tensor in Hugging Face order)."""
+    """Return GGUF name -> (Hugging Face name, tensor in Hugging Face order)."""
     rng = np.random.default_rng(seed)
 
     def new(shape):
@@ -79,9 +79,9 @@ def write_gguf(
     seed: int = 0,
     **metadata: object,
 ) -> dict[str, np.ndarray]:
-    """Write a small model; returns its tensors under Hugging Face names.
+    """Write a small model; return its tensors under Hugging Face names.
 
-    `extra` tensors are written as they are: bytes of `extra_type` where one is given.
+    `extra` tensors are written unchanged, as bytes of `extra_type` if one is given.
     """
     writer = gguf.GGUFWriter(path, arch)
     for key, value in (METADATA | metadata).items():
@@ -110,7 +110,7 @@ def write_gguf(
     return {name: tensor for name, tensor in twin.values()}
 
 
-# One letter a token but "ab"; the last two are control tokens.
+# Each token is a letter, except "ab"; the last two are control tokens.
 TOKENIZER = {
     "ggml.model": "gpt2",
     "ggml.pre": "gpt-2",

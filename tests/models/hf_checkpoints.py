@@ -1,4 +1,4 @@
-"""Tiny random checkpoints written by PyTorch transformers, and its logits for them."""
+"""Tiny random checkpoints written by PyTorch transformers, and PyTorch's logits for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIZES = dict(
     num_attention_heads=6,
     num_key_value_heads=2,
     max_position_embeddings=256,
-    # Wide enough that logits differ by more than rounding.
+    # Large enough that logits differ by more than rounding.
     initializer_range=0.3,
 )
 
@@ -114,7 +114,7 @@ _OTHERS = {
     ),
 }
 
-# Variant -> (config class, what it sets beside _SIZES, arguments of save_pretrained).
+# Variant -> (config class, fields in addition to _SIZES, arguments of save_pretrained).
 _LLAMAS = {
     "llama": ("LlamaConfig", dict(head_dim=16, attention_bias=True, mlp_bias=True), {}),
     "llama3_rope": (
@@ -163,32 +163,32 @@ VARIANTS |= _OTHERS
 
 
 def write_checkpoint(variant: str, folder: Path, dtype: torch.dtype = torch.float32):
-    """Write a random checkpoint of `variant` to `folder`; returns it in float32."""
+    """Write a random checkpoint of `variant` to `folder`; return the model in float32."""
     config_class, fields, save_options = VARIANTS[variant]
     torch.manual_seed(7)
     config = getattr(transformers, config_class)(**fields)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
-        # Biases and norms start at constants, which would hide a mistake.
+        # Biases and norms are initialized with constants, which would hide an error.
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=parameter.detach().mean().item(), std=0.2)
     model.to(dtype).save_pretrained(folder, **save_options)
-    # Read back, because .to(bfloat16) rounds the rotary frequencies for good.
+    # Read back, because .to(bfloat16) rounds the rotary frequencies permanently.
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
 
 
 def torch_logits(model, tokens: np.ndarray) -> np.ndarray:
-    """float32 [tokens, vocab] of one sequence."""
+    """Return the logits of one sequence, float32 [tokens, vocab]."""
     with torch.no_grad():
         return model(torch.from_numpy(tokens)[None]).logits[0].numpy()
 
 
 def greedy_shortfall(model, prompt: Sequence[int], answer: Sequence[int]) -> float:
-    """How far, at most, PyTorch's logit of a token of `answer` is below its best one there.
+    """Return by how much PyTorch's logit of a token of `answer` is below its best one, at most.
 
-    0 means that PyTorch's own greedy answer is the same.
+    0 means that PyTorch's greedy answer is the same.
     """
     logits = torch_logits(model, np.asarray([*prompt, *answer[:-1]]))[len(prompt) - 1 :]
     return float((logits.max(-1) - logits[np.arange(len(answer)), answer]).max())

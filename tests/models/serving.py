@@ -1,4 +1,4 @@
-"""Drives a decoder over its paged cache, a step at a time, as the engine will."""
+"""Runs a decoder over its paged cache, one step at a time, as the engine does."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Server:
             layer_layout,
             num_shards=self._place.num_shards,
         )
-        # The null page holds garbage in real life.
+        # In an engine the null page holds arbitrary values.
         garbage = {True: jnp.nan, False: 77}
         self._cache = jax.tree.map(
             lambda x: x.at[:, 0].set(garbage[jnp.issubdtype(x.dtype, jnp.floating)]), self._cache
@@ -84,15 +84,15 @@ class Server:
 
     @property
     def model(self):
-        """The decoder itself."""
+        """The decoder."""
         return nnx.merge(self._graphdef, self._params)
 
     def step(self, rows: list[tuple[int, np.ndarray]]) -> list[np.ndarray]:
-        """Append tokens to sequences, in one padded mixed batch; logits of each row's tokens."""
+        """Append tokens to sequences in one padded mixed batch; return logits of each row."""
         return self._run(rows, NUM_TOKENS, None)
 
     def decode(self, tokens: dict[int, int]) -> list[np.ndarray]:
-        """Append one token to some sequences, in one decode batch; logits of each, [1, vocab]."""
+        """Append one token to some sequences in a decode batch; return logits, [1, vocab] each."""
         return self._run([(i, np.asarray([t])) for i, t in tokens.items()], NUM_SEQUENCES, 1)
 
     def _run(

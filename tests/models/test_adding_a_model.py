@@ -22,14 +22,14 @@ COPIED = (
 
 
 def _blocks() -> dict[str, str]:
-    """The code blocks of the page, by the file that their first line names."""
+    """Return the code blocks of the page, by the file that their first line names."""
     found = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     return dict(found)
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
-    """A copy of the sources, with the three edits of the page and no others."""
+    """A copy of the sources with exactly the three edits of the page."""
     folder = tmp_path_factory.mktemp("sources")
     for name in COPIED:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -52,14 +52,14 @@ def sources(tmp_path_factory) -> Path:
 
 
 def test_the_page_has_a_file_and_two_edits():
-    """The example adds one file, and edits two that exist."""
+    """The example adds one file and edits two existing files."""
     family, *edited = _blocks()
     assert not (ROOT / family).exists()
     assert len(edited) == 2 and all((ROOT / name).is_file() for name in edited)
 
 
 def test_the_example_has_the_logits_of_pytorch(sources):
-    """The parity tests pass for the family as the page writes it, in every kind of batch."""
+    """The parity tests pass for the family on the page, in every kind of batch."""
     path = os.pathsep.join((str(sources), str(ROOT)))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "phi",

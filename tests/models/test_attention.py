@@ -1,4 +1,4 @@
-"""Causal, bidirectional and cross attention over pages, beside plain dense attention."""
+"""Causal, bidirectional and cross attention over pages agree with plain dense attention."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from pallas_kernels import apply_rope
 from pallas_kernels.paged_attention import Capacity, Launches, Plan, Rows, Tiling, plan
 from sharding import make_mesh, state_shardings
 
-# (implementation, seed); what is interpreted is slow.
+# (implementation, seed); interpreted kernels are slow.
 RANDOM_CASES = (("xla", 0), ("xla", 1), ("cpu", 0), ("cpu", 1), ("triton_interpreted", 0))
 KINDS = ("causal", "bidirectional", "cross")
 PAGE_SIZE = 8
 
 
 def _dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """Attention of one sequence: q [n, heads, d]; k, v [m, kv_heads, d]; seen bool [n, m]."""
+    """Return one sequence's attention: q [n, heads, d]; k, v [m, kv_heads, d]; seen bool [n, m]."""
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(np.asarray(x, np.float64), group, axis=1) for x in (k, v))
     logits = np.einsum("nhd,mhd->hnm", np.asarray(q, np.float64), k) * q.shape[-1] ** -0.5
@@ -65,7 +65,7 @@ def _config(num_heads: int, num_kv_heads: int, head_dim: int = 16, **others) -> 
 
 @dataclass(frozen=True)
 class _Pages:
-    """Pages of some sequences, scattered over a cache whose other pages are not numbers."""
+    """Pages of some sequences, scattered over a cache whose other pages are NaN."""
 
     table: np.ndarray  # int32 [sequences, pages]
     num_pages: int
@@ -85,7 +85,7 @@ class _Pages:
         )
 
     def batch(self, lengths, rows: Rows, implementation: str | None = None) -> AttentionBatch:
-        """The batch in which the first `lengths` tokens of each sequence are written."""
+        """Return the batch that writes the first `lengths` tokens of each sequence."""
         positions = np.concatenate([np.arange(length) for length in lengths])
         sequence = np.repeat(np.arange(len(lengths)), lengths)
         return AttentionBatch(
@@ -120,7 +120,7 @@ def _rows(kind: str, queries: np.ndarray, keys: np.ndarray, table: np.ndarray) -
 
 
 def _plan(rows: Rows, num_tokens: int, kv_heads: int, group: int) -> Plan:
-    """For kernels that work through one: items of a device with few programs."""
+    """Return the plan for kernels that need one: items of a device with few programs."""
     tiling = Tiling(
         kv_heads=kv_heads,
         group=group,
@@ -150,7 +150,7 @@ def _plan(rows: Rows, num_tokens: int, kv_heads: int, group: int) -> Plan:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("implementation", "seed"), RANDOM_CASES)
 def test_each_kind_is_dense_attention(implementation, kind, seed):
-    """Random ragged rows with grouped queries; the seed is in the test's name."""
+    """Random ragged rows with grouped queries agree; the seed is in the test's name."""
     random = np.random.default_rng(seed)
     kv_heads, group = int(random.integers(1, 4)), int(random.integers(1, 4))
     config = _config(kv_heads * group, kv_heads)
@@ -192,7 +192,7 @@ def test_each_kind_is_dense_attention(implementation, kind, seed):
 
 @pytest.mark.parametrize("implementation", ["xla", "cpu"])
 def test_cross_attention_of_a_decode_batch(implementation):
-    """One query a row, as a decode loop has them, beside an unused row."""
+    """A decode loop has one query per row; one row is unused."""
     config, pages = _config(6, 2), _Pages.of(3, 40, 0)
     keys, queries = np.array([33, 1, 40]), np.array([1, 0, 1])
     random = np.random.default_rng(0)
@@ -217,7 +217,7 @@ def _numpy(parameter: nnx.Param) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["causal", "bidirectional"])
 def test_a_self_attention_layer_of_either_kind(kind):
-    """The rows alone decide; rotary positions are the tokens' own, from 0 on, in both."""
+    """Only the rows differ; rotary positions are the tokens' positions, from 0 on, in both."""
     config = _config(6, 2, rope=Rope(), qkv_bias=True, o_bias=True)
     layer = Attention(config, ParamMaker(nnx.Rngs(0), "float32"))
     layer.bqkv[...] = jax.random.normal(jax.random.key(1), layer.bqkv.shape)
@@ -242,10 +242,10 @@ def test_a_self_attention_layer_of_either_kind(kind):
 
 @pytest.mark.parametrize(("num_shards", "dtype"), [(1, "float32"), (1, "int8"), (4, "float32")])
 def test_a_cross_attention_layer(num_shards, dtype):
-    """Queries in chunks of the decoder's sequences see the encoder's output, written once.
+    """Queries of the decoder in chunks attend to the encoder's output, which is written once.
 
-    Keys and values may be stored in eight bits, and heads split over a mesh, with copies of each
-    KV head where there are more shards.
+    Keys and values may be stored in 8 bits, and heads split over a mesh, with copies of each
+    KV head if there are more shards.
     """
     config = _config(8, 2, qkv_bias=True, o_bias=True)
     layer = CrossAttention(config, ParamMaker(nnx.Rngs(0), "float32"))
@@ -253,7 +253,7 @@ def test_a_cross_attention_layer(num_shards, dtype):
         bias[...] = jax.random.normal(jax.random.key(number), bias.shape)
     encoded_lengths, pages = np.array([21, 40, 3]), _Pages.of(3, 40, 0)
     encoded = jax.random.normal(jax.random.key(5), (encoded_lengths.sum(), 24))
-    # The decoder has one sequence a row, of which the last two read the same encoder's pages.
+    # Each sequence of the decoder is a row; the last two read the same encoder's pages.
     reads, lengths = [0, 1, 1], np.array([4, 1, 9])
     x = jax.random.normal(jax.random.key(6), (lengths.sum(), 24))
     wanted = _cross_attended(layer, x, encoded, lengths, encoded_lengths, reads)
@@ -288,7 +288,7 @@ def test_a_cross_attention_layer(num_shards, dtype):
 
 @partial(jax.jit, static_argnums=0)
 def _cross_steps(graphdef, params, cache, encoded, x, encoder_batch, decoder_batch):
-    """The encoder's step writes; the decoder's reads."""
+    """Return the encoder's step, which writes, and the decoder's step, which reads."""
     layer = nnx.merge(graphdef, params)
     writing = CrossContext(0, encoder_batch, cache)
     layer.write(encoded, writing)
@@ -315,7 +315,7 @@ def _cross_attended(layer, x, encoded, lengths, encoded_lengths, reads) -> np.nd
 
 
 def test_a_batch_that_writes_nothing_cannot_write():
-    """Self-attention with a cross batch is a mistake, and is named."""
+    """Self-attention with a cross batch raises an error that says so."""
     config, pages = _config(2, 2), _Pages.of(1, 8, 0)
     lengths = np.array([3])
     batch = pages.batch(lengths, _rows("cross", lengths, lengths, pages.table))

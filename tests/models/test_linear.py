@@ -26,9 +26,9 @@ from tests.models.serving import Server
 
 NUM_ADAPTERS, RANK = 3, 4
 PROMPT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 24)
-# Biases, tied embeddings, learned positions, projections at both ends, experts.
+# Variants with biases, tied embeddings, learned positions, projections at both ends, experts.
 FAMILIES = ("llama", "smollm2", "gpt2", "opt_350m", "qwen3_moe")
-# (shape, axes) of weights as layers have them.
+# (shape, axes) of the layers' weights.
 SHAPES = {
     "plain": ((24, 40), WeightAxes()),
     "fused": ((24, 2, 5, 4), WeightAxes()),
@@ -43,7 +43,7 @@ def _param(shape, seed: int = 0) -> nnx.Param:
 
 
 def _dequantised(dense: nnx.Param, axes: WeightAxes) -> nnx.Param:
-    """The dense weight that a quantised one stands for."""
+    """Return the dense weight that a quantised one represents."""
     weight = QuantisedWeight.of(dense, axes)
     stacked, summed, _ = axes.split(range(dense[...].ndim))
     scales = np.asarray(weight.scales[...])
@@ -54,7 +54,7 @@ def _dequantised(dense: nnx.Param, axes: WeightAxes) -> nnx.Param:
 
 
 def _adapted(dense: nnx.Param, axes: WeightAxes, rng: np.random.Generator) -> AdaptedWeight:
-    """A dense weight with random adapters, which change it by about a third."""
+    """Return a dense weight with random adapters, which change it by about a third."""
     weight = AdaptedWeight.empty(dense, axes, num_adapters=NUM_ADAPTERS, rank=RANK)
     for part in (weight.a, weight.b, weight.scale):
         part[...] = jnp.asarray(rng.standard_normal(part.shape), jnp.float32) * 0.4
@@ -62,7 +62,7 @@ def _adapted(dense: nnx.Param, axes: WeightAxes, rng: np.random.Generator) -> Ad
 
 
 def _merged(weight: AdaptedWeight, axes: WeightAxes, adapter: int) -> nnx.Param:
-    """The dense weight of a token with this adapter; -1 for none."""
+    """Return the dense weight of a token with this adapter; -1 for no adapter."""
     dense = np.asarray(weight.base[...], np.float64)
     if adapter < 0:
         return weight.base
@@ -110,7 +110,7 @@ def test_a_dense_product_sums_over_the_in_axes(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_quantised_weight_is_off_by_half_a_scale_at_most(shape):
-    """Each output channel has a scale of its own, and its largest number is stored exactly."""
+    """Each output channel has its own scale, and its largest number is stored exactly."""
     (shape, axes) = SHAPES[shape]
     dense = _param(shape)
     weight = QuantisedWeight.of(dense, axes)
@@ -127,7 +127,7 @@ def test_a_quantised_weight_is_off_by_half_a_scale_at_most(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_quantised_product_is_that_of_the_dequantised_weight(shape, dtype):
-    """In the activations' dtype, rounded as they are, or in the dtype that is asked for."""
+    """The result has the activations' dtype, rounded equally, or the requested dtype."""
     (shape, axes) = SHAPES[shape]
     dense, x = _param(shape), _input(shape, axes, 7).astype(dtype)
     quantised = Linear(QuantisedWeight.of(dense, axes), transposed=axes.transposed)
@@ -141,7 +141,7 @@ def test_a_quantised_product_is_that_of_the_dequantised_weight(shape, dtype):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_large_quantised_weight_is_never_widened_as_a_whole(transposed):
-    """Of a weight that takes 41 MB in float32, a product has less than 20 MB at a time."""
+    """For a weight of 41 MB in float32, a product needs less than 20 MB at a time."""
     shape = (20_001, 512) if transposed else (512, 20_001)
     axes = WeightAxes(transposed=transposed)
     dense, x = _param(shape), _input(shape, axes, 3)
@@ -154,7 +154,7 @@ def test_a_large_quantised_weight_is_never_widened_as_a_whole(transposed):
 @pytest.mark.parametrize("base", ["dense", "quantised"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_go_through_their_own_adapters(shape, base):
-    """Each token's product is that with the merged weight of its adapter; -1 is the base."""
+    """Each token's product is that with its adapter's merged weight; -1 is the base weight."""
     (shape, axes) = SHAPES[shape]
     dense = _param(shape)
     adapter = np.array([2, -1, 0, 1, 1, -1, 2], np.int32)
@@ -173,7 +173,7 @@ def test_tokens_go_through_their_own_adapters(shape, base):
 
 
 def test_an_adapter_that_is_not_a_number_reaches_its_own_tokens_only():
-    """Others' products stay what they are, to the bit."""
+    """The products of other tokens are unchanged, bit for bit."""
     shape, axes = SHAPES["fused"]
     weight = _adapted(_param(shape), axes, np.random.default_rng(1))
     x, adapter = _input(shape, axes, 4), jnp.asarray([0, 1, -1, 2])
@@ -186,7 +186,7 @@ def test_an_adapter_that_is_not_a_number_reaches_its_own_tokens_only():
 
 @pytest.mark.parametrize("kind", ["dense", "quantised", "adapted"])
 def test_groups_of_tokens_have_matrices_of_their_own(kind):
-    """Products by expert are those of each expert alone; tokens of no group get zeros."""
+    """Products by expert are those of each expert alone; tokens without a group get zeros."""
     experts, sizes = 4, np.array([3, 0, 5, 2])
     shape, axes = (experts, 24, 2, 6), WeightAxes(num_stacked=1)
     dense = _param(shape)
@@ -210,7 +210,7 @@ def test_groups_of_tokens_have_matrices_of_their_own(kind):
 
 
 def test_rows_of_an_embedding_are_those_of_the_weight():
-    """Quantised ones restored, adapted ones with the change that their logits have too."""
+    """Quantised rows are restored; adapted rows have the same change as their logits."""
     shape, axes = SHAPES["embedding"]
     dense, index = _param(shape), jnp.asarray([3, 3, 49, 0])
     adapter = jnp.asarray([1, -1, 0, 2])
@@ -237,7 +237,7 @@ def _model(variant: str, layer_layout: str = "unrolled"):
 
 
 def _logits(model, mesh=None, adapters=None) -> list[np.ndarray]:
-    """Of three sequences in a mixed batch, then in a decode batch; one array a sequence."""
+    """Return logits of three sequences, by sequence, in a mixed batch and then a decode batch."""
     graphdef, params = nnx.split(model)
     if mesh is not None:
         params = jax.device_put(params, state_shardings(params, mesh))
@@ -248,7 +248,7 @@ def _logits(model, mesh=None, adapters=None) -> list[np.ndarray]:
 
 
 def _adapt(model, change=lambda weight, axes: weight) -> None:
-    """Give every weight of a model the same random adapters each time; then `change` them."""
+    """Give every weight of a model the same random adapters in each call; then `change` them."""
     rng = np.random.default_rng(5)
     replace_weights(model, lambda dense, axes: change(_adapted(dense, axes, rng), axes))
 
@@ -269,7 +269,7 @@ def _mesh(num_shards: int):
 
 @pytest.mark.parametrize(("variant", "layer_layout", "num_shards"), CASES)
 def test_a_quantised_model_is_the_dequantised_one(variant, layer_layout, num_shards):
-    """With every weight of a product in eight bits, logits are those of the restored weights."""
+    """If every product's weight has 8 bits, logits are those of the restored weights."""
     quantised, restored = (_model(variant, layer_layout) for _ in range(2))
     replace_weights(quantised, QuantisedWeight.of)
     replace_weights(restored, _dequantised)
@@ -279,7 +279,7 @@ def test_a_quantised_model_is_the_dequantised_one(variant, layer_layout, num_sha
 
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_all_matrices_are_weights_of_products(variant):
-    """After quantising, only norms, biases, scales and learned positions are floating."""
+    """After quantising, only norms, biases, scales and learned positions are floats."""
     model = _model(variant)
     replace_weights(model, QuantisedWeight.of)
     floating = {
@@ -294,7 +294,7 @@ def test_all_matrices_are_weights_of_products(variant):
 
 @pytest.mark.parametrize(("variant", "layer_layout", "num_shards"), CASES)
 def test_sequences_have_the_adapters_of_their_rows(variant, layer_layout, num_shards):
-    """Each sequence of a batch has the logits of the model with its adapter's merged weights."""
+    """Each sequence of a batch has the logits of a model with its adapter's merged weights."""
     adapters = (1, -1, 2)
     model = _model(variant, layer_layout)
     _adapt(model)
@@ -312,7 +312,7 @@ def test_sequences_have_the_adapters_of_their_rows(variant, layer_layout, num_sh
 
 
 def test_quantising_after_adapting_leaves_the_adapters():
-    """The base is replaced inside, and rows still have their adapters."""
+    """The base weight is replaced, and rows still have their adapters."""
     model = _model("llama")
     _adapt(model)
     exact = _logits(model, adapters=(1, -1, 2))
@@ -338,9 +338,9 @@ def test_a_runtime_serves_a_quantised_model():
 
 
 def test_only_a_linear_multiplies_with_a_weight():
-    """No other module of the models calls a product kernel or reads a parameter to multiply it."""
+    """No other module of the models calls a product kernel or multiplies by a parameter."""
     folder = Path(jaxserve.__file__).parent / "models"
-    # Rotary tables go through a product with ones and zeros; attention weighs values.
+    # Rotary tables use a product with ones and zeros; attention multiplies values by weights.
     allowed = {"linear.py", "quantised.py", "adapters.py", "rope.py", "context.py"}
     products = {"matmul", "dot", "dot_general", "ragged_dot", "einsum", "tensordot"}
     found = [

@@ -28,7 +28,7 @@ CONFIG = LlamaConfig(
 
 
 class _Arrays:
-    """A `WeightSource` over a dictionary; counts what is read."""
+    """A `WeightSource` over a dictionary that counts the elements that are read."""
 
     where = "a dictionary"
 
@@ -96,7 +96,7 @@ def test_scanned_layout_stacks_the_unrolled_one():
 
 
 def test_loads_in_the_dtype_and_onto_the_mesh_asked_for():
-    """Arrays have the configuration's dtype and the given shardings; progress reaches the end."""
+    """Arrays have the configuration's dtype and the given shardings; progress reaches 100 %."""
     config = replace(CONFIG, dtype="bfloat16")
     _, abstract = abstract_model(config)
     shardings = state_shardings(abstract, make_mesh())

@@ -26,14 +26,14 @@ def checkpoint(request, tmp_path_factory):
 
 
 def test_prefill_in_one_go(checkpoint):
-    """A whole prompt in one step, with padding behind it, has PyTorch's logits."""
+    """A whole prompt in one step, with padding after it, has PyTorch's logits."""
     folder, wanted = checkpoint
     (got,) = Server.from_folder(folder).step([(0, PROMPT)])
     assert _relative_error(got, wanted) < 1e-4
 
 
 def test_chunked_prefill_then_decode(checkpoint):
-    """Chunks of a prompt, then single tokens, through the paged cache have PyTorch's logits."""
+    """Chunks of a prompt, then single tokens, have PyTorch's logits through the paged cache."""
     folder, wanted = checkpoint
     server = Server.from_folder(folder)
     got = [*server.step([(0, PROMPT[:14])]), *server.step([(0, PROMPT[14:29])])]
@@ -43,7 +43,7 @@ def test_chunked_prefill_then_decode(checkpoint):
 
 
 def test_mixed_batch(checkpoint):
-    """A sequence that decodes beside another's prefill has the logits it has alone."""
+    """A sequence that decodes beside another's prefill has the logits that it has alone."""
     folder, wanted = checkpoint
     server = Server.from_folder(folder)
     server.step([(0, PROMPT[:20]), (1, PROMPT[:3])])
@@ -53,7 +53,7 @@ def test_mixed_batch(checkpoint):
 
 
 def test_whole_sequences(checkpoint):
-    """Without a cache, as a trainer computes, logits are PyTorch's; what pads changes nothing."""
+    """Without a cache, as in training, logits are PyTorch's; padding has no effect."""
     folder, wanted = checkpoint
     tokens = jnp.stack([jnp.asarray(PROMPT), jnp.asarray(PROMPT).at[30:].set(0)])
     model = Server.from_folder(folder).model
@@ -72,7 +72,7 @@ def test_scanned_layers(tmp_path, variant):
 
 
 def test_bfloat16_checkpoint_computed_in_float32(tmp_path):
-    """bfloat16 weights widen to float32 without loss, so the logits agree as tightly."""
+    """bfloat16 weights widen to float32 without loss, so the same tolerance holds."""
     model = write_checkpoint("smollm2", tmp_path, torch.bfloat16)
     (got,) = Server.from_folder(tmp_path).step([(0, PROMPT)])
     assert _relative_error(got, torch_logits(model, PROMPT)) < 1e-4

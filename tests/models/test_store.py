@@ -63,7 +63,7 @@ def _blank_the_weights(path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"dtype": jnp.bfloat16, "layer_layout": "scanned"}])
 def test_the_second_load_restores_what_the_first_converted(path, cache, options):
-    """The second load equals the first and does not touch the tensors of the GGUF file."""
+    """The second load equals the first and does not read the tensors of the GGUF file."""
     first = _load(path, **options)
     assert first.params["embedding"][...].dtype == options.get("dtype", jnp.float32)
     assert first.config.dtype == jnp.dtype(options.get("dtype", jnp.float32)).name
@@ -80,7 +80,7 @@ def test_the_second_load_restores_what_the_first_converted(path, cache, options)
 
 
 def test_a_changed_file_is_converted_again(path, cache):
-    """Another file at the same path replaces the entry."""
+    """Another file at the same path replaces the cache entry."""
     first = _load(path)
     write_gguf(path, tokenizer=TOKENIZER, tied=True, seed=1)
     second = _load(path)
@@ -92,7 +92,7 @@ def test_a_changed_file_is_converted_again(path, cache):
 
 
 def test_dtype_and_layout_have_entries_of_their_own(path, cache):
-    """Variants of one file do not overwrite each other."""
+    """Variants of one file have separate entries."""
     _load(path)
     _load(path, layer_layout="scanned")
     _load(path, dtype=jnp.bfloat16)
@@ -130,10 +130,10 @@ def test_a_damaged_entry_is_noticed_and_rebuilt(path, cache, damage, caplog):
     _assert_same_params(first, _load(path))
 
 
-# Orbax leaves its other reads behind in a closed event loop when one fails.
+# If a read fails, Orbax leaves its other reads in a closed event loop.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_parameters_that_orbax_cannot_read_are_rebuilt(path, cache, caplog):
-    """Damage that sizes do not show, in Orbax's own metadata, is noticed on restoring."""
+    """Damage in Orbax's metadata, which leaves sizes unchanged, is detected when restoring."""
     first = _load(path)
     (entry,) = _entries(cache)
     for metadata in (entry / "params").rglob("zarr.json"):
@@ -144,7 +144,7 @@ def test_parameters_that_orbax_cannot_read_are_rebuilt(path, cache, caplog):
 
 
 def test_a_full_disk_while_saving_still_serves(path, cache, monkeypatch, caplog):
-    """The model loads; the log says what happened and what to do; no partial entry stays."""
+    """The model loads; the log has the reason and a remedy; no partial entry remains."""
 
     class Full:
         def __enter__(self):
@@ -167,7 +167,7 @@ def test_a_full_disk_while_saving_still_serves(path, cache, monkeypatch, caplog)
 
 
 def test_a_save_removes_what_a_killed_one_left(path, cache):
-    """Half-written folders go when they are older than a day; a running save keeps its own."""
+    """Half-written folders older than a day are removed; that of a running save stays."""
     old, young = (cache / "converted" / name for name in (".save-old", ".save-young"))
     for folder in (old, young):
         (folder / "params").mkdir(parents=True)
@@ -177,7 +177,7 @@ def test_a_save_removes_what_a_killed_one_left(path, cache):
 
 
 def test_an_unwritable_cache_still_serves(path, tmp_path, monkeypatch, caplog):
-    """A cache root that cannot be made is only warned about."""
+    """A cache root that cannot be created only causes a warning."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(path / "below-a-file"))
     with caplog.at_level(logging.WARNING, "jaxserve"):
         assert _load(path).tokenizer.encode("a")
@@ -185,7 +185,7 @@ def test_an_unwritable_cache_still_serves(path, tmp_path, monkeypatch, caplog):
 
 
 def test_a_mesh_places_the_parameters(path):
-    """Cold and from the cache, every parameter is where the rules put it."""
+    """Every parameter is where the rules place it, with and without the cache."""
     mesh = make_mesh()
     for _ in range(2):
         params = _load(path, mesh=mesh).params
@@ -205,7 +205,7 @@ def test_a_hugging_face_folder_loads_without_conversion(tmp_path, cache):
 
 
 def test_random_weights_need_only_a_configuration(tmp_path, path):
-    """A folder with config.json alone, a LlamaConfig, or a GGUF file; the seed decides."""
+    """A folder with only config.json, a LlamaConfig, or a GGUF file is enough; the seed decides."""
     (tmp_path / "hf").mkdir()
     given = {"model_type": "llama", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8}
     given |= {"num_hidden_layers": 1, "num_attention_heads": 2}
@@ -226,7 +226,7 @@ def test_random_weights_need_only_a_configuration(tmp_path, path):
 
 
 def test_wrong_options_and_names_are_refused(tmp_path):
-    """Each gets a typed error that says what to give instead."""
+    """Each gets a typed error with a remedy."""
     config = LlamaConfig(
         vocab_size=8,
         hidden_size=8,
@@ -248,7 +248,7 @@ def test_wrong_options_and_names_are_refused(tmp_path):
 
 
 def test_a_foreign_tokenizer_is_refused(tmp_path):
-    """A vocabulary larger than the embedding would index past it."""
+    """Ids of a vocabulary larger than the embedding would be out of range."""
     tokens = [*TOKENIZER["ggml.tokens"], "extra"]
     tokenizer = TOKENIZER | {"ggml.tokens": tokens, "ggml.token_type": [1] * len(tokens)}
     write_gguf(tmp_path / "m.gguf", tokenizer=tokenizer)

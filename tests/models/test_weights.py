@@ -1,4 +1,4 @@
-"""The notation for checkpoint tensors: any shard of a parameter is that part of the whole."""
+"""The notation for checkpoint tensors: a shard of a parameter is that part of the whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxserve.models.weights import Tensor, Weight, gate_and_up, split_qkv
 
 LAYER = 3
 GROUP = 2
-# Of a parameter by the names of its axes.
+# Sizes of a parameter by the names of its axes.
 SIZES = {"e": 6, "k": 4, "x": GROUP + 2, "d": 4, "u": 2, "m": 5, "n": 3}
 WEIGHTS = {
     "as it is": Weight.of("w", "e m"),
@@ -29,7 +29,7 @@ WEIGHTS = {
 
 
 class _Arrays:
-    """A `WeightSource` of random tensors; remembers how much of each was read."""
+    """A `WeightSource` of random tensors that records how much of each was read."""
 
     where = "memory"
 
@@ -56,7 +56,7 @@ def _whole(weight, source, shape):
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(data=st.data(), name=st.sampled_from(sorted(WEIGHTS)))
 def test_a_shard_is_that_part_of_the_whole(data, name):
-    """Whatever range of every axis is asked for, and nothing is left unfilled."""
+    """Any range of every axis can be read, and every element is filled."""
     weight = WEIGHTS[name]
     shape = [SIZES[axis] for axis in weight.axes.split()]
     source = _Arrays(weight.needed(shape, layer=LAYER))
@@ -72,7 +72,7 @@ def test_a_shard_is_that_part_of_the_whole(data, name):
 
 
 def test_heads_are_where_they_belong():
-    """A fused projection holds each KV head's queries, key and value, as the tensors have them."""
+    """A fused projection holds each KV head's queries, key and value in the tensors' order."""
     shape = [SIZES[axis] for axis in "ekxd"]
     source = _Arrays(WEIGHTS["split"].needed(shape, layer=LAYER))
     whole = _whole(WEIGHTS["split"], source, shape)
@@ -86,7 +86,7 @@ def test_heads_are_where_they_belong():
 
 @pytest.mark.parametrize("name", ["split", "heads in"])
 def test_a_shard_of_heads_reads_no_others(name):
-    """Splitting a projection over KV heads reads its share of the tensors."""
+    """A shard of a projection over KV heads reads only its share of the tensors."""
     weight = WEIGHTS[name]
     axes = weight.axes.split()
     shape = [SIZES[axis] for axis in axes]

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, in a kernel of its own."""
+"""Every notebook runs from top to bottom, in its own kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_notebook_runs(path, smollm2_path):
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(cell.outputs for cell in cells), "clear the outputs before committing"
-    # Optax, which a notebook calls as its readers do, is not written for strict promotion.
+    # Optax, which a notebook calls directly, does not support strict promotion.
     env = os.environ | {"JAX_NUMPY_DTYPE_PROMOTION": "standard"}
     client = NotebookClient(notebook, timeout=300, kernel_name="python3")
     client.execute(cwd=str(path.parent), env=env)

@@ -1,4 +1,4 @@
-"""Compiling C++ kernels on first use: kept, shared, and announced when it cannot be done."""
+"""Compiling C++ kernels on first use: stored, shared, and reported if it fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def small(cache, tmp_path):
-    """A source that compiles in no time."""
+    """A source that compiles quickly."""
     source = tmp_path / "kernels" / "small.cc"
     source.parent.mkdir()
     source.write_text('extern "C" int answer() { return 42; }')
@@ -39,7 +39,7 @@ def small(cache, tmp_path):
 
 @pytest.fixture
 def compiler(monkeypatch, tmp_path):
-    """A script that calls the compiler, and whose runs are lines of the file beside it."""
+    """A script that calls the compiler and records each run as a line in a file beside it."""
     real = shutil.which(os.environ.get("CXX", "c++"))
     script = tmp_path / "c++"
     script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/runs\nexec {real} "$@"\n')
@@ -49,7 +49,7 @@ def compiler(monkeypatch, tmp_path):
 
 
 def test_a_kernel_is_compiled_once_a_machine(small, cache, compiler):
-    """The second call finds the library, without a compiler run; nothing else is left behind."""
+    """The second call uses the library without a compiler run; no other files remain."""
     library = build.compile_library(small)
     assert list(cache.iterdir()) == [library]
     assert build.compile_library(small) == library
@@ -58,7 +58,7 @@ def test_a_kernel_is_compiled_once_a_machine(small, cache, compiler):
 
 
 def check_without_a_compiler() -> None:
-    """In a process that has loaded no kernel: what it serves with, and what it says."""
+    """Return the implementation and messages of a process that has loaded no kernel."""
     said = queue.SimpleQueue()
     logging.getLogger("pallas_kernels").addHandler(QueueHandler(said))
     inputs = q, k_pages, v_pages, rows = make_inputs(TEST_SHAPES[3], seed=0)
@@ -71,7 +71,7 @@ def check_without_a_compiler() -> None:
 
 
 def test_without_a_compiler_xla_serves_and_a_warning_says_why(cache, tmp_path):
-    """The choice falls back to XLA; asking for the kernel by name is an error with the remedy."""
+    """XLA is chosen instead; requesting the kernel by name is an error with a remedy."""
     environment = {**os.environ, "PATH": str(tmp_path)}
     environment.pop("CXX", None)
     done = subprocess.run(
@@ -86,7 +86,7 @@ def test_without_a_compiler_xla_serves_and_a_warning_says_why(cache, tmp_path):
 
 
 def test_a_failing_compiler_is_quoted(cache, tmp_path):
-    """A source that does not compile is refused with the compiler's own words, and no litter."""
+    """A source that does not compile raises with the compiler's output; no files remain."""
     source = tmp_path / "broken.cc"
     source.write_text("int main( {")
     with pytest.raises(NotImplementedError, match="error"):
@@ -96,7 +96,7 @@ def test_a_failing_compiler_is_quoted(cache, tmp_path):
 
 @pytest.mark.parametrize("damage", ["cut", "emptied", "changed"])
 def test_a_damaged_library_is_compiled_again(small, damage):
-    """Half a library is never loaded: it is replaced by a whole one, which serves."""
+    """A truncated library is not loaded but replaced by a whole one, which serves."""
     library = build.compile_library(small)
     content = library.read_bytes()
     half = len(content) // 2
@@ -109,7 +109,7 @@ def test_a_damaged_library_is_compiled_again(small, damage):
 
 
 def test_a_library_without_the_symbol_is_compiled_again(small, caplog):
-    """A whole library that is another one is replaced, though the process has loaded it."""
+    """Another library at the same path is replaced, although the process has loaded it."""
     other = small.with_name("other.cc")
     other.write_text('extern "C" int question() { return 0; }')
     library = build.compile_library(small)
@@ -120,14 +120,14 @@ def test_a_library_without_the_symbol_is_compiled_again(small, caplog):
 
 
 def test_a_library_that_never_loads_is_refused_by_name(small):
-    """After one more compilation the error names the library, the same one at every call."""
+    """After one more compilation the error names the library, in every call."""
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=r"kernels-small-\w+\.so cannot be loaded"):
             build.cpu_target(small, "no_such_symbol")
 
 
 def test_another_compiler_version_compiles_again(small, monkeypatch, tmp_path):
-    """The compiler is known by what it says of itself, not by its path."""
+    """A compiler is identified by its version output, not by its path."""
     real = shutil.which(os.environ.get("CXX", "c++"))
     compiler = tmp_path / "c++"
     monkeypatch.setenv("CXX", str(compiler))

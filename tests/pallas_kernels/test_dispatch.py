@@ -1,4 +1,4 @@
-"""Which implementation serves a call, of several that were asked for, and what is said of it."""
+"""The implementation that serves a call, of several requested ones, and the reported reasons."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _call(asked: str | None, preferred: tuple[str, ...] = ()):
 
 
 def test_the_first_that_can_serves():
-    """Of several the first that does not refuse; the reason says why others did."""
+    """The first implementation that does not refuse serves; the reason has the others' refusals."""
     np.testing.assert_array_equal(_call("first,twice"), 2 * np.ones(3))
     choice = dispatch.choices()[-1]
     assert (choice.implementation, choice.reason) == ("twice", "first refused: it is tired")
@@ -34,7 +34,7 @@ def test_the_first_that_can_serves():
 
 
 def test_none_of_those_asked_for_can():
-    """What was asked for and cannot is an error with every reason, never another one."""
+    """The error has every reason, and no other implementation is used."""
     with pytest.raises(NotImplementedError, match="^it is tired$"):
         _call("first", ("twice",))
     with pytest.raises(NotImplementedError, match="first refused: it is tired; second refused"):
@@ -42,13 +42,13 @@ def test_none_of_those_asked_for_can():
 
 
 def test_an_unknown_name_is_refused():
-    """A name that is none is an error, also behind one that can serve."""
+    """An unknown name is an error, also after a name that can serve."""
     with pytest.raises(ValueError, match="'thrice' is unknown; pass one of"):
         _call("twice,thrice")
 
 
 def test_without_a_wish_the_platform_chooses():
-    """Those preferred in order, then XLA, with the reasons of those that refused."""
+    """The preferred ones are tried in order, then XLA, with the reasons of the refusals."""
     np.testing.assert_array_equal(_call(None, ("first", "twice")), 2 * np.ones(3))
     np.testing.assert_array_equal(_call(None, ("first",)), np.ones(3))
     choice = dispatch.choices()[-1]

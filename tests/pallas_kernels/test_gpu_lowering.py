@@ -1,4 +1,4 @@
-"""Every configuration of the GPU kernels becomes code for CUDA, on machines without a GPU."""
+"""Every configuration of the GPU kernels is lowered for CUDA, on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pallas_kernels.cross import targeting
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
 def test_configurations_are_lowered(configuration):
-    """Traced for an H100, each call is made of our kernels alone, and none of them refuses."""
+    """Each call, traced for an H100, has only our kernels, and none of them refuses."""
     function, arguments = configuration.call()
     with targeting():
         traced = jax.jit(function).trace(**arguments)

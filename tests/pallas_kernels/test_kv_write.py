@@ -1,4 +1,4 @@
-"""Rotating, and writing keys and values into pages, agree with the references."""
+"""Rotating queries and keys, and writing keys and values into pages, agree with the reference."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pallas_kernels import kv_write, quantize, rotate_and_write
 from pallas_kernels.kv_write import reference
 from pallas_kernels.kv_write.shapes import TEST_SHAPES, WriteShape, make_inputs
 
-# Largest difference, relative to the reference: a rounding more or less in what is stored.
+# Largest difference relative to the reference: one rounding of the stored numbers.
 ALLOWED = {"float32": 1e-6, "bfloat16": 2**-7, "int8": 0.02, "float8_e4m3fn": 2**-3}
 
 
 def _inputs(seed: int, dtype: str):
-    """A ragged step: rows go on at random positions of scattered pages; padding on page 0."""
+    """Return a ragged step: rows at random positions of scattered pages; padding on page 0."""
     random = np.random.default_rng(seed)
     layers, heads, head_dim = random.integers(1, 5, 3)
     page_size = int(random.choice([1, 4, 8]))
@@ -43,7 +43,7 @@ def _inputs(seed: int, dtype: str):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_ragged_steps(seed, dtype):
-    """Every page but the null page has the reference's bits, the layer static or traced."""
+    """Every page except the null page has the reference's bits, with a static or traced layer."""
     pages, layer, *step = _inputs(seed, dtype)
     wanted = np.asarray(reference.kv_write(pages, layer, *step))
     assert not np.array_equal(wanted[:, 1:], pages[:, 1:])
@@ -57,7 +57,7 @@ def test_random_ragged_steps(seed, dtype):
 
 
 def test_padding_reaches_only_its_place_on_the_null_page():
-    """Several tokens at one place of page 0: one of them stays whole, nothing else changes."""
+    """Of several tokens at one place of page 0, one is written whole; nothing else changes."""
     pages = jnp.zeros((2, 3, 2, 4, 8))
     values = jnp.broadcast_to(jnp.arange(1.0, 4.0)[:, None, None], (3, 2, 8))
     where = jnp.zeros(3, jnp.int32)
@@ -71,9 +71,9 @@ def test_padding_reaches_only_its_place_on_the_null_page():
 @pytest.mark.parametrize("shape", TEST_SHAPES, ids=str)
 @pytest.mark.parametrize("seed", range(2))
 def test_rotated_and_written(implementation, shape, seed):
-    """Queries come back, keys and values lie in their places, and nothing else has changed.
+    """Queries are returned, keys and values are in their places, and nothing else changes.
 
-    The layer static, or traced.
+    The layer is static or traced.
     """
     inputs = make_inputs(shape, seed, padding=shape.tokens // 4)
     layer = seed % 2
@@ -91,7 +91,7 @@ def _check_written(shape: WriteShape, inputs, got, wanted) -> None:
             assert new is None
             continue
         assert new.dtype == right.dtype == inputs[name].dtype
-        # Page 0 takes the padding.
+        # Page 0 gets the padding.
         old, new, right = (np.asarray(x)[:, 1:] for x in (inputs[name], new, right))
         is_same = _bits(right) == _bits(old)
         assert not is_same.all()
@@ -110,7 +110,7 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 def test_values_that_are_no_numbers_stay_in_their_head():
-    """A head of infinities and one of not-a-number leave every other head as it is."""
+    """A head of infinities and a head of NaN leave all other heads unchanged."""
     shape = TEST_SHAPES[0]
     inputs = make_inputs(shape, seed=0)
     write = partial(rotate_and_write, layer=0, implementation="triton_interpreted")
@@ -128,7 +128,7 @@ def test_values_that_are_no_numbers_stay_in_their_head():
 
 
 def test_a_donated_cache_is_written_in_place():
-    """The same memory afterwards, and no temporaries of the cache's size, the layer traced."""
+    """The memory is the same, without temporaries of the cache's size, with a traced layer."""
     shape = TEST_SHAPES[0]
     inputs = make_inputs(shape, seed=0)
     size = (3, 500, shape.kv_heads, shape.page_size, shape.head_dim)
@@ -145,7 +145,7 @@ def test_a_donated_cache_is_written_in_place():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_contradictory_shapes_are_refused():
-    """Shapes that cannot belong together, and unknown implementations, are errors that say so."""
+    """Inconsistent shapes and unknown implementations raise errors that say so."""
     inputs = make_inputs(TEST_SHAPES[0], seed=0)
     write = partial(rotate_and_write, layer=0)
     with pytest.raises(ValueError, match="group \\+ 2"):
@@ -167,7 +167,7 @@ def test_contradictory_shapes_are_refused():
     ("dtype", "share", "of_scale"), [("int8", 0.0, 0.5), ("float8_e4m3fn", 2**-4, 2**-10)]
 )
 def test_quantized_values_are_restored_within_half_a_step(dtype, share, of_scale):
-    """Steps are a scale wide, or with a mantissa of three bits an eighth of the power of two."""
+    """A step is one scale, or, with a mantissa of three bits, an eighth of the power of two."""
     values = jnp.asarray(np.random.default_rng(0).standard_cauchy((50, 3, 16)), jnp.float32)
     values = values.at[7].set(0.0)
     quantized, scales = jax.jit(quantize, static_argnums=1)(values, dtype)
@@ -182,7 +182,7 @@ def test_quantized_values_are_restored_within_half_a_step(dtype, share, of_scale
 @pytest.mark.parametrize("wrong", [jnp.nan, jnp.inf, -jnp.inf])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_what_is_not_a_number_stays_none(dtype, wrong):
-    """In the scale, and so in all of its vector; the vectors beside it are as ever."""
+    """NaN is in the scale, and so in the whole vector; neighbouring vectors are unchanged."""
     values = jnp.ones((2, 8)).at[1, 3].set(wrong)
     quantized, scales = quantize(values, dtype)
     restored = quantized.astype(jnp.float32) * scales[..., None]
@@ -191,6 +191,6 @@ def test_what_is_not_a_number_stays_none(dtype, wrong):
 
 
 def test_other_dtypes_have_no_scales():
-    """The error lists those that have."""
+    """The error lists the dtypes with scales."""
     with pytest.raises(ValueError, match="'bfloat16' .* one of .*'int8'"):
         quantize(jnp.ones((2, 8)), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Products with weights agree with NumPy's in float64, and a row's bits are its own."""
+"""Products with weights agree with NumPy's in float64, and a row's bits depend only on the row."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pallas_kernels import matmul
 from sharding import make_mesh
 
-# Rows around a tile, a row block and the change from reading in place to packing; widths around a
-# panel and a strip; depths around a block.
+# Numbers of rows around a tile, a row block and the threshold for packing; widths around a panel
+# and a strip; depths around a block.
 ROWS = st.sampled_from([1, 2, 3, 7, 8, 9, 31, 32, 33, 63, 64, 65, 128, 129, 200])
 DEPTHS = st.sampled_from([1, 3, 15, 16, 17, 63, 64, 65, 100, 576, 577, 1153])
 WIDTHS = st.sampled_from([1, 5, 16, 24, 47, 48, 49, 96, 97, 500, 1600])
@@ -35,7 +35,7 @@ def _draw(rows: int, depth: int, width: int, transposed: bool) -> tuple[jax.Arra
     implementation=st.sampled_from(["xla", "cpu"]),
 )
 def test_agrees_with_float64(rows, depth, width, transposed, implementation):
-    """Any rows, depth and width, both orientations, by each implementation."""
+    """Any rows, depth, width and orientation agree, for each implementation."""
     x, weight = _draw(rows, depth, width, transposed)
     got = matmul(x, weight, transposed=transposed, implementation=implementation)
     wide = np.asarray(weight, np.float64)
@@ -46,7 +46,7 @@ def test_agrees_with_float64(rows, depth, width, transposed, implementation):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_bits_of_a_row_are_its_own(transposed):
-    """A row gives the same bits alone, among a few, and where the weight is packed."""
+    """A row has the same bits alone, with a few rows, and with a packed weight."""
     x, weight = _draw(200, 700, 130, transposed)
     whole = np.asarray(matmul(x, weight, transposed=transposed, implementation="cpu"))
     for first, count in ((0, 1), (3, 8), (5, 33), (17, 64), (40, 150)):
@@ -56,7 +56,7 @@ def test_the_bits_of_a_row_are_its_own(transposed):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_it_can_be_differentiated(transposed):
-    """Gradients with respect to both operands are XLA's."""
+    """Gradients with respect to both operands equal XLA's."""
     x, weight = _draw(5, 40, 24, transposed)
 
     def loss(x, weight, implementation):
@@ -70,14 +70,14 @@ def test_it_can_be_differentiated(transposed):
 
 
 def test_several_axes_out():
-    """A weight [in, ...out] gives [tokens, ...out], the same numbers as its matrix."""
+    """A weight [in, ...out] gives [tokens, ...out] with the numbers of its matrix product."""
     x, weight = _draw(5, 40, 24, False)
     got = matmul(x, weight.reshape(40, 2, 3, 4))
     np.testing.assert_array_equal(got, matmul(x, weight).reshape(5, 2, 3, 4))
 
 
 def test_what_is_not_finite_stays_in_its_row():
-    """NaN in one row reaches no other, and what is infinite stays so."""
+    """NaN in one row does not reach another row, and infinities stay."""
     x, weight = _draw(20, 100, 60, False)
     x = x.at[4, 7].set(jnp.nan).at[9, 0].set(jnp.inf)
     got = np.asarray(matmul(x, weight, implementation="cpu"))
@@ -89,7 +89,7 @@ def test_what_is_not_finite_stays_in_its_row():
 
 
 def test_other_precisions_are_served_by_xla():
-    """The choice falls to XLA; the kernel asked for by name says what it can do."""
+    """XLA is chosen; the kernel, requested by name, says which precisions it serves."""
     x, weight = (each.astype(jnp.bfloat16) for each in _draw(4, 32, 8, False))
     got = matmul(x, weight, out_dtype=jnp.float32)
     assert got.dtype == jnp.float32
@@ -99,7 +99,7 @@ def test_other_precisions_are_served_by_xla():
 
 
 def test_under_a_mesh_xla_serves():
-    """XLA can partition its own product, not the kernel."""
+    """XLA can partition its own product, but not the kernel."""
     x, weight = _draw(4, 32, 8, False)
     mesh = make_mesh(tensor=2)
     product = jax.jit(lambda x, weight: matmul(x, weight))

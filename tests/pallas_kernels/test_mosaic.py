@@ -1,7 +1,7 @@
-"""The Mosaic kernel in JAX's interpreter, which looks for races: agreement with the reference.
+"""The Mosaic kernel in JAX's interpreter, which detects races, agrees with the reference.
 
-The interpreter came with JAX 0.11; `make kernel-gate` runs these in an environment that has it. It
-sees neither layouts nor alignment: of those, compiling tells.
+The interpreter exists since JAX 0.11; `make kernel-gate` runs these tests in an environment with
+it. The interpreter models neither layouts nor alignment; compilation checks those.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALLOWED = {"float16": 1e-3, "bfloat16": 6e-3}
 
 @pytest.fixture(autouse=True)
 def no_races():
-    """After a test, the interpreter has seen no race in it."""
+    """Check after a test that the interpreter has found no race."""
     yield
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
@@ -63,7 +63,7 @@ def test_random_ragged_batches(seed):
 
 @pytest.mark.parametrize("page_size", [64, 128])
 def test_two_heads_and_long_rows(page_size):
-    """Items of several heads and programs; blocks that are masked at neither end, and reused."""
+    """Items have several heads and programs; some blocks need no mask, and blocks are reused."""
     shape = AttentionShape(
         name="long",
         num_heads=4,
@@ -76,7 +76,7 @@ def test_two_heads_and_long_rows(page_size):
 
 
 def test_a_window_within_long_rows():
-    """Blocks before the window are left out, and those at its edge masked."""
+    """Blocks before the window are skipped, and blocks at its edge are masked."""
     shape = AttentionShape(
         name="window", num_heads=2, num_kv_heads=1, head_dim=64, page_size=64, rows=((70, 900),)
     )
@@ -84,7 +84,7 @@ def test_a_window_within_long_rows():
 
 
 def test_rows_that_have_gone_or_shrunk_since_the_plan():
-    """Work items of rows that are gone, and of contexts that end before the queries, do no harm."""
+    """Work items of rows that have ended, and of contexts that end early, do no harm."""
     shape = AttentionShape(
         name="rows", num_heads=2, num_kv_heads=1, head_dim=64, page_size=32, rows=((40, 90),) * 4
     )
@@ -99,7 +99,7 @@ def test_rows_that_have_gone_or_shrunk_since_the_plan():
 
 
 def test_a_row_has_the_same_bits_in_any_batch():
-    """The other rows of a batch change no bit of a row's output."""
+    """The other rows of a batch do not change the bits of a row's output."""
     shape = AttentionShape(
         name="crowd",
         num_heads=2,
@@ -122,7 +122,7 @@ def test_a_row_has_the_same_bits_in_any_batch():
 
 
 def test_what_is_refused():
-    """Each thing that the kernel does not serve is named in the refusal."""
+    """The refusal names each case that the kernel does not serve."""
     shape = AttentionShape(
         name="small", num_heads=2, num_kv_heads=1, head_dim=64, page_size=64, rows=((30, 30),)
     )
@@ -170,7 +170,7 @@ def _check(
 ) -> None:
     """Compare the rows' tokens with the reference, in float64 on the same numbers.
 
-    What lies outside the contexts, unused pages and the tails of pages, is poisoned.
+    All values outside of the contexts, in unused pages and in page tails, are NaN.
     """
     q, k_pages, v_pages, rows = inputs
     q, k_pages, v_pages = (x.astype(dtype) for x in (q, k_pages, v_pages))
@@ -201,7 +201,7 @@ def _attend(q, k_pages, v_pages, rows: Rows, work: Plan, **options) -> jax.Array
 
 
 def _plan(q, k_pages, rows: Rows, programs: int = 2) -> Plan:
-    """Work items of a device so small that each program has several."""
+    """Return work items for a device so small that each program has several."""
     tiling = Tiling(
         kv_heads=k_pages.shape[2],
         group=q.shape[1] // k_pages.shape[2],

@@ -1,4 +1,4 @@
-"""The compiled kernels on a real GPU, every configuration; skipped where there is none."""
+"""The compiled kernels on a real GPU, in every configuration; skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONTEXTS = (1, 63, 64, 65, 511, 513, 700, 1500, 2047, 3000)
 
 @pytest.mark.parametrize("configuration", (*CONFIGURATIONS, *MOSAIC_CONFIGURATIONS), ids=str)
 def test_agrees_with_float32(configuration):
-    """Ragged batches of rows short and long, poisoned where nothing may be read."""
+    """Ragged batches of short and long rows agree; values that must not be read are NaN."""
     q, k_pages, v_pages, rows, options = _inputs(configuration)
     longest = 1 if configuration.is_decode else None
     attend = partial(paged_attention, max_query_length=longest, **options)
@@ -38,7 +38,7 @@ def test_agrees_with_float32(configuration):
     got = jax.jit(partial(attend, implementation=configuration.kind), static_argnums=3)(
         q, k_pages, v_pages, 1, rows, plan=work
     )
-    # The default on GPUs is TF32, whose error is larger than what is allowed in float32.
+    # The default on GPUs is TF32, whose error exceeds the tolerance for float32.
     with jax.default_matmul_precision("highest"):
         wanted = attend(q.astype(jnp.float32), k_pages, v_pages, 1, rows, implementation="xla")
     got, wanted = np.asarray(got, np.float32), np.asarray(wanted)
@@ -51,7 +51,7 @@ def test_agrees_with_float32(configuration):
     "configuration", (*CONFIGURATIONS[:2], *MOSAIC_CONFIGURATIONS[:2]), ids=str
 )
 def test_a_row_has_the_same_bits_in_any_batch(configuration):
-    """Alone, split over the whole chip, and in a crowd, where nothing is split."""
+    """The bits are the same alone, split over the whole GPU, and in a batch without splits."""
     q, k_pages, v_pages, rows, options = _inputs(configuration)
     longest = 1 if configuration.is_decode else None
     run = jax.jit(
@@ -80,7 +80,7 @@ def test_a_row_has_the_same_bits_in_any_batch(configuration):
 
 @pytest.mark.parametrize("shape", write_shapes.GPU_SHAPES, ids=str)
 def test_writes_agree_with_xla(shape):
-    """Queries, pages and scales, but for the null page, which takes the padding."""
+    """Queries, pages and scales agree, except the null page, which gets the padding."""
     inputs = write_shapes.make_inputs(shape, seed=0, padding=3)
     got, wanted = (
         jax.jit(partial(rotate_and_write, implementation=name))(**inputs, layer=1)
@@ -95,7 +95,7 @@ def test_writes_agree_with_xla(shape):
 
 @pytest.mark.parametrize("configuration", copy_shapes.CONFIGURATIONS, ids=str)
 def test_copies_agree_with_xla(configuration):
-    """Every bit of every page; one of them goes nowhere."""
+    """Every bit of every page agrees; one target is past the end."""
     function, names = configuration.call()
     shape = configuration.shape
     order = np.random.default_rng(0).permutation(shape.num_pages).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Copying pages agrees with the reference, byte for byte, and happens in place."""
+"""Copies of pages agree with the reference, byte for byte, and happen in place."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SEEDS = pytest.mark.parametrize("seed", range(2))
 
 @pytest.fixture(params=["xla", "triton_interpreted"])
 def implementation(request):
-    """Each that is compared with the reference."""
+    """Each implementation that is compared with the reference."""
     return request.param
 
 
 def _random(random: np.random.Generator, dtype: str, *size: int) -> jax.Array:
-    """Whole numbers, or others with not-a-number among them."""
+    """Return random integers, or floats with NaN among them."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.asarray(random.integers(-128, 128, size), dtype)
     values = random.standard_normal(size)
@@ -35,7 +35,7 @@ def _bytes(array: jax.Array) -> np.ndarray:
 
 
 def _places(random: np.random.Generator, shape: CopyShape) -> tuple[jax.Array, jax.Array]:
-    """Sources, some of them twice, and as many targets, one of which is past the end."""
+    """Return sources, some of them twice, and as many targets, one of them past the end."""
     order = random.permutation(shape.num_pages)
     source = random.choice(order[: shape.num_pages - shape.count], shape.count)
     target = order[shape.num_pages - shape.count :].copy()
@@ -46,7 +46,7 @@ def _places(random: np.random.Generator, shape: CopyShape) -> tuple[jax.Array, j
 @SHAPES
 @SEEDS
 def test_pages_are_gathered(implementation, shape, seed):
-    """In any order, repeated, and nothing of any other page among them."""
+    """Pages may come in any order and repeat; no other page is read."""
     random = np.random.default_rng(seed)
     pages, (source, _) = _random(random, shape.dtype, *shape.array), _places(random, shape)
     got = jax.jit(partial(gather_pages, implementation=implementation))(pages, source)
@@ -58,7 +58,7 @@ def test_pages_are_gathered(implementation, shape, seed):
 @SHAPES
 @SEEDS
 def test_pages_are_scattered(implementation, shape, seed):
-    """Each to its place, none past the end, and every other page keeps its bits."""
+    """Each page goes to its place, none goes past the end, and other pages keep their bits."""
     random = np.random.default_rng(seed)
     pages, (_, target) = _random(random, shape.dtype, *shape.array), _places(random, shape)
     values = _random(random, shape.dtype, shape.layers, shape.count, *shape.page)
@@ -70,7 +70,7 @@ def test_pages_are_scattered(implementation, shape, seed):
 @SHAPES
 @SEEDS
 def test_pages_are_moved(implementation, shape, seed):
-    """One may go to several places; what lay there before is gone, the rest is untouched."""
+    """A page may go to several places; the targets are overwritten, and the rest is unchanged."""
     random = np.random.default_rng(seed)
     pages, places = _random(random, shape.dtype, *shape.array), _places(random, shape)
     got = jax.jit(partial(move_pages, implementation=implementation))(pages, *places)
@@ -81,7 +81,7 @@ def test_pages_are_moved(implementation, shape, seed):
 
 @SEEDS
 def test_overlapping_moves_go_through_a_copy(implementation, seed):
-    """A pool whose pages all change places, in cycles: gathered first, then scattered."""
+    """Pages that change places in cycles are gathered first, then scattered."""
     random = np.random.default_rng(seed)
     shape = TEST_SHAPES[0]
     pages = _random(random, shape.dtype, *shape.array)
@@ -92,7 +92,7 @@ def test_overlapping_moves_go_through_a_copy(implementation, seed):
 
 
 def test_every_array_of_a_tree(implementation):
-    """Keys, and scales that are smaller, in one call, to the host's side and back elsewhere."""
+    """Keys and smaller scales are copied in one call, to the host's side and back elsewhere."""
     random = np.random.default_rng(0)
     cache = {
         "keys": _random(random, "int8", 2, 9, 2, 8, 64),
@@ -109,7 +109,7 @@ def test_every_array_of_a_tree(implementation):
 
 @pytest.mark.parametrize("operation", ["scatter", "move"])
 def test_donated_pages_are_written_in_place(operation):
-    """The same memory afterwards, and no temporaries of the cache's size."""
+    """The memory is the same, without temporaries of the cache's size."""
     pages = jnp.zeros((2, 400, 2, 8, 32))
     some = jnp.arange(4, dtype=jnp.int32)
     if operation == "scatter":
@@ -125,7 +125,7 @@ def test_donated_pages_are_written_in_place(operation):
 
 
 def test_what_the_kernel_leaves_to_others():
-    """It says why: pages too small for a program, of no known dtype, or none at all."""
+    """It gives the reason: pages that are too small, of an unknown dtype, or no pages."""
     some = jnp.zeros(3, jnp.int32)
     gather = partial(gather_pages, source=some, implementation="triton_interpreted")
     with pytest.raises(NotImplementedError, match="less than 256 bytes"):
@@ -143,7 +143,7 @@ def test_what_the_kernel_leaves_to_others():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_contradictory_shapes_are_refused():
-    """Places that are no list, staged pages of another shape or dtype."""
+    """Targets that are not a list, and staged pages of another shape or dtype, are refused."""
     pages, some = jnp.zeros((2, 4, 8)), jnp.zeros(3, jnp.int32)
     with pytest.raises(ValueError, match=r"expected \[layers, pages, ...\]"):
         gather_pages(pages, some[None])

@@ -28,13 +28,13 @@ QUANTIZED = ("int8", "float8_e4m3fn")
 
 @pytest.fixture(params=["xla", "cpu", "triton_interpreted"])
 def attention(request):
-    """`paged_attention` by each implementation that is compared with the reference."""
+    """`paged_attention` of each implementation that is compared with the reference."""
     return partial(paged_attention, implementation=request.param)
 
 
 @pytest.fixture(params=["xla", "cpu"])
 def compiled_attention(request):
-    """Those that run here as they are compiled."""
+    """The implementations that run compiled on this machine."""
     return partial(paged_attention, implementation=request.param)
 
 
@@ -46,7 +46,7 @@ def _options(name: str, shape: AttentionShape) -> dict:
 
 
 def _check(attention, inputs, layer=1, max_query_length=None, **options) -> None:
-    """Compare the rows' tokens in relative norm; the other tokens must be finite."""
+    """Compare the rows' tokens in relative norm; other tokens must be finite."""
     q, k_pages, v_pages, rows = inputs
     work = _plan(q, k_pages, rows, max_query_length)
     attend = partial(attention, max_query_length=max_query_length, plan=work, **options)
@@ -101,7 +101,7 @@ def test_random_ragged_batches(attention, seed):
 @pytest.mark.parametrize("max_query_length", [None, 1])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_garbage_outside_the_context_is_never_seen(attention, poison, max_query_length):
-    """Not-a-number in the null page, unused pages and page tails leaves the output alone."""
+    """NaN in the null page, unused pages and page tails does not change the output."""
     if max_query_length == 1:
         q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=3)
     else:
@@ -112,7 +112,7 @@ def test_garbage_outside_the_context_is_never_seen(attention, poison, max_query_
 
 
 def test_one_row_with_not_a_number_leaves_the_others_alone(attention):
-    """A sequence whose own values are not numbers does not reach the rest of the batch."""
+    """A sequence whose own values are NaN does not affect the rest of the batch."""
     q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=4)
     work = _plan(q, k_pages, rows, 1)
     run = jax.jit(partial(attention, layer=0, rows=rows, max_query_length=1, plan=work))
@@ -124,7 +124,7 @@ def test_one_row_with_not_a_number_leaves_the_others_alone(attention):
 
 
 def test_several_rows_share_one_page_table(attention):
-    """A recomputed leading range and a new prompt of one sequence see each other's keys."""
+    """A recomputed leading range and a new prompt of one sequence attend to each other's keys."""
     shape = dataclasses.replace(_shape("prefill"), rows=((0, 40), (0, 40), (0, 40)))
     _, k_pages, v_pages, rows = make_inputs(shape, seed=5)
     rows = Rows(
@@ -159,7 +159,7 @@ def test_layer_may_be_traced(compiled_attention):
 
 @pytest.mark.parametrize("max_query_length", [None, 1])
 def test_the_cache_is_not_copied(compiled_attention, max_query_length):
-    """With donated pages, writing and attending need far less memory than the cache itself."""
+    """With donated pages, writing and attention need far less memory than the cache itself."""
     shape = AttentionShape(
         name="large_cache",
         num_heads=4,
@@ -189,7 +189,7 @@ def test_the_cache_is_not_copied(compiled_attention, max_query_length):
     [("cpu", None), ("cpu", "int8"), ("cpu", "float8_e4m3fn"), ("triton_interpreted", None)],
 )
 def test_a_row_has_the_same_bits_in_any_batch(implementation, dtype, decode):
-    """The other rows of a batch, and how its work is split, change no bit of a row's output."""
+    """Other rows of the batch, and the split of its work, do not change a row's bits."""
     shape = dataclasses.replace(_shape("chunk"), head_dim=64, rows=((1, 200), (1, 7), (1, 130)))
     if not decode:
         shape = dataclasses.replace(shape, rows=((40, 200), (7, 7), (130, 130)))
@@ -227,7 +227,7 @@ def test_a_row_has_the_same_bits_in_any_batch(implementation, dtype, decode):
     ],
 )
 def test_rows_outside_the_cache_fail_the_call(field, added, message):
-    """The compiled kernel checks rows before it reads or writes: an error, not a crash."""
+    """The compiled kernel checks rows before it reads or writes: it raises, not crashes."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=11)
     if field == "context_length":
         rows = dataclasses.replace(rows, first_position=rows.first_position + 10_000)
@@ -239,7 +239,7 @@ def test_rows_outside_the_cache_fail_the_call(field, added, message):
 @pytest.mark.parametrize("window", [None, 2, 6])
 @pytest.mark.parametrize("context", [-(2**31), -7, 0, 3])
 def test_a_context_that_ends_before_the_queries(compiled_attention, context, window):
-    """Queries past the context see what is left of it; zeros where that is nothing."""
+    """Queries past the context attend to the rest of it; their output is 0 if there is none."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=12)
     rows = dataclasses.replace(rows, context_length=jnp.minimum(rows.context_length, context))
     attend = partial(compiled_attention, q, k_pages, v_pages, 1, rows, sliding_window=window)
@@ -249,7 +249,7 @@ def test_a_context_that_ends_before_the_queries(compiled_attention, context, win
 @pytest.mark.parametrize("implementation", ["reference", "xla", "cpu", "triton_interpreted"])
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_quantized_pages_are_multiplied_by_their_scales(implementation, dtype):
-    """A scale a token and head gives the answer of the pages that they stand for."""
+    """With a scale per token and head, the answer is that of the restored pages."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=13)
     (k, k_scales), (v, v_scales) = (quantize(pages, dtype) for pages in (k_pages, v_pages))
     assert k.dtype == dtype and k_scales.shape == k_pages.shape[:4]
@@ -272,7 +272,7 @@ def test_quantized_pages_are_multiplied_by_their_scales(implementation, dtype):
 @pytest.mark.parametrize("dtype", QUANTIZED)
 @pytest.mark.parametrize("shape", TEST_SHAPES, ids=lambda shape: shape.name)
 def test_quantized_pages_on_the_cpu(shape, dtype):
-    """Ragged batches of all kinds of heads and pages, with every option; garbage is not seen."""
+    """Ragged batches of all kinds of heads and pages agree, with every option; NaN is not read."""
     q, k_pages, v_pages, rows = make_inputs(shape, seed=16, padding=5)
     (k, k_scales), (v, v_scales) = (quantize(pages, dtype) for pages in (k_pages, v_pages))
     held = _held(rows, k)[..., 0]
@@ -284,7 +284,7 @@ def test_quantized_pages_on_the_cpu(shape, dtype):
 
 
 def test_one_scale_that_is_not_a_number_leaves_the_other_rows_alone(attention):
-    """And its own row is told: eight bits cannot say it."""
+    """The row itself is NaN, which 8 bits cannot represent without the scale."""
     q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=17)
     (k, k_scales), (v, v_scales) = (quantize(pages, "int8") for pages in (k_pages, v_pages))
     work = _plan(q, k, rows, 1)
@@ -298,7 +298,7 @@ def test_one_scale_that_is_not_a_number_leaves_the_other_rows_alone(attention):
 @pytest.mark.parametrize("width", [256, 264])
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_every_number_of_eight_bits_is_read_as_it_is(dtype, width):
-    """By the C++ kernel, in vectors of either width: a token that sees itself alone."""
+    """The C++ kernel reads them in vectors of either width; a token attends only to itself."""
     numbers = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype))
     numbers = np.resize(numbers[np.isfinite(numbers.astype(np.float32))], width)
     pages = jnp.zeros((1, 2, 1, 1, width), dtype).at[0, 1, 0, 0].set(numbers)
@@ -314,7 +314,7 @@ def test_every_number_of_eight_bits_is_read_as_it_is(dtype, width):
 
 
 def test_the_cpu_kernel_refuses_other_pages():
-    """Eight bits without scales, floats with them, and half precision go to XLA, with a reason."""
+    """8 bits without scales, floats with scales, and half precision go to XLA, with a reason."""
     q, k_pages, v_pages, rows = make_inputs(_shape("decode"), seed=18)
     scales = dict.fromkeys(("k_scales", "v_scales"), k_pages[..., 0])
     for dtype, options in (("int8", {}), ("float32", scales), ("bfloat16", {})):
@@ -326,7 +326,7 @@ def test_the_cpu_kernel_refuses_other_pages():
 
 
 def test_a_row_that_shrank_since_the_plan():
-    """Work items of rows that have gone, or of longer contexts, do no harm, nor do empty ones."""
+    """Work items of ended rows or longer contexts, and empty work items, do no harm."""
     q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=14)
     longer = dataclasses.replace(
         rows,
@@ -345,7 +345,7 @@ def test_a_row_that_shrank_since_the_plan():
 
 
 def test_a_plan_of_other_heads_is_refused():
-    """A plan for other heads says so; none at all is a refusal that names what is missing."""
+    """A plan for other heads raises an error; without a plan the refusal names what is missing."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=15)
     attend = partial(
         paged_attention, q, k_pages, v_pages, 0, rows, implementation="triton_interpreted"
@@ -358,7 +358,7 @@ def test_a_plan_of_other_heads_is_refused():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_contradictory_shapes_are_refused():
-    """Shapes that cannot belong together, and unknown implementations, are errors that say so."""
+    """Inconsistent shapes and unknown implementations raise errors that say so."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=9)
     with pytest.raises(ValueError, match="multiple of kv_heads"):
         paged_attention(q[:, :3], k_pages, v_pages, 0, rows)
@@ -381,7 +381,7 @@ def test_contradictory_shapes_are_refused():
 
 
 def _plan(q, k_pages, rows: Rows, max_query_length: int | None = None) -> Plan:
-    """Work items of a device so small that these batches have every kind of them."""
+    """Return work items for a device so small that these batches have every kind of item."""
     tiling = Tiling(
         kv_heads=k_pages.shape[2],
         group=q.shape[1] // k_pages.shape[2],
@@ -413,7 +413,7 @@ def _shape(name: str) -> AttentionShape:
 
 
 def _decode_inputs(shape: AttentionShape, seed: int):
-    """Inputs in the decode form: token i is row i, unused rows' tokens included."""
+    """Return inputs in the decode form: token i is row i, including unused rows' tokens."""
     q, k_pages, v_pages, rows = make_inputs(shape, seed)
     starts = jnp.arange(len(shape.rows), dtype=jnp.int32)
     q = jax.random.normal(jax.random.key(seed), (len(shape.rows), *q.shape[1:]))
@@ -421,7 +421,7 @@ def _decode_inputs(shape: AttentionShape, seed: int):
 
 
 def _held(rows: Rows, pages: jax.Array) -> jax.Array:
-    """bool [1, pages, 1, page_size, 1]: the places of the rows' contexts."""
+    """Return the places of the rows' contexts, bool [1, pages, 1, page_size, 1]."""
     page_size = pages.shape[3]
     held = np.zeros((pages.shape[1], page_size), bool)
     for table, context in zip(np.asarray(rows.page_table), rows.context_length, strict=True):

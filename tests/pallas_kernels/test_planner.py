@@ -1,4 +1,4 @@
-"""Work items cover what the rows ask for, once, in the order that their bits promise."""
+"""Work items cover the rows' queries and keys exactly once, in the guaranteed order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.paged_attention.planner import Capacity, Launches, Plan, Tiling, plan
 
-# Small, so that small batches have every kind of item.
+# A small device, so that small batches have every kind of item.
 TILING = Tiling(
     kv_heads=2,
     group=2,
@@ -24,7 +24,7 @@ TILING = Tiling(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_query_meets_every_key_once(seed):
-    """A hundred random batches a seed: each allowed pair of query and key is in one item."""
+    """In a hundred random batches per seed, each allowed pair of query and key is in one item."""
     random = np.random.default_rng(seed)
     for _ in range(100):
         tiling, rows, window = _random_batch(random)
@@ -35,7 +35,7 @@ def test_every_query_meets_every_key_once(seed):
 
 
 def test_programs_share_the_work():
-    """No program has more than the mean and the longest item; the longest come first."""
+    """No program has more work than the mean plus the longest item; the longest come first."""
     random = np.random.default_rng(0)
     tiling = replace(TILING, split_programs=16)
     rows = _rows(random.integers(1, 3, 64), random.integers(3, 300, 64))
@@ -48,7 +48,7 @@ def test_programs_share_the_work():
 
 
 def test_few_rows_are_split_and_many_are_not():
-    """The split follows the batch: one long row fills the chip, enough rows need no merge."""
+    """One long row is split over the whole device; enough rows need no merge."""
     tiling = replace(TILING, split_programs=64)
     alone = _rows(np.asarray([1]), np.asarray([1000]))
     made = plan(tiling, _capacity(tiling, alone), **alone)
@@ -59,7 +59,7 @@ def test_few_rows_are_split_and_many_are_not():
 
 
 def test_splits_begin_at_fixed_positions():
-    """An item's splits begin at multiples of a split's keys, in any batch."""
+    """An item's splits begin at multiples of a split's number of keys, in any batch."""
     random = np.random.default_rng(1)
     long = (1, 777)
     for others in range(12):
@@ -74,7 +74,7 @@ def test_splits_begin_at_fixed_positions():
 
 
 def test_which_kernel_serves_a_row_depends_on_the_row_alone():
-    """Long rows go to the tile kernel, short ones and short ones behind long contexts do not."""
+    """Long rows go to the tile kernel; short rows, also after long contexts, do not."""
     tiling = Tiling(kv_heads=8, group=4, split_rows=16, tile_rows=64)
     rows = _rows(np.asarray([1, 4, 5, 40, 700]), np.asarray([9000, 4, 5, 9000, 9000]))
     made = plan(tiling, _capacity(tiling, rows), **rows)
@@ -83,7 +83,7 @@ def test_which_kernel_serves_a_row_depends_on_the_row_alone():
 
 
 def test_a_batch_over_the_capacity_is_refused():
-    """A plan that would not fit says so instead of dropping work."""
+    """A plan that would not fit raises instead of dropping work."""
     rows = _rows(np.ones(5, int), np.full(5, 9))
     capacity = replace(_capacity(TILING, rows), splits=4)
     with pytest.raises(ValueError, match="5 splits are more than the plan's capacity of 4"):
@@ -101,13 +101,13 @@ def test_a_batch_over_the_capacity_is_refused():
     ],
 )
 def test_tilings_that_contradict_themselves(wrong):
-    """Sizes that do not nest are refused where they are written down."""
+    """Sizes that are not multiples of each other are refused where they are defined."""
     with pytest.raises(ValueError, match="expected each|pass a multiple"):
         replace(TILING, **wrong)
 
 
 def _rows(lengths: np.ndarray, contexts: np.ndarray) -> dict[str, np.ndarray]:
-    """Rows whose queries are the last ones of their contexts."""
+    """Return rows whose queries are the last ones of their contexts."""
     return dict(
         query_length=lengths,
         first_position=np.maximum(contexts - lengths, 0),
@@ -129,7 +129,7 @@ def _random_batch(random: np.random.Generator):
     lengths = np.choose(kinds, [np.zeros(count, int), 1, 2, 3]) * random.integers(1, 20, count)
     lengths = np.where(kinds == 1, 1, lengths)
     rows = _rows(lengths, lengths + random.integers(0, 120, count))
-    # Some rows are a range inside of their sequence, and some queries lie past the context.
+    # Some rows are a range inside a sequence, and some queries are past the context.
     rows["context_length"] = np.maximum(rows["context_length"] + random.integers(-9, 30, count), 0)
     window = None if random.random() < 0.5 else int(random.integers(1, 60))
     return tiling, rows, window
@@ -147,7 +147,7 @@ def _capacity(tiling: Tiling, rows: dict[str, np.ndarray]) -> Capacity:
 
 
 def _allowed(rows: dict[str, np.ndarray], window: int | None) -> np.ndarray:
-    """[rows, queries, keys] of what may be seen."""
+    """Return the pairs that may attend, [rows, queries, keys]."""
     shape = _shape(rows)
     query, key = np.ogrid[: shape[1], : shape[2]]
     position = rows["first_position"][:, None, None] + query
@@ -162,7 +162,7 @@ def _shape(rows: dict[str, np.ndarray]) -> tuple[int, int, int]:
 
 
 def _pairs(made: Plan, rows: dict[str, np.ndarray], window: int | None) -> np.ndarray:
-    """How often each pair is computed, masked as the kernels do."""
+    """Return how often each pair is computed, masked as in the kernels."""
     times = np.zeros(_shape(rows), int)
     for row, first, count in made.tiles[: made.counts[0]]:
         times[row, first : first + count] += 1
@@ -180,7 +180,7 @@ def _keys_of_items(made: Plan, rows: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _check_partials(made: Plan, capacity: Capacity) -> None:
-    """Every merged partial result is written once, by the item of its queries and its split."""
+    """Check that each merged partial result is written once, by the item of its queries."""
     written = np.zeros(capacity.partials, int)
     owner = {}
     for row, first, count, begin, end, partial in made.splits[: made.counts[1]]:

@@ -1,4 +1,4 @@
-"""The tiling of a model follows its heads, the device, and which kernel was asked for."""
+"""The tiling of a model depends on its heads, the device, and the requested kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = dict(dtype="bfloat16", page_dtype="bfloat16")
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16, 33, 64])
 def test_no_query_is_shared_by_warpgroups(group):
-    """Each of the two has whole queries, as many as its 64 rows hold."""
+    """Each of the two warpgroups has whole queries, as many as fit in its 64 rows."""
     heads = dict(kv_heads=2, group=group, head_dim=64)
     tiling = tiling_for(device=H100, num_cores=H100_CORES, kind="mosaic", **heads)
     assert tiling.warpgroups is not None
@@ -27,7 +27,7 @@ def test_no_query_is_shared_by_warpgroups(group):
 
 
 def test_what_takes_registers_is_launched_otherwise():
-    """In float32 fewer keys at a time, with ALiBi or two masks more warps; all else as it is."""
+    """Float32 has fewer keys per iteration, ALiBi or two masks more warps; the rest is equal."""
     tiling = tiling_for(device=H100, num_cores=H100_CORES, **HEADS)
 
     def launches(dtype: str, *masks: str) -> Launches:
@@ -59,7 +59,7 @@ def test_what_takes_registers_is_launched_otherwise():
     ],
 )
 def test_the_tiles_are_those_of_the_kernel_that_comes_first(asked, heads, is_mosaic):
-    """Mosaic's tiles where it is asked for first and may serve such heads and pages."""
+    """Mosaic's tiles are used if it is requested first and may serve these heads and pages."""
     tiling = planned_tiling(jax.devices()[0], asked, **{**DTYPES, **HEADS, **heads})
     assert tiling is not None
     assert (tiling.warpgroups is not None) == is_mosaic
@@ -67,13 +67,13 @@ def test_the_tiles_are_those_of_the_kernel_that_comes_first(asked, heads, is_mos
 
 @pytest.mark.parametrize("asked", [None, "xla", "triton", "mosaic,triton"])
 def test_there_is_none_where_no_kernel_needs_a_plan(asked):
-    """On a CPU nothing works through plans but what is interpreted."""
+    """On a CPU only interpreted kernels use plans."""
     assert planned_tiling(jax.devices()[0], asked, **DTYPES, **HEADS) is None
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="this JAX is new enough for Mosaic")
 def test_mosaic_refuses_an_old_jax():
-    """The refusal says what is needed and what is there."""
+    """The refusal has the required and the present version."""
     q, k_pages, v_pages, rows = make_inputs(TEST_SHAPES[0], seed=1)
     with pytest.raises(NotImplementedError, match="JAX 0.11 or newer, not 0.10"):
         paged_attention(

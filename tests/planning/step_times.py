@@ -1,4 +1,4 @@
-"""A made-up table of step times, and plans to hold against it."""
+"""A made-up table of step times, and plans to compare with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG = EngineConfig(
 
 
 def made_up(config: EngineConfig = CONFIG) -> StepTimes:
-    """Straight lines and round numbers, each different from the others."""
+    """Return a table with straight lines and round numbers that all differ."""
     return StepTimes(
         origin=Origin(
             model={"num_layers": 2, "sliding_windows": (None, None), "dtype": "float32"},
@@ -44,7 +44,7 @@ def made_up(config: EngineConfig = CONFIG) -> StepTimes:
 
 
 def plan(rows: tuple[Row, ...], **fields: Any) -> StepPlan:
-    """A mixed step of these rows, unless said otherwise."""
+    """Return a plan of these rows; by default a mixed step."""
     nothing = ("swaps_out", "swaps_in", "releases", "moves", "admissions", "page_updates")
     defaults: dict[str, Any] = {name: () for name in nothing}
     defaults |= {"index": 0, "num_iterations": 1, "window_start": 0, "window_size": 0}

@@ -1,4 +1,4 @@
-"""Measuring: what is found is what was there, and the runtime is as good as before."""
+"""Profiling finds the actual step times and leaves the runtime unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["roomy", "two pages", "one slot"])
 def test_finds_the_cost_that_was_simulated(config):
-    """Measured on a simulated device, a table is the one that the device was given."""
+    """The table measured on a simulated device is the one with which it was simulated."""
     true, clock = made_up(config), VirtualClock()
     executor = SimulatedExecutor(config, clock, cost=true, reads_context=False)
     found = measure(executor, true.origin, clock, progress=False)
@@ -42,7 +42,7 @@ def test_finds_the_cost_that_was_simulated(config):
             continue
         expected, got = getattr(true, field.name), getattr(found, field.name)
         if field.name == "move_s" and config.max_slots == 1:
-            expected = 0.0  # there is nowhere to move to
+            expected = 0.0  # there is no slot to which one could move
         if not isinstance(got, dict):
             assert got == pytest.approx(expected), field.name
             continue
@@ -56,7 +56,7 @@ def test_finds_the_cost_that_was_simulated(config):
 
 
 def test_measures_a_device_and_leaves_it_as_it_was(tmp_path):
-    """It waits for who runs; answers before and after are the same; nothing compiles."""
+    """It waits for running requests; answers before and after are equal; nothing compiles."""
     prompts = random_prompts(6, longest=40)
     params = SamplingParams(max_tokens=20)
     with Runtime(

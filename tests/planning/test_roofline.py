@@ -1,4 +1,4 @@
-"""Rooflines by hand."""
+"""Rooflines, computed by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.planning.step_times import plan
 ROOFS = DeviceRoofs(
     flops=1000.0, memory_bytes_per_s=100.0, link_bytes_per_s=10.0, memory_bytes=1000.0
 )
-# Weights of 200 bytes; 8 bytes of KV a token.
+# Weights of 200 bytes; 8 bytes of KV per token.
 MODEL = ModelShape(num_params=100.0, num_layers=1, hidden_size=2)
 
 
@@ -23,7 +23,7 @@ def _rows(*num_tokens: int) -> tuple[Row, ...]:
 
 
 def test_a_small_batch_takes_as_long_as_its_weights_and_kv_are_read():
-    """Two seconds for the weights, and 0.08 a position."""
+    """It takes two seconds for the weights, and 0.08 per position."""
     cost = RooflineCost(model=MODEL, roofs=ROOFS, page_tokens=4)
     assert cost.kv_tokens == 100
     assert cost.device_s(StepWork(plan(_rows(1)), 0, (10,))) == pytest.approx(2.0 + 0.8)
@@ -33,13 +33,13 @@ def test_a_small_batch_takes_as_long_as_its_weights_and_kv_are_read():
 
 
 def test_a_prompt_takes_its_arithmetic():
-    """200 operations a token, and 8 a position attended to."""
+    """It takes 200 operations per token, and 8 per position attended to."""
     cost = RooflineCost(model=MODEL, roofs=ROOFS, page_tokens=4)
     assert cost.device_s(StepWork(plan(_rows(50)), 1275, (0,))) == pytest.approx(10.0 + 10.2)
 
 
 def test_a_pipeline_has_more_memory_and_arithmetic_and_reads_weights_once_a_part():
-    """Two stages: attention and arithmetic in half the time, the weights in as long."""
+    """With two stages attention and arithmetic take half the time, and the weights the same."""
     one = RooflineCost(model=MODEL, roofs=ROOFS, page_tokens=4)
     two = RooflineCost(model=MODEL, roofs=ROOFS, page_tokens=4, num_stages=2)
     assert two.kv_tokens == 225
@@ -57,7 +57,7 @@ def test_swapped_pages_pass_the_link():
 
 
 def test_query_heads_that_share_keys_halve_what_is_kept():
-    """Two to a head: 4 bytes a token, read and swapped; arithmetic stays."""
+    """With two query heads per KV head: 4 bytes per token to read and swap; equal arithmetic."""
     cost = RooflineCost(model=replace(MODEL, group_size=2), roofs=ROOFS, page_tokens=4)
     assert cost.kv_tokens == 200 and cost.swap_s(1) == pytest.approx(1.6)
     assert cost.device_s(StepWork(plan(_rows(1)), 0, (10,))) == pytest.approx(2.0 + 0.4)
@@ -65,7 +65,7 @@ def test_query_heads_that_share_keys_halve_what_is_kept():
 
 
 def test_a_short_row_after_a_long_context_takes_as_long_as_its_keys_are_read():
-    """Two tokens after 1,000: 16 seconds of arithmetic, and 1,002 positions of 0.08."""
+    """Two tokens after 1,000 take 16 seconds of arithmetic, and 1,002 positions of 0.08."""
     cost = RooflineCost(model=MODEL, roofs=ROOFS, page_tokens=4)
     rows = (Row(0, 0, 1000, 2, True), Row(1, 1, 7, 1, True))
     step = StepWork(plan(rows), 2003, (8,))
@@ -73,7 +73,7 @@ def test_a_short_row_after_a_long_context_takes_as_long_as_its_keys_are_read():
 
 
 def test_shards_share_weights_and_heads_and_send_two_sums_a_layer():
-    """Half of everything on each of two; a token's sums are 4 bytes each, at 50 a second."""
+    """Each of two shards has half of everything; a token's sums are 4 bytes, at 50 a second."""
     roofs = replace(ROOFS, peer_bytes_per_s=50.0)
     one = RooflineCost(model=MODEL, roofs=ROOFS, page_tokens=4)
     two = RooflineCost(model=MODEL, roofs=roofs, page_tokens=4, num_shards=2)
@@ -85,7 +85,7 @@ def test_shards_share_weights_and_heads_and_send_two_sums_a_layer():
 
 
 def test_hidden_copies_take_time_only_where_the_link_is_the_slowest():
-    """Two pages out take 6.4 seconds and one in 3.2, at the same time; the step alone 2."""
+    """Two pages out take 6.4 seconds and one in 3.2, at the same time; the step alone takes 2."""
     cost = RooflineCost(model=MODEL, roofs=ROOFS, page_tokens=4, hides_copies=True)
     step = plan(_rows(1), swaps_out=((1, 0), (2, 1)), swaps_in=((3, 4),))
     assert cost.device_s(StepWork(step, 0, (0,))) == pytest.approx(6.4)
@@ -94,7 +94,7 @@ def test_hidden_copies_take_time_only_where_the_link_is_the_slowest():
 
 
 def test_a_chunk_costs_what_its_row_adds_to_a_full_step():
-    """Four tokens of 0.2 seconds, and their context read once; the scheduler's costs agree."""
+    """Four tokens take 0.2 seconds each, plus one read of their context; the scheduler agrees."""
     cost = RooflineCost(model=MODEL, roofs=ROOFS, page_tokens=4)
     chunk_cost = cost.chunk_cost(1000)
     for context in (16, 100, 900):

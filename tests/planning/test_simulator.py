@@ -1,4 +1,4 @@
-"""Simulated workloads: by hand, against a real device's schedule, and with arrivals."""
+"""Simulated workloads: by hand, compared with a real device's schedule, and with arrivals."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def _times(simulation: Simulation) -> list[tuple[float | None, float | None]]:
 @pytest.mark.parametrize(
     "policy, expected",
     [
-        # Steps of a second: A, A, A; B's prompt while A stands still; both.
+        # Steps of one second: A, A, A; B's prompt while A waits; both.
         ("orca", [(1.0, 5.0), (4.0, 5.0)]),
-        # B's prompt rides along with A's last token.
+        # B's prompt is in the step of A's last token.
         ("vllm_like", [(1.0, 4.0), (4.0, 5.0)]),
-        # B waits for A's end.
+        # B waits until A has ended.
         ("fastertransformer", [(1.0, 4.0), (5.0, 6.0)]),
     ],
 )
 def test_two_requests_by_hand(policy, expected):
-    """A asks for four tokens; B comes at 1.5 s, is seen at 2 s, and asks for two."""
+    """A has four tokens; B arrives at 1.5 s, is admitted at 2 s, and has two tokens."""
     simulation = _run([_item(4), _item(2, arrival_s=1.5)], policy)
     assert _times(simulation) == expected
     assert simulation.wall_s == max(end for _, end in expected)
@@ -74,7 +74,7 @@ def test_a_loop_ends_with_its_last_answer():
 
 
 def test_the_host_works_while_the_device_does():
-    """Its time counts where the device waits for it, and nowhere else."""
+    """Its time counts only when the device waits for it."""
     cost = made_up(TWO_SLOTS)
     free = replace(cost, plan_s=0.0, submit_s=0.0)
     items = [_item(4)]
@@ -83,7 +83,7 @@ def test_the_host_works_while_the_device_does():
 
 
 def test_a_time_window_passes():
-    """Triton's batch of one starts when its window closes; a full one at once."""
+    """Triton's batch of one starts when its window ends; a full batch starts at once."""
     assert _run([_item(1)], "triton_window").wall_s == 1.5
     assert _run([_item(1), _item(1)], "triton_window").wall_s == 1.0
     late = _run([_item(1), _item(1, arrival_s=0.25), _item(1, arrival_s=9.0)], "triton_window")
@@ -91,7 +91,7 @@ def test_a_time_window_passes():
 
 
 def test_stops_in_time():
-    """A has all of its answer by then, B has not, and C has not come."""
+    """By then A has its whole answer, B does not, and C has not arrived."""
     items = [_item(2), _item(9), _item(1, arrival_s=50.0)]
     run = simulate(items, PRESETS["orca"], TWO_SLOTS, SECOND, until_s=5.0, progress=False)
     assert [len(completion.token_ids) for completion in run.completions] == [2]
@@ -99,7 +99,7 @@ def test_stops_in_time():
 
 
 def test_refuses_what_a_runtime_refuses():
-    """A prompt that leaves no room for an answer."""
+    """A prompt that leaves no room for an answer is refused."""
     item = replace(_item(1), prompt_token_ids=(1,) * 64)
     with pytest.raises(PromptTooLongError):
         _run([item], "orca")
@@ -109,7 +109,7 @@ def test_refuses_what_a_runtime_refuses():
     "policy", ["fastertransformer", "concurrent_instances", "orca", "vllm_like"]
 )
 def test_the_schedule_is_the_device_s(policy):
-    """All at once on a short pool: the same steps, preemptions and ends as a real run's."""
+    """All requests arrive at once in a small pool; steps, preemptions and ends are a real run's."""
     items = [
         WorkloadItem(
             prompt_token_ids=prompt, num_output_tokens=20 + 5 * i % 17, max_tokens=40 + i % 2
@@ -139,7 +139,7 @@ def test_the_schedule_is_the_device_s(policy):
 
 
 def _shapes(steps, completions) -> list[tuple]:
-    """Of the steps up to the last end; what was in flight then may or may not have been read."""
+    """Return the shapes of the steps up to the last end; later ones may or may not be collected."""
     end_s = max(completion.timing.finished_s for completion in completions)
     return [
         (step.kind, step.num_rows, step.num_tokens, step.num_iterations, step.num_padding_tokens)
@@ -150,14 +150,14 @@ def _shapes(steps, completions) -> list[tuple]:
 
 
 def test_config_of_the_table_need_not_be_the_simulation_s():
-    """More memory than the table was measured with runs more at once."""
+    """With more memory than the table's configuration, more sequences run at once."""
     items = [_item(100) for _ in range(8)]
     few, many = (replace(CONFIG, num_pages=n) for n in (30, 200))
     assert _run(items, "orca", few, made_up()).wall_s > _run(items, "orca", many, made_up()).wall_s
 
 
 def test_kept_pages_are_valued_by_the_cost_given():
-    """Two conversations and room for one: the later, or the one that is dear to compute."""
+    """There is room for one of two conversations: the later one, or the one that costs more."""
     config = EngineConfig(page_size=4, num_pages=12, max_slots=1, max_context=64)
     policy = PRESETS["pensieve_device_only"]
     prompts = [tuple(range(10 * i, 10 * i + length)) for i, length in ((1, 33), (5, 9), (9, 13))]

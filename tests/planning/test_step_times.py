@@ -1,4 +1,4 @@
-"""Step times: what lies between measured points, and what a file promises."""
+"""Step times: interpolation between measured points, and saved files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.planning.step_times import CONFIG, made_up, plan
 
 
 def test_a_curve_is_straight_between_and_beyond_its_points():
-    """And never below zero, however steep."""
+    """It is not below zero, however steep the line is."""
     curve = Curve(((10.0, 1.0), (20.0, 3.0), (40.0, 4.0)))
     assert [curve(x) for x in (10, 15, 20, 30, 40)] == [1.0, 2.0, 3.0, 3.5, 4.0]
     assert [curve(x) for x in (8, 60)] == pytest.approx([0.6, 5.0])
@@ -27,7 +27,7 @@ def test_a_curve_is_straight_between_and_beyond_its_points():
 
 
 def test_a_decode_loop_costs_its_iterations():
-    """Each by the positions its rows attend to; the loop itself and edits come on top."""
+    """Each iteration costs by its rows' positions; the loop itself and edits are added."""
     times = made_up()
     rows = (Row(0, 0, 99, 1, True), Row(1, 1, 199, 1, True))
     loop = plan(rows, num_iterations=4, window_size=4, moves=((5, 1),), releases=(5,))
@@ -38,7 +38,7 @@ def test_a_decode_loop_costs_its_iterations():
 
 
 def test_a_mixed_step_costs_its_bucket_its_attention_and_its_head():
-    """The body of 128 tokens, the head of 8 rows; rows of one token attend as when decoding."""
+    """It has the body of 128 tokens and the head of 8 rows; rows of one token count as decode."""
     times = made_up()
     assert (CONFIG.token_buckets, CONFIG.head_buckets) == ((64, 128), (8,))
     rows = (Row(0, 0, 0, 80, True), Row(1, 1, 499, 1, True))
@@ -49,7 +49,7 @@ def test_a_mixed_step_costs_its_bucket_its_attention_and_its_head():
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path):
-    """Readable JSON, equal after the round trip, and accepted where it was measured."""
+    """The file is readable JSON, equals the saved table, and is accepted where it was measured."""
     times, path = made_up(), tmp_path / "new" / "times.json"
     times.save(path)
     assert json.loads(path.read_text())["origin"]["device"]["host_cpu"] == "an abacus"
@@ -70,7 +70,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path):
     ],
 )
 def test_step_times_of_something_else_are_refused(tmp_path, change, said):
-    """Another model, device or compiled size is named, with both values."""
+    """The error names the model, device or compiled size, with both values."""
     times = made_up()
     times.save(tmp_path / "times.json")
     here = replace(times.origin, **change)
@@ -82,7 +82,7 @@ def test_step_times_of_something_else_are_refused(tmp_path, change, said):
 
 @pytest.mark.parametrize("text", ["", "[]", '{"origin": {}}', '{"decode_s": {}}'])
 def test_a_file_of_something_else_is_refused(tmp_path, text):
-    """And so is none at all."""
+    """A missing file is refused too."""
     path = tmp_path / "times.json"
     with pytest.raises(InvalidProfileError, match="FileNotFoundError"):
         StepTimes.load(path)
@@ -92,7 +92,7 @@ def test_a_file_of_something_else_is_refused(tmp_path, text):
 
 
 def test_tables_merge_entry_by_entry():
-    """The median of each entry, whichever table it came from."""
+    """Each entry is the median over the tables that have it."""
     slow = replace(made_up(), edit_s=9.0, loop_s={w: 0.0 for w in CONFIG.slot_buckets})
     fast = replace(made_up(), edit_s=0.0, loop_s={w: 0.0 for w in CONFIG.slot_buckets})
     merged = StepTimes.median([slow, made_up(), fast])
