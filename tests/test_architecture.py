@@ -1,4 +1,4 @@
-"""The house stays as docs/architecture.md draws it: what may import, write and ask what."""
+"""The code obeys docs/architecture.md: its imports, writes and checks of objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.architecture import imports, ownership, wiring
 from tests.architecture.sources import ROOT, sources_of
 
-# Package -> those of ours that it may import.
+# Package -> our packages that it may import.
 PACKAGES = {
     "predictor": set(),
     "pallas_kernels": set(),
@@ -20,7 +20,7 @@ PACKAGES = {
 }
 VISITORS = ("scripts", "benchmarks", "notebooks", "tests")
 
-# Rooms of jaxserve/, top to bottom; a module imports from its own room and from rows below.
+# Rooms of jaxserve/, top to bottom; a module imports from its own room and from lower rows.
 ROWS = (
     ("__main__",),
     ("testing",),
@@ -41,7 +41,7 @@ ROWS = (
     ("core",),
 )
 
-# Who may know how long a measured answer will be: never a policy, but one that is called an oracle.
+# Modules that may know a forced length: no policy, except one that is called an oracle.
 KNOW_FORCED_LENGTHS = {
     "core/request.py",
     "core/sampling_params.py",
@@ -54,17 +54,17 @@ KNOW_FORCED_LENGTHS = {
     "workload/recorded.py",
 }
 
-# Class -> modules beside its own that write its attributes, all of its room. The rest of the
-# house changes an object by its methods.
+# Class -> modules of its room besides its own that write its attributes. All other modules change
+# an object by its methods.
 WRITERS = {
-    # A step donates the buffers and gives new ones back; the executor that runs the step puts them
-    # in.
+    # A step donates the buffers and returns new ones; the executor that runs the step assigns
+    # them.
     "DevicePages": {"jaxserve/execution/device.py", "jaxserve/execution/device_stage.py"},
     "DeviceSlots": {"jaxserve/execution/device.py", "jaxserve/execution/device_stage.py"},
-    # A cached page is a record of the page cache, which alone knows where the page lies.
+    # A cached page is a record of the page cache, which alone knows the page's tier.
     "CachedPage": {"jaxserve/memory/page_cache.py"},
-    # Only the scheduler writes a sequence (docs/architecture.md), also through its queues, and when
-    # it takes a step's arrays apart.
+    # Only the scheduler writes a sequence (docs/architecture.md), also through its queues and when
+    # it reads a step's arrays.
     "Sequence": {
         "jaxserve/scheduling/scheduler.py",
         "jaxserve/scheduling/queues.py",
@@ -98,13 +98,13 @@ JAX_FREE_ROOMS = ("scheduling", "memory", "core", "workload")
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "transformers", "pallas_kernels"}
 
 MAX_LINES = 400
-# A C++ kernel is one file, as the compiler and the cache of compiled kernels want it.
+# A C++ kernel is one file, as the compiler and the cache of compiled kernels need it.
 MAY_BE_LONG = {
     "pallas_kernels/matmul/cpu.cc",
     "pallas_kernels/paged_attention/cpu.cc",
 }
 
-# "path name" -> reason. A private name of others that a file may use.
+# "path name" -> reason why a file may use this private name of another one.
 MAY_REACH = {
     "sharding/process_group.py _exit": "os._exit, which Python documents under this name",
     "sharding/processes.py _exit": "os._exit, which Python documents under this name",
@@ -117,7 +117,7 @@ TESTS_MAY_REACH = {
     "tests/models/test_store.py _checkpointer": "a checkpoint that fails to be written",
     "tests/pallas_kernels/test_mosaic.py _src": "JAX's interpreter says there what it supports",
 }
-# "path name" -> reason. A name that a test may replace.
+# "path name" -> reason why a test may replace this name.
 TESTS_MAY_PATCH = {
     "tests/benchmarks/kernels/test_kernels.py paged_attention": "a peer's kernel without its GPU",
     "tests/benchmarks/kernels/test_kernels.py default_backend": "a peer's kernel without its GPU",
@@ -130,9 +130,9 @@ TESTS_MAY_PATCH = {
 }
 # Class -> tests that write its attributes.
 TESTS_MAY_ASSIGN = {
-    # As a step does, which donates the buffers and gives new ones back.
+    # The test runs a step, which donates the buffers.
     "DevicePages": {"tests/execution/test_page_copies.py"},
-    # Another base under the same adapters.
+    # The test puts another base weight under the same adapters.
     "AdaptedWeight": {"tests/models/test_linear.py"},
 }
 
@@ -143,30 +143,30 @@ REPLACEABLE = ownership.classes_of(HOUSE, with_methods=True)
 
 
 def _none(found: Iterable[object]) -> None:
-    """Fail with one line for each thing that was found."""
+    """Fail with one line per finding."""
     lines = [str(one) for one in found]
     if lines:
         pytest.fail("\n".join(lines), pytrace=False)
 
 
 def test_packages_import_only_along_the_arrows():
-    """Each top-level package imports none of ours except those that its arrow points to."""
+    """Each top-level package imports only those of ours to which its arrow points."""
     arrows = PACKAGES | {visitor: set() for visitor in VISITORS}
     _none(imports.off_the_arrows(HOUSE, arrows))
 
 
 def test_rooms_import_only_from_rows_below():
-    """A module of jaxserve imports from its own room, or from rooms further down."""
+    """A module of jaxserve imports only from its own room and from lower rooms."""
     _none(imports.upward(HOUSE, ROWS))
 
 
 def test_no_modules_import_each_other():
-    """No module needs itself through others, at run time, in a function, or for type checkers."""
+    """There is no cycle of imports at run time, in a function, or for type checkers."""
     _none(imports.circles(HOUSE))
 
 
 def test_every_room_has_its_row():
-    """Nothing stands in jaxserve/ that the map of the house does not place."""
+    """Every folder and module of jaxserve/ is in the map of rooms."""
     rooms = {source.room for source in HOUSE} - {None}
     assert rooms <= {room for rooms in ROWS for room in rooms}
 
@@ -183,7 +183,7 @@ def test_modules_do_not_write_each_others_objects():
 
 
 def test_objects_say_what_they_can():
-    """Nothing asks an executor or a service for its class, or any object for an attribute."""
+    """No code checks the class of an executor or service, or the attributes of an object."""
     _none(wiring.probes(HOUSE))
 
 
@@ -193,18 +193,18 @@ def test_private_names_are_used_by_their_own():
 
 
 def test_tests_use_public_names():
-    """A test that needs a private name tests what no user can see."""
+    """Tests use public names, except those listed here."""
     _none(wiring.private_reaches(TESTS, TESTS_MAY_REACH))
 
 
 def test_tests_replace_nothing():
-    """Slow, faulty and watched parts are passed in, not patched in; see `jaxserve.testing`."""
+    """Slow, faulty and watched parts are arguments, not patches; see `jaxserve.testing`."""
     _none(wiring.patches(TESTS, TESTS_MAY_PATCH))
     _none(ownership.foreign_stores(TESTS, REPLACEABLE, TESTS_MAY_ASSIGN))
 
 
 def test_modules_are_short():
-    """No module of the wheel is longer than `MAX_LINES` lines, kernels in C++ excepted."""
+    """No module of the wheel has more than `MAX_LINES` lines, except C++ kernels."""
     suffixes = (".py", ".cc", ".h")
     paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*"))
     lengths = {
@@ -216,7 +216,7 @@ def test_modules_are_short():
 
 
 def test_forced_lengths_are_hidden_from_policies():
-    """Only what carries out or checks an answer's end names its forced length."""
+    """Only code that carries out or checks an answer's end names its forced length."""
     for source in HOUSE:
         if "forced_length" in source.text or "end_length" in source.text:
             if source.package == "jaxserve" and source.room != "testing":
@@ -225,7 +225,7 @@ def test_forced_lengths_are_hidden_from_policies():
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_third_party_imports_are_core_dependencies(package: str):
-    """At module level only core dependencies are imported; extras wait until they are used."""
+    """Module-level imports are core dependencies; extras are imported at their use."""
     allowed = THIRD_PARTY[package] | set(PACKAGES) | set(sys.stdlib_module_names)
     _none(
         f"{found.where} imports {found.name}"
@@ -238,7 +238,7 @@ def test_third_party_imports_are_core_dependencies(package: str):
 
 @pytest.mark.parametrize("room", JAX_FREE_ROOMS)
 def test_bookkeeping_names_no_jax(room: str):
-    """The rooms that promise to do without JAX import nothing that brings it along."""
+    """The rooms without JAX import no package that imports JAX."""
     _none(
         f"{found.where} imports {found.name}"
         for source in HOUSE
@@ -248,7 +248,7 @@ def test_bookkeeping_names_no_jax(room: str):
 
 
 def test_bookkeeping_loads_no_jax():
-    """Importing every module of the JAX-free rooms leaves JAX out of the process."""
+    """After importing every module of the JAX-free rooms, JAX is not in the process."""
     modules = [source.module for source in HOUSE if source.room in JAX_FREE_ROOMS]
     program = (
         "import importlib, sys\n"

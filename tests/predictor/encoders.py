@@ -11,7 +11,7 @@ from tests.predictor.tiny import tiny_tokenizer
 
 
 def write_encoder(folder: Path) -> Path:
-    """Random weights behind the tokenizer of one token a word."""
+    """Write random weights and a tokenizer with one token per word."""
     config = transformers.BertConfig(
         vocab_size=60,
         hidden_size=16,

@@ -1,4 +1,4 @@
-"""Made-up activations that tell what is left of an answer."""
+"""Made-up activations that determine the remaining length of an answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INTERVAL = 8
 
 
 def planted(num_answers: int, seed: int = 0, noise: float = 0.3) -> Readings:
-    """Two directions hold the logarithm of what is left; one is large and says nothing."""
+    """Return activations: two directions hold the log of what remains, a large one is noise."""
     random = np.random.default_rng(seed)
     lengths = np.exp(random.uniform(np.log(2), np.log(128), num_answers)).astype(int)
     elapsed = [np.arange(0, length, INTERVAL) for length in lengths]

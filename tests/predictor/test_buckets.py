@@ -1,4 +1,4 @@
-"""Buckets cover every length once, whichever way their edges were chosen."""
+"""Buckets cover every length once, however their edges were chosen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from predictor import LengthBuckets
 
 @given(data=st.data())
 def test_every_length_has_one_bucket(data):
-    """A length lies over its bucket's lower edge, and not over its upper one."""
+    """A length is above its bucket's lower edge and not above its upper edge."""
     num = data.draw(st.integers(1, 20))
     longest = data.draw(st.integers(num, 5000))
     made = data.draw(st.sampled_from([LengthBuckets.equal_width, LengthBuckets.logarithmic]))
@@ -26,7 +26,7 @@ def test_every_length_has_one_bucket(data):
 
 
 def test_the_paper_s_buckets():
-    """Ten of equal width: 1 to 100 is the first, 901 to 1000 the last; longer ones count there."""
+    """There are ten of equal width: 1 to 100, ..., 901 to 1000; longer ones are in the last."""
     buckets = LengthBuckets.equal_width(1000)
     assert buckets.bucket_of([1, 100, 101, 1000, 9999, 0]).tolist() == [0, 0, 1, 9, 9, 0]
     assert buckets.upper([0, 9]).tolist() == [100, 1000]
@@ -34,7 +34,7 @@ def test_the_paper_s_buckets():
 
 
 def test_quantiles_share_out_the_lengths():
-    """Each bucket has about as many; equal lengths make fewer buckets, not empty ones."""
+    """Each bucket has about as many lengths; equal lengths give fewer buckets, not empty ones."""
     lengths = np.random.default_rng(0).integers(1, 1000, 5000)
     buckets = LengthBuckets.quantiles(lengths, 1000, 10)
     counts = np.bincount(buckets.bucket_of(lengths))
@@ -44,13 +44,13 @@ def test_quantiles_share_out_the_lengths():
 
 @pytest.mark.parametrize("edges", [(), (0,), (1, 2), (0, 5, 5), (0, 9, 3)])
 def test_edges_that_are_none(edges):
-    """Edges begin at 0 and rise."""
+    """Edges that do not begin at 0 or do not rise are refused."""
     with pytest.raises(ValueError, match="increasing lengths"):
         LengthBuckets(edges)
 
 
 def test_more_buckets_than_lengths():
-    """Refused, saying what was asked for."""
+    """The error has the requested number."""
     with pytest.raises(ValueError, match="num=10 buckets of lengths up to 9"):
         LengthBuckets.equal_width(9)
     with pytest.raises(ValueError, match="there are none"):
@@ -58,7 +58,7 @@ def test_more_buckets_than_lengths():
 
 
 def test_buckets_by_name():
-    """What the command line calls them; another name is refused with those there are."""
+    """These are the names of the command line; an unknown name raises an error with the list."""
     lengths = list(range(1, 101))
     assert LengthBuckets.of("equal", lengths, 100, 4) == LengthBuckets.equal_width(100, 4)
     assert LengthBuckets.of("log", lengths, 100, 4) == LengthBuckets.logarithmic(100, 4)

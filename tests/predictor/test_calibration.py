@@ -1,4 +1,4 @@
-"""Temperatures are found, and reservations keep what they promise."""
+"""Temperatures are fitted, and reservations have the requested miss rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BUCKETS = LengthBuckets.equal_width(200)
 
 
 def _draw(random: np.random.Generator, num: int) -> tuple[np.ndarray, np.ndarray]:
-    """Logits, and lengths that come as they say."""
+    """Return logits, and lengths that are drawn from them."""
     logits = 2.0 * random.standard_normal((num, BUCKETS.num))
     cumulative = np.cumsum(softmax(logits), axis=1)
     bucket = (random.random((num, 1)) > cumulative).sum(1).clip(max=BUCKETS.num - 1)
@@ -23,7 +23,7 @@ def _draw(random: np.random.Generator, num: int) -> tuple[np.ndarray, np.ndarray
 
 @pytest.mark.parametrize("wrong", [0.3, 1.0, 4.0])
 def test_the_temperature_is_found(wrong):
-    """Logits that are too sure of themselves, or not enough, are scaled back."""
+    """Overconfident and underconfident logits are scaled back."""
     logits, lengths = _draw(np.random.default_rng(0), 4000)
     fitted = Calibration.fit(BUCKETS, logits * wrong, lengths)
     assert fitted.temperature == pytest.approx(wrong, rel=0.1)
@@ -31,7 +31,7 @@ def test_the_temperature_is_found(wrong):
 
 @pytest.mark.parametrize("promised", [0.05, 0.1, 0.3])
 def test_reservations_keep_their_promise(promised):
-    """Whatever the predictor is like, as many outgrow them as promised, within 2 points."""
+    """For any predictor the share that outgrows them is the requested one, within 2 points."""
     random = np.random.default_rng(1)
     for distort in (1.0, 5.0, -1.0, 0.0):
         (logits, lengths), (new, new_lengths) = _draw(random, 20_000), _draw(random, 20_000)
@@ -44,7 +44,7 @@ def test_reservations_keep_their_promise(promised):
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_too_few_held_out_requests_promise_the_longest():
-    """With nine of them nothing under a tenth can be promised short of everything."""
+    """With nine requests, a miss rate under a tenth is possible only with the longest length."""
     logits, lengths = _draw(np.random.default_rng(2), 9)
     fitted = Calibration.fit(BUCKETS, logits, lengths)
     assert fitted.level(0.05) == 1.0 and fitted.level(0.5) < 1.0
@@ -56,7 +56,7 @@ def test_too_few_held_out_requests_promise_the_longest():
 
 
 def test_figures_of_an_evaluation():
-    """Accuracy, distance, error and under-prediction on a case counted by hand."""
+    """Accuracy, distance, error and under-prediction agree with a case counted by hand."""
     logits = np.log(np.full((4, BUCKETS.num), 1e-9))
     logits[[0, 1, 2, 3], [0, 3, 5, 9]] = 0.0
     figures = evaluate(BUCKETS, logits, np.asarray([7, 81, 81, 190]))
@@ -69,7 +69,7 @@ def test_figures_of_an_evaluation():
 
 
 def test_calibrated_predictions_are_reliable():
-    """Confidence is accuracy for logits that mean what they say, and not for doubled ones."""
+    """Confidence equals accuracy for calibrated logits, and not for doubled ones."""
     logits, lengths = _draw(np.random.default_rng(3), 20_000)
     assert evaluate(BUCKETS, logits, lengths).calibration_error < 0.015
     assert evaluate(BUCKETS, 3 * logits, lengths).calibration_error > 0.1

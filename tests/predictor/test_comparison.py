@@ -1,4 +1,4 @@
-"""A predictor and the baselines are measured alike."""
+"""A predictor and the baselines are measured in the same way."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.predictor.tiny import BUCKETS, examples
 
 
 def _oracle(prompts):
-    """The first word decides which quarter of the lengths an answer is from."""
+    """Return a predictor that reads the quarter of an answer's length from the first word."""
     quarters = [int(prompt.split()[0][1:]) % 4 for prompt in prompts]
     return 4.0 * np.eye(BUCKETS.num)[quarters]
 
 
 def test_who_knows_more_does_better():
-    """Promises are kept by all; who knows more reserves less for them, and errs less."""
+    """All have the requested miss rate; a better one reserves less and has a smaller error."""
     parts = split_in_three(examples(4000), held_out=0.25)
 
     def embeddings(prompts):
@@ -30,7 +30,7 @@ def test_who_knows_more_does_better():
         "predictor", "majority", "prompt length", "linear on embeddings",
     ]  # fmt: skip
     for rate in PROMISES:
-        # Lengths are whole numbers: a token more may keep a promise of 5 % with none outgrown.
+        # Lengths are integers: one token more may give a miss rate of 0 instead of 5 %.
         assert all(one.missed[rate] < rate + 0.04 for one in done), rate
         assert knowing.reserved[rate] < min(majority.reserved[rate], by_length.reserved[rate])
     for other in (majority, by_length):
@@ -42,7 +42,7 @@ def test_who_knows_more_does_better():
 
 
 def test_its_own_calibration_is_measured():
-    """One that was given is not made anew, however wrong; longer answers count as the longest."""
+    """A given calibration is not fitted again, however wrong; longer answers count as longest."""
     parts = split_in_three(examples(400), held_out=0.2)
     parts[2].extend([Example("w3", 1000)] * 5)
     wrong = Calibration(1.0, np.zeros(99))
@@ -51,6 +51,6 @@ def test_its_own_calibration_is_measured():
 
 
 def test_nothing_to_compare_on():
-    """Each of the three parts is needed."""
+    """Each of the three parts must have examples."""
     with pytest.raises(ValueError, match="0 held out"):
         compare(BUCKETS, _oracle, prompt_lengths, examples(5), [], examples(5))

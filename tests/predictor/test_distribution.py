@@ -1,4 +1,4 @@
-"""Survival: what is left of a prediction after some tokens, against counting by hand."""
+"""Survival: the distribution of what remains after some tokens, compared with counting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BUCKETS = LengthBuckets((0, 4, 10, 11, 30))
 
 
 def _by_counting(probabilities: np.ndarray, elapsed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Every length and its probability, given that it is over `elapsed`."""
+    """Return every length and its probability, given that it is over `elapsed`."""
     lengths = np.arange(1, BUCKETS.max_length + 1)
     index = BUCKETS.bucket_of(lengths)
     each = probabilities[index] / np.bincount(index)[index] * (lengths > elapsed)
@@ -20,7 +20,7 @@ def _by_counting(probabilities: np.ndarray, elapsed: int) -> tuple[np.ndarray, n
 
 @pytest.mark.parametrize("elapsed", [0, 1, 3, 4, 5, 9, 10, 11, 12, 29])
 def test_conditioned_on_survival(elapsed):
-    """Expected remaining lengths, bucket probabilities and quantiles are those of counting."""
+    """Expected remaining lengths, bucket probabilities and quantiles agree with counting."""
     random = np.random.default_rng(elapsed)
     probabilities = random.dirichlet(np.ones(BUCKETS.num), 20)
     predicted = LengthDistributions(BUCKETS, probabilities)
@@ -38,7 +38,7 @@ def test_conditioned_on_survival(elapsed):
 
 
 def test_each_sequence_has_its_own_clock():
-    """`elapsed` may differ from row to row, and so may the level."""
+    """`elapsed` may differ between rows, and so may the level."""
     predicted = LengthDistributions(BUCKETS, np.tile([0.25] * 4, (3, 1)))
     together = predicted.quantile(np.asarray([0.5, 0.9, 0.9]), np.asarray([0, 5, 20]))
     alone = [predicted.quantile(0.5, 0)[0], predicted.quantile(0.9, 5)[1]]
@@ -46,7 +46,7 @@ def test_each_sequence_has_its_own_clock():
 
 
 def test_a_refuted_prediction_knows_nothing_but_the_time():
-    """All mass below what has come: lengths that are left are equally likely; then one more."""
+    """If all mass is below `elapsed`, the remaining lengths are equally likely; then one more."""
     predicted = LengthDistributions(BUCKETS, np.asarray([[1.0, 0, 0, 0]]))
     assert predicted.expected_remaining(10)[0] == pytest.approx((1 + 20) / 2)
     assert predicted.quantile(1.0, 10)[0] == 30
@@ -56,7 +56,7 @@ def test_a_refuted_prediction_knows_nothing_but_the_time():
 
 
 def test_what_is_no_distribution_knows_nothing():
-    """Not-a-number, negative and all-zero rows are uniform; others are normalised."""
+    """NaN, negative and all-zero rows become uniform; others are normalised."""
     rows = [[np.nan] * 4, [-1.0, 1, 1, 1], [0.0] * 4, [np.inf, 0, 0, 0], [2.0, 0, 0, 0]]
     predicted = LengthDistributions(BUCKETS, np.asarray(rows))
     np.testing.assert_allclose(predicted.probabilities[:4], 0.25)
@@ -66,7 +66,7 @@ def test_what_is_no_distribution_knows_nothing():
 
 
 def test_thousands_of_sequences_a_step():
-    """One call for all of them: the work is vectorised, and empty batches pass."""
+    """One vectorised call handles all of them; an empty batch passes."""
     predicted = LengthDistributions(BUCKETS, np.random.default_rng(0).random((5000, 4)))
     elapsed = np.random.default_rng(1).integers(0, 40, 5000)
     assert predicted.quantile(0.9, elapsed).shape == predicted.expected_remaining(elapsed).shape

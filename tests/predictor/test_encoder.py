@@ -1,4 +1,4 @@
-"""Encoders agree with PyTorch's, loaded from folders that it wrote."""
+"""Encoders agree with PyTorch's, loaded from folders that PyTorch wrote."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_hidden_states_are_pytorch_s(name, tmp_path):
-    """The same numbers for ragged texts, whatever the checkpoint's prefix."""
+    """They are equal for ragged texts, whatever the checkpoint's prefix."""
     model_class, config = MODELS[name]
     torch.manual_seed(0)
     theirs = model_class(config).eval()
@@ -59,7 +59,7 @@ def test_hidden_states_are_pytorch_s(name, tmp_path):
 
 
 def test_padding_changes_nothing():
-    """A text's logits are the same in a wider batch, whatever stands in the padding."""
+    """A text's logits are the same in a wider batch, whatever the padding is."""
     config = EncoderConfig(
         vocab_size=50, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2
     )
@@ -75,7 +75,7 @@ def test_padding_changes_nothing():
 
 
 def test_what_a_folder_lacks_is_listed_at_once(tmp_path):
-    """All missing and misshapen tensors are named; folders without files say which."""
+    """All missing and misshapen tensors are named; for folders without files the error says so."""
     with pytest.raises(ValueError, match="no config.json"):
         config_of(tmp_path)
     transformers.BertModel(BERT).save_pretrained(tmp_path)
@@ -92,7 +92,7 @@ def test_what_a_folder_lacks_is_listed_at_once(tmp_path):
 
 
 def test_other_models_are_refused():
-    """Only the encoders that are implemented are read."""
+    """Only the implemented encoders are read."""
     with pytest.raises(ValueError, match="'gpt2' is not supported; use a 'bert'"):
         EncoderConfig.from_hf({"model_type": "gpt2"})
     with pytest.raises(ValueError, match="'relu' is not supported"):
@@ -103,7 +103,7 @@ def test_other_models_are_refused():
     ("size", "wanted"), [("22m", 22), ("66m", 66), ("110m", 109), ("340m", 335)]
 )
 def test_sizes_are_the_paper_s(size, wanted):
-    """Table 5 of S3, in millions of parameters."""
+    """They agree with table 5 of S3, in millions of parameters."""
     shapes = nnx.eval_shape(lambda: Encoder(SIZES[size], rngs=nnx.Rngs(0)))
     leaves = nnx.to_flat_state(nnx.state(shapes, nnx.Param)).leaves
     count = sum(int(np.prod(leaf.shape)) for leaf in leaves)

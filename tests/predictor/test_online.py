@@ -1,4 +1,4 @@
-"""Learning beside serving: it follows a drift, never makes it worse, and survives a restart."""
+"""Online learning follows a drift, does no harm, and continues after a restart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = OnlineConfig(
 
 
 def _stream(num: int, seed: int, times: int = 1) -> list[Example]:
-    """The first word decides the length: up to 12 tokens, or `times` as many."""
+    """Return examples whose first word decides the length: up to 12 tokens, or `times` that."""
     made = examples(num, seed)
     return [Example(e.prompt, times * max(1, round(0.3 * e.output_length))) for e in made]
 
@@ -45,13 +45,13 @@ def trained_folder(tmp_path_factory):
 
 
 def _error(predictor: LengthPredictor, new: list[Example]) -> float:
-    """Mean absolute error in tokens."""
+    """Return the mean absolute error in tokens."""
     prompts, lengths = columns(new)
     return float(np.abs(predictor.predict(prompts).expected_remaining() - lengths).mean())
 
 
 def _follow(learner: OnlineLearner, stream: list[Example], every: int = 8) -> None:
-    """Observe all of them, and learn a step after every so many."""
+    """Observe all examples, and learn a step after a fixed number of them."""
     for number, one in enumerate(stream):
         learner.observe(one.prompt, one.output_length)
         if number % every == every - 1:
@@ -59,7 +59,7 @@ def _follow(learner: OnlineLearner, stream: list[Example], every: int = 8) -> No
 
 
 def test_it_follows_a_drift(trained_folder):
-    """Lengths triple: after 600 requests the error is as small, by lengths, as it was before."""
+    """Lengths triple; after 600 requests the error relative to them is as small as before."""
     learner = OnlineLearner.load(trained_folder, CONFIG)
     before, new = _stream(400, 10), _stream(400, 11, times=3)
     usual = _error(learner.predictor, before)
@@ -82,7 +82,7 @@ def test_it_follows_a_drift(trained_folder):
 
 
 def test_adopting_never_makes_the_holdout_worse(trained_folder):
-    """Whatever is learned, even noise at a wild rate: new parameters do no worse."""
+    """Whatever is learned, even noise at a high learning rate, adopted parameters are not worse."""
     wild = OnlineConfig(**(vars(CONFIG) | {"learning_rate": 0.1, "patience": 3}))
     learner = OnlineLearner.load(trained_folder, wild)
     random = np.random.default_rng(0)
@@ -92,7 +92,7 @@ def test_adopting_never_makes_the_holdout_worse(trained_folder):
         if learner.counters.observed % 4:
             continue
         for _ in range(3):
-            # Sorts what came, so that the losses are of the same requests.
+            # Sorts the examples, so that the losses are of the same requests.
             learner.step_once()
         before, params = learner.holdout_loss(), learner.predictor.params
         learner.step_once()
@@ -105,7 +105,7 @@ def test_adopting_never_makes_the_holdout_worse(trained_folder):
 
 
 def test_stopped_saved_and_gone_on(trained_folder, tmp_path):
-    """A learner that was saved half-way ends bit for bit where one that was not does."""
+    """A learner that was saved half-way has the same bits at the end as one that was not."""
     whole, cut = (OnlineLearner.load(trained_folder, CONFIG) for _ in range(2))
     stream = _stream(240, 15, times=2)
     _follow(whole, stream)
@@ -125,7 +125,7 @@ def test_stopped_saved_and_gone_on(trained_folder, tmp_path):
 
 
 def test_the_thread_learns_beside_predictions(trained_folder):
-    """Observations from many threads, none waits; predictions go on; closing ends it quickly."""
+    """Observations from many threads do not wait; predictions continue; closing is quick."""
     learner = OnlineLearner.load(trained_folder, CONFIG)
     params = learner.predictor.params
     with learner:
@@ -153,7 +153,7 @@ def test_the_thread_learns_beside_predictions(trained_folder):
 
 
 def test_a_small_share_of_the_time(trained_folder):
-    """Of a twentieth of the time, no more is taken than that and the last piece of work."""
+    """Learning takes at most a twentieth of the time plus its last piece of work."""
     config = OnlineConfig(**(vars(CONFIG) | {"max_share": 0.05, "burst_s": 0.05}))
     learner = OnlineLearner.load(trained_folder, config)
     learner.start()
@@ -164,12 +164,12 @@ def test_a_small_share_of_the_time(trained_folder):
     learner.close()
     elapsed_s = time.perf_counter() - begin_s
     assert learner.counters.steps > 0
-    # Work is announced at what it took before; a busy machine may make one piece of it slower.
+    # The announced cost is the previous one; a busy machine may slow one piece of work down.
     assert learner.counters.seconds < 0.05 * elapsed_s + 0.5
 
 
 def test_observing_never_raises(trained_folder):
-    """Nonsense is passed over, and prompts of any length are taken."""
+    """Invalid observations are skipped, and prompts of any length are accepted."""
     learner = OnlineLearner.load(trained_folder, CONFIG)
     for prompt, length in [("w1", 0), ("w1", -3), (object(), 5), ("w1", "long"), ("w1", None)]:
         learner.observe(prompt, length)
@@ -181,7 +181,7 @@ def test_observing_never_raises(trained_folder):
 
 
 def test_a_failure_ends_learning_and_nothing_else(caplog):
-    """Logged once; predictions and observations go on."""
+    """The failure is logged once; predictions and observations continue."""
     tokenizer = FailingTokenizer()
     learner = OnlineLearner(tiny_predictor(tokenizer=tokenizer), CONFIG)
     learner.start()
@@ -202,7 +202,7 @@ def test_a_failure_ends_learning_and_nothing_else(caplog):
 
 
 def test_too_little_to_learn_from(trained_folder):
-    """There is no step before there is a batch, and none beyond the epochs that are allowed."""
+    """There is no step before there is a batch, and none after the allowed epochs."""
     config = OnlineConfig(**(vars(CONFIG) | {"max_epochs": 1, "holdout_every": 1000}))
     learner = OnlineLearner.load(trained_folder, config)
     assert not learner.step_once()
@@ -222,6 +222,6 @@ def test_too_little_to_learn_from(trained_folder):
     ],
 )
 def test_settings_that_make_no_sense(given, said):
-    """Refused, saying what was given and what is allowed."""
+    """The error has the given and the allowed values."""
     with pytest.raises(ValueError, match=said):
         OnlineConfig(**given)

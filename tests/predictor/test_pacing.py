@@ -1,4 +1,4 @@
-"""Learning takes its share of the time and no more, on a clock of our own."""
+"""Learning takes at most its share of the time, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from predictor.pacing import Budget
 
 
 def _play(share: float, costs_s: list[float], end_s: float, said: float = 1.0) -> list[float]:
-    """When each piece of work began; announced at `said` times its cost."""
+    """Return when each piece of work began; its announced cost is `said` times the real one."""
     budget, now_s, begun = Budget(share, at_s=0.0), 0.0, []
     for cost_s in costs_s:
         now_s += budget.wait_s(now_s, said * cost_s)
@@ -24,19 +24,19 @@ def _play(share: float, costs_s: list[float], end_s: float, said: float = 1.0) -
 
 @pytest.mark.parametrize("seed", range(5))
 def test_never_over_its_share(seed):
-    """At every moment what was spent is within the share of the time gone by."""
+    """At every time the work done is within the share of the elapsed time."""
     random = np.random.default_rng(seed)
     share = float(random.uniform(0.005, 0.9))
     costs_s = random.uniform(0.001, 2.0, 500).tolist()
     begun = _play(share, costs_s, end_s=1e9)
     ends_s = np.asarray(begun) + costs_s
     assert (np.cumsum(costs_s) <= share * ends_s + 1e-6).all(), seed
-    # And it is used: what was waited for is not given away.
+    # The share is also used: earned time is not lost.
     assert sum(costs_s) > 0.9 * share * begun[-1] - 2.0
 
 
 def test_work_that_takes_longer_than_said_is_waited_for():
-    """Twice the announced cost: the debt is paid before the next, and the share holds up to it."""
+    """At twice the announced cost the overrun is paid before the next piece, within the share."""
     costs_s = [0.1] * 200
     begun = _play(0.01, costs_s, end_s=1e9, said=0.5)
     spent_s = np.cumsum(costs_s)
@@ -44,7 +44,7 @@ def test_work_that_takes_longer_than_said_is_waited_for():
 
 
 def test_idle_time_is_not_saved_up():
-    """After an hour of nothing there is one second to spend; a dearer thing may still begin."""
+    """After an idle hour one second is available; a more expensive piece may still begin."""
     budget = Budget(0.01, at_s=0.0, most_s=1.0)
     after = budget.spent(3600.0, 0.9)
     assert after.wait_s(3600.9, 0.2) == pytest.approx((0.2 - 0.1) / 0.01, rel=0.1)
@@ -54,6 +54,6 @@ def test_idle_time_is_not_saved_up():
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.5])
 def test_what_is_no_share(share):
-    """Shares are over 0 and at most 1."""
+    """Shares are above 0 and at most 1."""
     with pytest.raises(ValueError, match="over 0, at most 1"):
         Budget(share, at_s=0.0)

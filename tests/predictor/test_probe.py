@@ -1,4 +1,4 @@
-"""A probe learns what activations tell, and its readings make beliefs better and never worse."""
+"""A probe learns from activations, and its readings improve estimates and do no harm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _trained(config: ProbeConfig = CONFIG) -> LengthProbe:
 
 @pytest.fixture(scope="module")
 def probe() -> LengthProbe:
-    """One that learned from planted activations."""
+    """A probe that was trained on planted activations."""
     return _trained()
 
 
@@ -41,7 +41,7 @@ def _error(beliefs: np.ndarray, remaining: np.ndarray) -> float:
 
 
 def test_it_learns_what_activations_tell(probe):
-    """Half the error of what survival alone says, and less again with readings weighed together."""
+    """Its error is half of survival's alone, and smaller still with combined readings."""
     new = planted(200, seed=3)
     predicted = {"flat": LengthDistributions(BUCKETS, np.ones((200, BUCKETS.num)))}
     figures = compare_remaining(probe, new, (0, 8, 999), predicted)
@@ -61,7 +61,7 @@ def test_it_learns_what_activations_tell(probe):
 
 
 def test_confidence_means_what_it_says(probe):
-    """Of readings that were weighed together as of single ones."""
+    """This holds for combined readings and for single ones."""
     new = planted(200, seed=3)
     refinement, logits = probe.refinement, probe.logits(new.activations)
     first = refinement.first(None, len(new.lengths))
@@ -72,14 +72,14 @@ def test_confidence_means_what_it_says(probe):
 
 
 def test_a_linear_head_is_a_head():
-    """Without units between, it learns too."""
+    """A head without hidden units learns too."""
     probe = _trained(replace(CONFIG, hidden_size=0))
     new = planted(100, seed=3)
     assert _error(probe.predict(new.activations).probabilities, new.remaining) < 12
 
 
 def test_its_promises_are_kept(probe):
-    """Of what is left, as much outgrows a quantile as was promised."""
+    """The share of remaining lengths that outgrow a quantile is the requested one."""
     new = planted(300, seed=4)
     assert probe.calibration is not None
     for miss_rate in (0.1, 0.3):
@@ -89,7 +89,7 @@ def test_its_promises_are_kept(probe):
 
 
 def test_saved_and_loaded(probe, tmp_path):
-    """The same readings, beliefs and promises; what is no probe is refused."""
+    """Readings, estimates and quantiles are equal; a folder without a probe is refused."""
     probe.save(tmp_path / "probe")
     loaded = LengthProbe.load(tmp_path / "probe")
     new = planted(20, seed=5)
@@ -115,7 +115,7 @@ def _untrained(config: ProbeConfig) -> LengthProbe:
 
 
 def test_what_cannot_be_learned_from_is_refused():
-    """Activations of another width, and none at all."""
+    """Activations of another width, and an empty set, are refused."""
     parts = planted(20, seed=1), planted(20, seed=2)
     with pytest.raises(ValueError, match=r"\[readings, 5\]"):
         train_probe(replace(CONFIG, width=5), BUCKETS, *parts, progress=False)
@@ -124,7 +124,7 @@ def test_what_cannot_be_learned_from_is_refused():
 
 
 def test_time_passes_between_readings():
-    """Beliefs that are moved on are those of survival, on whatever buckets they were predicted."""
+    """Estimates that are moved on agree with survival, on any buckets of the prediction."""
     fine = LengthBuckets.equal_width(128, 64)
     refinement = replace(FLAT, buckets=fine, marginal=np.full(64, 1 / 64))
     predicted = LengthDistributions(LengthBuckets.equal_width(40, 4), np.eye(4))
@@ -143,7 +143,7 @@ def test_time_passes_between_readings():
 
 
 def test_readings_that_say_nothing_change_nothing():
-    """Not numbers, infinite, or the same of every length."""
+    """NaN, infinite and uniform readings have no effect."""
     beliefs = np.tile(np.arange(1.0, BUCKETS.num + 1), (3, 1))
     beliefs /= beliefs.sum(1, keepdims=True)
     logits = np.zeros((3, BUCKETS.num))
@@ -153,13 +153,13 @@ def test_readings_that_say_nothing_change_nothing():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_readings_of_another_probe_are_refused():
-    """Rather than weighed in by chance."""
+    """They raise instead of being combined by accident."""
     with pytest.raises(ValueError, match="one row per sequence"):
         FLAT.refined(np.ones((2, BUCKETS.num)), np.zeros(2), np.zeros((2, 1)))
 
 
 def test_a_wrong_belief_is_overcome():
-    """What was thought impossible is believed after a few readings."""
+    """A length with a probability of 0 becomes likely after a few readings."""
     beliefs = np.zeros((1, BUCKETS.num))
     beliefs[0, 0] = 1.0
     logits = np.zeros((1, BUCKETS.num))
@@ -171,6 +171,6 @@ def test_a_wrong_belief_is_overcome():
 
 @pytest.mark.parametrize("wrong", [{"marginal": np.ones(2)}, {"interval": 0}, {"temperature": 0.0}])
 def test_what_no_refinement_can_be_is_refused(wrong):
-    """By what is wrong."""
+    """The error says what is wrong."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
         replace(FLAT, **wrong)

@@ -1,4 +1,4 @@
-"""The replay buffer is bounded, favours mistakes, and is the same under the same seed."""
+"""The replay buffer is bounded, prefers mispredictions, and is deterministic for a seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _observed(number: int, *, wrong: bool) -> Observation:
 
 
 def _filled(num: int, capacity: int, seed: int = 0) -> ReplayBuffer:
-    """Every other prediction was wrong."""
+    """Return a buffer in which every other prediction was wrong."""
     buffer, random = ReplayBuffer(capacity, favour=3.0), np.random.default_rng(seed)
     for number in range(num):
         buffer.add(_observed(number, wrong=number % 2 == 0), random)
@@ -25,7 +25,7 @@ def _share_wrong(observations) -> float:
 
 
 def test_it_is_bounded_and_lets_the_oldest_go():
-    """Never more than its capacity; of the wrong ones, all the newest are there."""
+    """Its size is at most the capacity; all of the newest mispredictions are in it."""
     buffer = _filled(1000, 60)
     assert len(buffer) == 60
     lengths = [one.length for one in buffer]
@@ -34,7 +34,7 @@ def test_it_is_bounded_and_lets_the_oldest_go():
 
 
 def test_mistakes_are_favoured_in_keeping_and_in_sampling():
-    """Half of what came was wrong; three quarters of what is kept, nine tenths of what is drawn."""
+    """Half of the observations are wrong, 3/4 of the buffer, and 9/10 of the draws."""
     buffer = _filled(10_000, 1000)
     assert _share_wrong(buffer) == pytest.approx(3 / 4, abs=0.04)
     drawn = buffer.sample(5000, np.random.default_rng(1))
@@ -42,7 +42,7 @@ def test_mistakes_are_favoured_in_keeping_and_in_sampling():
 
 
 def test_the_same_seed_the_same_observations():
-    """What is kept and what is drawn are decided by the seed alone."""
+    """Contents and draws depend only on the seed."""
 
     def lengths(seed: int) -> list[int]:
         buffer = _filled(500, 50, seed)
@@ -53,7 +53,7 @@ def test_the_same_seed_the_same_observations():
 
 @pytest.mark.parametrize("num", [0, 1, 70])
 def test_packed_and_unpacked(num):
-    """As arrays and back: the same observations, also none."""
+    """The observations are equal after a round trip through arrays, also for an empty buffer."""
     kept = list(_filled(num, 100))
     again = unpack(pack(kept, "x"), "x")
     assert len(again) == len(kept)
@@ -65,7 +65,7 @@ def test_packed_and_unpacked(num):
 
 
 def test_bounds_that_make_no_sense():
-    """Refused, saying what was given."""
+    """The error has the given value."""
     with pytest.raises(ValueError, match="capacity=0"):
         ReplayBuffer(0)
     with pytest.raises(ValueError, match="favour=0.5"):

@@ -1,4 +1,4 @@
-"""Training learns, ends early, goes on where it was cut off, and predicts alike after loading."""
+"""Training learns, stops early, resumes after an interrupt, and predictions survive loading."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ CONFIG = TrainingConfig(batch_size=32, learning_rate=3e-3, num_epochs=8, patienc
 
 @pytest.fixture(scope="module")
 def trained() -> LengthPredictor:
-    """A predictor that learned what decides the lengths."""
+    """A predictor that learned which word decides the lengths."""
     predictor = tiny_predictor()
     train(predictor, examples(1500), examples(200, seed=1), CONFIG, progress=False)
     return predictor
 
 
 def test_it_learns_what_decides_the_length(trained):
-    """Far better than always the same bucket, and than what the prompts' lengths tell."""
+    """It is far better than a constant bucket, and than a baseline on the prompts' lengths."""
     learned, new = examples(1500), examples(300, seed=2)
     prompts, lengths = [e.prompt for e in new], np.asarray([e.output_length for e in new])
     figures = evaluate(BUCKETS, trained.logits(prompts), lengths)
@@ -45,7 +45,7 @@ def test_it_learns_what_decides_the_length(trained):
 
 
 def test_reservations_after_calibration(trained):
-    """At most the promised share outgrows them; before calibration there is no promise."""
+    """At most the requested share outgrows them; before calibration there are none."""
     with pytest.raises(ValueError, match="not calibrated"):
         tiny_predictor().reserve("w1 w2")
     held_out, new = examples(400, seed=3), examples(400, seed=4)
@@ -58,7 +58,7 @@ def test_reservations_after_calibration(trained):
 
 
 def test_saved_and_loaded(trained, tmp_path):
-    """The same predictions and promises; a folder without a predictor says so."""
+    """Predictions and reservations are equal; a folder without a predictor raises."""
     prompts = [e.prompt for e in examples(70, seed=5)]
     trained.calibrate(prompts, [e.output_length for e in examples(70, seed=5)])
     trained.save(tmp_path / "own")
@@ -71,7 +71,7 @@ def test_saved_and_loaded(trained, tmp_path):
 
 
 def test_cut_off_and_gone_on(tmp_path):
-    """Training that was interrupted after an epoch ends where one that was not does."""
+    """Training that was interrupted after an epoch ends like one that was not."""
     learn, held_out = examples(200), examples(60, seed=1)
     config = TrainingConfig(batch_size=32, learning_rate=3e-3, num_epochs=3, patience=3)
     whole = tiny_predictor()
@@ -102,7 +102,7 @@ def test_cut_off_and_gone_on(tmp_path):
 
 
 def test_training_over_a_mesh():
-    """Batches shared out over two devices give the losses of one."""
+    """Batches split over two devices give the losses of one."""
     learn, held_out = examples(128), examples(40, seed=1)
     config = TrainingConfig(batch_size=32, learning_rate=3e-3, num_epochs=1)
     alone = train(tiny_predictor(), learn, held_out, config, progress=False)
@@ -112,7 +112,7 @@ def test_training_over_a_mesh():
 
 
 def test_training_ends_when_it_gets_no_better():
-    """With lengths that nothing decides, patience ends it, and the best epoch is kept."""
+    """If lengths are random, patience ends the training, and the best epoch is kept."""
     random = np.random.default_rng(0)
     noise = [Example(e.prompt, int(random.integers(1, 41))) for e in examples(300)]
     predictor = tiny_predictor()
@@ -130,7 +130,7 @@ def test_training_ends_when_it_gets_no_better():
 
 
 def test_conversations_are_never_torn_apart():
-    """All prompts of one are on one side, whatever else there is; shares are about as asked."""
+    """All prompts of a conversation are on one side; shares are about the requested ones."""
     all_of_them = examples(2000)
     learn, held_out = split(all_of_them, held_out=0.2)
     assert not {e.conversation for e in learn} & {e.conversation for e in held_out}
@@ -141,7 +141,7 @@ def test_conversations_are_never_torn_apart():
 
 
 def test_three_parts():
-    """No conversation is in two of them; the test is the same whatever the rest is used for."""
+    """No conversation is in two parts; the test part does not depend on the use of the rest."""
     all_of_them = examples(2000)
     parts = split_in_three(all_of_them, held_out=0.2, seed=3)
     assert [
@@ -155,7 +155,7 @@ def test_three_parts():
 
 
 def test_half_precision_learns_too():
-    """Computed in bfloat16, parameters stay float32, and the loss falls about as it does."""
+    """Computation is in bfloat16, parameters stay float32, and the loss falls about as much."""
     learn, held_out = examples(600), examples(100, seed=1)
     losses = []
     for dtype in ("float32", "bfloat16"):
@@ -163,7 +163,7 @@ def test_half_precision_learns_too():
         config = TrainingConfig(
             batch_size=32, learning_rate=3e-3, num_epochs=4, patience=4, dtype=dtype
         )
-        # Flax's LayerNorm takes float32 means from bfloat16 without a cast.
+        # Flax's LayerNorm computes float32 means of bfloat16 without a cast.
         with jax.numpy_dtype_promotion("standard"):
             losses.append(train(predictor, learn, held_out, config, progress=False).losses[-1])
         assert {leaf.dtype for leaf in jax.tree.leaves(predictor.params)} == {jnp.dtype("float32")}
@@ -173,7 +173,7 @@ def test_half_precision_learns_too():
 
 
 def test_parameters_change_hands_at_once():
-    """New parameters and their calibration come together; embeddings may be of any parameters."""
+    """Parameters and calibration are replaced together; embeddings may use other parameters."""
     predictor, other = tiny_predictor(), tiny_predictor(seed=1)
     prompts = [e.prompt for e in examples(20)]
     before, old = predictor.embeddings(prompts), predictor.params
@@ -186,7 +186,7 @@ def test_parameters_change_hands_at_once():
 
 
 def test_jsonl_there_and_back(tmp_path):
-    """What was written is read; a line that is no example is named."""
+    """Written examples are read; an invalid line is named."""
     wanted = [Example("naïve\nprompt", 3, "a"), Example("w1", 40)]
     write_jsonl(tmp_path / "e.jsonl", wanted)
     assert list(read_jsonl(tmp_path / "e.jsonl")) == wanted
@@ -199,7 +199,7 @@ def test_jsonl_there_and_back(tmp_path):
 
 
 def test_batches_have_texts_of_about_one_length():
-    """Every text once; padding is to the next size, and long prompts lose their middle."""
+    """Every text comes once; padding goes to the next size; long prompts lose their middle."""
     lengths = np.random.default_rng(0).integers(1, 60, 500)
     batches = shuffled_batches(lengths, 16, np.random.default_rng(1))
     assert sorted(np.concatenate(batches)) == list(range(500))

@@ -1,4 +1,4 @@
-"""A tiny encoder with a tokenizer, and prompts whose answers' lengths can be learned."""
+"""A tiny encoder with a tokenizer, and prompts whose answers have learnable lengths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORDS = [f"w{i}" for i in range(50)]
 
 
 def tiny_tokenizer() -> tokenizers.Tokenizer:
-    """One token a word."""
+    """Return a tokenizer with one token per word."""
     vocab = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *_WORDS])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -47,13 +47,13 @@ class FailingTokenizer:
 
 
 def tiny_predictor(seed: int = 0, tokenizer: Any = None) -> LengthPredictor:
-    """Untrained."""
+    """Return an untrained predictor."""
     model = LengthClassifier.random(CONFIG, BUCKETS.num, seed=seed)
     return LengthPredictor(CONFIG, model, BUCKETS, tokenizer or tiny_tokenizer(), max_tokens=32)
 
 
 def examples(num: int, seed: int = 0) -> list[Example]:
-    """The first word decides which quarter of the lengths an answer is from."""
+    """Return examples in which the first word decides the quarter of an answer's length."""
     random = np.random.default_rng(seed)
     made = []
     for number in range(num):

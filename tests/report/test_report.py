@@ -1,4 +1,4 @@
-"""The report agrees with what happened, in every form."""
+"""The report agrees with the run, in every form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def runtime():
 
 
 def test_figures_add_up(runtime):
-    """Tokens, steps and requests are those of the runtime's own counters."""
+    """Tokens, steps and requests equal the runtime's counters."""
     report, stats = runtime.report(), runtime.stats()
     figures = report.figures()
     assert figures["num_requests"] == 10
@@ -38,7 +38,7 @@ def test_figures_add_up(runtime):
 
 
 def test_every_form(runtime, tmp_path):
-    """Table, JSON, PNG in a notebook, PNG on disk."""
+    """The report is a table, JSON, a PNG in a notebook, and a PNG on disk."""
     report = runtime.report()
     assert "output tokens" in str(report) and "75" in str(report)
     read = json.loads(report.to_json())
@@ -50,9 +50,9 @@ def test_every_form(runtime, tmp_path):
 
 
 def test_what_serves_attention_is_said(runtime):
-    """With the shapes and the reason; an implementation that is asked for is said to be so."""
+    """The report has shapes and reason, and says if an implementation was requested by name."""
     report = runtime.report()
-    # Other tests of this process compile for GPUs.
+    # Other tests in this process compile for GPUs.
     ours = ("paged_attention", "cpu")
     chosen = [one for one in report.kernels if (one.operation, one.platform) == ours]
     assert chosen and all(one.reason for one in chosen)
@@ -62,7 +62,7 @@ def test_what_serves_attention_is_said(runtime):
 
 
 def test_trace_tells_steps_and_phases(runtime, tmp_path):
-    """Steps follow one another without overlap; a request's phases do too, from its arrival."""
+    """Steps do not overlap, and neither do a request's phases, from its arrival on."""
     report = runtime.report()
     report.save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -77,7 +77,7 @@ def test_trace_tells_steps_and_phases(runtime, tmp_path):
 
 
 def test_a_report_of_nothing():
-    """Before the first request every form is empty, and none fails."""
+    """Before the first request every form is empty, and none raises."""
     report = Report((), (), policy="auto", num_pages=7)
     assert report.figures()["output_tokens_per_s"] is None
     assert report._repr_png_().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""What each process of a test job runs: `python -m tests.runtime.job rounds|forever|differ`."""
+"""The program of a test job's processes: `python -m tests.runtime.job rounds|forever|differ`."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ CONFIG = LlamaConfig(
 
 
 def params(seed: int) -> nnx.State:
-    """Weights from NumPy: drawing them on a device would compile, in every process anew."""
+    """Return weights from NumPy: drawing them on a device would compile in every process."""
     rng = np.random.default_rng(seed)
     _, state = abstract_model(CONFIG)
     return jax.tree.map(lambda x: jax.numpy.asarray(rng.normal(0, 0.4, x.shape), x.dtype), state)
 
 
 def model() -> Llama:
-    """A decoder with the first of the weights."""
+    """Return a decoder with the first weights."""
     graphdef, _ = abstract_model(CONFIG)
     return nnx.merge(graphdef, params(WEIGHT_SEEDS[0]))
 
 
 def rounds(rt: Runtime) -> None:
-    """Print tokens of a round of answers with each of several weights."""
+    """Print the tokens of a round of answers with each of several weights."""
     for seed in WEIGHT_SEEDS:
         rt.update_params(params(seed))
         if rt.is_leader:
@@ -60,7 +60,7 @@ def rounds(rt: Runtime) -> None:
 
 
 def refused(rt: Runtime) -> None:
-    """Print what a follower says to who asks it for an answer."""
+    """Print the error of a follower that is asked for an answer."""
     try:
         rt.generate(PROMPTS[0])
     except JaxserveError as error:

@@ -1,4 +1,4 @@
-"""Replicas over the data axis: the answers of one, its weights uncopied, its limits kept."""
+"""Replicas over the data axis have one replica's answers, share its weights and keep its limits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 from sharding import make_mesh, replica_meshes, split_replicas, state_shardings
 
 OPTIONS = tiny.OPTIONS | {"strict": True}
-# As many pages in both cases: a shard holds half the heads.
+# The number of pages is equal in both cases, since a shard holds half of the heads.
 WHOLE, SHARDED = OPTIONS | {"kv_memory": "60KB"}, OPTIONS | {"kv_memory": "30KB"}
 PROMPTS = random_prompts(24, longest=60)
-# Greedy and sampled, with and without a seed of their own, short and long.
+# Greedy and sampled, with and without a seed, short and long.
 PARAMS = [
     SamplingParams(
         max_tokens=8 + 3 * i, temperature=0.8 * (i % 2), seed=i if i % 3 else None, n=1 + i % 2
@@ -45,12 +45,12 @@ def _params(seed: int) -> nnx.State:
 
 
 def _on(mesh: Mesh, seed: int) -> nnx.State:
-    """As a data-parallel trainer on this mesh would have them."""
+    """Return the parameters as a data-parallel trainer on this mesh has them."""
     return jax.device_put(_params(seed), state_shardings(_params(seed), mesh))
 
 
 def _buffers(tree) -> list[list[int]]:
-    """Of each array, where its shards are, by device."""
+    """Return the address of each shard of each array, by device."""
     return [
         [shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards]
         for leaf in jax.tree.leaves(tree)
@@ -63,7 +63,7 @@ def _buffers_of_replicas(seen: WrapAll) -> list[list[int]]:
 
 
 def _admissions(executor: RecordingExecutor) -> Counter[tuple[str, int]]:
-    """How often each sample of each request got a slot."""
+    """Return how often each sample of each request got a slot."""
     admissions = (new for plan in executor.plans for new in plan.admissions)
     return Counter((new.request.id, new.sample_index) for new in admissions)
 
@@ -71,7 +71,7 @@ def _admissions(executor: RecordingExecutor) -> Counter[tuple[str, int]]:
 @final
 @dataclass(frozen=True)
 class Wanted:
-    """What one replica on one device answers: all prompts; and some, with other weights."""
+    """The answers of one replica on one device: to all prompts, and to some with other weights."""
 
     everything: Tokens
     updated: Tokens
@@ -94,7 +94,7 @@ def seen() -> WrapAll[RecordingExecutor]:
 
 @pytest.fixture(scope="module")
 def runtime(wanted, seen) -> Iterator[Runtime]:
-    """Two replicas, each over two devices, that have answered all prompts as one does."""
+    """Two replicas over two devices each, which have answered all prompts as one replica does."""
     mesh = make_mesh(data=2, tensor=2)
     weights = _on(mesh, 0)
     with Runtime(tiny_llama(), weights, mesh=mesh, wrap_executor=seen, **SHARDED) as rt:
@@ -109,7 +109,7 @@ def runtime(wanted, seen) -> Iterator[Runtime]:
 
 
 def test_replicas_answer_alike_under_preemption(runtime, seen):
-    """Same tokens as one, from both replicas, although their page pools are too small."""
+    """Both replicas have the tokens of one, although their page pools are too small."""
     report, stats = runtime.report(), runtime.stats()
     assert stats.num_compilations == 0
     assert report.num_pages == 2 * (runtime.config.num_pages - 1)
@@ -120,7 +120,7 @@ def test_replicas_answer_alike_under_preemption(runtime, seen):
 
 
 def test_the_report_tells_replicas_apart(runtime, tmp_path):
-    """A track of steps for each; the picture shows their sum."""
+    """Each replica has a track of steps; the picture shows their sum."""
     report = runtime.report()
     times = [step.submitted_s for step in report.steps]
     assert times == sorted(times) and {step.replica for step in report.steps} == {0, 1}
@@ -131,7 +131,7 @@ def test_the_report_tells_replicas_apart(runtime, tmp_path):
 
 
 def test_every_way_in_serves(runtime, wanted):
-    """Streams, single requests and cancellation find the replica of their request."""
+    """Streams, single requests and cancellation reach the replica of their request."""
     single = runtime.generate(PROMPTS[0], SamplingParams(max_tokens=8))
     assert [single.token_ids] == wanted.everything[0]
     streamed = [p.token_ids for p in runtime.stream(PROMPTS[0], SamplingParams(max_tokens=8))]
@@ -152,7 +152,7 @@ def test_every_way_in_serves(runtime, wanted):
 
 
 def test_requests_of_one_prefix_share_a_replica(runtime, seen):
-    """A conversation that resends its history is answered where it was before."""
+    """A conversation that resends its history goes to the replica of its earlier turns."""
 
     def counts():
         return [len(_admissions(executor)) for executor in seen.executors]
@@ -166,9 +166,9 @@ def test_requests_of_one_prefix_share_a_replica(runtime, seen):
 
 
 def test_an_update_reaches_every_replica_under_load(runtime, seen, wanted):
-    """Who was there gets the old weights' answers, who comes after it the new ones'.
+    """Earlier requests are answered with the old weights, and later ones with the new weights.
 
-    Weights that lie on the mesh are not copied, others are moved; nothing is compiled.
+    Weights on the mesh are not copied, others are moved, and nothing is compiled.
     """
     new = _on(make_mesh(data=2, tensor=2), 1)
     seeded = [i for i, one in enumerate(PARAMS) if one.seed is not None]
@@ -188,7 +188,7 @@ def test_an_update_reaches_every_replica_under_load(runtime, seen, wanted):
 
 
 def test_replica_meshes_keep_the_other_axes():
-    """As many meshes as the data axis has indices, which share no device."""
+    """The number of meshes is the size of the data axis, and they share no device."""
     mesh = make_mesh(data=2, tensor=2)
     parts = replica_meshes(mesh)
     assert [dict(part.shape) for part in parts] == [{"data": 1, "stage": 1, "tensor": 2}] * 2
@@ -196,7 +196,7 @@ def test_replica_meshes_keep_the_other_axes():
 
 
 def test_what_has_no_whole_replicas_stays_in_one_piece():
-    """Arrays on one device, on a mesh without replicas, or split over the data axis."""
+    """Arrays on one device, on a mesh without replicas, or split over the data axis are whole."""
     array = np.arange(8.0)
     mesh = make_mesh(data=2, tensor=2)
     for sharding in (

@@ -1,4 +1,4 @@
-"""Answers of a runtime made from a checkpoint on disk are the answers that PyTorch gives."""
+"""The answers of a runtime made from a checkpoint on disk are PyTorch's answers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from jaxserve import Runtime, SamplingParams
 from tests.models.hf_checkpoints import VOCAB_SIZE, greedy_shortfall, write_checkpoint
 
-# Logits this close may be ordered either way; the best two of the seed below are 0.01 apart.
+# Closer logits may have either order; the best two of the seed below differ by 0.01.
 ROUNDING = 1e-4
 # Length of a prompt -> of its answer. The last prompt takes two steps; with one token less, its
-# answer ends when the others do, so that one size of the decode window is compiled.
+# answer ends at the same time as the others, so that one window size is compiled.
 NUM_TOKENS = {1: 13, 5: 13, 21: 13, 61: 12}
 OPTIONS: dict[str, Any] = dict(
     max_slots=4, max_context=80, max_step_tokens=64, page_size=8, kv_memory="500KB",
@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = dict(
 
 @pytest.mark.parametrize("family", ["llama", "llama3_rope", "mistral", "qwen2", "qwen3", "smollm2"])
 def test_greedy_tokens_equal_pytorch(tmp_path, family):
-    """A batch of prompts, long and short, gets PyTorch's tokens from every family's checkpoint."""
+    """A batch of long and short prompts gets PyTorch's tokens from every family's checkpoint."""
     model = write_checkpoint(family, tmp_path)
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, VOCAB_SIZE, length).tolist() for length in NUM_TOKENS]

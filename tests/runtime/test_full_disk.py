@@ -1,4 +1,4 @@
-"""A disk that is really full: a small file system of the child process's own."""
+"""A disk that is really full: a small file system that only the child process sees."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxserve.memory.page_files import PageFiles
 from tests.conversations.fakes import conversations
 
 ROOT = Path(__file__).parents[2]
-# In namespaces of its own nobody else sees the mount, and it ends with the process.
+# In its own namespaces only this process sees the mount, which ends with it.
 OWN_DISK = 'mount -t tmpfs -o size=1M none "$0" && exec "$@"'
 
 
 @contextmanager
 def full(folder: Path) -> Iterator[None]:
-    """For the length of the block not a byte more has room."""
+    """Fill the disk within the block, so that not one more byte fits."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while file.write(bytes(4096)) == 4096:
@@ -36,7 +36,7 @@ def full(folder: Path) -> Iterator[None]:
 
 
 def journal(folder: Path) -> None:
-    """A turn that has no room is not acknowledged; what was is there, and goes on later."""
+    """A turn that does not fit is not acknowledged; earlier turns remain and continue later."""
     path = str(folder / "kept.sqlite")
     home = conversations(path)
     chat, other = home.open("a"), home.open("b")
@@ -63,7 +63,7 @@ def journal(folder: Path) -> None:
 
 
 def disk_tier(folder: Path) -> None:
-    """Chunks that have no room are not kept, which the log says once; those that are stay right."""
+    """Pages that do not fit are dropped, which is logged once; stored pages stay right."""
     said: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     handler = QueueHandler(said)
     handler.setLevel(logging.ERROR)
@@ -91,7 +91,7 @@ def disk_tier(folder: Path) -> None:
 
 @pytest.mark.parametrize("scenario", [journal, disk_tier], ids=lambda scenario: scenario.__name__)
 def test_a_full_disk(tmp_path, scenario):
-    """See the scenario."""
+    """Run the scenario."""
     _skip_without_namespaces(tmp_path)
     program = (
         sys.executable,

@@ -1,4 +1,4 @@
-"""A runtime finds again what it computed: counted, across restarts, and never of other weights."""
+"""A runtime reuses cached pages: counted, across restarts, and not with other weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOLLOW_UP = (5, 6, 7)
 
 
 def _talk(rt: Runtime) -> list[tuple[int, ...]]:
-    """Tokens of two turns of four conversations."""
+    """Return the tokens of two turns of four conversations."""
     first = rt.generate(list(map(list, PROMPTS)), PARAMS)
     histories = [[*p, *c.token_ids, *FOLLOW_UP] for p, c in zip(PROMPTS, first, strict=True)]
     return [c.token_ids for c in (*first, *rt.generate(histories, PARAMS))]
@@ -39,7 +39,7 @@ def _talk(rt: Runtime) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def expected():
-    """By seed of the weights, the tokens of a runtime that keeps nothing."""
+    """The tokens of a runtime without cached pages, by seed of the weights."""
     tokens = {}
     for seed in (0, 1):
         with Runtime(tiny_llama(seed), **{**OPTIONS, "policy": "vllm_like"}) as rt:
@@ -49,7 +49,7 @@ def expected():
 
 
 def test_pages_come_back_from_the_host_layer_by_layer(expected):
-    """In a pool that holds half of what is kept; nothing compiles for it after the start."""
+    """The pool holds half of the cached pages; nothing compiles after the start."""
     options = FREE | {"restore": "both", "kv_memory": "40kB", "strict": True}
     with Runtime(tiny_llama(), **options) as rt:
         assert _talk(rt) == expected[0] == _talk(rt)
@@ -59,7 +59,7 @@ def test_pages_come_back_from_the_host_layer_by_layer(expected):
 
 
 def test_shards_of_pages_in_eight_bits_come_back_layer_by_layer():
-    """Of scanned layers, over two devices; also after the pool was resized and steps were timed."""
+    """Layers are scanned, over two devices; also after a resize and after timing steps."""
     options, model = OPTIONS | {"kv_dtype": "int8"}, tiny_llama(layer_layout="scanned")
     with Runtime(model, **{**options, "policy": "vllm_like"}) as rt:
         expected = _talk(rt)
@@ -75,7 +75,7 @@ def test_shards_of_pages_in_eight_bits_come_back_layer_by_layer():
 
 @pytest.mark.parametrize("policy", ["pensieve", "pensieve_device_only", "auto"])
 def test_the_next_turn_finds_the_one_before(expected, policy):
-    """Nearly all of it; the report says how much."""
+    """Nearly all of it is hit; the report has the number of tokens."""
     with Runtime(tiny_llama(), **{**OPTIONS, "policy": policy}) as rt:
         assert _talk(rt) == expected[0]
         stats = rt.stats()
@@ -89,12 +89,12 @@ def test_the_next_turn_finds_the_one_before(expected, policy):
         rt.forget_kept_pages()
         assert _talk(rt) == expected[0]
         assert rt.stats().num_prefix_hit == 2 * stats.num_prefix_hit
-        rt.measure_step_times(rounds=1)  # which writes to pages
+        rt.measure_step_times(rounds=1)  # which overwrites pages
         assert _talk(rt) == expected[0]
 
 
 def test_new_weights_find_nothing_of_the_old(expected):
-    """Their keys and values are others."""
+    """Other weights have other keys and values."""
     with Runtime(tiny_llama(), **OPTIONS) as rt:
         assert _talk(rt) == expected[0]
         found = rt.stats().num_prefix_hit
@@ -104,7 +104,7 @@ def test_new_weights_find_nothing_of_the_old(expected):
 
 
 def test_a_runtime_finds_what_the_one_before_it_wrote(expected, tmp_path):
-    """All that was kept is on the disk at the end; other weights find nothing there."""
+    """All cached pages are on disk after closing; other weights do not hit them."""
     disk = {"disk_memory": "4MB", "disk_folder": tmp_path, "host_memory": "100kB"}
     with Runtime(tiny_llama(), **FREE, **disk) as rt:
         assert _talk(rt) == expected[0]
@@ -122,7 +122,7 @@ def test_a_runtime_finds_what_the_one_before_it_wrote(expected, tmp_path):
 
 @final
 class _SlowFiles:
-    """Page files that are read when `is_open` is set: pipes, which threads fill once each."""
+    """Page files that are read when `is_open` is set: pipes that threads fill once each."""
 
     def __init__(self, folder: Path):
         self.is_open = threading.Event()
@@ -135,7 +135,7 @@ class _SlowFiles:
             threading.Thread(target=self._fill, args=(path, contents), daemon=True).start()
 
     def _fill(self, path: Path, contents: bytes) -> None:
-        with suppress(BrokenPipeError), path.open("wb") as pipe:  # when somebody reads it
+        with suppress(BrokenPipeError), path.open("wb") as pipe:  # when the pipe is read
             self.num_asked += 1
             assert self.is_open.wait(60)
             whole = path.with_suffix(".whole")
@@ -144,7 +144,7 @@ class _SlowFiles:
             pipe.write(contents)
 
     def close(self) -> None:
-        """End the threads of files that nobody has read."""
+        """End the threads of files that were not read."""
         self.is_open.set()
         for path in self._paths:
             os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
@@ -160,9 +160,9 @@ def _slow_reads(folder: Path) -> Iterator[_SlowFiles]:
 
 
 def test_a_slow_disk_delays_only_those_that_need_it(expected, tmp_path):
-    """Others are answered meanwhile; whoever waited has what is on the disk, and the same tokens.
+    """Other requests are answered meanwhile; waiting ones get the disk's pages and the same tokens.
 
-    A runtime that is closed does not wait for requests that wait for the disk.
+    Closing a runtime does not wait for requests that wait for the disk.
     """
     disk = {"disk_memory": "4MB", "disk_folder": tmp_path, "host_memory": "100kB"}
     with Runtime(tiny_llama(), **FREE, **disk) as rt:
@@ -181,7 +181,7 @@ def test_a_slow_disk_delays_only_those_that_need_it(expected, tmp_path):
         slow.is_open.clear()
         num_asked = slow.num_asked
         closed = rt.submit(PROMPTS[3], PARAMS)
-        while slow.num_asked == num_asked:  # whoever has not begun ends with an error instead
+        while slow.num_asked == num_asked:  # a request that has not begun ends with an error
             time.sleep(0.001)
         threading.Timer(0.2, slow.is_open.set).start()
     assert (closed.result(0).finish_reason, closed.result(0).token_ids) == ("cancelled", ())
@@ -198,13 +198,13 @@ def test_a_slow_disk_delays_only_those_that_need_it(expected, tmp_path):
     ],
 )
 def test_a_disk_without_pages_for_it_is_refused(options, reason):
-    """Saying what is missing."""
+    """The error says what is missing."""
     with pytest.raises(InvalidConfigError, match=reason):
         Runtime(tiny_llama(), **{**OPTIONS, "warmup": False, **options})
 
 
 def _answers(engine: Engine, prompts: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Tokens of a batch, from an engine of the test's own."""
+    """Return the tokens of a batch, from an engine of this test."""
     sequences = []
     for prompt in prompts:
         request = Request(id=str(prompt), prompt=tuple(prompt), params=PARAMS, arrival_s=0.0)
@@ -215,7 +215,7 @@ def _answers(engine: Engine, prompts: Iterable[Sequence[int]]) -> list[tuple[int
 
 
 def test_stages_keep_pages_on_their_devices(expected):
-    """And find them, also around holes: rows of one sequence go through the stages in order."""
+    """They also hit pages around holes: rows of one sequence go through the stages in order."""
     plan, seen = StagePlan.of([1, 1], micro_batches=2), WrapAll()
     with Runtime(tiny_llama(), **OPTIONS, mesh=plan, wrap_executor=seen) as rt:
         assert _talk(rt) == expected[0]

@@ -1,4 +1,4 @@
-"""Keys and values in eight bits, from the option to the answers: more pages, the same tokens."""
+"""Keys and values in 8 bits, from the option to the answers: more pages, the same tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPTS = random_prompts(10, seed=4, longest=50)
 PARAMS = [
     SamplingParams(max_tokens=12, temperature=0.8 * (i % 2), seed=i) for i in range(len(PROMPTS))
 ]
-# Of two layers, two KV heads and eight tokens: keys and values of eight numbers each.
+# Two layers, two KV heads and eight tokens: keys and values of eight numbers each.
 PAGE_BYTES = {None: 2 * 2 * 8 * 2 * 8 * 4, **dict.fromkeys(KV_DTYPES, 2 * 2 * 8 * 2 * (8 + 4))}
 NUM_PAGES = 20
 
@@ -32,7 +32,7 @@ def _tokens(completions) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module", params=KV_DTYPES)
 def alone(request):
-    """The dtype, and what each prompt is answered by itself, in a pool that holds them all."""
+    """The dtype, and the answer to each prompt alone, in a pool that holds all of them."""
     with _runtime(request.param, num_pages=60) as rt:
         return request.param, [
             rt.generate(*each).token_ids for each in zip(PROMPTS, PARAMS, strict=True)
@@ -41,7 +41,7 @@ def alone(request):
 
 @pytest.mark.parametrize("wrong", ["int4", "bfloat16", "float8_e5m2", "", 8])
 def test_unknown_dtypes_are_refused_first(wrong):
-    """Whatever the model is; the error says what is allowed."""
+    """The check comes before the model is loaded; the error lists the allowed dtypes."""
     with pytest.raises(InvalidConfigError, match=r"kv_dtype=.* one of \('int8', 'float8_e4m3"):
         Runtime.from_pretrained("no such model", kv_dtype=wrong)
     assert RuntimeOptions.parse({}).kv_dtype is None
@@ -49,7 +49,7 @@ def test_unknown_dtypes_are_refused_first(wrong):
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_the_same_memory_holds_more_pages(kv_dtype):
-    """As many as fit with their scales, and the device holds just that."""
+    """As many pages fit with their scales, and the device holds exactly these bytes."""
     options = {**OPTIONS, "kv_memory": 20_000, "warmup": False}
     seen = WrapAll()
     with Runtime(tiny_llama(), kv_dtype=kv_dtype, wrap_executor=seen, **options) as rt:
@@ -60,7 +60,7 @@ def test_the_same_memory_holds_more_pages(kv_dtype):
 
 
 def test_same_tokens_in_a_batch_with_preemptions(alone):
-    """Nothing compiles after the warm-up, and preempted sequences are computed anew."""
+    """Nothing compiles after the warm-up, and preempted sequences are computed again."""
     kv_dtype, wanted = alone
     with _runtime(kv_dtype, policy="vllm_like", strict=True) as rt:
         assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
@@ -68,10 +68,10 @@ def test_same_tokens_in_a_batch_with_preemptions(alone):
 
 
 def test_same_tokens_over_several_devices(alone):
-    """Scales are split by KV head, or cut by layer, as their pages are."""
+    """Scales are split by KV head or cut by layer, like their pages."""
     kv_dtype, wanted = alone
     mesh = make_mesh(tensor=2) if kv_dtype == "int8" else StagePlan.of([1, 1], tensor=[1, 2])
-    # Memory is of a shard, or of the stage whose pages are larger.
+    # The memory is that of one shard, or of the stage whose pages are larger.
     with _runtime(kv_dtype, shards=2, mesh=mesh, policy="vllm_like") as rt:
         assert rt.config.num_pages == NUM_PAGES
         assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
@@ -79,7 +79,7 @@ def test_same_tokens_over_several_devices(alone):
 
 
 def test_a_disk_gives_back_pages_of_its_own_dtype_alone(tmp_path):
-    """A runtime finds what the one before it wrote, and another dtype nothing."""
+    """A runtime hits the pages of an earlier one; with another dtype it hits none."""
     disk = {"disk_memory": "4MB", "disk_folder": tmp_path, "host_memory": "100kB"}
     options = {"num_pages": 60, "policy": "pensieve", "wrap_executor": FreeCopiesExecutor, **disk}
     answers = []
@@ -91,7 +91,7 @@ def test_a_disk_gives_back_pages_of_its_own_dtype_alone(tmp_path):
 
 
 def test_same_tokens_in_a_pool_that_is_resized():
-    """To fewer pages than running answers have, which go on."""
+    """The pool shrinks below the pages of running requests, which continue."""
     with _runtime("int8", num_pages=60) as rt:
         wanted = _tokens(rt.generate(PROMPTS, PARAMS))
     with _runtime("int8", num_pages=60, wrap_executor=SlowExecutor) as rt:

@@ -1,4 +1,4 @@
-"""A runtime with a length predictor: whatever it predicts, the answers are the same."""
+"""A runtime with a length predictor has the same answers for any prediction."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.predictor.tiny import tiny_predictor
 BUCKETS = LengthBuckets.equal_width(40, 4)
 PROMPTS = random_prompts(16, longest=20)
 PARAMS = [SamplingParams(max_tokens=None, forced_length=3 + 5 * (i % 7)) for i in range(16)]
-# Room for about two of the longest at once.
+# The pool holds about two of the longest requests at the same time.
 MEMORY = {"kv_memory": 12 * 2 * 2 * 2 * 8 * 8 * 4, **OPTIONS}
 
 
 class Fixed:
-    """Says the same of every prompt."""
+    """A predictor with the same prediction for every prompt."""
 
     calibration = None
 
@@ -34,7 +34,7 @@ class Fixed:
 
 
 class Broken:
-    """Raises."""
+    """A predictor that raises."""
 
     calibration = None
 
@@ -53,7 +53,7 @@ PREDICTORS = {
 
 @pytest.fixture(scope="module")
 def expected():
-    """Every prompt's answer alone, with all the memory it could want."""
+    """Every prompt's answer alone, with enough memory."""
     with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), **OPTIONS) as rt:
         return [rt.generate(p, params).token_ids for p, params in zip(PROMPTS, PARAMS, strict=True)]
 
@@ -61,7 +61,7 @@ def expected():
 @pytest.mark.parametrize("policy", ["s3", "auto"])
 @pytest.mark.parametrize("name", PREDICTORS)
 def test_wrong_predictions_cost_time_and_never_tokens(expected, policy, name):
-    """Always too short, too long, undecided, not a number, or an exception."""
+    """Predictions are too short, too long, undecided, NaN, or raise."""
     with Runtime(
         tiny_llama(),
         tokenizer=letter_tokenizer(),
@@ -74,7 +74,7 @@ def test_wrong_predictions_cost_time_and_never_tokens(expected, policy, name):
         stats = rt.stats()
     assert [each.token_ids for each in done] == expected
     if policy == "s3":
-        # Of those whose 20 tokens of prompt and up to 10 of the answer are not all there is.
+        # Requests that need more than 20 tokens of prompt and 10 of the answer outgrow.
         assert (stats.num_outgrown > 0) == (name in ("zero", "unsure", "not numbers"))
         assert stats.num_pages_out == stats.num_pages_in
         assert bool(stats.num_pages_out) == bool(stats.num_outgrown)
@@ -82,7 +82,7 @@ def test_wrong_predictions_cost_time_and_never_tokens(expected, policy, name):
 
 
 def test_a_broken_predictor_is_reported_once(caplog):
-    """With its traceback; requests go on without predictions."""
+    """The log has the traceback; requests go on without predictions."""
     with (
         caplog.at_level(logging.ERROR),
         Runtime(tiny_llama(), tokenizer=letter_tokenizer(), predictor=Broken(), **OPTIONS) as rt,
@@ -94,13 +94,13 @@ def test_a_broken_predictor_is_reported_once(caplog):
 
 @pytest.mark.parametrize("given", ["/nowhere", 5])
 def test_what_is_no_predictor_is_refused(given):
-    """Before anything is built, saying what to give."""
+    """The error comes before anything is built, and says what to pass."""
     with pytest.raises(InvalidConfigError, match="predictor"):
         Runtime(tiny_llama(), tokenizer=letter_tokenizer(), predictor=given, **OPTIONS)
 
 
 def test_what_is_expected_of_running_requests():
-    """As long as predicted, and nothing of those that have ended."""
+    """The expected length is the predicted one; ended requests are not listed."""
     with Runtime(
         tiny_llama(),
         tokenizer=letter_tokenizer(),
@@ -118,7 +118,7 @@ def test_what_is_expected_of_running_requests():
 
 
 def test_requests_that_end_go_on_training_the_predictor():
-    """Those that were cancelled do not; and closing the runtime ends the learning."""
+    """Cancelled requests do not train it; closing the runtime ends the training."""
     predictor = tiny_predictor()
     with Runtime(
         tiny_llama(), tokenizer=letter_tokenizer(), predictor=predictor, learns=True, **OPTIONS
@@ -134,7 +134,7 @@ def test_requests_that_end_go_on_training_the_predictor():
 
 
 def test_what_was_learned_survives_a_restart(tmp_path):
-    """It is saved beside the predictor when the runtime closes, and taken up by the next one."""
+    """It is saved beside the predictor when the runtime closes, and loaded by the next one."""
     tiny_predictor().save(tmp_path)
     for total in (5, 10):
         with Runtime(
@@ -145,7 +145,7 @@ def test_what_was_learned_survives_a_restart(tmp_path):
 
 
 def test_learning_needs_a_predictor_that_can_learn():
-    """None, or one of somebody's own, is refused."""
+    """No predictor, and a predictor of another class, are refused."""
     for given in (None, PREDICTORS["zero"]):
         with pytest.raises(InvalidConfigError, match="learns=True"):
             Runtime(
@@ -154,13 +154,13 @@ def test_learning_needs_a_predictor_that_can_learn():
 
 
 def test_s3_without_a_predictor_says_what_it_does_instead(caplog):
-    """It serves as ORCA does, and not in silence."""
+    """It serves as ORCA does, and logs that."""
     with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), policy="s3", **OPTIONS) as rt:
         assert rt.generate(PROMPTS[0], SamplingParams(max_tokens=2)).error is None
     assert "policy s3 has no predictor" in caplog.text
 
 
 def test_a_predictor_needs_a_tokenizer():
-    """It reads text."""
+    """The predictor reads the prompts' text."""
     with pytest.raises(InvalidConfigError, match="tokenizer"):
         Runtime(tiny_llama(), predictor=PREDICTORS["zero"], **OPTIONS)

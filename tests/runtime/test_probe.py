@@ -1,4 +1,4 @@
-"""A runtime with a probe: it reads what a forward pass would, and never changes a token."""
+"""A runtime with a probe reads what a forward pass reads, and has the same tokens."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ BUCKETS = LengthBuckets.logarithmic(64, 6)
 REFINEMENT = Refinement(buckets=BUCKETS, marginal=np.full(BUCKETS.num, 1 / BUCKETS.num), interval=4)
 PROMPTS = random_prompts(16, longest=20)
 PARAMS = [SamplingParams(max_tokens=None, forced_length=3 + 5 * (i % 7)) for i in range(16)]
-# Room for about two of the longest at once.
+# The pool holds about two of the longest requests at the same time.
 MEMORY = {"kv_memory": 12 * 2 * 2 * 2 * 8 * 8 * 4, **OPTIONS}
 
 
 def made_up_probe(**config) -> LengthProbe:
-    """Untrained."""
+    """Return an untrained probe."""
     config = ProbeConfig(**{"layer": 1, "width": 32, "hidden_size": 8, **config})
     return LengthProbe(config, ProbeHead(config, BUCKETS.num, rngs=nnx.Rngs(3)), REFINEMENT)
 
 
 class Fixed:
-    """Reads the same everywhere, or whatever else a function makes of it and the activations."""
+    """A probe with constant readings, or with those of a function of reading and activations."""
 
     layer, width, refinement = 1, 32, REFINEMENT
 
@@ -61,14 +61,14 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def expected():
-    """Every prompt's answer alone, without a probe and with all the memory it could want."""
+    """Every prompt's answer alone, without a probe and with enough memory."""
     with Runtime(tiny_llama(), **OPTIONS) as rt:
         return [rt.generate(p, params).token_ids for p, params in zip(PROMPTS, PARAMS, strict=True)]
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_readings_cost_time_and_never_tokens(expected, name):
-    """Always short, always long, undecided, not numbers; and nothing compiles after the start."""
+    """Readings are short, long, undecided or NaN; nothing compiles after the start."""
     with Runtime(tiny_llama(), probe=WRONG[name], strict=True, **MEMORY) as rt:
         done = rt.generate(PROMPTS, PARAMS)
         stats = rt.stats()
@@ -87,7 +87,7 @@ def test_with_a_probe_alone_s3_does_not_reserve_for_the_longest_answer(expected,
 
 
 def _readings(executor: RecordingExecutor) -> dict[tuple[str, int], np.ndarray]:
-    """What was read of each request where it had so many output tokens before its newest one."""
+    """Return the readings of each request at each number of output tokens before its newest one."""
     read, serving = {}, {}
     for plan, result in zip(executor.plans, executor.results, strict=True):
         for source, target in plan.moves:
@@ -97,7 +97,7 @@ def _readings(executor: RecordingExecutor) -> dict[tuple[str, int], np.ndarray]:
         for index, row in enumerate(plan.rows):
             serving[row.slot][1] += int(result.num_tokens[index])
             request, num_tokens = serving[row.slot]
-            # What is read behind an answer's end says nothing.
+            # A reading after an answer's end has no meaning.
             if result.num_tokens[index] and num_tokens < request.params.forced_length:
                 read[request.id, num_tokens - 1] = result.remaining[index]
     return read
@@ -105,7 +105,7 @@ def _readings(executor: RecordingExecutor) -> dict[tuple[str, int], np.ndarray]:
 
 @pytest.mark.parametrize("layout, layer", [("unrolled", 1), ("scanned", 2)])
 def test_it_reads_what_a_forward_pass_does(layout, layer):
-    """In prefill chunks, mixed steps and decode loops; in the middle, and behind the last layer."""
+    """This holds in prefill chunks, mixed steps and decode loops, at middle and last layers."""
     model, probe = tiny_llama(layer_layout=layout), made_up_probe(layer=layer)
     seen = WrapAll(RecordingExecutor)
     with Runtime(model, probe=probe, wrap_executor=seen, **MEMORY) as rt:
@@ -123,7 +123,7 @@ def test_it_reads_what_a_forward_pass_does(layout, layer):
 
 
 def test_over_a_mesh_it_reads_the_same(expected):
-    """Sharded over two devices."""
+    """The model is sharded over two devices."""
     mesh = make_mesh(tensor=2)
     with Runtime(tiny_llama(), mesh=mesh, probe=made_up_probe(), strict=True, **OPTIONS) as rt:
         done = rt.generate(PROMPTS, PARAMS)
@@ -132,13 +132,13 @@ def test_over_a_mesh_it_reads_the_same(expected):
 
 
 class _Misread(ExecutorWrapper):
-    """Says that its readings are of one bucket, of which they have six."""
+    """A probe that declares readings of one bucket although they have six."""
 
     refinement = replace(REFINEMENT, buckets=LengthBuckets((0, 5)), marginal=np.ones(1))
 
 
 def test_readings_that_cannot_be_used_are_reported_once(expected, caplog):
-    """And answers go on."""
+    """The answers continue."""
     probe = made_up_probe()
     with (
         Runtime(tiny_llama(), probe=probe, wrap_executor=_Misread, **MEMORY) as rt,
@@ -165,19 +165,19 @@ def _raises(activations):
     ],
 )
 def test_a_probe_that_does_not_fit_is_refused(probe, said):
-    """Before anything is compiled, saying what does not."""
+    """The error comes before the compilation, and says what does not fit."""
     with pytest.raises(InvalidConfigError, match=said):
         Runtime(tiny_llama(), probe=probe, **OPTIONS)
 
 
 def test_stages_are_refused():
-    """Rather than served without."""
+    """The runtime does not serve without the probe instead."""
     with pytest.raises(InvalidConfigError, match="stages"):
         Runtime(tiny_llama(), mesh=StagePlan.of([1, 1]), probe=made_up_probe(), **OPTIONS)
 
 
 def test_a_saved_probe_is_loaded(tmp_path, expected):
-    """From its folder; restarted answers begin with what was believed at first."""
+    """It is loaded from its folder; restarted answers have their first estimate again."""
     made_up_probe().save(tmp_path)
     with Runtime(tiny_llama(), probe=tmp_path, **MEMORY) as rt:
         done = rt.generate(PROMPTS, PARAMS)

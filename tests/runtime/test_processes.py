@@ -1,4 +1,4 @@
-"""Several processes on one machine serve like one, and end like one."""
+"""Several processes on one machine serve like one process, and end together."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _start(*command: str, **environ: str) -> subprocess.Popen[str]:
 def _job(
     num_processes: int, *command: str, **environ: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """The processes of a job; whatever happens, none is left."""
+    """Run the processes of a job; no process remains, whatever happens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         environ |= {
@@ -73,7 +73,7 @@ def _job(
 
 
 def _group_is_gone(process: subprocess.Popen[str]) -> bool:
-    """Whether nothing of what this process started is left; it led its own session."""
+    """Return whether all processes of this one's session have ended."""
     try:
         os.killpg(process.pid, 0)
     except ProcessLookupError:
@@ -83,7 +83,7 @@ def _group_is_gone(process: subprocess.Popen[str]) -> bool:
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[list[int]]]:
-    """What one process with one device answers, with each of the weights."""
+    """The answers of one process with one device, for each of the weights."""
     tokens = []
     with Runtime(model(), **OPTIONS) as rt:
         for seed in WEIGHT_SEEDS:
@@ -93,7 +93,7 @@ def alone() -> list[list[list[int]]]:
 
 
 def test_two_processes_answer_like_one(alone):
-    """Also with new weights after the followers were dismissed; a follower refuses to answer."""
+    """They agree for new weights after a dismissal too; a follower refuses to answer."""
     with _job(2, *JOB, "rounds") as started:
         (answers, leader_err), (out, err) = [p.communicate(timeout=120) for p in started]
     assert [process.returncode for process in started] == [0, 0], leader_err + err
@@ -104,7 +104,7 @@ def test_two_processes_answer_like_one(alone):
 
 @pytest.mark.parametrize(("num_processes", "victim"), [(2, 0), (4, 2)])
 def test_a_killed_process_ends_all(alone, num_processes, victim):
-    """In the middle of answers, within seconds, with a line that names it and a failing code."""
+    """In the middle of answers it takes seconds; each prints its name and exits with an error."""
     with _job(num_processes, *JOB, "forever") as started:
         assert started[0].stdout is not None
         assert [json.loads(started[0].stdout.readline()) for _ in WEIGHT_SEEDS] == alone
@@ -121,7 +121,7 @@ def test_a_killed_process_ends_all(alone, num_processes, victim):
 
 
 def test_options_must_be_alike():
-    """All processes say what differs, and fail."""
+    """All processes print the difference and fail."""
     with _job(2, *JOB, "differ") as started:
         said = [process.communicate(timeout=120)[1] for process in started]
     assert all(process.returncode > 0 for process in started)
@@ -131,7 +131,7 @@ def test_options_must_be_alike():
 
 @pytest.mark.parametrize("process_id", ["0", "1"])
 def test_who_never_comes_is_missed(process_id):
-    """After the start-up timeout the others give up, naming the address."""
+    """After the start-up timeout the others exit, with the address in the message."""
     with _job(2, *JOB, "rounds", JAXSERVE_START_TIMEOUT="3") as started:
         other = started[1 - int(process_id)]
         other.kill()
@@ -143,7 +143,7 @@ def test_who_never_comes_is_missed(process_id):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    """A folder with a configuration, without tokenizer and weights."""
+    """A folder with a configuration, and without tokenizer and weights."""
     path = tmp_path_factory.mktemp("tiny")
     (path / "config.json").write_text(json.dumps(CONFIG))
     return str(path)
@@ -162,15 +162,15 @@ def _prompts(folder: Path, *max_tokens: int) -> str:
 
 
 def test_the_launched_command_answers_once(folder, tmp_path):
-    """`launch_local.sh`, the command line, and Ctrl-C as a terminal sends it, to the whole job.
+    """`launch_local.sh` runs the command line; a terminal's Ctrl-C goes to the whole job.
 
-    What is finished is printed once, the code is 130, and nothing is left behind.
+    Finished answers are printed once, the exit code is 130, and no process remains.
     """
     jobs = _prompts(tmp_path, 2, 15_000)
     launched = _launch(folder, "--jsonl", jobs, "--tensor-parallel", "2")
     assert launched.stderr is not None
     said = ""
-    # The bar, which appears after two seconds, says when the first answer is finished.
+    # The progress bar, which appears after two seconds, shows when the first answer is finished.
     while " 1/2 " not in said and (letter := launched.stderr.read(1)):
         said += letter
     os.killpg(launched.pid, signal.SIGINT)
@@ -182,7 +182,7 @@ def test_the_launched_command_answers_once(folder, tmp_path):
 
 
 def test_a_mesh_must_reach_all_processes(folder, tmp_path):
-    """Fewer devices than the processes have are refused on all of them."""
+    """A mesh with fewer devices than the processes have is refused on all of them."""
     launched = _launch(folder, "--jsonl", _prompts(tmp_path, 4), "--tensor-parallel", "1")
     out, err = launched.communicate(timeout=120)
     assert (launched.returncode, out) == (2, "")
@@ -204,7 +204,7 @@ def test_a_mesh_must_reach_all_processes(folder, tmp_path):
     ],
 )
 def test_settings_are_checked(monkeypatch, environ, given, said):
-    """Before anything is started, an error says what is wrong and what is allowed."""
+    """The error comes before anything starts, with the given and the allowed values."""
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=said):
@@ -212,7 +212,7 @@ def test_settings_are_checked(monkeypatch, environ, given, said):
 
 
 def test_one_process_need_not_join(monkeypatch):
-    """A job of one, said or unsaid, is none."""
+    """A job of one process, with or without the settings, is not a group."""
     assert sharding.join() is None
     monkeypatch.setenv(processes.NUM_PROCESSES_VARIABLE, "1")
     assert sharding.join() is None

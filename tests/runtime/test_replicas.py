@@ -1,4 +1,4 @@
-"""The door to several engines, on simulated devices: nothing lost, nothing counted twice."""
+"""A thread-safe facade of several engines on simulated devices loses and repeats no request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Wrap = Callable[[Any], Any]
 
 @contextmanager
 def _replicas(num_replicas: int, last: Wrap = lambda executor: executor) -> Iterator[Replicas]:
-    """So many, of which the last one's executor is wrapped."""
+    """Return replicas, of which the last one's executor is wrapped."""
     executors = [SimulatedExecutor(CONFIG, VirtualClock()) for _ in range(num_replicas)]
     executors[-1] = last(executors[-1])
     sized = [(executor, None) for executor in executors]
@@ -49,7 +49,7 @@ def _answer(name: str, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int | No
 
 
 def _check_is_clean(replicas: Replicas) -> None:
-    """No request is on the books any more, at the latest a moment after its answer."""
+    """Check that the router has no unfinished request, at the latest a moment after its answer."""
     end_s = time.monotonic() + WAIT_S
     while any(replicas.work):
         assert time.monotonic() < end_s
@@ -57,7 +57,7 @@ def _check_is_clean(replicas: Replicas) -> None:
 
 
 def test_the_next_turn_goes_where_the_answer_is():
-    """Prompts shorter than a page, whose answers fill several, each with a replica of its own."""
+    """Prompts are shorter than a page, answers fill several; each has its own replica."""
     with _replicas(2) as replicas:
 
         def turn(name: str, prompt: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -79,7 +79,7 @@ def test_the_next_turn_goes_where_the_answer_is():
 
 
 def test_many_threads_with_cancellations_and_pauses():
-    """Every request ends once, with the tokens it has alone, wherever it was; seed printed."""
+    """Every request ends once, with the tokens that it has alone; the seed is printed."""
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
@@ -116,14 +116,14 @@ def test_many_threads_with_cancellations_and_pauses():
 
 
 def test_ids_are_unique_over_all_replicas():
-    """A running id is refused wherever it runs, and is free as soon as its answer is there."""
+    """A running id is refused on any replica, and is free when its answer is there."""
     with _replicas(2) as replicas:
         for _ in range(200):
             answer = _answer("same", max_tokens=1)
             replicas.submit(answer)
             answer.future.result(WAIT_S)
         running = _answer("same")
-        with replicas.paused():  # in which nothing ends
+        with replicas.paused():  # in which no request ends
             replicas.submit(running)
             with pytest.raises(InvalidRequestError, match="still running"):
                 replicas.submit(_answer("other"), _answer("same"))
@@ -132,7 +132,7 @@ def test_ids_are_unique_over_all_replicas():
 
 
 def test_what_waits_for_engines_is_refused_on_their_threads():
-    """To a sink, which would wait for itself; the engine goes on, and answers others."""
+    """A call by a sink would deadlock; it raises, and the engine answers other requests."""
     threads: set[str] = set()
     with _replicas(2) as replicas:
 
@@ -151,7 +151,7 @@ def test_what_waits_for_engines_is_refused_on_their_threads():
 
 
 def test_a_failed_engine_is_not_hidden():
-    """Its requests end with the error and later ones are refused; the other's end as usual."""
+    """Its requests end with the error and later ones raise; the other's requests end as usual."""
     error = OSError("the device fell off the bus")
     with _replicas(2, partial(FaultyExecutor, raises_at=0, error=error)) as replicas:
         answers = [_answer(f"r{i}") for i in range(8)]
@@ -164,11 +164,11 @@ def test_a_failed_engine_is_not_hidden():
 
 
 def test_an_engine_that_fails_while_requests_are_handed_over():
-    """Whoever submits gets the error, and what had been handed over does not run on."""
+    """The caller gets the error, and requests that were already submitted are cancelled."""
     with _replicas(2) as replicas:
 
         class Closing(tuple):
-            """A prompt during whose placing the second engine ends."""
+            """A prompt during whose routing the second engine is closed."""
 
             def __getitem__(self, index):
                 replicas.all[1].loop.close()
@@ -182,7 +182,7 @@ def test_an_engine_that_fails_while_requests_are_handed_over():
 
 
 def test_with_a_probe_alone_work_is_what_answers_are_long_in_general():
-    """Every answer that the probe learned from had 5 tokens; this one could have 40."""
+    """Every answer of the probe's training had 5 tokens; this answer could have 40."""
     buckets = LengthBuckets((0, 4, 5, 40))
     refinement = Refinement(buckets=buckets, marginal=np.array([0.0, 1.0, 0.0]))
     executor = SimulatedExecutor(CONFIG, VirtualClock(), refinement=refinement)

@@ -1,4 +1,4 @@
-"""Page-pool memory is given back and taken again under running requests."""
+"""The page pool shrinks and grows under running requests."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LONG = [
     for i in range(len(PROMPTS))
 ]
 PAGES_OF_ONE = MAX_CONTEXT // 8
-# Both slots at the longest context, and the null page.
+# Pages for both slots at the longest context, and the null page.
 MOST_PAGES = 1 + 2 * PAGES_OF_ONE
-# One slot at the longest context beside the beginning of another.
+# Pages for one slot at the longest context and the beginning of another.
 FEW_PAGES = PAGES_OF_ONE + 4
 
 
@@ -30,13 +30,13 @@ def _tokens(completions) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def answers():
-    """Of a pool that is left alone."""
+    """The answers of a runtime whose pool is not resized."""
     with Runtime(tiny_llama(), strict=True, **OPTIONS) as rt:
         return _tokens(rt.generate(PROMPTS, LONG))
 
 
 def _cache_bytes() -> int:
-    """Of every buffer of pages that is there, over all devices; nothing else has five axes."""
+    """Return the bytes of all page buffers over all devices; only they have five axes."""
     return sum(array.nbytes for array in jax.live_arrays() if array.ndim == 5)
 
 
@@ -45,7 +45,7 @@ def _page_bytes(rt: Runtime) -> int:
 
 
 def _begun(rt: Runtime):
-    """All prompts submitted, and two of them in the middle of their answers."""
+    """Submit all prompts, and wait until two are in the middle of their answers."""
     target = rt.stats().num_tokens + 180
     pending = [rt.submit(prompt, each) for prompt, each in zip(PROMPTS, LONG, strict=True)]
     while rt.stats().num_tokens < target:
@@ -55,7 +55,7 @@ def _begun(rt: Runtime):
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_running_requests_go_on_with_the_same_tokens(answers, num_shards):
-    """Shrunk while they run, to less than they hold, and grown again; memory comes and goes."""
+    """The pool shrinks below the pages of running requests and grows again; memory is freed."""
     mesh = None if num_shards == 1 else make_mesh(tensor=num_shards)
     slow = {"wrap_executor": SlowExecutor, "strict": True}
     with Runtime(tiny_llama(), mesh=mesh, **slow, **OPTIONS) as rt:
@@ -77,7 +77,7 @@ def test_running_requests_go_on_with_the_same_tokens(answers, num_shards):
 
 
 def test_who_does_not_fit_fails_alone_and_is_told():
-    """Running, streaming or submitted meanwhile; the others go on, and all fit after growing."""
+    """A request that runs, streams or is new fails; others continue; all fit after growing."""
     long, short = (PROMPTS[0] * 60)[:60], PROMPTS[1][:3]
     few = SamplingParams(max_tokens=9)
     with Runtime(tiny_llama(), wrap_executor=SlowExecutor, warmup=False, **OPTIONS) as rt:
@@ -92,7 +92,7 @@ def test_who_does_not_fit_fails_alone_and_is_told():
             for piece in stream:
                 shown += piece.token_ids
         assert shown[:9] == wanted[0].token_ids[: len(shown)]
-        # As if it had been submitted now: what the pool holds is its limit.
+        # The pool is the limit, as if the request were submitted now.
         cut = pending.result(60)
         assert cut.token_ids == wanted[1].token_ids[:5] and cut.finish_reason == "length"
         with pytest.raises(PromptTooLongError, match="resize_kv"):
@@ -105,7 +105,7 @@ def test_who_does_not_fit_fails_alone_and_is_told():
 
 
 def test_what_cannot_be_had_changes_nothing(answers):
-    """Too much memory, less than two pages, or no size at all."""
+    """Too much memory, less than two pages, and a text that is not a size are refused."""
     with Runtime(tiny_llama(), wrap_executor=SlowExecutor, **OPTIONS) as rt:
         page = _page_bytes(rt)
         assert rt.resize_kv(f"{(FEW_PAGES + 1) * page - 1}B") == FEW_PAGES * page

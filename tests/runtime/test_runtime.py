@@ -1,4 +1,4 @@
-"""The facade: prompts in, completions out, and every kind of bad input refused alone."""
+"""The facade: prompts in, completions out, and each bad input refused without effect on others."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GREEDY = SamplingParams(max_tokens=20)
 
 @pytest.fixture(scope="module")
 def runtime():
-    """One runtime around a tiny model, with a tokenizer of letters."""
+    """A runtime around a tiny model, with a tokenizer of letters."""
     with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), strict=True, **OPTIONS) as runtime:
         yield runtime
 
@@ -65,7 +65,7 @@ def test_batch_keeps_its_order_and_single_prompts_their_shape(runtime):
 
 
 def test_text_token_ids_and_chats_are_prompts(runtime):
-    """A text is tokenized; a chat goes through the template; both may share a batch."""
+    """A text is tokenized; a chat is rendered by the template; both may be in one batch."""
     text, ids, chat = runtime.generate(
         ["hello", [1, 2, 3], [{"role": "user", "content": "hi"}]], GREEDY
     )
@@ -76,7 +76,7 @@ def test_text_token_ids_and_chats_are_prompts(runtime):
 
 
 def test_parameters_for_each_prompt(runtime):
-    """A list of parameters belongs to the prompts one by one."""
+    """Each prompt has its own parameters."""
     params = [SamplingParams(max_tokens=n) for n in (1, 7, 3)]
     completions = runtime.generate(random_prompts(3), params)
     assert [len(c.token_ids) for c in completions] == [1, 7, 3]
@@ -85,14 +85,14 @@ def test_parameters_for_each_prompt(runtime):
 
 
 def test_generation_ends_at_the_context(runtime):
-    """Without max_tokens an answer goes on until the context is full."""
+    """Without max_tokens an answer continues until the context is full."""
     completion = runtime.generate([5] * 100, SamplingParams(max_tokens=None))
     assert len(completion.token_ids) == MAX_CONTEXT - 100
     assert completion.finish_reason == "length"
 
 
 def test_forced_lengths(runtime):
-    """An answer has exactly its forced length, whatever max_tokens and the context allow."""
+    """An answer has exactly its forced length; max_tokens and the context do not matter."""
     lengths = (1, 6, 19)
     params = [SamplingParams(max_tokens=n and 40, forced_length=n) for n in lengths]
     completions = runtime.generate(random_prompts(3), params)
@@ -103,7 +103,7 @@ def test_forced_lengths(runtime):
 
 
 def test_samples_have_their_own_forced_lengths(runtime):
-    """One length for all samples, or one for each; never another number of them."""
+    """There is one length for all samples, or one for each; another number is refused."""
     params = SamplingParams(max_tokens=None, temperature=1.0, n=3, forced_length=(2, 7, 4))
     completion = runtime.generate([1, 2, 3], params)
     assert [len(sample.token_ids) for sample in completion.samples] == [2, 7, 4]
@@ -112,7 +112,7 @@ def test_samples_have_their_own_forced_lengths(runtime):
 
 
 def test_a_recorded_run_replays_to_the_same_tokens(tmp_path):
-    """What `record` writes is asked again: same tokens, whatever ended the answers before."""
+    """A replay of what `record` wrote has the same tokens, however the answers had ended."""
     path = tmp_path / "run.jsonl"
     options = OPTIONS | {"warmup": False}
     tokenizer = letter_tokenizer()
@@ -142,7 +142,7 @@ def test_a_recorded_run_replays_to_the_same_tokens(tmp_path):
 
 
 def test_stop_string_ends_text_before_it(runtime):
-    """Tokens include the one that completed the stop string, the text ends before it."""
+    """Tokens include the one that completes the stop string; the text ends before it."""
     free = runtime.generate([1, 2, 3], SamplingParams(max_tokens=20))
     stop = free.text[8:10]
     cut = runtime.generate([1, 2, 3], SamplingParams(max_tokens=20, stop=stop))
@@ -153,7 +153,7 @@ def test_stop_string_ends_text_before_it(runtime):
 
 
 def test_samples_of_one_prompt(runtime):
-    """n samples come in one completion."""
+    """n samples are in one completion."""
     params = SamplingParams(max_tokens=10, temperature=1.0, n=3, seed=4)
     completion = runtime.generate([1, 2, 3], params)
     assert len({s.token_ids for s in completion.samples}) == 3
@@ -162,7 +162,7 @@ def test_samples_of_one_prompt(runtime):
 
 
 def test_logprobs_where_asked_for(runtime):
-    """Log-probabilities of output and prompt come with the completion, others have None."""
+    """Log-probabilities of output and prompt are in the completion; otherwise they are None."""
     with_them, without = runtime.generate(
         [[1, 2, 3], [4, 5]],
         [SamplingParams(max_tokens=4, logprobs=2, prompt_logprobs=0), SamplingParams(max_tokens=4)],
@@ -175,7 +175,7 @@ def test_logprobs_where_asked_for(runtime):
 
 
 def test_streamed_pieces_join_to_the_completion(runtime):
-    """Pieces carry all tokens and all text; the last one says why it ended."""
+    """Pieces have all tokens and all text; the last one has the finish reason."""
     whole = runtime.generate("stream me", GREEDY)
     pieces = list(runtime.stream("stream me", GREEDY))
     assert "".join(p.text for p in pieces) == whole.text
@@ -185,14 +185,14 @@ def test_streamed_pieces_join_to_the_completion(runtime):
 
 
 def test_leaving_a_stream_cancels_its_request(runtime):
-    """After the loop is left nothing runs any more."""
+    """After leaving the loop no request runs."""
     for _ in runtime.stream([1, 2], SamplingParams(max_tokens=None)):
         break
     _wait_until_idle(runtime)
 
 
 def test_asyncio_twins_agree(runtime):
-    """`agenerate` and `astream` give what `generate` gives."""
+    """`agenerate` and `astream` return the same as `generate`."""
 
     async def both():
         batch = await runtime.agenerate(random_prompts(4), GREEDY)
@@ -208,7 +208,7 @@ def test_asyncio_twins_agree(runtime):
 
 
 def test_many_threads_may_submit_at_once(runtime):
-    """Concurrent callers get their own answers."""
+    """Each of the concurrent callers gets its own answers."""
     prompts = random_prompts(12, seed=8)
     expected = [c.token_ids for c in runtime.generate(prompts, GREEDY)]
     got: dict[int, tuple[int, ...]] = {}
@@ -225,7 +225,7 @@ def test_many_threads_may_submit_at_once(runtime):
 
 
 def test_arrays_and_generators_are_batches(runtime):
-    """NumPy and JAX arrays of token ids are prompts, rows are batches, generators lose nothing."""
+    """NumPy and JAX arrays of token ids are prompts, 2-D ones batches; generators lose no item."""
     prompts = [(1, 2, 3), (4, 5, 6)]
     expected = [c.token_ids for c in runtime.generate(prompts, GREEDY)]
     for batch in (np.array(prompts), [jnp.array(p) for p in prompts], (p for p in prompts)):
@@ -234,7 +234,7 @@ def test_arrays_and_generators_are_batches(runtime):
 
 
 def test_a_time_window_delays_the_batch():
-    """Under `triton_window` a lone request waits for the window, and later ones join its batch."""
+    """Under `triton_window` a single request waits for the window, and later ones join it."""
     options = OPTIONS | {"warmup": False, "policy": "triton_window"}
     with Runtime(tiny_llama(), **options) as runtime:
         pending = [runtime.submit([1, 2], GREEDY)]
@@ -246,7 +246,7 @@ def test_a_time_window_delays_the_batch():
 
 
 def test_leaving_an_asyncio_stream_harms_nobody(runtime):
-    """A loop closed in the middle of a stream cancels that request, and others go on."""
+    """Closing a loop in the middle of a stream cancels only that request."""
 
     async def leave():
         async for _ in runtime.astream([1, 2], SamplingParams(max_tokens=None)):
@@ -264,7 +264,7 @@ def test_leaving_an_asyncio_stream_harms_nobody(runtime):
 
 
 def test_a_consumer_that_raises_gets_no_more(runtime, caplog):
-    """A sink's own error is logged; its request and the engine go on."""
+    """A sink's error is logged; its request and the engine continue."""
 
     def broken(piece):
         raise ValueError("no thanks")
@@ -275,7 +275,7 @@ def test_a_consumer_that_raises_gets_no_more(runtime, caplog):
 
 
 def test_a_consumer_that_asks_is_refused(runtime):
-    """It would wait for the engine on the engine's own thread."""
+    """It would wait for the engine on the engine's thread."""
     refused: list[str] = []
     asks = (
         lambda: runtime.generate([1]),
@@ -297,7 +297,7 @@ def test_a_consumer_that_asks_is_refused(runtime):
 
 
 def test_a_running_id_is_refused_again(runtime):
-    """Ids are unique among running requests, and free again afterwards."""
+    """Ids are unique among running requests, and can be used again afterwards."""
     pending = runtime.submit([1], SamplingParams(max_tokens=None), request_id="twice")
     with pytest.raises(InvalidRequestError, match="still running"):
         runtime.submit([2], request_id="twice")
@@ -311,7 +311,7 @@ def test_a_running_id_is_refused_again(runtime):
 
 
 def test_a_prompt_longer_than_the_pool_is_refused():
-    """The page pool, where it is smaller than the context, bounds the prompt."""
+    """If the page pool is smaller than the context, it limits the prompt."""
     options = OPTIONS | {"kv_memory": "20KB", "warmup": False}
     with Runtime(tiny_llama(), **options) as runtime:
         most = (runtime.config.num_pages - 1) * runtime.config.page_size
@@ -334,7 +334,7 @@ def test_a_dropped_runtime_frees_its_pool():
 
 
 def test_cancel_returns_what_was_generated(runtime):
-    """A cancelled request ends as it stands; unknown ids are ignored."""
+    """A cancelled request ends with its tokens so far; unknown ids are ignored."""
     pending = runtime.submit([1, 2, 3], SamplingParams(max_tokens=None), request_id="mine")
     assert pending.request_id == "mine"
     pending.cancel()
@@ -345,10 +345,10 @@ def test_cancel_returns_what_was_generated(runtime):
 
 
 def test_ctrl_c_returns_what_is_finished():
-    """An interrupt during generate cancels the rest and returns every request."""
+    """An interrupt of `generate` cancels the rest and returns every request."""
 
     class Interrupting(ExecutorWrapper):
-        """Is interrupted at the tenth step."""
+        """An executor that interrupts at the tenth step."""
 
         num_steps = 0
 
@@ -386,7 +386,7 @@ BAD_PROMPTS = {
 
 @pytest.mark.parametrize("name", BAD_PROMPTS)
 def test_bad_prompt_is_refused_alone(runtime, name):
-    """Its typed error says what was given; its neighbours are answered as ever."""
+    """Its typed error has the given value; the other requests are answered."""
     prompt, error, said = BAD_PROMPTS[name]
     good = random_prompts(2)
     before = runtime.generate(good, GREEDY)
@@ -423,7 +423,7 @@ BAD_PARAMS = {
 
 @pytest.mark.parametrize("name", BAD_PARAMS)
 def test_contradictory_sampling_parameters_are_refused(name):
-    """At construction, naming the field."""
+    """The constructor raises an error that names the field."""
     with pytest.raises(InvalidSamplingParamsError) as raised:
         SamplingParams(**BAD_PARAMS[name])
     assert any(field in str(raised.value) for field in BAD_PARAMS[name])
@@ -438,7 +438,7 @@ def test_parameters_that_only_the_model_can_judge(runtime):
 
 
 def test_bad_options_are_refused_before_anything_is_loaded():
-    """Unknown options, policies, sizes and models name what is allowed."""
+    """Unknown options, policies, sizes and models raise errors with the allowed values."""
     with pytest.raises(InvalidConfigError, match=r"max_slot\b.*known are"):
         Runtime.from_pretrained("smollm2-135m", max_slot=4)
     with pytest.raises(InvalidConfigError, match="vllm_like"):
@@ -454,7 +454,7 @@ def test_bad_options_are_refused_before_anything_is_loaded():
 
 
 def test_no_memory_says_what_would_fit():
-    """A pool that the machine does not have, or one of no use, is refused with the sizes."""
+    """A pool that is larger than the memory, or too small, raises an error with the sizes."""
     with pytest.raises(DeviceMemoryError, match="at most"):
         Runtime(tiny_llama(), kv_memory="900TiB", progress=False)
     with pytest.raises(DeviceMemoryError, match="at least 2"):
@@ -462,7 +462,7 @@ def test_no_memory_says_what_would_fit():
 
 
 def test_poisoned_weights_fail_requests_and_not_the_runtime():
-    """NaN logits are a typed error of the request; the runtime goes on."""
+    """NaN logits give the request a typed error; the runtime continues."""
     model = tiny_llama()
     model.norm.scale[...] = model.norm.scale[...] * jnp.nan
     with Runtime(model, warmup=False, **OPTIONS) as runtime:
@@ -472,7 +472,7 @@ def test_poisoned_weights_fail_requests_and_not_the_runtime():
 
 
 def test_closed_runtime_refuses_and_frees():
-    """Close resolves what was running, frees the pool, and later calls say so; twice is fine."""
+    """Close ends running requests and frees the pool; later calls raise; a second close passes."""
     seen = WrapAll()
     runtime = Runtime(tiny_llama(), warmup=False, wrap_executor=seen, **OPTIONS)
     cache = jax.tree.leaves(seen.executors[0].pages.cache)
@@ -486,7 +486,7 @@ def test_closed_runtime_refuses_and_frees():
 
 
 def test_failure_of_the_engine_ends_every_request():
-    """When the device fails nobody hangs: every request, and later ones, get the typed error."""
+    """If the device fails, every request and all later ones get the typed error."""
     error = OSError("the device fell off the bus")
     faulty = partial(FaultyExecutor, raises_at=0, error=error)
     runtime = Runtime(tiny_llama(), warmup=False, wrap_executor=faulty, **OPTIONS)
@@ -499,7 +499,7 @@ def test_failure_of_the_engine_ends_every_request():
 
 
 def test_random_weights_for_a_config(tmp_path):
-    """load="random" needs a config.json only, and gives a runtime for token ids."""
+    """load="random" needs only a config.json, and serves token ids."""
     config = {
         "model_type": "llama",
         "vocab_size": 64,
@@ -521,7 +521,7 @@ def test_random_weights_for_a_config(tmp_path):
 
 
 def test_parameters_are_shared_with_their_owner():
-    """The runtime uses the caller's arrays, without a copy, and leaves them after close."""
+    """The runtime uses the caller's arrays without a copy, and keeps them after close."""
     model = tiny_llama()
     _, params = nnx.split(model)
     seen = WrapAll()
@@ -544,12 +544,12 @@ def _wait_until_idle(runtime: Runtime) -> None:
 
 
 def test_letter_tokenizer_is_a_real_one():
-    """The tests' tokenizer is the class that users get."""
+    """The tests' tokenizer has the class that users get."""
     assert isinstance(letter_tokenizer(), Tokenizer)
 
 
 def test_executors_can_be_wrapped():
-    """The engine drives what `wrap_executor` returned for the warm executor, and closes it."""
+    """The engine drives the executor that `wrap_executor` returned, and closes it."""
     warm = []
 
     def wrap(executor):
@@ -566,13 +566,13 @@ def test_executors_can_be_wrapped():
 
 
 class _Fixed(ExecutorWrapper):
-    """An executor that declares that its pool cannot be resized, as those of a group do."""
+    """An executor that declares that its pool cannot be resized, like those of a group."""
 
     can_resize = False
 
 
 def test_a_pool_that_cannot_be_resized_is_left_alone():
-    """The refusal comes before any request is touched; requests go on."""
+    """The error comes before any request is changed; requests continue."""
     with Runtime(tiny_llama(), wrap_executor=_Fixed, warmup=False, **OPTIONS) as rt:
         pool = rt.config
         running = rt.submit([1, 2, 3], GREEDY)
@@ -582,7 +582,7 @@ def test_a_pool_that_cannot_be_resized_is_left_alone():
 
 
 class _NotServing(ExecutorWrapper):
-    """Cannot be given an engine."""
+    """An executor with which no engine can be built."""
 
     is_closed = False
 
@@ -596,7 +596,7 @@ class _NotServing(ExecutorWrapper):
 
 
 def test_a_runtime_that_cannot_be_made_closes_its_executors():
-    """Their page pools do not stay on the devices."""
+    """Their page pools do not remain on the devices."""
     wrapped = WrapAll(_NotServing)
     with pytest.raises(RuntimeError, match="no costs"):
         Runtime(tiny_llama(), wrap_executor=wrapped, **{**OPTIONS, "warmup": False})

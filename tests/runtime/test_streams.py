@@ -1,4 +1,4 @@
-"""What reads an answer's pieces waits no longer than it was told to."""
+"""A reader of an answer's pieces does not wait longer than its timeout."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LAST = Piece(text="!", token_ids=(3,), finish_reason="stop")
 
 
 def _start(sink: PieceSink) -> Pending:
-    """The last piece comes, and its completion never does, as where a replica dies in between."""
+    """Send the last piece but no completion, as when a replica dies in between."""
     sink(LAST)
     return Pending("r", Future(), lambda _: None)
 
 
 def test_a_completion_that_never_comes_is_given_up():
-    """After the last piece was read."""
+    """The reader raises after the last piece."""
     pieces = read(_start, 1, timeout_s=0.05)
     assert next(pieces) == LAST
     with pytest.raises(TimeoutError):
@@ -29,7 +29,7 @@ def test_a_completion_that_never_comes_is_given_up():
 
 
 def test_a_completion_that_never_comes_is_given_up_in_asyncio():
-    """Likewise."""
+    """The asynchronous reader raises too."""
 
     async def consume() -> list[Piece]:
         seen = []

@@ -1,4 +1,4 @@
-"""What a trainer and the runtime share: one copy of the weights, the same log-probabilities."""
+"""A trainer and the runtime share one copy of the weights, and have equal log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxserve.models.loading import abstract_model, random_params
 from jaxserve.testing import WrapAll, tiny_llama
 from sharding import make_mesh, state_shardings
 
-# In a process of its own: peak memory since its weights were made, over their size.
+# Runs in its own process: peak memory since its weights were made, divided by their size.
 _PEAK_GROWTH = """
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ with Runtime(model, params, wrap_executor=seen, **options) as rt:
 
 
 def test_a_runtime_holds_no_second_copy_of_the_weights():
-    """Neither as arrays, nor in its peak resident memory, compiling and serving included."""
+    """This holds for its arrays and for its peak resident memory, with compiling and serving."""
     done = subprocess.run(
         [sys.executable, "-c", _PEAK_GROWTH], capture_output=True, text=True, check=True
     )
@@ -79,7 +79,7 @@ def test_a_runtime_holds_no_second_copy_of_the_weights():
 
 
 def test_every_shard_is_the_trainers():
-    """On a mesh the runtime's shards lie where the trainer's do, from the start."""
+    """On a mesh the runtime's shards are the trainer's from the start."""
     mesh = make_mesh(tensor=4)
     params = nnx.state(tiny_llama(), nnx.Param)
     trained = jax.device_put(params, state_shardings(params, mesh))
@@ -129,9 +129,9 @@ FAMILIES = {
     [("llama", 1), ("gemma2", 4), ("qwen3_moe", 1), ("qwen3_moe", 4)],
 )
 def test_log_probabilities_are_the_trainers(family, num_shards):
-    """Of greedy and of sampled answers, within 1e-5 of a forward pass over the whole (L2, float32).
+    """Those of greedy and sampled answers are within 1e-5 of a whole forward pass (L2, float32).
 
-    In a mixed batch through the paged cache, by prefill chunks and decode loops.
+    Answers come from a mixed batch through the paged cache, by prefill chunks and decode loops.
     """
     config = config_from_hf(FAMILIES[family])
     model = nnx.merge(abstract_model(config)[0], random_params(config, 0))
@@ -147,7 +147,7 @@ def test_log_probabilities_are_the_trainers(family, num_shards):
         completions = rt.generate(prompts, each)
     forward = nnx.jit(lambda model, tokens: jax.nn.log_softmax(model.whole_logits(tokens)))
     for prompt, completion in zip(prompts, completions, strict=True):
-        tokens = np.zeros(64, np.int32)  # what pads changes nothing before it
+        tokens = np.zeros(64, np.int32)  # padding has no effect on earlier tokens
         length = len(prompt) + len(completion.token_ids)
         tokens[:length] = [*prompt, *completion.token_ids]
         logprobs = np.asarray(forward(model, jnp.asarray(tokens)[None])[0])

@@ -1,4 +1,4 @@
-"""New weights under a running engine: shared with their owner, nothing lost, nothing compiled."""
+"""New weights under a running engine are shared with their owner; nothing is lost or compiled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _params(seed: int) -> nnx.State:
 
 @pytest.fixture(scope="module")
 def answers():
-    """By seed of the weights, what they answer."""
+    """The answers by seed of the weights."""
     tokens = {}
     for seed in (0, 1):
         with Runtime(tiny_llama(seed), **OPTIONS) as rt:
@@ -40,7 +40,7 @@ def _pointers(params) -> set[int]:
 
 
 def test_new_weights_are_shared_and_serve(answers):
-    """Answers are the new weights', from the very arrays of their owner, without compiling."""
+    """Answers are the new weights', from the owner's arrays, without compilation."""
     first = _params(0)
     seen = WrapAll()
     with Runtime(tiny_llama(0), first, wrap_executor=seen, **OPTIONS) as rt:
@@ -55,7 +55,7 @@ def test_new_weights_are_shared_and_serve(answers):
 
 
 def _begun(rt: Runtime):
-    """All prompts submitted, of which some are in the middle of their answers."""
+    """Submit all prompts, and wait until some are in the middle of their answers."""
     pending = [rt.submit(prompt, LONG) for prompt in PROMPTS]
     while rt.stats().num_tokens < 60:
         pass
@@ -63,7 +63,7 @@ def _begun(rt: Runtime):
 
 
 def test_running_requests_finish_with_the_old_weights(answers):
-    """Who was there before the update is answered by the old weights, who comes, by the new."""
+    """Requests before the update have the old weights' answers, later ones the new weights'."""
     with Runtime(tiny_llama(0), wrap_executor=SlowExecutor, **OPTIONS) as rt:
         pending = _begun(rt)
         update = threading.Thread(target=rt.update_params, args=(_params(1),))
@@ -79,14 +79,14 @@ def test_running_requests_start_over(answers):
         pending = _begun(rt)
         rt.update_params(_params(1), running="restart")
         got = [p.result(60).token_ids for p in pending]
-        # The first may have ended before the update.
+        # The first request may have ended before the update.
         assert all(tokens in (answers[0][i], answers[1][i]) for i, tokens in enumerate(got))
         assert got[-1] == answers[1][-1]
         rt.check_integrity()
 
 
 def test_a_stream_goes_on_with_the_new_weights(answers):
-    """What was shown stays; what follows is what the new weights make of it."""
+    """Tokens that were shown stay; the following tokens come from the new weights."""
     with Runtime(tiny_llama(0), wrap_executor=SlowExecutor, **OPTIONS) as rt:
         pieces = rt.stream(PROMPTS[0], LONG)
         shown = [*next(pieces).token_ids, *next(pieces).token_ids]
@@ -101,7 +101,7 @@ def test_a_stream_goes_on_with_the_new_weights(answers):
 
 
 def test_running_requests_are_aborted(answers):
-    """They end as cancelled with what they have, and the next ones are served."""
+    """They end as cancelled with their tokens, and later ones are served."""
     with Runtime(tiny_llama(0), wrap_executor=SlowExecutor, **OPTIONS) as rt:
         pending = _begun(rt)
         rt.update_params(_params(1), running="abort")
@@ -111,7 +111,7 @@ def test_running_requests_are_aborted(answers):
 
 
 def test_weights_are_moved_where_the_old_ones_are(answers):
-    """Weights on one device reach the mesh that serves; those of a mesh are shared."""
+    """Weights on one device are moved to the serving mesh; those on a mesh are shared."""
     mesh, seen = make_mesh(tensor=2), WrapAll()
     with Runtime(tiny_llama(0), mesh=mesh, wrap_executor=seen, **OPTIONS) as rt:
         rt.update_params(_params(1))
@@ -129,7 +129,7 @@ def test_weights_are_moved_where_the_old_ones_are(answers):
 
 
 def test_parameters_have_the_dtype_of_the_configuration():
-    """The configuration decides; parameters of another dtype are refused before compiling."""
+    """Parameters of a dtype other than the configuration's are refused before compiling."""
     halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _params(1))
     with pytest.raises(InvalidConfigError, match=r"bfloat16.*says float32.*dtype='bfloat16'"):
         Runtime(tiny_llama(0), halves, **OPTIONS)
@@ -141,7 +141,7 @@ def test_parameters_have_the_dtype_of_the_configuration():
 
 
 def test_what_does_not_fit_is_refused():
-    """Another shape, dtype or structure is named, and the runtime goes on as it was."""
+    """The error names another shape, dtype or structure, and the runtime continues unchanged."""
     with Runtime(tiny_llama(0), **OPTIONS) as rt:
         before = rt.generate(PROMPTS[0], LONG).token_ids
         halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _params(1))

@@ -1,4 +1,4 @@
-"""Forced lengths end an answer, and no policy plans differently because of them."""
+"""Forced lengths end an answer, and do not change a policy's plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxserve.testing.traces import random_config, random_requests
 
 
 class Recorder:
-    """A simulated executor that keeps the plans it was given."""
+    """A simulated executor that stores its plans."""
 
     def __init__(self, simulated: SimulatedExecutor):
         self._simulated = simulated
@@ -26,12 +26,12 @@ class Recorder:
         self.plans: list[StepPlan] = []
 
     def submit(self, plan: StepPlan):
-        """Record and pass on."""
+        """Store the plan, and submit it."""
         self.plans.append(plan)
         return self._simulated.submit(plan)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 def _with_length(request: Request, length: int) -> Request:
@@ -40,7 +40,7 @@ def _with_length(request: Request, length: int) -> Request:
 
 
 def _run(policy: str, seed: int, lengths: list[int]):
-    """What was planned, as far as a schedule goes, and the answers' lengths."""
+    """Return the schedule part of the plans, and the answers' lengths."""
     rng = random.Random(seed)
     config = random_config(rng)
     requests = random_requests(rng, config)
@@ -64,7 +64,7 @@ def _run(policy: str, seed: int, lengths: list[int]):
 
 @pytest.mark.parametrize("policy", sorted(PRESETS.keys() - {"oracle", "s3_oracle"}))
 def test_plans_do_not_depend_on_forced_lengths(policy):
-    """Until the first answer is seen to end, plans are those of endless answers."""
+    """Until the first answer has ended, plans equal those of endless answers."""
     for seed in range(60):
         rng = random.Random(f"lengths {seed}")
         lengths = [rng.randint(1, 12) for _ in range(20)]

@@ -1,4 +1,4 @@
-"""Conversations whose pages are kept, shared, given up, copied and brought back: the same tokens.
+"""Conversations have the same tokens when pages are cached, shared, evicted, copied and restored.
 
 The simulated model's tokens depend on every cell of its context as read through the page table.
 """
@@ -36,7 +36,7 @@ POLICIES = [
     replace(PRESETS["s3"], name="s3_tiered", retention=Tiered()),
     replace(PRESETS["auto"], name="auto_tiered", retention=Tiered(LRU(), free_share=1.0)),
     Policy("chunks", OnDemand(0.0), Priority(), Unified(3), Tiered(free_share=0.5), SWAPS),
-    # Preempted sequences have host pages of their own, beside what is kept on the device.
+    # Preempted sequences have separate host pages, besides those that are cached on the device.
     Policy("swapped", OnDemand(0.0), FCFS(), IterationLevel(), DeviceOnly(LRU()), SWAPS),
     Policy("one_by_one", OnDemand(0.0), FCFS(), Concurrent(), Tiered(free_share=0.0)),
     replace(PRESETS["fastertransformer"], name="static_tiered", retention=Tiered()),
@@ -55,7 +55,7 @@ def _trace(seed: int) -> Trace:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_conversations_have_the_tokens_of_fresh_runs(policy: Policy):
-    """Whatever was evicted, swapped, dropped, cancelled or preempted; and pages are not lost."""
+    """Evictions, swaps, drops, cancellations and preemption do not change tokens or lose pages."""
     counts = Counter()
     for seed in range(NUM_SEEDS):
         trace = _trace(seed)
@@ -74,7 +74,7 @@ def test_conversations_have_the_tokens_of_fresh_runs(policy: Policy):
 
 @pytest.mark.parametrize("policy", POLICIES[:6], ids=lambda policy: policy.name)
 def test_a_resized_pool_keeps_what_fits(policy: Policy):
-    """Pages move, kept ones too; answers are only cut short, where they fit no more."""
+    """Pages move, cached ones too; an answer is cut only if it no longer fits."""
     num_found = 0
     for seed in range(NUM_SEEDS):
         trace = _trace(seed)
@@ -87,7 +87,7 @@ def test_a_resized_pool_keeps_what_fits(policy: Policy):
 
 
 def _spoil(folder: Path, rng: random.Random) -> None:
-    """Some files are cut short, and a byte of others is another."""
+    """Truncate some files, and change a byte of others."""
     for path in sorted(folder.iterdir()):
         contents = path.read_bytes()
         if rng.random() < 0.2:
@@ -99,7 +99,7 @@ def _spoil(folder: Path, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("policy", DISK_POLICIES, ids=lambda policy: policy.name)
 def test_a_restarted_engine_finds_on_the_disk_what_is_right(policy: Policy, tmp_path):
-    """The same conversations again, after files were spoilt; some folders and disks are poor."""
+    """The same conversations run on damaged files, and on some folders and disks that fail."""
     num_found, num_corrupt = [0, 0], 0
     for seed in range(0, 60, 2):
         for run in range(2):

@@ -43,7 +43,7 @@ def _waiting_and_running(scheduler: Scheduler) -> tuple[list[Sequence], list[Seq
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_lists_are_in_the_order_of_the_keys_that_were_taken(name: str):
-    """A key stands from one wait to the next; without that, the lists would not be sorted."""
+    """A key is fixed while a sequence waits; otherwise the lists would not be sorted."""
     order, num_unsorted, num_taken_again = ORDERS[name], 0, 0
     policy = replace(PRESETS["vllm_like"], name=name, order=order)
     for seed in range(25):
@@ -76,7 +76,7 @@ def test_lists_are_in_the_order_of_the_keys_that_were_taken(name: str):
 
 
 class _Known:
-    """Lengths that are the same for every sequence."""
+    """Estimates that are the same for every sequence."""
 
     def __init__(self, length: int):
         probabilities = np.array([0.0, 1.0])
@@ -102,7 +102,7 @@ def test_no_answer_counts_as_longer_than_its_limit(order: Order):
 
 @dataclass(frozen=True)
 class _Counting:
-    """The order of arrival; counts the keys that are taken."""
+    """The order of arrival, which counts the keys that are computed."""
 
     max_passes: int = 0
     taken: list[int] = field(default_factory=list)
@@ -113,7 +113,7 @@ class _Counting:
 
 
 def test_a_restarted_sequence_alone_gets_a_new_key():
-    """New weights restart every waiting sequence: one key each, not one a pair."""
+    """New weights restart every waiting sequence: one key each is computed, not one per pair."""
     order = _Counting()
     trace = Trace(0)
     engine = trace.engine(replace(PRESETS["vllm_like"], name="counting", order=order))

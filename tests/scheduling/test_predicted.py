@@ -1,4 +1,4 @@
-"""S3's packing, preemption and swapping, on cases worked out by hand."""
+"""S3's packing, preemption and swapping, in cases computed by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUCKETS = LengthBuckets.equal_width(100, 10)
 
 
 def _config(num_tokens: int, num_host_pages: int = 100) -> EngineConfig:
-    """A pool of so many tokens, a page each."""
+    """Return a pool of this many tokens, with one token per page."""
     return EngineConfig(
         page_size=1,
         num_pages=1 + num_tokens,
@@ -40,7 +40,7 @@ def _config(num_tokens: int, num_host_pages: int = 100) -> EngineConfig:
 
 
 def _request(name: str, predicted: int, *, prompt: int = 5, actual: int | None = None) -> Request:
-    """Its answer falls surely into the bucket that ends with `predicted`."""
+    """Return a request whose predicted bucket ends at `predicted`, with probability 1."""
     probabilities = np.zeros(BUCKETS.num)
     probabilities[predicted // 10 - 1] = 1.0
     return Request(
@@ -74,7 +74,7 @@ def _admitted(engine: Engine) -> set[str]:
 
 
 def test_the_longest_go_first_and_whoever_fits_beside_them():
-    """100 tokens: 65 and then, past 45 and 35 that do not fit, 25; ORCA would not look past."""
+    """Of 100 tokens, 65 and then 25 fit, past 45 and 35; ORCA would not skip these."""
     lengths = {"a": 20, "b": 60, "c": 40, "d": 30}
     engine = _engine("s3", _config(100))
     for name, predicted in lengths.items():
@@ -83,7 +83,7 @@ def test_the_longest_go_first_and_whoever_fits_beside_them():
 
 
 def test_decreasing_first_fit_by_hand():
-    """A bin of 100: reservations 85, 45, 25, 15, 15 pack as 85 + 15; the rest wait."""
+    """A pool of 100 packs the reservations 85 + 15 of 85, 45, 25, 15, 15; the rest waits."""
     engine = _engine("s3", _config(100))
     for name, predicted in {"u": 10, "v": 40, "w": 80, "x": 20, "y": 10}.items():
         engine.add(_request(name, predicted))
@@ -92,7 +92,7 @@ def test_decreasing_first_fit_by_hand():
 
 
 def test_without_a_prediction_the_longest_answer_is_reserved():
-    """As ORCA does."""
+    """ORCA does the same."""
     engine = _engine("s3", _config(300))
     request = _request("a", 10)
     engine.add(
@@ -105,7 +105,7 @@ def test_without_a_prediction_the_longest_answer_is_reserved():
 
 
 def test_who_outgrows_a_reservation_goes_to_the_host_and_comes_back_with_twice_as_much():
-    """15 tokens, then 30, then 60: two preemptions, nothing computed anew, the same tokens."""
+    """Reservations of 15, 30 and 60 give two preemptions, no recomputation and the same tokens."""
     request = _request("a", 10, actual=50)
     engine = _engine("s3", _config(150))
     (sequence,) = engine.add(request)
@@ -134,7 +134,7 @@ def test_without_room_on_the_host_the_kv_is_computed_anew():
 
 
 def test_right_predictions_preempt_nobody_and_fill_the_pool():
-    """S3 has more at once than ORCA, whose every reservation is the whole context."""
+    """S3 runs more at once than ORCA, whose every reservation is the whole context."""
     requests = [_request(str(i), 10 * (1 + i % 3)) for i in range(24)]
     together = {}
     for policy in ("orca", "s3", "auto"):
@@ -146,7 +146,7 @@ def test_right_predictions_preempt_nobody_and_fill_the_pool():
 
 
 def test_answers_that_end_one_after_the_other_need_less_than_their_sum():
-    """Reservations of 65 and 25 are more than 80, but at no time do both need that much."""
+    """Reservations of 65 and 25 exceed 80, but both never need that much at the same time."""
     engine = _engine("auto", _config(80))
     for name, predicted in {"long": 60, "short": 20}.items():
         engine.add(_request(name, predicted))
@@ -158,18 +158,18 @@ def test_answers_that_end_one_after_the_other_need_less_than_their_sum():
 
 
 def test_decode_loops_end_where_answers_are_expected_to():
-    """With others waiting, a loop is as long as what is left of the answer that ends first."""
+    """With waiting sequences, a loop is as long as the rest of the answer that ends first."""
     engine = _engine("s3", _config(15))
     engine.add(_request("a", 10))
     engine.add(_request("b", 10))
     while engine.has_work:
         engine.step()
     loops = [step.num_iterations for step in engine.recorder.steps if step.kind == "decode loop"]
-    # Uncertain within its bucket only: short loops, but more than one iteration at the start.
+    # Only the position in the bucket is unknown: loops are short, but longer than one iteration.
     assert max(loops) > 1
 
 
-# Answers have 30 tokens more often than any other number of them; a reading every second token.
+# 30 tokens is the likeliest length of an answer; there is a reading every second token.
 MARGINAL = np.asarray([0.1, 0.1, 0.3, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.05])
 REFINEMENT = Refinement(
     buckets=BUCKETS, marginal=MARGINAL, belief_weight=0.0, reading_weight=1.0, interval=2
@@ -177,7 +177,7 @@ REFINEMENT = Refinement(
 
 
 def _probed(policy: str | Policy, remaining: int | None, num_tokens: int = 300) -> Engine:
-    """A probe that reads the bucket of so many remaining tokens, at all times; None: nothing."""
+    """Return a probe that always reads the bucket of this many remaining tokens; None: nothing."""
     logits = np.full(BUCKETS.num, np.nan)
     if remaining is not None:
         logits = 30.0 * np.eye(BUCKETS.num)[BUCKETS.bucket_of(remaining)]
@@ -193,7 +193,7 @@ def _unpredicted(name: str, actual: int) -> Request:
 
 
 def _reservations(engine: Engine, sequence: Sequence) -> list[tuple[int, int]]:
-    """(reserved tokens, output tokens planned before) of each admission, to the end."""
+    """Return (reserved tokens, output tokens planned before) of each admission."""
     seen: list[tuple[int, int]] = []
     num_admitted = 0
     while engine.has_work:
@@ -207,7 +207,7 @@ def _reservations(engine: Engine, sequence: Sequence) -> list[tuple[int, int]]:
 
 
 def test_with_only_a_probe_the_usual_length_is_reserved_at_first():
-    """Prompt and the likeliest bucket of all answers: 35 tokens, where ORCA reserves all 200."""
+    """It is the prompt and the likeliest bucket of all answers: 35 tokens; ORCA reserves 200."""
     engine = _probed("s3", None)
     (sequence,) = engine.add(_unpredicted("a", 30))
     assert _reservations(engine, sequence) == [(35, 0)]
@@ -219,7 +219,7 @@ def test_with_only_a_probe_the_usual_length_is_reserved_at_first():
 
 
 def test_with_a_probe_the_next_reservation_is_what_was_read_where_that_is_more_than_twice():
-    """35 tokens; then 30 + 90 of the answer and its prompt, not only 70."""
+    """It is 35 tokens first; then the prompt and 30 + 90 of the answer, not only 70."""
     engine = _probed("s3", 90)
     (sequence,) = engine.add(_unpredicted("a", 95))
     (first, second) = _reservations(engine, sequence)
@@ -233,7 +233,7 @@ def test_with_a_probe_the_next_reservation_is_what_was_read_where_that_is_more_t
 
 @pytest.mark.parametrize("interval", [1, 2, 16])
 def test_readings_that_are_always_too_short_preempt_a_logarithm_of_times(interval):
-    """Reservations double all the same: 35, 70, 140."""
+    """Reservations double nevertheless: 35, 70, 140."""
     logits = 30.0 * np.eye(BUCKETS.num)[0]
     clock = VirtualClock()
     executor = SimulatedExecutor(
@@ -250,7 +250,7 @@ def test_readings_that_are_always_too_short_preempt_a_logarithm_of_times(interva
 
 
 def test_a_promise_counts_from_the_newest_reading():
-    """A reservation at a miss rate, of a sequence that was preempted after readings of 50 more."""
+    """A preempted sequence has a reservation at a miss rate, after readings of 50 more tokens."""
     policy = Policy(
         "promised",
         Predicted(miss_rate=0.5),
@@ -262,16 +262,16 @@ def test_a_promise_counts_from_the_newest_reading():
     engine = _probed(policy, 50)
     (sequence,) = engine.add(_unpredicted("a", 70))
     (first, second) = _reservations(engine, sequence)
-    # Half of all answers have 30 tokens or fewer.
+    # Half of all answers have at most 30 tokens.
     assert first[0] == 5 + 30
     reserved, planned = second
-    # 41 to 50 more than when it was read, all equally likely: half of them have 45 or fewer. That
-    # is more than twice the first reservation.
+    # 41 to 50 more than at the reading, equally likely: half of them have at most 45. That is more
+    # than twice the first reservation.
     assert planned - 3 <= reserved - 5 - 45 < planned and reserved > 2 * first[0]
 
 
 def test_packing_goes_by_what_was_reserved_when_a_sequence_began_to_wait():
-    """A preempted sequence of which much was read comes before unread ones; running, it stays."""
+    """A preempted sequence with a long reading precedes others; its key stays while it runs."""
     engine = _probed("s3", 100, num_tokens=200)
     (early,) = engine.add(_unpredicted("early", 90))
     keys = engine.scheduler.order_keys

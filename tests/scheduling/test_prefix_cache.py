@@ -1,4 +1,4 @@
-"""What a plan asks for when the cache has parts of a prompt."""
+"""Plans for prompts of which the cache has some parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIG = EngineConfig(
 
 
 class Watched:
-    """A simulated executor that keeps the plans it carries out."""
+    """A simulated executor that stores its plans."""
 
     def __init__(self, config: EngineConfig, clock: VirtualClock):
         self.config, self.swap_costs, self.refinement = config, None, None
@@ -35,13 +35,13 @@ class Watched:
         self.host_memory = self._simulated.host_memory
 
     def submit(self, plan: StepPlan):
-        """Keep it, and pass it on."""
+        """Store the plan, and submit it."""
         self.plans.append(plan)
         return self._simulated.submit(plan)
 
 
 class Server:
-    """An engine that answers one batch of prompts after the other."""
+    """An engine that answers batches of prompts, one batch after the other."""
 
     def __init__(self, config: EngineConfig = CONFIG, free_share: float = 0.0):
         policy = replace(PRESETS["pensieve"], retention=Tiered(free_share=free_share))
@@ -50,7 +50,7 @@ class Server:
         self.engine = Engine(self.executor, policy, self.clock)
 
     def answer(self, *prompts: tuple[int, ...], max_tokens: int = 5) -> list[tuple[int, ...]]:
-        """Prompts and answers; `plans` are those of this call."""
+        """Return prompts with their answers; `plans` has those of this call."""
         self.executor.plans.clear()
         self.clock.advance_to(self.clock.now() + 10)
         sequences = []
@@ -65,7 +65,7 @@ class Server:
 
     @property
     def first_rows(self) -> list[tuple[int, int]]:
-        """(start, number of tokens) of the first step's rows."""
+        """Return (start, number of tokens) of the first step's rows."""
         return [(row.start, row.num_tokens) for row in self.executor.plans[0].rows]
 
 
@@ -73,7 +73,7 @@ PROMPT = tuple(range(1, 19))
 
 
 def test_the_next_turn_computes_what_is_new():
-    """18 tokens and 5 are 5 full pages; the last page was not full, and is computed again."""
+    """18 tokens and 5 fill 5 pages; the last page was not full, and is computed again."""
     server = Server()
     (history,) = server.answer(PROMPT)
     assert server.first_rows == [(0, 18)] and len(history) == 23
@@ -85,7 +85,7 @@ def test_the_next_turn_computes_what_is_new():
 
 
 def test_at_least_one_token_is_computed():
-    """Of a prompt that is known to the last token: else there would be nothing to sample from."""
+    """If the whole prompt is cached, its last token is computed to sample from."""
     server = Server()
     server.answer(PROMPT[:16])
     server.answer(PROMPT[:16])
@@ -93,7 +93,7 @@ def test_at_least_one_token_is_computed():
 
 
 def test_requests_that_come_together_share_what_they_begin_with():
-    """The first one computes it, in the same step; nobody writes to a shared page."""
+    """The first one computes it in the same step; no sequence writes to a shared page."""
     server = Server()
     server.answer((*PROMPT, 50), (*PROMPT, 60), (*PROMPT[:9], 70))
     assert server.first_rows == [(0, 19), (16, 3), (8, 2)]
@@ -102,7 +102,7 @@ def test_requests_that_come_together_share_what_they_begin_with():
 
 
 def test_what_was_dropped_is_computed_in_the_step_of_the_new_prompt():
-    """Two ranges before the new prompt: three rows of one sequence, in order."""
+    """Two ranges before the new prompt give three rows of one sequence, in order."""
     server = Server()
     (history,) = server.answer(PROMPT, max_tokens=15)
     server.engine.evict(history, (0, 1, 4))
@@ -115,7 +115,7 @@ def test_what_was_dropped_is_computed_in_the_step_of_the_new_prompt():
 
 
 def test_more_ranges_than_rows_take_several_steps():
-    """A step has as many rows as slots; ranges are computed in the order of their positions."""
+    """A step has as many rows as slots; ranges are computed in the order of positions."""
     server = Server()
     (history,) = server.answer(tuple(range(1, 60)))
     server.engine.evict(history, range(0, 14, 2))
@@ -127,16 +127,16 @@ def test_more_ranges_than_rows_take_several_steps():
 
 
 def test_pages_go_to_the_host_ahead_of_time_and_cost_nothing_until_they_are_reclaimed():
-    """Below a quarter of the pool free they are copied, and still found on the device."""
+    """If less than a quarter of the pool is free, they are copied, and still hit on the device."""
     config = replace(CONFIG, num_pages=13)
     server = Server(config, free_share=0.75)
-    (history,) = server.answer(tuple(range(1, 31)))  # of 12 pages, 8 full ones stay
+    (history,) = server.answer(tuple(range(1, 31)))  # of 12 pages, 8 full ones remain
     updates = [update for plan in server.executor.plans for update in plan.page_updates]
     pages = [page for _, index, page in updates if index < 8]
     assert sum(len(plan.swaps_out) for plan in server.executor.plans) == 0
     server.answer((99,))
     copied = [copy for plan in server.executor.plans for copy in plan.swaps_out]
-    assert len(copied) == 7  # of the 4 free ones it took 2; with 7 these are three quarters of 12
+    assert len(copied) == 7  # it took 2 of the 4 free ones; with 7 these are three quarters of 12
     assert [page in dict(copied) for page in pages] == [True] * 7 + [False]
     server.answer((*history, 5))
     assert server.first_rows == [(32, 4)]
@@ -144,7 +144,7 @@ def test_pages_go_to_the_host_ahead_of_time_and_cost_nothing_until_they_are_recl
 
 
 def test_reclaimed_pages_come_back_from_the_host():
-    """Another conversation took their place; they are not computed again."""
+    """Another conversation took their memory; they are not computed again."""
     config = replace(CONFIG, num_pages=13)
     server = Server(config)
     (history,) = server.answer(tuple(range(1, 31)))
@@ -159,7 +159,7 @@ def test_reclaimed_pages_come_back_from_the_host():
 
 
 def test_pages_come_back_while_their_conversation_waits_for_a_slot():
-    """Its first step brings nothing more, and what it found counts as it would have."""
+    """Its first step copies no more pages, and its hits count as without prefetching."""
     config = replace(
         CONFIG, num_pages=13, max_slots=1, slot_buckets=(1,), head_buckets=(1,), restore="prefetch"
     )
@@ -177,7 +177,7 @@ def test_pages_come_back_while_their_conversation_waits_for_a_slot():
 
 
 def test_without_host_memory_leading_pages_are_dropped_first():
-    """They are the cheapest to compute."""
+    """Leading pages cost the least to compute."""
     server = Server(replace(CONFIG, num_pages=13, num_host_pages=0))
     (history,) = server.answer(tuple(range(1, 31)))
     server.answer(tuple(range(101, 120)))
@@ -186,7 +186,7 @@ def test_without_host_memory_leading_pages_are_dropped_first():
 
 
 def test_other_weights_find_nothing():
-    """Kept pages are those of the weights that computed them."""
+    """Cached pages belong to the weights that computed them."""
     server = Server()
     (history,) = server.answer(PROMPT)
     server.engine.forget_kept_pages(keeps_disk=True)
@@ -196,7 +196,7 @@ def test_other_weights_find_nothing():
 
 
 def test_prompt_log_probabilities_need_the_whole_prompt():
-    """Its hidden states are not kept."""
+    """The hidden states of cached tokens are not stored."""
     server = Server()
     server.answer(PROMPT)
     server.executor.plans.clear()

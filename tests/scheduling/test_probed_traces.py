@@ -1,4 +1,4 @@
-"""Random traces with a probe that reads right, wrong, or nothing: tokens and progress are kept."""
+"""Random traces with a probe that is right, wrong or silent have the same tokens and progress."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES += [(AUTO, "misshapen", 25)]
     "policy, probe, count", CASES, ids=lambda value: getattr(value, "name", str(value))
 )
 def test_readings_never_change_a_token(policy, probe, count):
-    """Whatever is read, and whatever was predicted before; with preemptions and cancellations."""
+    """This holds for any reading and prediction, with preemptions and cancellations."""
     num_refined = 0
     for seed in range(count):
         trace = Trace(seed, with_faults=seed % 2 == 0, probe=probe)
@@ -48,7 +48,7 @@ def test_readings_never_change_a_token(policy, probe, count):
 
 
 def test_resized_pools_serve_on():
-    """Preempted sequences keep what was read of them."""
+    """Preempted sequences keep their readings."""
     for seed in range(30):
         trace = Trace(seed, probe="any")
         together = trace.run(AUTO, resize_rate=0.15)
@@ -70,10 +70,10 @@ BUCKETS = LengthBuckets.logarithmic(128, 7)
 
 
 def _served(policy: Policy, noise: float | None) -> tuple[int, int]:
-    """Iterations and preemptions of 120 answers, of which is known how long answers are in general.
+    """Return iterations and preemptions of 120 answers, whose length distribution is known.
 
     Args:
-      noise: standard deviation of the logarithm of what is read; None where nothing is.
+      noise: standard deviation of the logarithm of the readings; None for no readings.
     """
     clock, random = VirtualClock(), np.random.default_rng(1)
     marginal = np.bincount(BUCKETS.bucket_of(LENGTHS), minlength=BUCKETS.num) / len(LENGTHS)
@@ -112,8 +112,8 @@ def _served(policy: Policy, noise: float | None) -> tuple[int, int]:
 
 
 def test_readings_make_better_schedules():
-    """Fewer iterations without more preemptions, also where readings are off by a fifth."""
-    # Nothing is kept: what a preempted answer loses does not depend on the cache then.
+    """They need fewer iterations without more preemptions, even with an error of a fifth."""
+    # No pages are cached, so that the cost of a preemption does not depend on the cache.
     policy = replace(AUTO, retention=Stateless())
     iterations, preemptions = _served(policy, None)
     for noise in (0.0, 0.2):
@@ -123,7 +123,7 @@ def test_readings_make_better_schedules():
 
 
 def test_a_probe_alone_lets_s3_reserve_less_than_all():
-    """Far fewer iterations than with reservations for the longest answer, without preemptions."""
+    """It needs far fewer iterations than reservations of the longest answer, and no preemptions."""
     longest, _ = _served(PRESETS["orca"], None)
     for noise in (None, 0.2):
         iterations, preemptions = _served(S3, noise)
@@ -131,7 +131,7 @@ def test_a_probe_alone_lets_s3_reserve_less_than_all():
 
 
 def test_a_reading_is_of_the_time_before_its_token():
-    """An estimate is as of the activation that was read, and the next one an interval later."""
+    """The estimate is of the position that was read; the next reading is an interval later."""
     trace = Trace(0, probe="truth")
     request = replace(
         trace.requests[0], params=SamplingParams(max_tokens=20), prompt=(1, 2), prediction=None

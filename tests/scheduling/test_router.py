@@ -1,4 +1,4 @@
-"""Routing: level where prompts differ, together where they agree, bounded in every case."""
+"""Routing balances different prompts, groups equal ones, and is bounded in every case."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _prompt(seed: int, num_pages: int = 3) -> tuple[int, ...]:
 
 
 def test_hashes_tell_prefixes_apart():
-    """Equal exactly up to the first page that differs; a page that is not full has none."""
+    """They are equal exactly up to the first different page; a partial page has none."""
     one, two = _prompt(1), _prompt(2)
     assert page_hashes(one, PAGE) == page_hashes(tuple(one), PAGE)
     assert len(page_hashes(one[:-1], PAGE)) == 2
@@ -38,7 +38,7 @@ def test_hashes_tell_prefixes_apart():
 
 
 def test_predicted_tokens_end_at_the_context():
-    """Prompt and every sample, none longer than the context allows."""
+    """The prompt and every sample count, each limited by the context."""
     assert predicted_tokens(10, SamplingParams(max_tokens=5), max_context=100) == 15
     assert predicted_tokens(90, SamplingParams(max_tokens=50), max_context=100) == 100
     assert predicted_tokens(90, SamplingParams(max_tokens=None), max_context=100) == 100
@@ -50,7 +50,7 @@ def test_predicted_tokens_end_at_the_context():
 
 
 def test_strangers_go_to_the_least_work():
-    """Requests with nothing in common keep the replicas within one request of each other."""
+    """The replicas' loads stay within one request of each other."""
     router, rng = _router(), random.Random(0)
     for seed in range(300):
         router.route(page_hashes(_prompt(seed), PAGE), rng.randint(1, 100))
@@ -59,7 +59,7 @@ def test_strangers_go_to_the_least_work():
 
 
 def test_idle_replicas_take_turns():
-    """Conversations that begin one after the other, nobody else being there, are spread."""
+    """Conversations that begin one after the other on idle replicas are spread."""
     router = _router()
     chosen = []
     for seed in range(3):
@@ -69,7 +69,7 @@ def test_idle_replicas_take_turns():
 
 
 def test_a_conversation_stays_where_its_pages_are():
-    """Every turn resends the history; others work meanwhile, no replica is ahead by much."""
+    """Every turn resends the history; the replicas' other loads differ by little."""
     router, history = _router(), _prompt(1, num_pages=8)
     home = router.route(page_hashes(history, PAGE), 40)
     router.finish(home, 40)
@@ -81,7 +81,7 @@ def test_a_conversation_stays_where_its_pages_are():
 
 
 def test_an_overloaded_home_spills_over():
-    """Past the lead that its cached tokens are worth, a request goes elsewhere; then both do."""
+    """Beyond the lead that cached tokens justify, a request goes elsewhere; both then have it."""
     router, pages = _router(2), page_hashes(_prompt(1), PAGE)
     assert router.route(pages, 0) == 0
     worth = int(WEIGHT * len(pages) * PAGE)
@@ -92,7 +92,7 @@ def test_an_overloaded_home_spills_over():
 
 
 def test_a_shared_system_prompt_leaves_nobody_idle():
-    """A prefix that everybody has does not gather everybody on one replica."""
+    """A prefix that all replicas have does not gather requests on one of them."""
     router, system = _router(4), _prompt(0, num_pages=16)
     for seed in range(64):
         router.route(page_hashes(system + _prompt(seed + 1), PAGE), 100)
@@ -100,7 +100,7 @@ def test_a_shared_system_prompt_leaves_nobody_idle():
 
 
 def test_a_lost_replica_is_forgotten():
-    """Its pages draw nobody any more, and its work is gone; only those allowed are chosen."""
+    """Its pages attract no requests and its work is 0; only allowed replicas are chosen."""
     router, pages = _router(2), page_hashes(_prompt(1), PAGE)
     home = router.route(pages, 500)
     router.forget(home)
@@ -111,7 +111,7 @@ def test_a_lost_replica_is_forgotten():
 
 @pytest.mark.parametrize("max_pages", [1, 10])
 def test_memory_is_bounded(max_pages):
-    """The pages used last are kept, a prompt's start rather than its end."""
+    """The most recent pages are remembered, and a prompt's first pages before its last."""
     router = _router(1, max_pages=max_pages)
     for seed in range(50):
         router.route(page_hashes(_prompt(seed, num_pages=seed % 20), PAGE), 1)
@@ -125,10 +125,10 @@ def test_memory_is_bounded(max_pages):
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_no_replica_is_ahead_by_more_than_what_it_has_cached(data):
-    """Whoever is chosen, its lead over the least work is paid for by cached tokens.
+    """The chosen replica's lead over the least work is at most what its cached tokens justify.
 
-    Nobody starves: a replica without work is chosen as soon as no other is worth waiting for. And
-    when all has ended no work is left.
+    A replica without work is chosen when no other is worth waiting for. When all requests have
+    ended, no work is left.
     """
     num_replicas = data.draw(st.integers(1, 4))
     router = _router(num_replicas, max_pages=data.draw(st.integers(1, 20)))

@@ -1,4 +1,4 @@
-"""Slots are taken close together and compacted with the fewest moves."""
+"""Slots are allocated close together and compacted with the fewest moves."""
 
 import itertools
 import random
@@ -9,7 +9,7 @@ from jaxserve.scheduling.slot_table import SlotTable, fewest_moves_window
 
 
 def test_window_needs_the_fewest_moves():
-    """Over every pattern of nine slots, no other window would move fewer."""
+    """For every pattern of nine slots, no other window needs fewer moves."""
     for live in itertools.product([False, True], repeat=9):
         for size in range(max(1, sum(live)), 10):
             start = fewest_moves_window(live, size)
@@ -18,14 +18,14 @@ def test_window_needs_the_fewest_moves():
 
 
 def test_flover_figure_3():
-    """Requests 2 and 5 of eight have finished: the last of six live ones fill the holes."""
+    """Requests 2 and 5 of eight have finished: the last of the six live ones fill the holes."""
     live = [True, True, False, True, True, False, True, True]
     start = fewest_moves_window(live, sum(live))
     assert sum(not x for x in live[start : start + 6]) == 2
 
 
 def test_random_use_keeps_live_slots_apart_and_inside_the_window():
-    """Compaction moves live slots only onto free ones and never widens the window."""
+    """Compaction moves live slots only onto free ones and does not widen the window."""
     for seed in range(300):
         rng = random.Random(seed)
         num = rng.randint(1, 40)
@@ -55,7 +55,7 @@ def test_random_use_keeps_live_slots_apart_and_inside_the_window():
 
 @pytest.mark.parametrize("ended", [(0,), (1, 3), (0, 1), (2, 3)])
 def test_a_batch_keeps_its_window_when_some_of_it_have_ended(ended):
-    """It spans as many slots as the batch began with, and all live ones."""
+    """It has as many slots as the batch had at its start, with all live ones."""
     table = SlotTable(9, (1, 4, 9))
     for _ in range(4):
         table.take()
@@ -65,7 +65,7 @@ def test_a_batch_keeps_its_window_when_some_of_it_have_ended(ended):
 
 
 def test_releasing_a_free_slot_is_refused():
-    """A slot can be given back once."""
+    """A slot can be released once."""
     table = SlotTable(2, (2,))
     with pytest.raises(ValueError, match="not live"):
         table.release(0)

@@ -1,4 +1,4 @@
-"""No policy can starve a request, however many come after it and whatever they ask for."""
+"""No policy starves a request, whatever number and kind of requests come after it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MIXED = (
     Policy("on_demand_orca", OnDemand(0.0), Priority(AGEING_S), IterationLevel(), Stateless()),
     Policy("small_chunks", OnDemand(0.0), Priority(AGEING_S), Unified(chunk_tokens=2), Stateless()),
 )
-# A reserved token is a head start; with this, none of more than about AGEING_S.
+# A reserved token is a head start; with this rate no head start exceeds about AGEING_S.
 PACKED = {
     name: replace(
         PRESETS[name],
@@ -45,7 +45,7 @@ POLICIES = [
     *{**PRESETS, **PACKED}.values(),
     *(
         replace(PRESETS[name], name=f"{name}, by priority", order=Priority(AGEING_S))
-        for name in sorted(PRESETS.keys() - {"flover"})  # the same as another
+        for name in sorted(PRESETS.keys() - {"flover"})  # flover equals another preset
     ),
     *MIXED,
 ]
@@ -53,7 +53,7 @@ KINDS = ("one token", "long", "big", "mixed")
 
 
 class Overload:
-    """Requests that keep on coming, so that more always wait than can run."""
+    """A stream of requests that keeps more requests waiting than can run."""
 
     def __init__(self, seed: int, kind: str, policy: Policy, probe: str | None = None):
         self.trace = Trace(seed, probe=probe)
@@ -66,7 +66,7 @@ class Overload:
         self._max_passes = policy.order.max_passes
         self._rng = random.Random(f"{seed} {kind}")
         self._numbers = itertools.count()
-        # All are as urgent, so that those who come first do not fill the queue for good.
+        # All have the same urgency, so that early ones do not fill the queue permanently.
         self._priority = self._rng.choice([0, HIGHEST])
         self._patience_s = self._rng.choice([-1e6, 0.0, AGEING_S / 2, 1e6])
         self._longest = (
@@ -74,13 +74,13 @@ class Overload:
         )
 
     def add(self, request: Request) -> list[Sequence]:
-        """A request that arrives now."""
+        """Add a request that arrives now."""
         sequences = self.engine.add(replace(request, arrival_s=self.clock.now()))
         self.all += sequences
         return sequences
 
     def step(self) -> None:
-        """One step of the engine, with twice as many later requests waiting as there are slots."""
+        """Run one step, with twice as many later requests waiting as there are slots."""
         waiting = [s for s in self._later if s.phase is Phase.WAITING]
         while len(waiting) < 2 * self.config.max_slots:
             waiting += self.add(self._competitor())
@@ -90,12 +90,12 @@ class Overload:
             self.clock.advance_to(self.engine.idle_until_s)
 
     def stall_steps(self) -> int:
-        """For how long who is first may stand still: a prompt and a turn of everybody else's."""
+        """Return how many steps the first request may wait: a prompt and a turn of all others."""
         chunks = -(-self.config.max_context // self.config.max_step_tokens)
         return self.config.max_slots * (1 + chunks)
 
     def steps_for(self, ahead: list[Sequence]) -> int:
-        """Every token of those, one after another, after all that may run already."""
+        """Return the steps for all tokens of these sequences, after all that may run before."""
         running = self.config.max_slots * self.config.max_context
         passed = self._max_passes * len(ahead) * self.config.max_context
         return self.stall_steps() * (running + passed + sum(s.max_length for s in ahead))
@@ -119,11 +119,11 @@ class Overload:
 
 
 def _overload(policy: Policy, seed: int, kind: str, probe: str | None = None) -> int:
-    """Play one until its victims have ended; return how many preemptions there were."""
+    """Run an overload until its victims have ended; return the number of preemptions."""
     load = Overload(seed, kind, policy, probe)
     victims = [s for request in load.trace.requests for s in load.add(request)]
     if isinstance(policy.order, (Priority, LongestFirst)):
-        # From here on whoever arrives comes after all victims.
+        # Every later request comes after all victims.
         while load.clock.now() < (1 + HIGHEST) * AGEING_S:
             load.step()
         ahead = [s for s in load.all if s.phase is not Phase.FINISHED and s not in victims]
@@ -144,7 +144,7 @@ def _overload(policy: Policy, seed: int, kind: str, probe: str | None = None) ->
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_no_request_starves(policy: Policy):
-    """Each ends within steps that depend on what was ahead of it, under endless competition."""
+    """Each ends within a number of steps that depends on the work ahead of it."""
     num_preemptions = 0
     for seed in range(6):
         for kind in KINDS:
@@ -158,7 +158,7 @@ def test_no_request_starves(policy: Policy):
 @pytest.mark.parametrize("probe", ["any", "shortest"])
 @pytest.mark.parametrize("policy", [PACKED["s3"], PRESETS["auto"]], ids=lambda policy: policy.name)
 def test_no_request_starves_whatever_a_probe_reads(policy: Policy, probe: str):
-    """Also where readings change reservations and places in the order at each preemption."""
+    """This holds although readings change reservations and places in the order at preemptions."""
     num_preemptions = sum(
         _overload(policy, seed, kind, probe) for seed in range(2) for kind in KINDS
     )
@@ -167,7 +167,7 @@ def test_no_request_starves_whatever_a_probe_reads(policy: Policy, probe: str):
 
 @pytest.mark.parametrize("name", sorted(PRESETS.keys() - PACKED.keys()))
 def test_a_big_prompt_is_not_overtaken(name: str):
-    """Small requests that would fit wait behind a big one that does not."""
+    """Small requests that would fit wait behind a big one that does not fit."""
     for seed in range(10):
         load = Overload(seed, "mixed", PRESETS[name])
         for _ in range(300):

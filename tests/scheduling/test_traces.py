@@ -1,4 +1,4 @@
-"""The invariants of docs/architecture.md, over thousands of random traces without a device.
+"""The invariants of docs/architecture.md, in thousands of random traces without a device.
 
 The simulated model's tokens depend on its context as read through the page table, so equal tokens
 mean that no page was lost, overwritten or shared wrongly.
@@ -73,7 +73,7 @@ SHORT = [*PRESETS.values(), POLICIES[3], *PREDICTED]
     "policy, seeds", CASES, ids=lambda value: getattr(value, "name", str(value))
 )
 def test_every_request_ends_once_with_the_tokens_it_has_alone(policy, seeds):
-    """Whatever the batch, the preemptions, cancellations and faults around it."""
+    """The batch, preemptions, cancellations and faults of others do not matter."""
     num_preemptions = 0
     for seed in seeds:
         trace = Trace(seed, with_faults=seed % 2 == 0)
@@ -114,7 +114,7 @@ def test_a_resized_pool_serves_the_same_tokens(policy):
 
 @pytest.mark.parametrize("policy", SHORT, ids=lambda policy: policy.name)
 def test_plans_are_upper_bounds(policy):
-    """Steps that deliver less than planned, or nothing: the same tokens, and no page is lost.
+    """Steps that deliver fewer tokens than planned, or none, keep tokens right and lose no page.
 
     Sequences are preempted, swapped, cancelled, resized and closed with such steps in flight.
     """
@@ -130,7 +130,7 @@ def test_plans_are_upper_bounds(policy):
         for key, wanted in trace.expected().items():
             got = together[key]
             counts["preempted"] += got.num_preemptions
-            if resizes:  # answers are cut where they fit no more
+            if resizes:  # answers that no longer fit are cut
                 assert got.output == wanted.output[: len(got.output)], f"seed {seed}, {key}"
             else:
                 assert got.agrees_with(wanted), f"seed {seed}, sequence {key}"
@@ -139,7 +139,7 @@ def test_plans_are_upper_bounds(policy):
 
 @pytest.mark.parametrize("name", ["pensieve", "auto"])
 def test_kept_pages_are_right_although_steps_fall_short(name):
-    """Conversations go on with cached pages of answers that came in other pieces than planned."""
+    """Conversations continue with cached pages of answers whose steps differed from plans."""
     num_hit = 0
     for seed in range(40):
         trace = Trace(seed, with_conversations=True, falls_short=True)
@@ -151,7 +151,7 @@ def test_kept_pages_are_right_although_steps_fall_short(name):
 
 
 def test_samples_share_the_full_pages_of_their_prompt():
-    """Three samples of one prompt own its full pages once."""
+    """The full pages of a prompt with three samples exist once."""
     for seed in range(200):
         trace = Trace(seed)
         request = next((r for r in trace.requests if r.params.n == 3), None)

@@ -1,4 +1,4 @@
-"""What becomes of tokens and pages that were planned and did not come, worked out by hand."""
+"""Planned tokens and pages that are not used, in cases computed by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
 from predictor import LengthBuckets
 
-# A page a token.
+# One token per page.
 CONFIG = EngineConfig(
     page_size=1,
     num_pages=101,
@@ -29,7 +29,7 @@ CONFIG = EngineConfig(
 
 
 class Accepting:
-    """An engine whose every step delivers the next of these numbers of tokens, then all."""
+    """An engine whose steps deliver the next of these numbers of tokens, and then all."""
 
     def __init__(self, *accepted: int, policy: str = "vllm_like", config: EngineConfig = CONFIG):
         self.clock = VirtualClock()
@@ -40,7 +40,7 @@ class Accepting:
         self.engine = Engine(self.executor, PRESETS[policy], self.clock)
 
     def add(self, max_tokens: int, predicted: int | None = None) -> Sequence:
-        """A request of 4 tokens whose answer ends at its limit."""
+        """Add a request of 4 tokens whose answer ends at its limit."""
         buckets = LengthBuckets.equal_width(100, 10)
         prediction = None
         if predicted is not None:
@@ -57,12 +57,12 @@ class Accepting:
         return sequence
 
     def step(self) -> None:
-        """One step, checked."""
+        """Run one step and check the counts."""
         self.engine.step()
         self.engine.scheduler.check_integrity()
 
     def run(self) -> None:
-        """All that is left."""
+        """Run all remaining steps."""
         while self.engine.has_work:
             self.step()
 
@@ -79,11 +79,11 @@ def _wanted(max_tokens: int) -> list[int]:
 
 
 def test_pages_for_tokens_that_did_not_come_go_back_to_the_reservation():
-    """Two loops of 8 are planned after 4 + 1 tokens; when 2 of the first come, 6 pages are free."""
+    """Two loops of 8 follow 4 + 1 tokens; when 2 of the first come, 6 pages are free."""
     server = Accepting(1, 2)
     sequence = server.add(50)
     server.step()  # the prompt is in flight
-    server.step()  # the first loop is in flight, the prompt is read
+    server.step()  # the first loop is in flight, the prompt is collected
     assert (len(sequence.output), sequence.planned_length, server.num_owned) == (1, 13, 12)
     server.step()
     assert (len(sequence.output), sequence.planned_length) == (3, 7 + 8)
@@ -95,7 +95,7 @@ def test_pages_for_tokens_that_did_not_come_go_back_to_the_reservation():
 
 
 def test_a_step_that_delivers_nothing_is_planned_again():
-    """The prompt's own, and one of several tokens."""
+    """This holds for the prompt's step and for a step of several tokens."""
     server = Accepting(0, 0, 3, 0)
     sequence = server.add(20)
     server.run()
@@ -103,7 +103,7 @@ def test_a_step_that_delivers_nothing_is_planned_again():
 
 
 def test_a_sequence_that_was_closed_too_early_comes_back():
-    """Its 8 tokens are planned and its pages are free, when it turns out that one is missing."""
+    """Its 8 tokens are planned and its pages freed when a token turns out to be missing."""
     server = Accepting(1, 6)
     sequence = server.add(8)
     server.step()
@@ -117,7 +117,7 @@ def test_a_sequence_that_was_closed_too_early_comes_back():
 
 
 def test_a_sequence_that_falls_short_is_closed_when_its_end_is_read():
-    """It has done so before, so it keeps its slot at its limit until then; no row goes beyond."""
+    """It fell short before, so it keeps its slot at its limit until then; no row goes beyond."""
     server = Accepting(0, 1, 5, 7, 3)
     sequence = server.add(30)
     phases = set()
@@ -129,13 +129,13 @@ def test_a_sequence_that_falls_short_is_closed_when_its_end_is_read():
 
 
 def test_a_sequence_that_is_swapped_out_in_flight_comes_back_where_it_is():
-    """Its 14 reserved tokens are planned, so it is preempted; 5 of them have not come."""
+    """Its 14 reserved tokens are planned, so it is preempted; 5 of them were not delivered."""
     server = Accepting(1, 3, policy="s3", config=replace(CONFIG, num_host_pages=100))
     sequence = server.add(40, predicted=10)
     server.step()
     server.step()
     assert sequence.kv.num_computed == 12
-    server.step()  # 2 more are planned, of the 8 before 3 have come
+    server.step()  # 2 more are planned; of the 8 before, 3 have come
     assert (sequence.kv.num_computed, len(sequence.output)) == (9, 4)
     while sequence.num_preemptions == 0:
         server.step()

@@ -1,1 +1,1 @@
-"""Tests of the scripts: what they work out, not what they run."""
+"""Tests of the scripts: of their computations, not of the programs that they run."""

@@ -1,4 +1,4 @@
-"""A part of gpu-check that measures nothing: `-m tests.scripts.fake_part ok|late|fail|hang`."""
+"""A part of gpu-check without measurements: `-m tests.scripts.fake_part ok|late|fail|hang`."""
 
 from __future__ import annotations
 

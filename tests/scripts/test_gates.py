@@ -1,4 +1,4 @@
-"""The gates of the GPU kernels keep no reports of parts."""
+"""The gates of the GPU kernels do not record partial runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.parametrize("gate", ["kernel_gate", "mosaic_gate"])
 def test_a_part_is_not_written_down(gate):
-    """What is kept is of every configuration."""
+    """The record always covers every configuration."""
     done = subprocess.run(
         [sys.executable, "-m", f"scripts.{gate}", "--write", "--subset"],
         capture_output=True,

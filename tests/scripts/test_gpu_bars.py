@@ -1,4 +1,4 @@
-"""What is concluded from a gpu-check's figures."""
+"""Verdicts on the figures of a gpu-check."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _kernels(*shapes: dict[str, Any], name: str = "kernels") -> dict[str, Any]:
 
 
 def _found(parts: dict[str, Any], what: str) -> tuple[str, str]:
-    """Verdict and finding of the line that begins so."""
+    """Return verdict and finding of the line that begins with this text."""
     (line,) = [line for line in bars(parts) if line["what"].startswith(what)]
     return line["verdict"], line["found"]
 
@@ -39,7 +39,7 @@ PREFILL = _shape("prefill_4096", 1, 4096, 4096)
 
 
 def test_without_figures_nothing_is_met():
-    """Every line with a bar says that it was not measured, and why where that is known."""
+    """Every line with a bar is not measured, with the reason if it is known."""
     parts = {"mosaic_tests": {"status": "skipped", "reason": "the 570 s were over"}}
     lines = bars(parts)
     assert {line["verdict"] for line in lines} == {"not measured"}
@@ -48,7 +48,7 @@ def test_without_figures_nothing_is_met():
 
 
 def test_the_worst_shape_decides():
-    """Decoding counts from 32 rows and 4096 tokens on; a short or small batch does not."""
+    """Decoding counts from 32 rows and 4096 tokens on; smaller batches and contexts do not."""
     small = _shape("decode_8x4096", 8, 1, 4096, of_copy=0.1)
     short = _shape("decode_32x1024", 32, 1, 1024, of_copy=0.2)
     what = "decode, batch >= 32"
@@ -60,7 +60,7 @@ def test_the_worst_shape_decides():
 
 
 def test_prefill_has_a_bar_a_kernel():
-    """Triton's is 400 TFLOP/s, Mosaic's 550; a turn of few queries is no prompt."""
+    """Triton's bar is 400 TFLOP/s, Mosaic's 550; a turn of few queries is not a prompt."""
     turn = _shape("turn", 1, 20, 32768, flops_per_s=1e12)
     parts = {**_kernels(PREFILL, turn), **_kernels(PREFILL, name="mosaic")}
     assert _found(parts, "prefill, 4096 and more, Triton")[0] == "met"
@@ -69,13 +69,13 @@ def test_prefill_has_a_bar_a_kernel():
 
 @pytest.mark.parametrize("share, verdict", [(0.91, "met"), (0.89, "not met")])
 def test_mixed_batches_are_held_to_their_parts(share, verdict):
-    """To 90 % of what rows that decode and the others would take at their rooflines."""
+    """The bar is 90 % of the sum of the rooflines of decoding rows and of other rows."""
     mixed = _shape("mixed", 9, 512, 4096, of_parts_bound=share)
     assert _found(_kernels(mixed), "mixed, Triton")[0] == verdict
 
 
 def test_an_error_that_is_no_number_is_not_met():
-    """Nor is one of a single shape among many."""
+    """A single NaN among many shapes is enough."""
     what = "attention, relative error"
     assert _found(_kernels(DECODE, PREFILL), what)[0] == "met"
     assert _found(_kernels({**DECODE, "error": math.nan}, PREFILL), what)[0] == "not met"
@@ -83,7 +83,7 @@ def test_an_error_that_is_no_number_is_not_met():
 
 
 def test_peers_are_compared_where_both_have_a_time():
-    """One that could not run is not measured, and its reason is shown."""
+    """A peer that could not run is not measured, and its reason is shown."""
     own = {**DECODE, "peers": {"cudnn_dense": {"seconds": 2e-3}, "jax_paged": {"reason": "no"}}}
     theirs = {
         "kernel_peers": {
@@ -117,7 +117,7 @@ def _model(of_bound: float = 0.85, gap: float = 0.01, ours: float = 900.0) -> di
 
 
 def test_models_are_held_to_their_roofline_and_their_peer():
-    """Batches that do not fit are named; the peer counts where it has the same batch."""
+    """Batches that do not fit are named; the peer counts if it has the same batch."""
     what = "Llama 3 8B, decode"
     assert _found(_model(), what) == ("met", "1: 85%, 32: 85%; no memory for 256")
     assert _found(_model(of_bound=0.5), what)[0] == "not met"
@@ -139,7 +139,7 @@ def test_a_trace_says_more_of_idleness_than_the_host():
 
 
 def test_tests_that_were_cut_off_are_not_called_passed():
-    """A failure counts at once; passing counts when all is done."""
+    """A failure counts at once; passing counts when all tests have run."""
     whole = {"passed": 5, "failed": [], "skipped": 0}
     for status, counted, verdict in (
         ("done", whole, "met"),
@@ -153,7 +153,7 @@ def test_tests_that_were_cut_off_are_not_called_passed():
 
 
 def test_choices_stand_side_by_side():
-    """A line a batch, with every layout under every flag."""
+    """Each batch has a line with every layout and every flag."""
     row = {"batch_size": 1, "layout": "scanned", "decode_step_s": 0.002}
     parts = {
         "choices": {"result": {"choices": [row]}},
@@ -164,7 +164,7 @@ def test_choices_stand_side_by_side():
 
 
 def test_pages_that_come_back_are_shown_without_a_bar():
-    """A line for each situation and length, with every way; without figures it says why."""
+    """Each situation and length has a line with every way; without figures it has the reason."""
     point = {"situation": "at_once", "length": 1024, "first_token_s": 0.05, "others_lost_s": 0.03}
     points = [
         {**point, "way": "on_device"},

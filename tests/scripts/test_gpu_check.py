@@ -1,4 +1,4 @@
-"""The driver of gpu-check, with parts that measure nothing."""
+"""The driver of gpu-check, with parts without measurements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _options(name: str) -> argparse.Namespace:
 
 
 def test_parts_go_on_after_failures_and_cuts(tmp_path):
-    """What a part had written counts, whatever became of it; the file says what that was."""
+    """The written result of a part counts, however it ended; the file has its status."""
     output = tmp_path / "results" / "check.json"
     parts = {"first": _part("fail"), "hung": _part("hang", 3.0), "last": _part("ok")}
     result = check(parts, output, ABOUT, budget_s=60)
@@ -56,7 +56,7 @@ def test_parts_go_on_after_failures_and_cuts(tmp_path):
 
 
 def test_what_there_is_no_time_for_is_skipped_and_said(tmp_path):
-    """Nothing is begun that could hardly start; a later call does what is left."""
+    """A part with too little time is not begun; a later call runs the remaining parts."""
     output = tmp_path / "check.json"
     parts = {"one": _part("ok"), "two": _part("ok")}
     result = check(parts, output, ABOUT, budget_s=1)
@@ -72,7 +72,7 @@ def test_what_there_is_no_time_for_is_skipped_and_said(tmp_path):
 
 
 def test_a_part_that_ran_out_of_time_is_partly_done(tmp_path):
-    """Half of its limit is what a short part may begin things in."""
+    """A short part may begin measurements in half of its limit."""
     result = run_part(_part("ok"), tmp_path / "own", 30.0)
     assert result["status"] == "done"
     result = run_part(_part("late"), tmp_path / "own", 4.0)
@@ -81,7 +81,7 @@ def test_a_part_that_ran_out_of_time_is_partly_done(tmp_path):
 
 
 def test_an_end_from_outside_loses_nothing(tmp_path):
-    """Asked to end in the middle of a part, it writes down what that part had found."""
+    """A signal in the middle of a part writes the part's figures so far."""
     output = tmp_path / "check.json"
     script = (
         "from pathlib import Path\n"
@@ -106,7 +106,7 @@ def test_an_end_from_outside_loses_nothing(tmp_path):
 
 
 def test_tests_are_counted_as_far_as_they_came(tmp_path):
-    """Of a run that was whole, and of output that breaks off."""
+    """This works for complete output and for output that is cut off."""
     module = tmp_path / "test_some.py"
     module.write_text(
         "import pytest\n"
@@ -126,7 +126,7 @@ def test_tests_are_counted_as_far_as_they_came(tmp_path):
 
 @pytest.mark.parametrize("name", [name for name, part in PARTS.items() if part.writes])
 def test_every_part_can_be_asked_for(name: str):
-    """Its module understands its arguments, and the shapes that they name are there."""
+    """Its module accepts the arguments, and the named shapes exist."""
     options = _options(name)
     assert options.budget == 10
     if "--shapes" in PARTS[name].command:
@@ -134,7 +134,7 @@ def test_every_part_can_be_asked_for(name: str):
 
 
 def test_restores_take_the_shape_of_a_model():
-    """Neither a checkpoint nor a network is needed, and its lengths are understood."""
+    """It needs neither a checkpoint nor a network, and its lengths are accepted."""
     options = _options("restore")
     assert options.model in SHAPES
     model = hf_config(options.model)
@@ -143,7 +143,7 @@ def test_restores_take_the_shape_of_a_model():
 
 
 def test_first_shapes_and_the_rest_are_all_shapes():
-    """Between them the parts time every shape, and none twice."""
+    """Together the parts time every shape exactly once."""
     early, late = (
         [shape.name for shape in chosen(options.shapes, options.leave_out)[0]]
         for options in (_options("kernels"), _options("kernels_rest"))
@@ -153,7 +153,7 @@ def test_first_shapes_and_the_rest_are_all_shapes():
 
 
 def test_without_a_gpu_nothing_is_run(capfd, tmp_path):
-    """It says so, and leaves no file."""
+    """It prints a message and leaves no file."""
     output = tmp_path / "check.json"
     assert main(["--output", str(output)]) == 2
     assert "finds no NVIDIA GPU" in capfd.readouterr().err
@@ -163,7 +163,7 @@ def test_without_a_gpu_nothing_is_run(capfd, tmp_path):
 
 
 def test_the_limits_of_the_first_parts_fit_ten_minutes():
-    """Kernels, peers, decoding and its peer are never skipped, however long each takes."""
+    """Kernels, peers, decoding and its peer always have time, however long each takes."""
     names = ("kernels", "kernel_peers", "decode_llama_3_8b", "hf_llama_3_8b", "mosaic")
     assert list(PARTS)[: len(names)] == list(names)
     assert sum(PARTS[name].limit_s for name in names) < 570 - 100

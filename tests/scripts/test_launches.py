@@ -1,4 +1,4 @@
-"""Launches are counted in compiled modules: those of a layer, and all."""
+"""Launches are counted in compiled modules: those of a layer, and all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.launches import launches, launches_a_layer
 
 
 def _scanned(num_layers: int, products: int) -> str:
-    """HLO of as many layers, of so many matrix products and one sort each."""
+    """Return HLO of this many layers, with this many matrix products and one sort each."""
 
     def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
         for _ in range(products):
@@ -27,7 +27,7 @@ def _scanned(num_layers: int, products: int) -> str:
 
 
 def test_a_layer_of_a_loop():
-    """More work a layer is more launches, more layers are none; whoever asks for others is told."""
+    """More work per layer gives more launches, more layers do not; a wrong number raises."""
     one, two = _scanned(5, 1), _scanned(5, 2)
     extra = launches_a_layer(two, 5) - launches_a_layer(one, 5)
     assert extra >= 2 and launches(two) - launches(one) == extra
@@ -37,8 +37,9 @@ def test_a_layer_of_a_loop():
 
 
 def test_every_computation_that_runs_is_counted():
-    """Bodies and conditions of loops and calls, not what is inside of a fusion or a sort; what is
-    asynchronous once.
+    """Bodies and conditions of loops and calls count, those of fusions and sorts do not.
+
+    An asynchronous instruction counts once.
     """
     hlo = """HloModule m, is_scheduled=true
 

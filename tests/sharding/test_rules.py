@@ -14,13 +14,13 @@ from sharding import check_tensor_axis, make_mesh, named_sharding, partition_spe
 
 
 def test_fused_projection_is_split_by_kv_head():
-    """A fused qkv weight is split over the tensor axis by KV head; stacked layers stay together."""
+    """A fused qkv weight is split over the tensor axis by KV head; stacked layers are not split."""
     axes = ("layers", "embed", "kv_heads", None, None)
     assert partition_spec(axes) == PartitionSpec(None, None, "tensor", None, None)
 
 
 def test_unknown_and_repeated_axes_are_refused():
-    """A name outside the table, or one mesh axis on two dimensions, is an error that says so."""
+    """A name outside the table, or one mesh axis on two dimensions, raises an error."""
     with pytest.raises(ValueError, match=r"\['color'\] are unknown"):
         partition_spec(("color",))
     with pytest.raises(ValueError, match="one dimension only"):
@@ -28,20 +28,20 @@ def test_unknown_and_repeated_axes_are_refused():
 
 
 def test_names_must_fit_the_shape():
-    """As many names as dimensions."""
+    """There must be as many names as dimensions."""
     with pytest.raises(ValueError, match="do not fit the shape"):
         named_sharding(make_mesh(), (4, 4), ("embed",))
 
 
 def test_sizes_must_divide():
-    """A dimension that its mesh axis does not divide is refused by name."""
+    """A dimension that its mesh axis does not divide raises an error with its name."""
     mesh = jax.sharding.AbstractMesh((1, 1, 2), ("data", "stage", "tensor"))
     with pytest.raises(ValueError, match="'mlp' of size 3 is not a multiple"):
         named_sharding(mesh, (8, 3), ("embed", "mlp"))
 
 
 def test_few_kv_heads_and_odd_vocabularies_are_replicated():
-    """What shards cannot share evenly each of them holds whole."""
+    """Each shard holds a whole copy of a dimension that cannot be split evenly."""
     mesh = jax.sharding.AbstractMesh((1, 1, 2), ("data", "stage", "tensor"))
     assert named_sharding(mesh, (8, 3), ("embed", "kv_heads")).spec == PartitionSpec(None, None)
     assert named_sharding(mesh, (50257, 8), ("vocab", "embed")).spec == PartitionSpec(None, None)
@@ -52,7 +52,7 @@ def test_few_kv_heads_and_odd_vocabularies_are_replicated():
     [(6, 2, 80, "[1, 2]"), (32, 8, 64, "[1, 2, 4, 8, 16, 32]"), (12, 12, 10, "[1, 2]")],
 )
 def test_a_tensor_axis_must_fit_the_heads(heads, kv_heads, mlp, allowed):
-    """The error lists the sizes that do."""
+    """The error lists the sizes that fit."""
     mesh = jax.sharding.AbstractMesh((1, 1, 5), ("data", "stage", "tensor"))
     with pytest.raises(ValueError, match=re.escape(f"use one of {allowed}")):
         check_tensor_axis(mesh, num_heads=heads, num_kv_heads=kv_heads, num_mlp_parts=mlp)

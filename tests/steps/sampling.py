@@ -17,7 +17,7 @@ from jaxserve.steps.sampling.sampler import Sampled, sample
 from jaxserve.steps.sampling.slot_sampling import pack_sampling
 from jaxserve.steps.sampling.variants import Variant
 
-# Few shapes, for each costs a compilation.
+# Few shapes, since each needs a compilation.
 NUM_ROWS, VOCAB, CONTEXT = 32, 1000, 24
 num_traces: Counter[Variant] = Counter()
 
@@ -42,7 +42,7 @@ def request(
 
 
 def random_request(rng: np.random.Generator, vocab: int, *, is_random: bool) -> Request:
-    """Each option is in use or not, by chance."""
+    """Return a request in which each option is used with some probability."""
 
     def some(name: str, value: float) -> dict[str, float]:
         return {name: value} if rng.random() < 0.5 else {}
@@ -66,7 +66,7 @@ def random_request(rng: np.random.Generator, vocab: int, *, is_random: bool) -> 
 
 
 def random_requests(rng: np.random.Generator, num: int, vocab: int) -> list[Request]:
-    """Half of them greedy."""
+    """Return requests, half of them greedy."""
     return [random_request(rng, vocab, is_random=rng.random() < 0.5) for _ in range(num)]
 
 

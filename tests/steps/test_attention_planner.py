@@ -1,4 +1,4 @@
-"""Steps that attend through plans: the same tokens, and work for the rows that there are."""
+"""Steps that attend through plans have the same tokens, and plans cover the actual rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 
 
 def test_planned_steps_give_the_same_tokens():
-    """Mixed steps and decode loops with preemptions, by kernels that work through plans."""
-    # Few sizes: an interpreted kernel takes seconds to compile.
+    """This holds in mixed steps and decode loops with preemptions, with kernels that use plans."""
+    # Few sizes, since an interpreted kernel takes seconds to compile.
     options = {"max_slots": 2, "max_step_tokens": 16, "page_size": 8, "progress": False}
     prompts, params = random_prompts(5, longest=40), SamplingParams(max_tokens=12)
     model = tiny_llama(layer_layout="scanned")
@@ -35,7 +35,7 @@ def test_planned_steps_give_the_same_tokens():
 
 
 def test_plans_are_of_the_rows_of_the_step():
-    """A mixed step's rows as they are; a decode loop's as they will be in its last iteration."""
+    """A mixed step's plan has its rows; a decode loop's plan has those of its last iteration."""
     config = EngineConfig(
         num_pages=999,
         max_slots=4,
@@ -59,7 +59,7 @@ def test_plans_are_of_the_rows_of_the_step():
 
 
 def test_windows_reach_back_to_the_shortest_context():
-    """Chunks of 512 keys: a loop that begins at 605 needs keys of the first, at 612 none."""
+    """With splits of 512 keys, a loop at 605 needs keys of the first split, one at 612 does not."""
     config = EngineConfig(
         num_pages=999,
         max_slots=2,
@@ -74,14 +74,14 @@ def test_windows_reach_back_to_the_shortest_context():
     assert planner is not None
     decode = planner.decode([_row(slot=0, start=605, num_tokens=1)], range(1), num_iterations=8)
     assert decode.splits[: decode.counts[1], 3].min() == 0
-    # A row that is planned at 612 may stand at 605, where the step before delivers nothing.
+    # A row that is planned at 612 may be at 605 if the previous step delivers nothing.
     batch, _ = pack_rows(config, [_row(slot=0, start=612, num_tokens=1)])
     mixed = planner.mixed(batch)
     assert mixed.splits[: mixed.counts[1], 3].min() == 0
 
 
 def test_an_implementation_that_cannot_serve_is_refused():
-    """What was asked for by name is not replaced by another; unknown names are listed."""
+    """An implementation requested by name is not replaced; an unknown name raises with the list."""
     with pytest.raises(InvalidConfigError, match="'triton' cannot serve: .* GPUs, not for cpu"):
         Runtime(tiny_llama(), attention="triton", **OPTIONS)
     with pytest.raises(InvalidConfigError, match="unknown; pass one of"):

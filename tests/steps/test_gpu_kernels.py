@@ -1,4 +1,4 @@
-"""What the engine does on a GPU is done by our kernels, seen by lowering it for one."""
+"""On a GPU the engine uses our kernels, checked by lowering for a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ATTENTION = {f"paged_attention_{kind}" for kind in ("tile", "split", "merge")}
 
 
 def _kernels(function: Callable[..., Any], *arguments: Any, **static: Any) -> set[str]:
-    """Names of the kernels in what is compiled for a GPU."""
+    """Return the names of the kernels in the code compiled for a GPU."""
     jitted: Any = function if hasattr(function, "trace") else jax.jit(function)
     text = jitted.trace(*arguments, **static).lower(lowering_platforms=("cuda",)).as_text()
     return set(re.findall(r'name = "(\w+)"', text))
@@ -39,7 +39,7 @@ def _kernels(function: Callable[..., Any], *arguments: Any, **static: Any) -> se
 
 @pytest.mark.parametrize("layout", ["unrolled", "scanned"])
 def test_steps(layout):
-    """Mixed steps and decode loops rotate, write and attend in kernels, and the choices say so."""
+    """Mixed steps and decode loops rotate, write and attend in kernels, as reported."""
     model = tiny_llama(layer_layout=layout)
     graphdef, params = nnx.split(model)
     place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
@@ -70,7 +70,7 @@ def test_steps(layout):
 
 
 def test_copies_of_pages_and_moves_of_slots():
-    """Swaps, resizes and slots that close ranks are copies by a kernel."""
+    """Swaps, resizes and compaction of slots are copies by a kernel."""
     model = tiny_llama()
     cache = jax.eval_shape(lambda: empty_cache(model.config, 50, 32, jnp.float32, "unrolled"))
     ids = np.zeros(PAGES_A_CALL, np.int32)
@@ -87,7 +87,7 @@ def test_copies_of_pages_and_moves_of_slots():
 
 
 def _check_served(operation: str) -> None:
-    """A report would name the kernel."""
+    """Check that a report would name the kernel."""
     assert any(
         (choice.operation, choice.implementation, choice.platform) == (operation, "triton", "cuda")
         for choice in dispatch.choices()

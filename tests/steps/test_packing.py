@@ -1,4 +1,4 @@
-"""From plans to arrays: windows of compiled sizes, and which of their slots take part."""
+"""Plans become arrays: windows of compiled sizes, and the slots that take part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _config(max_slots: int) -> EngineConfig:
 @pytest.mark.parametrize("variant", Variant)
 @pytest.mark.parametrize("max_slots", [1, 4, 32, 48])
 def test_a_window_of_a_compiled_size_holds_the_plans(variant, max_slots):
-    """It lies within the slots, is as small as can be, and only the rows take part."""
+    """It is inside the slots and as small as possible, and only the rows take part."""
     config, rng = _config(max_slots), random.Random(max_slots)
     sizes = variant.sizes(config.slot_buckets)
     for _ in range(50):
@@ -40,7 +40,7 @@ def test_a_window_of_a_compiled_size_holds_the_plans(variant, max_slots):
 
 @pytest.mark.parametrize("variant", Variant)
 def test_rows_that_sample_come_in_a_compiled_size(variant):
-    """Their slots in order, then places to skip."""
+    """The slots of the rows are in order, followed by padding."""
     config = _config(32)
     sizes = variant.sizes(config.head_buckets)
     for count in (1, 3, 5, 32):

@@ -1,4 +1,4 @@
-"""Prompt log-probabilities: right, and never all positions' logits at once."""
+"""Prompt log-probabilities are right, and logits of all positions never exist at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxserve.steps.sampling.prompt_logprobs import prompt_logprobs
 
 @pytest.mark.parametrize("num_positions", [1, 15, 16, 33])
 def test_matches_reference(num_positions):
-    """Any number of positions, a multiple of the chunk or not, matches log-softmax in float64."""
+    """Any number of positions, a multiple of the chunk or not, agrees with float64 log-softmax."""
     rng = np.random.default_rng(num_positions)
     head = rng.normal(size=(8, 2000)).astype(np.float32)
     hidden = rng.normal(size=(num_positions, 8)).astype(np.float32)
@@ -30,7 +30,7 @@ def test_matches_reference(num_positions):
 
 
 def test_never_holds_all_logits():
-    """Temporary memory is a few chunks of logits, far under positions times vocabulary."""
+    """Temporary memory is a few chunks of logits, far below positions times vocabulary."""
     num_positions, width, vocab, chunk = 2048, 16, 8192, 64
     compiled = (
         jax.jit(lambda head, h, t: prompt_logprobs(lambda x: x @ head, h, t, chunk))

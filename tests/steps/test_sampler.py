@@ -1,4 +1,4 @@
-"""The sampler against an obvious reference, and its promises about batches and bad rows."""
+"""The sampler agrees with an obvious reference; batches and bad rows do not affect others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.steps.sampling import (
 
 
 def adjusted_logits(request: Request, logits: np.ndarray, history: np.ndarray) -> np.ndarray:
-    """Penalties, bias and forbidden stop tokens, one token at a time."""
+    """Return logits after penalties, bias and forbidden stop tokens, one token at a time."""
     params = request.params
     adjusted = logits.astype(np.float64)
     for token in set(history.tolist()):
@@ -44,7 +44,7 @@ def adjusted_logits(request: Request, logits: np.ndarray, history: np.ndarray) -
 
 
 def distribution(request: Request, adjusted: np.ndarray) -> tuple[np.ndarray, float]:
-    """Probabilities after truncation, and how near top-p's sum came to deciding otherwise."""
+    """Return probabilities after truncation, and the margin by which top-p's sum decided."""
     params = request.params
     scaled = (adjusted - adjusted.max()) / params.temperature
     p = np.exp(scaled)
@@ -69,7 +69,7 @@ def uniform(seed: int, position: int) -> float:
 @pytest.mark.parametrize("vocab", [12, VOCAB])
 @pytest.mark.parametrize("ties", [False, True])
 def test_matches_reference(vocab, ties):
-    """Every row gets the token that a sequential float64 sampler picks from the same number."""
+    """Every row gets the token of a sequential float64 sampler for the same random number."""
     rng = np.random.default_rng(vocab)
     checked = 0
     for _ in range(4):
@@ -97,7 +97,7 @@ def test_matches_reference(vocab, ties):
 
 
 def test_logprobs_are_the_models_own():
-    """Log-probabilities ignore penalties, bias and temperature; equals come in id order."""
+    """Log-probabilities ignore penalties, bias and temperature; equal ones are in id order."""
     rng = np.random.default_rng(3)
     logits = np.round(rng.normal(size=(NUM_ROWS, VOCAB)).astype(np.float32) * 2) / 2
     got = run(logits, random_requests(rng, NUM_ROWS, VOCAB))
@@ -110,14 +110,14 @@ def test_logprobs_are_the_models_own():
 
 
 def test_logprobs_of_a_tiny_vocabulary_are_padded():
-    """A vocabulary under 20 tokens fills the remaining places with minus infinity."""
+    """With fewer than 20 tokens the remaining places are minus infinity."""
     got = run(np.zeros((NUM_ROWS, 12)), [request()] * NUM_ROWS)
     np.testing.assert_array_equal(got.top_ids[0, :12], np.arange(12))
     assert np.all(np.asarray(got.top_logprobs)[:, 12:] == -np.inf)
 
 
 def test_frequencies_follow_the_distribution():
-    """Over many positions and seeds tokens are drawn as often as their probabilities say."""
+    """Over many positions and seeds token frequencies agree with their probabilities."""
     p = np.array([0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.04, 0.03, 0.01, 0.01, 0.005, 0.005])
     logits = np.tile(np.log(p), (NUM_ROWS, 1))
     requests = [request(temperature=1, seed=i) for i in range(NUM_ROWS)]
@@ -132,7 +132,7 @@ def test_frequencies_follow_the_distribution():
 
 
 def test_row_is_independent_of_its_batch():
-    """A row alone, in company, or in another place draws the same tokens at every position."""
+    """A row alone, in a batch, or in another place draws the same tokens at every position."""
     rng = np.random.default_rng(5)
     requests = [random_request(rng, VOCAB, is_random=True) for _ in range(NUM_ROWS)]
     logits = rng.normal(size=(24, NUM_ROWS, VOCAB)).astype(np.float32)
@@ -155,7 +155,7 @@ def test_row_is_independent_of_its_batch():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [0, 7, 64, 999])
 def test_bad_row_is_reported_and_harms_no_other(bad, place):
-    """A row with NaN or +inf, or of -inf only, gives token 0, not finite; others are unchanged."""
+    """A row with NaN or +inf, or only -inf, gives token 0, not finite; others are unchanged."""
     rng = np.random.default_rng(6)
     requests = random_requests(rng, NUM_ROWS, VOCAB)
     logits = rng.normal(size=(NUM_ROWS, VOCAB)).astype(np.float32)
@@ -173,7 +173,7 @@ def test_bad_row_is_reported_and_harms_no_other(bad, place):
 
 
 def test_minus_infinity_is_an_ordinary_logit():
-    """A row partly at -inf is finite, and what is at -inf is never drawn."""
+    """A row that is partly -inf is finite, and tokens at -inf are not drawn."""
     logits = np.full((NUM_ROWS, VOCAB), -np.inf)
     logits[:, [5, VOCAB - 1]] = 0.0
     requests = [request(temperature=100, seed=i) for i in range(NUM_ROWS)]
@@ -183,7 +183,7 @@ def test_minus_infinity_is_an_ordinary_logit():
 
 
 def test_nothing_left_to_choose_is_reported():
-    """Forbidding every token that the logits allow gives finite False, not a forbidden token."""
+    """If all tokens that the logits allow are forbidden, finite is False and no token is drawn."""
     logits = np.full((NUM_ROWS, VOCAB), -np.inf)
     logits[:, 3] = 1.0
     assert run(logits, [request()] * NUM_ROWS).finite.all()
@@ -192,7 +192,7 @@ def test_nothing_left_to_choose_is_reported():
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-6, 1.0, 100.0])
 def test_extreme_temperatures(temperature):
-    """The coldest temperatures pick the likeliest token; none gives an impossible one."""
+    """The lowest temperatures pick the likeliest token; none picks an impossible one."""
     logits = np.random.default_rng(8).normal(size=(NUM_ROWS, VOCAB)).astype(np.float32) * 30
     logits[:, 100:] = -np.inf
     requests = [
@@ -205,7 +205,7 @@ def test_extreme_temperatures(temperature):
 
 
 def test_wide_truncation_is_exact():
-    """Top-k and top-p that reach far into a large vocabulary keep exactly the right tokens."""
+    """Top-k and top-p that keep much of a large vocabulary keep exactly the right tokens."""
     vocab = 20_000
     logits = np.random.default_rng(9).normal(size=vocab).astype(np.float32)
     p = np.exp(logits.astype(np.float64))

@@ -1,4 +1,4 @@
-"""Processors whose arrays come with a step: masks of allowed tokens, made up here."""
+"""Processors whose arrays come with a step: masks of allowed tokens, made up for this test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.steps.sampling import CONTEXT, NUM_ROWS, VOCAB, random_requests, requ
 
 
 class AllowedTokens(LogitsProcessor):
-    """Forbids the tokens whose bit is not set; bit t % 32 of word t // 32 is token t's."""
+    """A processor that forbids tokens without a bit; bit t % 32 of word t // 32 is token t's."""
 
     name = "allowed_tokens"
 
@@ -33,7 +33,7 @@ class AllowedTokens(LogitsProcessor):
         self.step_arrays = {"mask": RowArray(np.uint32, 2**32 - 1, (-(-vocab // 32),))}
 
     def is_needed(self, params: SamplingParams) -> bool:
-        """Of the made-up requests, those that set min_tokens."""
+        """Return whether the made-up request sets min_tokens."""
         return params.min_tokens > 0
 
     def apply(self, logits: jax.Array, arrays: Arrays, rows: Rows) -> jax.Array:
@@ -44,7 +44,7 @@ class AllowedTokens(LogitsProcessor):
         return jnp.where(bit & 1 > 0, logits, -jnp.inf)
 
     def pack_masks(self, allowed: np.ndarray) -> np.ndarray:
-        """Masks of bool [R, vocab]."""
+        """Return the masks of bool [R, vocab], packed."""
         extra = -allowed.shape[1] % 32
         packed = np.packbits(np.pad(allowed, ((0, 0), (0, extra))), axis=1, bitorder="little")
         return packed.view(np.uint32)
@@ -77,7 +77,7 @@ def test_only_allowed_tokens_are_chosen(vocab):
 
 
 def test_rows_without_a_mask_are_as_ever():
-    """Neutral masks change no row, and neither does a step that brings no masks."""
+    """Neutral masks change no row, and neither does a step without masks."""
     rng = np.random.default_rng(2)
     allowing = AllowedTokens(VOCAB)
     requests = random_requests(rng, NUM_ROWS, VOCAB)
@@ -98,14 +98,14 @@ def test_rows_without_a_mask_are_as_ever():
 
 
 def test_it_is_needed_as_any_other():
-    """Requests that need it are served by the variant that edits logits."""
+    """The variant that edits logits serves requests that need it."""
     processors = (AllowedTokens(VOCAB),)
     assert SamplingNeeds.of(SamplingParams(min_tokens=1), processors).variant is Variant.FULL
     assert SamplingNeeds.of(SamplingParams(), processors).variant is Variant.GREEDY
 
 
 def test_masks_reach_the_head_of_a_step():
-    """The token that a mixed step appends to a slot is one that its row's mask allows."""
+    """The token that a mixed step appends to a slot is allowed by its row's mask."""
     config = EngineConfig(num_pages=9, max_slots=4, max_context=MAX_CONTEXT, max_step_tokens=64)
     allowing = AllowedTokens(VOCAB_SIZE)
     graphdef, params = nnx.split(tiny_llama())

@@ -1,4 +1,4 @@
-"""Which variant of a step serves whom, and that the choice of it changes no token."""
+"""The variant of a step that serves a request, which does not affect its tokens."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ GREEDY, RANDOM, FULL = Variant
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_rows_token_is_the_same_in_every_variant_that_serves_it(seed):
-    """A request is served alike whether its neighbours need the cheapest variant or the costliest.
+    """The tokens are equal whether other requests need the cheapest or the costliest variant.
 
-    Rows that a variant does not serve are in the same batch, and harm none that it serves.
+    Rows that a variant does not serve are in the same batch and do not affect the others.
     """
     rng = np.random.default_rng(seed)
     simple = [
@@ -51,7 +51,7 @@ def test_a_rows_token_is_the_same_in_every_variant_that_serves_it(seed):
 
 
 def test_each_variant_is_one_executable():
-    """What requests ask for never compiles anew; log-probabilities come from FULL alone."""
+    """No request compiles an executable; only FULL returns log-probabilities."""
     rng = np.random.default_rng(10)
     logits = rng.normal(size=(NUM_ROWS, VOCAB))
     for variant in Variant:
@@ -84,7 +84,7 @@ def test_each_variant_is_one_executable():
     ],
 )
 def test_what_a_request_needs(params, variant):
-    """The cheapest variant that does what the parameters ask."""
+    """It is the cheapest variant that supports the parameters."""
     needs = SamplingNeeds.of(SamplingParams(**params))
     assert needs.variant is variant
     assert needs.logprobs == ("logprobs" in params)
@@ -92,7 +92,7 @@ def test_what_a_request_needs(params, variant):
 
 
 def test_what_several_requests_need():
-    """The costliest variant among them, and every log-probability that one of them returns."""
+    """It is the costliest of their variants, and all log-probabilities that one of them returns."""
     random, biased, scored = (
         SamplingNeeds.of(SamplingParams(**params))
         for params in (dict(temperature=1), dict(logit_bias={3: 1.0}), dict(logprobs=0))
@@ -104,7 +104,7 @@ def test_what_several_requests_need():
 
 
 def test_costly_variants_have_few_sizes():
-    """Always the largest, so that every step is served; fewer than half of the fine ones."""
+    """The largest size is included, so that every step is served; there are under half as many."""
     assert RANDOM.sizes(fine_slot_buckets(32)) == FULL.sizes(fine_slot_buckets(32)) == (8, 32)
     large = EngineConfig(num_pages=9, max_slots=256)
     assert RANDOM.sizes(large.slot_buckets) == (16, 64, 256)

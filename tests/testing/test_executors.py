@@ -1,4 +1,4 @@
-"""Wrappers do what they say, and nothing else changes."""
+"""Wrappers of executors do what they document, and change nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARAMS = SamplingParams(max_tokens=8)
 
 
 def _served(wrap=lambda executor: executor) -> tuple[list, object]:
-    """Two requests, the second one after the first has ended; and what was wrapped."""
+    """Serve two requests, one after the other; return them and the wrapped executor."""
     clock = VirtualClock()
     executor = wrap(SimulatedExecutor(CONFIG, clock))
     engine = Engine(executor, PRESETS["orca"], clock)
@@ -50,7 +50,7 @@ def expected() -> list[list[int]]:
 
 
 def test_a_recording_executor_keeps_plans_and_results(expected):
-    """In order; and it is the executor that it wraps in all else."""
+    """They are in order; all other members are those of the wrapped executor."""
     sequences, executor = _served(RecordingExecutor)
     assert [sequence.output for sequence in sequences] == expected
     assert [plan.index for plan in executor.plans] == list(range(len(executor.plans)))
@@ -60,7 +60,7 @@ def test_a_recording_executor_keeps_plans_and_results(expected):
 
 
 def test_a_slow_executor_takes_its_time(expected):
-    """As much a step as it is told, also while it runs."""
+    """Each step takes the requested time, also while the device runs."""
     begin_s = time.perf_counter()
     sequences, executor = _served(partial(SlowExecutor, step_s=0.005))
     assert time.perf_counter() - begin_s > 0.02
@@ -69,7 +69,7 @@ def test_a_slow_executor_takes_its_time(expected):
 
 
 def test_a_faulty_executor_raises_from_a_step_on():
-    """Its own error, or the one that it was given."""
+    """It raises its own error or the given one."""
     with pytest.raises(RuntimeError, match="fell over"):
         _served(partial(FaultyExecutor, raises_at=2))
     with pytest.raises(OSError, match="mine"):
@@ -79,14 +79,14 @@ def test_a_faulty_executor_raises_from_a_step_on():
 
 
 def test_logits_that_are_not_finite_fail_the_rows_of_one_step(expected):
-    """The request of that step fails, the next one is as ever."""
+    """The request of that step fails, and the next one is answered."""
     (first, second), _ = _served(partial(FaultyExecutor, not_finite_at=1))
     assert isinstance(first.error, NumericalError) and first.output == expected[0][:1]
     assert second.output == expected[1]
 
 
 def test_a_runtime_with_wrappers():
-    """All at once, around a device; and an engine that fails."""
+    """All wrappers work around a device; one makes the engine fail."""
     seen = WrapAll(lambda inner: RecordingExecutor(FreeCopiesExecutor(SlowExecutor(inner, 0.0))))
     options = OPTIONS | {"warmup": False}
     with Runtime(tiny_llama(), wrap_executor=seen, **options) as rt:

@@ -1,4 +1,4 @@
-"""`check_policy` passes what is right, and finds each way to be wrong."""
+"""`check_policy` passes correct policies, and finds each kind of error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_policy_that_keeps_pages_is_checked_with_conversations():
-    """By name or as an object; the counts say that something was at stake."""
+    """A policy can be a name or an object; the counts show that pages were evicted and hit."""
     checked = check_policy("pensieve", num_traces=6)
     assert checked == check_policy(PRESETS["pensieve"], num_traces=6)
     assert checked.num_traces == 6 and checked.num_preemptions > 0 and checked.num_prefix_hit > 0
@@ -40,7 +40,7 @@ class Idle:
 
 
 def test_a_policy_that_lets_nothing_run_is_found():
-    """The message names the seed."""
+    """The message has the seed."""
     policy = replace(PRESETS["vllm_like"], name="idle", iteration=Idle())
     with pytest.raises(AssertionError, match="seed 0: the policy waits without end"):
         check_policy(policy, num_traces=3)
@@ -48,7 +48,7 @@ def test_a_policy_that_lets_nothing_run_is_found():
 
 @dataclass(frozen=True)
 class Meddling:
-    """An iteration shape that changes tokens that have come."""
+    """An iteration shape that changes earlier tokens."""
 
     def new_state(self) -> None:
         return None
@@ -61,20 +61,20 @@ class Meddling:
 
 
 def test_a_policy_that_changes_tokens_is_found():
-    """The message shows both."""
+    """The message has both sequences of tokens."""
     policy = replace(PRESETS["vllm_like"], name="meddling", iteration=Meddling())
     with pytest.raises(AssertionError, match=r"seed \d+: sample 0 .* under meddling, and Outcome"):
         check_policy(policy, num_traces=3)
 
 
 def test_an_unknown_preset_is_refused():
-    """With the names that there are."""
+    """The error lists the existing names."""
     with pytest.raises(InvalidConfigError, match="vllm_like"):
         check_policy("no such policy")
 
 
 def test_policies_are_checked_without_jax():
-    """Nor with anything else that is slow to import."""
+    """No other slow import happens either."""
     program = (
         "import sys; from jaxserve.testing import check_policy\n"
         "check_policy('auto', num_traces=1)\n"
@@ -85,7 +85,7 @@ def test_policies_are_checked_without_jax():
 
 
 def test_the_documentation_runs():
-    """Its programs, each in a process of its own, as they are printed."""
+    """Each program of the page runs in its own process, as printed."""
     text = (ROOT / "docs" / "testing.md").read_text()
     programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(programs) == 3

@@ -1,4 +1,4 @@
-"""Prompts and lengths of answers out of conversations, recorded runs and files."""
+"""Prompts and lengths of answers from conversations, recorded runs and files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from predictor import Example, write_jsonl
 
 
 class WordTokenizer:
-    """One token a word; tokens read as their numbers."""
+    """A tokenizer with one token per word; ids decode to their numbers."""
 
     def encode(self, text: str) -> list[int]:
         return [len(word) for word in text.split()]
@@ -29,7 +29,7 @@ def _read(source: str, **settings) -> list[Example]:
 
 
 def test_every_answered_question_of_sharegpt(tmp_path):
-    """Questions go without their history; what was not answered, or by nothing, is left out."""
+    """Questions come without history; questions without an answer are skipped."""
     talk = ("human", "a"), ("gpt", "b b"), ("gpt", "more"), ("human", "c"), ("gpt", "d d d")
     rest = ("system", "x"), ("human", "unanswered"), ("human", "e"), ("gpt", " ")
     records = [
@@ -48,7 +48,7 @@ def test_every_answered_question_of_sharegpt(tmp_path):
 
 
 def test_a_models_own_answers_to_sharegpt(tmp_path):
-    """Lengths stand in one file, questions in ShareGPT's; empty answers are left out."""
+    """One file has the lengths, ShareGPT's has the questions; empty answers are skipped."""
     talk = ("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"), ("human", "e"), ("gpt", "f")
     record = {"id": "x_1", "conversations": [{"from": who, "value": text} for who, text in talk]}
     shared, own = tmp_path / "sharegpt.json", tmp_path / "own.jsonl"
@@ -63,7 +63,7 @@ def test_a_models_own_answers_to_sharegpt(tmp_path):
 
 
 def test_answers_of_a_recorded_run(tmp_path):
-    """Answers that were cut off from outside say nothing; each sample counts by itself."""
+    """Answers that were cancelled or failed are skipped; each sample counts separately."""
     path = tmp_path / "run.jsonl"
     writer = TraceWriter(path, origin_s=0.0)
     ends = [("stop", 3), ("length", 5), ("cancelled", 2), ("error", 0)]
@@ -89,7 +89,7 @@ def test_answers_of_a_recorded_run(tmp_path):
 
 
 def test_json_lines_need_no_tokenizer(tmp_path):
-    """They come in random order, the same for a seed."""
+    """They come in a random order that depends on the seed."""
     wanted = [Example(f"p{i}", i + 1, str(i)) for i in range(50)]
     write_jsonl(tmp_path / "data.jsonl", wanted)
 
@@ -102,7 +102,7 @@ def test_json_lines_need_no_tokenizer(tmp_path):
 
 
 def test_data_that_cannot_be_used(tmp_path):
-    """Files that are not there, not understood, or empty are named."""
+    """Errors name files that are missing, invalid, or empty."""
     with pytest.raises(InvalidConfigError, match="cannot read the data .*; pass sharegpt"):
         _read(str(tmp_path / "missing.jsonl"))
     (tmp_path / "bad.jsonl").write_text('{"prompt": 1}\n')

@@ -13,7 +13,7 @@ ITEMS = [WorkloadItem(prompt_token_ids=(1,), num_output_tokens=1)] * 2000
 
 
 def test_constant_and_at_once():
-    """All at 0, or evenly apart from 0 on."""
+    """Arrivals are all at 0, or evenly spaced from 0 on."""
     assert {item.arrival_s for item in with_arrivals(ITEMS, "all", 0)} == {0.0}
     times = [item.arrival_s for item in with_arrivals(ITEMS[:4], "constant:0.5", 0)]
     assert times == [0.0, 0.5, 1.0, 1.5]
@@ -21,7 +21,7 @@ def test_constant_and_at_once():
 
 
 def test_poisson_gaps_are_exponential():
-    """Mean and standard deviation of the gaps are one over the rate; a seed is a draw."""
+    """Mean and standard deviation of the gaps are 1 / rate; a seed determines the draw."""
     times = [item.arrival_s for item in with_arrivals(ITEMS, "poisson:4", 1)]
     gaps = np.diff(times)
     assert gaps.mean() == pytest.approx(0.25, rel=0.1)
@@ -32,6 +32,6 @@ def test_poisson_gaps_are_exponential():
 
 @pytest.mark.parametrize("pattern", ["", "often", "constant", "poisson:0", "constant:nan", "all:1"])
 def test_other_patterns_are_refused(pattern):
-    """The error says what is allowed."""
+    """The error lists the allowed patterns."""
     with pytest.raises(InvalidConfigError, match="constant:SECONDS"):
         with_arrivals(ITEMS, pattern, 0)

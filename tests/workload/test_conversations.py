@@ -1,4 +1,4 @@
-"""Conversations whose every turn follows the answer before it."""
+"""Conversations in which every turn follows the previous answer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxserve.workload.conversations import Talk, Talks, Turn, sample
 
 
 class WordTokenizer:
-    """One token a word."""
+    """A tokenizer with one token per word."""
 
     def encode(self, text: str) -> list[int]:
         return [len(word) for word in text.split()]
 
 
 def _write(path, lengths: list[list[tuple[int, int]]]):
-    """Records whose rounds have so many words of question and answer."""
+    """Write records whose rounds have this many words of question and answer."""
     records = [
         {
             "id": f"talk{number}",
@@ -40,7 +40,7 @@ def _write(path, lengths: list[list[tuple[int, int]]]):
 
 
 def test_drawn_from_sharegpt(tmp_path):
-    """Turns in order; short and overlong conversations are passed over; lengths are scaled."""
+    """Turns are in order; short and overlong conversations are skipped; lengths are scaled."""
     path = _write(tmp_path / "sharegpt.json", [[(4, 8)], [(3, 6), (5, 1)], [(90, 9), (1, 1)]])
     settings = {"tokenizer": WordTokenizer(), "path": path, "progress": False}
     (talk,) = sample(1, 0, max_context=50, min_rounds=2, **settings)
@@ -58,7 +58,7 @@ def test_drawn_from_sharegpt(tmp_path):
 
 
 def test_records_of_one_conversation_are_put_together(tmp_path):
-    """Cut after an answer, which the next record may begin with again; others stay apart."""
+    """They are cut after an answer, which the next record may repeat; others stay separate."""
     records = [
         ("a_0", "q1 a1 q2 a2"),
         ("a_3", "a2 q3 a3"),
@@ -93,7 +93,7 @@ def test_records_of_one_conversation_are_put_together(tmp_path):
 
 
 def test_turns_follow_their_answers():
-    """Each prompt is the whole history, and comes the reaction after the answer before."""
+    """Each prompt is the whole history, a reaction time after the previous answer."""
     talks = [
         Talk(
             turns=tuple(

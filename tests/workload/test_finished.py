@@ -1,4 +1,4 @@
-"""Answers with their tokens, out of recorded runs and other JSON lines."""
+"""Answers with their tokens, from recorded runs and other JSON lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from predictor import split_in_three
 
 
 def test_whole_answers_of_a_recorded_run(tmp_path):
-    """One each sample that ended by itself or at its limit."""
+    """There is one answer per sample that ended by itself or at its limit."""
     writer = TraceWriter(tmp_path / "run.jsonl", origin_s=0.0)
     params = SamplingParams(n=3, temperature=1.0)
     request = Request(id="a", prompt=(5, 6), params=params, arrival_s=0.0)
@@ -36,7 +36,7 @@ def test_whole_answers_of_a_recorded_run(tmp_path):
 
 
 def test_lines_of_ones_own(tmp_path, caplog):
-    """The tokens of one answer, with its conversation; a line that was cut is left out."""
+    """A line has the tokens and conversation of one answer; a truncated line is skipped."""
     path = tmp_path / "answers.jsonl"
     line = {"prompt_token_ids": [5], "token_ids": [7, 2], "conversation": "x", "more": 1}
     path.write_text(json.dumps(line) + "\n\n" + json.dumps(line)[:20])
@@ -45,7 +45,7 @@ def test_lines_of_ones_own(tmp_path, caplog):
 
 
 def test_answers_of_one_conversation_or_prompt_stay_together():
-    """In a split; those without a conversation go by their prompts."""
+    """The split keeps them together; without a conversation, the prompt counts."""
     answers = [
         FinishedAnswer(prompt=(i % 20,), output=(i + 1,), conversation="c" * (i % 3))
         for i in range(200)
@@ -66,7 +66,7 @@ def test_answers_of_one_conversation_or_prompt_stay_together():
     ],
 )
 def test_what_is_no_data_is_refused(tmp_path, text, said):
-    """Saying what a line is."""
+    """The error describes a valid line."""
     (tmp_path / "data").write_text(text)
     with pytest.raises(InvalidConfigError, match=said):
         read(tmp_path / "data")

@@ -1,4 +1,4 @@
-"""Recorded traces: what is written comes back, and what is broken is refused by its line."""
+"""Recorded traces: written data is read back, and errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def _write(path: Path, *ended: tuple[Request, Completion]) -> Path:
 
 @pytest.fixture
 def trace(tmp_path) -> Path:
-    """Three requests, in the order in which they ended."""
+    """A trace of three requests, in the order of their ends."""
     requests = [_request(number, replace(PARAMS, n=1)) for number in range(3)]
     ended = [(requests[i], _completion(requests[i], 4 + i)) for i in (1, 2, 0)]
     return _write(tmp_path / "run.jsonl", *ended)
 
 
 def test_everything_asked_for_comes_back(tmp_path):
-    """Parameters with the seed that was drawn, priority, deadline, lengths and times."""
+    """Parameters with the drawn seed, priority, deadline, lengths and times are equal."""
     request = _request(3, priority=-2, deadline_s=20.5)
     [got] = read(_write(tmp_path / "run.jsonl", (request, _completion(request, 4, 9))))
     assert got == RecordedRequest(
@@ -80,7 +80,7 @@ def test_everything_asked_for_comes_back(tmp_path):
 
 
 def test_traces_from_before_tokens_were_written_are_read(trace):
-    """Everything else is there; what is no list of tokens is refused."""
+    """All other fields are read; a field that is not a list of tokens is refused."""
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     whole = read(trace)
     _dump(trace, [{k: v for k, v in line.items() if k != "output_token_ids"} for line in lines])
@@ -95,7 +95,7 @@ def _dump(path: Path, lines: list[dict]) -> None:
 
 
 def test_numbers_of_numpy_are_numbers(tmp_path):
-    """Whatever number types a caller used, they are written and read again."""
+    """Numbers of any type are written and read again."""
     params = SamplingParams(
         max_tokens=np.int64(8),
         temperature=np.float32(0.5),
@@ -109,7 +109,7 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
 
 
 def test_requests_come_by_arrival_and_items_start_at_zero(trace):
-    """A file holds requests as they ended; a workload has them as they came."""
+    """A file has requests in the order of ends; a workload has them in the order of arrivals."""
     assert [request.id for request in read(trace)] == ["request-0", "request-1", "request-2"]
     trace.write_text("".join(trace.read_text().splitlines(keepends=True)[:2]))
     items = recorded_items(trace)
@@ -120,7 +120,7 @@ def test_requests_come_by_arrival_and_items_start_at_zero(trace):
 
 
 def test_answers_are_forced_to_what_they_were(tmp_path):
-    """Nothing else can end them; samples keep their own lengths, and an empty one gets a token."""
+    """Nothing else ends them; samples keep their lengths, and an empty one gets one token."""
     request = _request(2, deadline_s=14.5, priority=3)
     cancelled = _completion(request, 6, 0, reason="cancelled")
     [item] = recorded_items(_write(tmp_path / "run.jsonl", (request, cancelled)))
@@ -140,15 +140,15 @@ def test_answers_are_forced_to_what_they_were(tmp_path):
 
 @pytest.mark.parametrize("cut", [1, 2, 40, 150])
 def test_a_cut_last_line_is_left_out(trace, cut):
-    """A process that was killed while writing loses that line and no other."""
+    """A process that was killed while writing loses only that line."""
     data = trace.read_bytes()
     trace.write_bytes(data[:-cut])
-    whole = 3 if cut == 1 else 2  # a missing newline alone loses nothing
+    whole = 3 if cut == 1 else 2  # a missing newline alone loses no line
     assert len(read(trace)) == whole
 
 
 def test_lines_are_in_the_file_as_soon_as_they_are_written(tmp_path):
-    """A run that is killed leaves every request that has ended."""
+    """A killed run has written every request that had ended."""
     request = _request()
     writer = TraceWriter(tmp_path / "run.jsonl", origin_s=0.0)
     for count in (1, 2):
@@ -183,7 +183,7 @@ def test_lines_are_in_the_file_as_soon_as_they_are_written(tmp_path):
     ],
 )
 def test_bad_lines_are_refused_by_file_and_line(trace, changes, said):
-    """The error names file and line, and what is wrong there."""
+    """The error names file, line and reason."""
     lines = trace.read_text().splitlines()
     lines[1] = json.dumps(json.loads(lines[0]) | changes)
     trace.write_text("\n".join(lines))
@@ -194,7 +194,7 @@ def test_bad_lines_are_refused_by_file_and_line(trace, changes, said):
 
 @pytest.mark.parametrize("line", ["{", "[1]", "7", '{"id": "x"}'])
 def test_lines_that_are_no_request_are_refused(trace, line):
-    """JSON that is cut in the middle of the file, or that is something else."""
+    """Truncated JSON in the middle of the file, and other JSON, are refused."""
     text = trace.read_text()
     trace.write_text(f"{line}\n{text}")
     with pytest.raises(InvalidConfigError, match=r"run\.jsonl line 1"):
@@ -202,7 +202,7 @@ def test_lines_that_are_no_request_are_refused(trace, line):
 
 
 def test_files_that_cannot_be_read_or_written(trace, tmp_path):
-    """A missing file, a binary one, one that holds a run already, and no such folder."""
+    """A missing file, a binary one, one with a recorded run, and a missing folder are refused."""
     with pytest.raises(InvalidConfigError, match="cannot read"):
         read(tmp_path / "missing")
     with pytest.raises(InvalidConfigError, match="is not empty"):
@@ -216,7 +216,7 @@ def test_files_that_cannot_be_read_or_written(trace, tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is full")
 def test_a_full_disk_ends_the_recording_only(caplog):
-    """The error is logged once, and later requests are served as if nothing were recorded."""
+    """The error is logged once, and later requests are served without recording."""
     request = _request()
     writer = TraceWriter("/dev/full", origin_s=0.0)
     for _ in range(2):

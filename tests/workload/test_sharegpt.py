@@ -1,4 +1,4 @@
-"""The ShareGPT reader and the sample drawn from it, on small files written here."""
+"""The ShareGPT reader, and samples drawn from it, on small files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jaxserve.workload import sharegpt
 
 
 class WordTokenizer:
-    """One token a word."""
+    """A tokenizer with one token per word."""
 
     def encode(self, text: str) -> list[int]:
-        """The length of every word."""
+        """Return the length of every word."""
         return [len(word) for word in text.split()]
 
 
@@ -37,7 +37,7 @@ def _write(path: Path, records: list[dict], cut_bytes: int = 0) -> Path:
 
 
 def test_whole_array_is_read_to_its_end(tmp_path):
-    """Every record of a complete file comes out, in order, with its messages."""
+    """Every record of a complete file is read in order, with its messages."""
     records = [_record(i, f"question {i} é", f"answer {i} 🙂") for i in range(5)]
     talks = list(sharegpt.read(_write(tmp_path / "all.json", records)))
     assert [talk.id for talk in talks] == [f"talk-{i}" for i in range(5)]
@@ -46,7 +46,7 @@ def test_whole_array_is_read_to_its_end(tmp_path):
 
 @pytest.mark.parametrize("cut_bytes", [1, 2, 10, 80, 131, 132, 133, 134, 200])
 def test_truncated_array_gives_its_whole_records(tmp_path, cut_bytes):
-    """A file cut anywhere, even inside a character, gives the records before the cut."""
+    """A file that is cut anywhere, even inside a character, gives the records before the cut."""
     records = [_record(i, "one two three four", "ü🙂" * 30) for i in range(4)]
     talks = list(sharegpt.read(_write(tmp_path / "cut.json", records, cut_bytes)))
     assert len(talks) == (4 if cut_bytes <= 2 else 3)
@@ -54,7 +54,7 @@ def test_truncated_array_gives_its_whole_records(tmp_path, cut_bytes):
 
 
 def test_records_may_cross_chunks(tmp_path):
-    """A record longer than the reader's chunk is put together from several."""
+    """A record longer than the reader's chunk is read from several chunks."""
     long = "word " * 500_000
     path = _write(tmp_path / "long.json", [_record(0, long, "a"), _record(1, "b", long)])
     talks = list(sharegpt.read(path))
@@ -63,7 +63,7 @@ def test_records_may_cross_chunks(tmp_path):
 
 @pytest.mark.parametrize("text", ['{"id": 1}', "", '[{"id": 1}]', "[3]"])
 def test_other_files_are_refused(tmp_path, text):
-    """A file that is no array of ShareGPT records is refused with a typed error."""
+    """A file that is not an array of ShareGPT records raises a typed error."""
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(InvalidConfigError):
@@ -71,7 +71,7 @@ def test_other_files_are_refused(tmp_path, text):
 
 
 def test_sample_keeps_its_bounds(tmp_path):
-    """Only opening turns are drawn, long prompts are passed over and long answers are cut."""
+    """Only opening turns are drawn; long prompts are skipped and long answers are cut."""
     records = [
         _record(0, "w " * 10, "w " * 20),
         _record(1, "w " * 11, "w " * 300),
@@ -101,7 +101,7 @@ def test_sample_depends_on_its_seed(tmp_path):
 
 
 def test_lengths_are_forced(tmp_path):
-    """An item's parameters generate exactly its length, past the model's end token."""
+    """An item's parameters generate exactly its length, also after the model's end token."""
     path = _write(tmp_path / "one.json", [_record(0, "w " * 5, "w " * 9)])
     params = sharegpt.sample(1, 0, tokenizer=WordTokenizer(), path=path)[0].params()
     assert (params.forced_length, params.ignore_eos, params.is_greedy) == (9, True, True)

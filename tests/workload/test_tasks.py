@@ -16,7 +16,7 @@ TABLE_3 = {
     "C1": ((256, 115, 512), (64, 30, 137, 160)),
     "C2": ((512, 252, 1024), (256, 134, 579, 640)),
 }
-# No distribution of that shape has the paper's deviation; theirs are as wide as it gets.
+# No distribution of that shape has the paper's deviation; these have the largest possible one.
 UNIFORM_INPUTS = ("S", "T")
 
 
@@ -61,13 +61,13 @@ def test_exact_moments(name):
 
 
 def test_a_narrow_normal_is_left_as_it_is():
-    """Where the cut takes nothing away, centre and width are those of the normal itself."""
+    """If the truncation has no effect, mean and deviation are those of the normal."""
     p = Lengths(50, 5, 100).probabilities()
     assert p[49] / p[54] == pytest.approx(np.exp(0.5), rel=1e-3)
 
 
 def test_scale_multiplies_lengths():
-    """A tenth of the lengths, bounds too, for a short context; nothing is ever empty."""
+    """The lengths and bounds are a tenth, for a short context; no length is 0."""
     items, inputs, outputs = _draw("C2", scale=0.1)
     assert inputs.mean() == pytest.approx(51.2, rel=0.03)
     assert outputs.mean() == pytest.approx(25.6, rel=0.03)
@@ -78,7 +78,7 @@ def test_scale_multiplies_lengths():
 
 
 def test_a_seed_is_a_draw():
-    """Same seed, same items; all token ids are of the vocabulary."""
+    """Equal seeds give equal items; all token ids are in the vocabulary."""
     one, two = (task_items("G", 20, vocab_size=7, seed=1) for _ in range(2))
     assert one == two
     assert one != task_items("G", 20, vocab_size=7, seed=2)
@@ -95,6 +95,6 @@ def test_a_seed_is_a_draw():
     ],
 )
 def test_bad_tasks_are_refused(name, options, said):
-    """The error says what is allowed."""
+    """The error lists the allowed values."""
     with pytest.raises(InvalidConfigError, match=said):
         _draw(name, **options)

@@ -1,4 +1,4 @@
-"""Estimates of one answer, from its prompt and from a later reading."""
+"""Estimates of one answer's length, from its prompt and from a later reading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROBABILITIES = np.asarray([0.1, 0.6, 0.2, 0.1])
 
 @pytest.mark.parametrize("at", [0, 17])
 def test_lengths_are_counted_from_the_answers_beginning(at):
-    """Of what was to come at 17 tokens, everything is 17 tokens longer."""
+    """A reading at 17 tokens gives lengths that are 17 tokens longer."""
     estimate = LengthEstimate(LengthPrediction(BUCKETS, PROBABILITIES), at)
     assert estimate.likeliest_length == at + 20
     assert estimate.expected_length == pytest.approx(at + 5.5 + 10 * (0.6 + 2 * 0.2 + 3 * 0.1))

@@ -1,4 +1,4 @@
-"""What is expected of running sequences, against simulation."""
+"""Expected lengths of running sequences, compared with simulation."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ BUCKETS = LengthBuckets.equal_width(100, 5)
 def _drawn(
     rng: np.random.Generator, probabilities: np.ndarray, elapsed: int, count: int
 ) -> np.ndarray:
-    """Lengths over `elapsed` of one sequence, by rejection."""
+    """Return lengths over `elapsed` of one sequence, by rejection sampling."""
     lengths = np.zeros(0)
     while len(lengths) < count:
         bucket = rng.choice(BUCKETS.num, size=4 * count, p=probabilities)
@@ -36,7 +36,7 @@ def test_survival_and_ends_are_those_of_drawn_lengths():
 
 
 def test_the_peak_is_that_of_simulated_futures():
-    """Its mean without a margin; with two deviations hardly any future is over it."""
+    """The mean agrees without a margin; with two deviations hardly any future exceeds it."""
     rng = np.random.default_rng(1)
     probabilities = rng.dirichlet(np.ones(5), size=12)
     elapsed = rng.integers(0, 90, 12)
@@ -52,7 +52,7 @@ def test_the_peak_is_that_of_simulated_futures():
 
 
 def test_nobody_runs_past_the_limit():
-    """However long the prediction, and also where it was outlived."""
+    """This holds however long the prediction is, also if an answer has exceeded it."""
     sure = np.asarray([[0, 0, 0, 0, 1.0]])
     forecast = Forecast(LengthDistributions(BUCKETS, sure), np.asarray([10]), np.asarray([4]))
     assert forecast.survival(np.asarray([3.0, 4.0])).tolist() == [[1.0, 0.0]]

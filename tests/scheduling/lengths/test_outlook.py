@@ -1,4 +1,4 @@
-"""When answers are expected to end, beside when they end."""
+"""Expected ends of answers, compared with their ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.execution.step_cost import FlatCost
 from jaxserve.scheduling.presets import PRESETS
 from predictor import LengthBuckets
 
-# A bucket a length.
+# One bucket per length.
 BUCKETS = LengthBuckets.equal_width(100, 100)
 
 
@@ -52,12 +52,12 @@ def _request(name: str, length: int, *, is_predicted: bool = True, num: int = 1)
     [
         ({"num_pages": 400}, 0.1),
         ({"num_pages": 400, "max_slots": 3}, 0.1),
-        # What others hold when a place is free is known on average only.
+        # The memory of others at the time of a free slot is known only on average.
         ({"num_pages": 60}, 0.2),
     ],
 )
 def test_ends_are_as_expected_where_lengths_are(sizes, within):
-    """All at once, for want of slots, for want of memory: by the time that all of them take."""
+    """All run at once, or wait for slots or memory; ends agree by the total time."""
     engine, clock = _engine(**sizes)
     rng = np.random.default_rng(0)
     lengths = {f"r{i}": int(length) for i, length in enumerate(rng.integers(5, 100, 24))}
@@ -82,7 +82,7 @@ def test_ends_are_as_expected_where_lengths_are(sizes, within):
 
 
 def test_samples_count_together_and_the_unknown_to_its_limit():
-    """Of two samples the tokens of both; without a prediction all that the context has room for."""
+    """Both of two samples count; without a prediction the length is the rest of the context."""
     engine, _ = _engine(num_pages=400)
     engine.add(_request("two", 30, num=2))
     engine.add(_request("unknown", 30, is_predicted=False))

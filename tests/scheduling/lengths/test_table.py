@@ -1,4 +1,4 @@
-"""The table of distributions, beside a dictionary that does the same slowly."""
+"""The table of distributions agrees with a slow dictionary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FINER = LengthBuckets.equal_width(40, 8)
 
 
 def test_rows_are_those_that_were_set_last():
-    """Through growth, reuse of freed rows, and other buckets; 500 random edits of each seed."""
+    """This holds through growth, reuse of rows and other buckets; 500 random edits per seed."""
     for seed in range(5):
         rng, drawn = random.Random(seed), np.random.default_rng(seed)
         table, wanted = LengthTable(BUCKETS), {}
@@ -41,7 +41,7 @@ def test_rows_are_those_that_were_set_last():
 
 
 def test_a_sequence_without_a_row_may_have_any_length():
-    """Beside one that has a row; where none has, there are no rows at all."""
+    """It may be beside one with a row; if no sequence has a row, the table is empty."""
     buckets = LengthBuckets((0, 10, 40))
     table = LengthTable(buckets)
     assert table.rows_of([1, 2]) is None and table.rows_of([]) is None

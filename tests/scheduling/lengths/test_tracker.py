@@ -1,4 +1,4 @@
-"""The tracker, driven by an engine whose probe reads made-up logits."""
+"""The tracker, driven by an engine whose probe has made-up logits."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def _only(engine: Engine, request: Request) -> tuple[Sequence, LengthTracker]:
 
 
 def test_nothing_is_known_without_a_prediction_and_without_a_probe():
-    """Neither of the sequence nor of all of them."""
+    """There is no estimate of the sequence, and none of all sequences."""
     sequence, lengths = _only(_engine(None), _request())
     assert lengths.estimate(sequence) is lengths.first_estimate(sequence) is None
     assert lengths.forecast([sequence]) is None and lengths.forecast([]) is None
 
 
 def test_with_a_probe_alone_an_answer_is_as_long_as_others_were():
-    """Until something was read."""
+    """This holds until the first reading."""
     sequence, lengths = _only(_engine(REFINEMENT), _request())
     estimate, forecast = lengths.estimate(sequence), lengths.forecast([sequence])
     assert estimate is not None and forecast is not None
@@ -96,7 +96,7 @@ def test_with_a_probe_alone_an_answer_is_as_long_as_others_were():
 
 
 def test_a_prediction_keeps_its_buckets_and_its_calibration_until_something_was_read():
-    """Beside a probe with other buckets, on which sequences are looked at together."""
+    """The probe has other buckets, on which estimates of several sequences are combined."""
     engine = _engine(REFINEMENT)
     sequence, lengths = _only(engine, _request(prediction=GIVEN))
     (other,) = engine.add(_request("b"))
@@ -111,7 +111,7 @@ def test_a_prediction_keeps_its_buckets_and_its_calibration_until_something_was_
 
 @pytest.mark.parametrize("given", [None, GIVEN])
 def test_estimates_are_those_of_the_refinement_step_by_step(given):
-    """Every third token, from the estimate before it, moved on by the tokens between."""
+    """Every third token updates the previous estimate, moved on by the tokens in between."""
     logits = {t: np.random.default_rng(t).normal(size=PROBED.num) for t in range(40)}
     engine = _engine(REFINEMENT, lambda request, sample, elapsed: logits[elapsed])
     sequence, lengths = _only(engine, _request(prediction=given))
@@ -143,7 +143,7 @@ def test_estimates_are_those_of_the_refinement_step_by_step(given):
 
 
 def test_a_reading_that_is_not_finite_changes_nothing():
-    """The next one that is finite does, although the interval is not over."""
+    """The next finite one counts, although the interval is not over."""
     nan = np.full(PROBED.num, np.nan)
     engine = _engine(REFINEMENT, lambda request, sample, t: nan if t < 5 else np.zeros(PROBED.num))
     sequence, lengths = _only(engine, _request())
@@ -158,7 +158,7 @@ def test_a_reading_that_is_not_finite_changes_nothing():
 
 
 def test_readings_that_cannot_be_used_are_logged_once(caplog):
-    """All answers come, and estimates stay as they were."""
+    """All answers come, and estimates stay the same."""
     engine = _engine(REFINEMENT, lambda request, sample, elapsed: np.zeros(PROBED.num + 1))
     sequences = [_only(engine, _request(name))[0] for name in "abc"]
     with caplog.at_level(logging.ERROR):
@@ -170,7 +170,7 @@ def test_readings_that_cannot_be_used_are_logged_once(caplog):
 
 
 def test_an_answer_that_begins_anew_has_its_first_estimate_again():
-    """Its place among those that wait, too."""
+    """Its place among the waiting sequences is the first one, too."""
     policy = next(each for each in PREDICTED if each.name == "quantiles")
     engine = _engine(
         REFINEMENT, lambda request, sample, elapsed: np.asarray([0, 0, 0, 30.0]), policy
@@ -198,7 +198,7 @@ def test_an_answer_that_begins_anew_has_its_first_estimate_again():
 
 @pytest.mark.parametrize("probe", [None, "any"])
 def test_nothing_is_held_of_sequences_that_have_ended(probe):
-    """However they end: by themselves, at a limit, cancelled or failed, running or waiting."""
+    """They end by themselves, at a limit, cancelled or failed, running or waiting."""
     for seed in range(12):
         trace = Trace(seed, with_faults=seed % 2 == 0, probe=probe)
         engine, rng = trace.engine(PRESETS["s3"]), random.Random(seed)
@@ -215,7 +215,7 @@ def test_nothing_is_held_of_sequences_that_have_ended(probe):
 
 
 def test_samples_are_refined_each_by_itself():
-    """Two samples of one request begin alike and then differ."""
+    """Two samples of one request have equal first estimates and then differ."""
 
     def reading(request: Request, sample: int, elapsed: int) -> np.ndarray:
         return 10.0 * np.eye(PROBED.num)[3 * sample]
