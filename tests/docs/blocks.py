@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -43,3 +47,30 @@ def blocks(page: str) -> list[Block]:
     """Return the blocks of a page that name a file, in order."""
     text = (DOCS / page).read_text(encoding="utf-8")
     return [Block(path, kind, body) for path, kind, body in _BLOCK.findall(text)]  # type: ignore[arg-type]
+
+
+def package_with(page: str, folder: Path) -> Path:
+    """Copy the package into `folder`, carry out the page's blocks there, and return `folder`."""
+    shutil.copytree(
+        ROOT / "jaxserve", folder / "jaxserve", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for block in blocks(page):
+        block.apply(folder)
+    return folder
+
+
+def run_with(package: Path, program: str) -> str:
+    """Return what a program prints in a process of its own, where `jaxserve` is the changed copy.
+
+    Its argument is the folder of the copy.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(package)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(ROOT)])},
+        cwd=package,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-from tests.docs.blocks import ROOT, blocks
+from tests.docs.blocks import blocks, package_with, run_with
 
 # A script for the copy. It runs in a separate process, in which `jaxserve` is the copy.
 PROGRAM = """
@@ -54,16 +48,6 @@ print("served")
 """
 
 
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    """A folder with a copy of the package to which the page's blocks were applied."""
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "jaxserve", tmp_path / "jaxserve", ignore=ignore)
-    for block in blocks("adding_a_processor.md"):
-        block.apply(tmp_path)
-    return tmp_path
-
-
 def test_the_example_touches_two_files_beside_its_own():
     """The page adds one new file and changes two existing files."""
     found = blocks("adding_a_processor.md")
@@ -71,19 +55,10 @@ def test_the_example_touches_two_files_beside_its_own():
     assert len({block.path for block in found}) == 3
 
 
-def test_the_example_serves(package: Path):
+def test_the_example_serves(tmp_path: Path):
     """A runtime of the changed package validates the parameter, and drops the right tokens.
 
     Requests with it are served in one batch with others, without another compilation.
     """
-    path = os.pathsep.join([str(package), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(package)],
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=package,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "served"
+    package = package_with("adding_a_processor.md", tmp_path)
+    assert run_with(package, PROGRAM) == "served"
