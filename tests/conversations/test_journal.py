@@ -180,7 +180,7 @@ def test_too_old_conversations(tmp_path):
     journal.close()
     now_s += 90
     opened = Journal(path, now=lambda: now_s)
-    assert len(opened.list()) == 2, "whoever gives no limits drops nothing"
+    assert len(opened.list()) == 2, "without limits nothing is dropped"
     opened.close()
     opened = Journal(path, limits, now=lambda: now_s)
     assert [entry.id for entry in opened.list()] == ["c"]

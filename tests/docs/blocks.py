@@ -50,7 +50,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def package_with(page: str, folder: Path) -> Path:
-    """Copy the package into `folder`, carry out the page's blocks there, and return `folder`."""
+    """Copy the package into `folder`, apply the page's blocks there, and return `folder`."""
     shutil.copytree(
         ROOT / "jaxserve", folder / "jaxserve", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -60,7 +60,7 @@ def package_with(page: str, folder: Path) -> Path:
 
 
 def run_with(package: Path, program: str) -> str:
-    """Return what a program prints in a process of its own, where `jaxserve` is the changed copy.
+    """Return the output of a program in a separate process, where `jaxserve` is the changed copy.
 
     Its argument is the folder of the copy.
     """

@@ -1,4 +1,4 @@
-"""The worked examples of docs/adding_a_policy.md, built from the page's own text."""
+"""The worked examples of docs/adding_a_policy.md, built from the blocks of the page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.docs.blocks import blocks, package_with, run_with
 
-# Runs in a process of its own, where `jaxserve` is the changed copy.
+# Runs in a separate process, where `jaxserve` is the changed copy.
 PROGRAM = """
 import sys
 import jaxserve
@@ -60,7 +60,7 @@ print("served")
 
 
 def test_each_example_touches_one_file_beside_its_own():
-    """One new file, and a change to the list of presets."""
+    """Each example adds one new file and a line to the list of presets."""
     found = blocks("adding_a_policy.md")
     assert [block.kind for block in found] == ["python", "diff"] * 2
     assert {block.path for block in found[1::2]} == {"jaxserve/scheduling/presets.py"}
@@ -68,6 +68,6 @@ def test_each_example_touches_one_file_beside_its_own():
 
 
 def test_the_examples_serve(tmp_path: Path):
-    """They decide what the page says, keep the invariants, and serve by their names."""
+    """They decide as the page says, keep the invariants, and serve by their names."""
     package = package_with("adding_a_policy.md", tmp_path)
     assert run_with(package, PROGRAM) == "served"

@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
         PageFiles(tmp_path / "file", 1000)
 
 
-def test_nobody_waits_for_a_slow_disk(disk):
+def test_no_call_waits_for_a_slow_disk(disk):
     """All calls return at once; contents that arrive are announced in order."""
     for key in KEYS[:3]:
         disk.put(key, b"x" * 100)

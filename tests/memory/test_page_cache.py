@@ -170,7 +170,7 @@ def test_costs_are_interpolated_between_powers_of_two():
     assert cost(3) == 10.0 and cost(8) == 64.0 and cost(10) == 88.0
 
 
-def test_random_use_keeps_the_books():
+def test_counts_stay_right_under_random_use():
     """The counts stay right under random adds, hits, shares, restores, allocations and clears."""
     for seed in range(150):
         rng = random.Random(seed)

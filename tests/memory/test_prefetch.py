@@ -84,7 +84,7 @@ def test_what_is_worth_less_and_lies_on_the_host_too_gives_way():
     assert cache.pool.num_available == available and cache.pool.num_copied == 10
 
 
-def test_a_conversation_that_nobody_goes_on_with_outweighs_no_later_one():
+def test_pages_of_an_inactive_conversation_replace_no_later_ones():
     """Only pages of lower value are replaced; if all are worth more, none is."""
     cache, prefetch, clock = _cache()
     pages = _on_host(cache, clock)
@@ -117,7 +117,7 @@ def test_what_leaves_with_the_next_plan_neither_gives_way_nor_comes_back():
     assert prefetch.bring(pages) == gone
 
 
-def test_those_who_wait_do_not_take_from_each_other():
+def test_waiting_sequences_do_not_take_pages_from_each_other():
     """They do not take pages from sequences with reservations either."""
     cache, prefetch, clock = _cache()
     pages = _on_host(cache, clock)
@@ -131,7 +131,7 @@ def test_those_who_wait_do_not_take_from_each_other():
     assert cache.pool.num_available == 3
 
 
-def test_random_use_keeps_the_books():
+def test_counts_stay_right_under_random_use():
     """The counts stay right under random adds, frees, evictions, restores and waits."""
     num_brought = 0
     for seed in range(1000):

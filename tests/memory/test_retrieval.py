@@ -144,7 +144,7 @@ def test_what_was_computed_meanwhile_stays_where_it_is(bench):
     assert bench.cache.tier_of(keys[5]) == "device" and bench.cache.num_pages_in == 0
 
 
-def test_who_has_gone_is_forgotten(bench):
+def test_pages_for_ended_sequences_are_dropped(bench):
     """If a sequence ended or the weights changed, pages that arrive are dropped."""
     for forget in (lambda: bench.retrieval.release(1), bench.retrieval.clear):
         assert bench.retrieval.awaits(1, bench.keys("a", 3))

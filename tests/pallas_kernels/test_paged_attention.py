@@ -112,7 +112,7 @@ def test_garbage_outside_the_context_is_never_seen(attention, poison, max_query_
 
 
 def test_one_row_with_not_a_number_leaves_the_others_alone(attention):
-    """A sequence whose own values are NaN does not affect the rest of the batch."""
+    """A sequence with NaN among its values does not affect the rest of the batch."""
     q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=4)
     work = _plan(q, k_pages, rows, 1)
     run = jax.jit(partial(attention, layer=0, rows=rows, max_query_length=1, plan=work))

@@ -30,7 +30,7 @@ def test_the_temperature_is_found(wrong):
 
 
 @pytest.mark.parametrize("promised", [0.05, 0.1, 0.3])
-def test_reservations_keep_their_promise(promised):
+def test_reservations_have_the_requested_miss_rate(promised):
     """For any predictor the share that outgrows them is the requested one, within 2 points."""
     random = np.random.default_rng(1)
     for distort in (1.0, 5.0, -1.0, 0.0):
@@ -43,7 +43,7 @@ def test_reservations_keep_their_promise(promised):
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_too_few_held_out_requests_promise_the_longest():
+def test_too_few_held_out_requests_reserve_the_longest():
     """With nine requests, a miss rate under a tenth is possible only with the longest length."""
     logits, lengths = _draw(np.random.default_rng(2), 9)
     fitted = Calibration.fit(BUCKETS, logits, lengths)

@@ -17,7 +17,7 @@ def _oracle(prompts):
     return 4.0 * np.eye(BUCKETS.num)[quarters]
 
 
-def test_who_knows_more_does_better():
+def test_a_better_predictor_has_better_figures():
     """All have the requested miss rate; a better one reserves less and has a smaller error."""
     parts = split_in_three(examples(4000), held_out=0.25)
 

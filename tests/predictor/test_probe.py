@@ -78,7 +78,7 @@ def test_a_linear_head_is_a_head():
     assert _error(probe.predict(new.activations).probabilities, new.remaining) < 12
 
 
-def test_its_promises_are_kept(probe):
+def test_its_quantiles_have_the_requested_miss_rate(probe):
     """The share of remaining lengths that outgrow a quantile is the requested one."""
     new = planted(300, seed=4)
     assert probe.calibration is not None
@@ -158,7 +158,7 @@ def test_readings_of_another_probe_are_refused():
         FLAT.refined(np.ones((2, BUCKETS.num)), np.zeros(2), np.zeros((2, 1)))
 
 
-def test_a_wrong_belief_is_overcome():
+def test_a_wrong_estimate_is_corrected():
     """A length with a probability of 0 becomes likely after a few readings."""
     beliefs = np.zeros((1, BUCKETS.num))
     beliefs[0, 0] = 1.0

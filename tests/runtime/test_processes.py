@@ -130,7 +130,7 @@ def test_options_must_be_alike():
 
 
 @pytest.mark.parametrize("process_id", ["0", "1"])
-def test_who_never_comes_is_missed(process_id):
+def test_a_missing_process_ends_the_others(process_id):
     """After the start-up timeout the others exit, with the address in the message."""
     with _job(2, *JOB, "rounds", JAXSERVE_START_TIMEOUT="3") as started:
         other = started[1 - int(process_id)]

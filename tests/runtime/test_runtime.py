@@ -245,7 +245,7 @@ def test_a_time_window_delays_the_batch():
     assert second.admitted_s == pytest.approx(first.admitted_s, abs=0.05)
 
 
-def test_leaving_an_asyncio_stream_harms_nobody(runtime):
+def test_leaving_an_asyncio_stream_cancels_only_its_request(runtime):
     """Closing a loop in the middle of a stream cancels only that request."""
 
     async def leave():

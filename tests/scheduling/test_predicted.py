@@ -73,7 +73,7 @@ def _admitted(engine: Engine) -> set[str]:
     return {sequence.request.id for sequence in engine.scheduler.running}
 
 
-def test_the_longest_go_first_and_whoever_fits_beside_them():
+def test_the_longest_go_first_with_all_that_fit_beside_them():
     """Of 100 tokens, 65 and then 25 fit, past 45 and 35; ORCA would not skip these."""
     lengths = {"a": 20, "b": 60, "c": 40, "d": 30}
     engine = _engine("s3", _config(100))
@@ -104,7 +104,7 @@ def test_without_a_prediction_the_longest_answer_is_reserved():
     assert engine.scheduler.running[0].kv.table.reservation == 200
 
 
-def test_who_outgrows_a_reservation_goes_to_the_host_and_comes_back_with_twice_as_much():
+def test_a_sequence_that_outgrows_its_reservation_is_swapped_and_reserves_twice_as_much():
     """Reservations of 15, 30 and 60 give two preemptions, no recomputation and the same tokens."""
     request = _request("a", 10, actual=50)
     engine = _engine("s3", _config(150))
@@ -133,7 +133,7 @@ def test_without_room_on_the_host_the_kv_is_computed_anew():
     assert sequence.output == alone.output
 
 
-def test_right_predictions_preempt_nobody_and_fill_the_pool():
+def test_right_predictions_preempt_no_sequence_and_fill_the_pool():
     """S3 runs more at once than ORCA, whose every reservation is the whole context."""
     requests = [_request(str(i), 10 * (1 + i % 3)) for i in range(24)]
     together = {}
@@ -249,7 +249,7 @@ def test_readings_that_are_always_too_short_preempt_a_logarithm_of_times(interva
     assert sequence.num_preemptions <= math.log2(200 / 35)
 
 
-def test_a_promise_counts_from_the_newest_reading():
+def test_a_reservation_counts_from_the_newest_reading():
     """A preempted sequence has a reservation at a miss rate, after readings of 50 more tokens."""
     policy = Policy(
         "promised",

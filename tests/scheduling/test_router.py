@@ -91,7 +91,7 @@ def test_an_overloaded_home_spills_over():
     assert router.route(pages, 1) == 1, "the least work of those that have its pages"
 
 
-def test_a_shared_system_prompt_leaves_nobody_idle():
+def test_a_shared_system_prompt_leaves_no_replica_idle():
     """A prefix that all replicas have does not gather requests on one of them."""
     router, system = _router(4), _prompt(0, num_pages=16)
     for seed in range(64):
@@ -99,7 +99,7 @@ def test_a_shared_system_prompt_leaves_nobody_idle():
     assert max(router.work) - min(router.work) <= WEIGHT * len(system) + 100
 
 
-def test_a_lost_replica_is_forgotten():
+def test_a_dead_replica_is_removed_from_the_router():
     """Its pages attract no requests and its work is 0; only allowed replicas are chosen."""
     router, pages = _router(2), page_hashes(_prompt(1), PAGE)
     home = router.route(pages, 500)

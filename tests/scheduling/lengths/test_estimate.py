@@ -26,7 +26,7 @@ def test_lengths_are_counted_from_the_answers_beginning(at):
             assert got == at + lengths.quantile(1 - miss_rate, num_outputs)[0]
 
 
-def test_a_promise_is_kept_with_the_predictions_calibration():
+def test_a_reservation_uses_the_predictions_calibration():
     """The level is that of the held-out requests, not the nominal one."""
     calibration = Calibration(1.0, np.full(99, 0.95))
     plain = LengthEstimate(LengthPrediction(BUCKETS, PROBABILITIES))

@@ -51,7 +51,7 @@ def test_the_peak_is_that_of_simulated_futures():
     assert (use.max(1) > 1.01 * forecast.peak_tokens(held, 2.0)).mean() < 0.1
 
 
-def test_nobody_runs_past_the_limit():
+def test_no_sequence_runs_past_the_limit():
     """This holds however long the prediction is, also if an answer has exceeded it."""
     sure = np.asarray([[0, 0, 0, 0, 1.0]])
     forecast = Forecast(LengthDistributions(BUCKETS, sure), np.asarray([10]), np.asarray([4]))
