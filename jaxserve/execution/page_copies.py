@@ -55,7 +55,7 @@ class DevicePages:
 
     @property
     def num_buffers(self) -> int:
-        """See `ModelExecutor`. Scales have buffers of their own."""
+        """See `ModelExecutor`. Scales have separate buffers."""
         sizes = [leaf.nbytes for leaf in jax.tree.leaves(self.cache)]
         return sum(sizes) // max(sizes)
 

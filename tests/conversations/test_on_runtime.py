@@ -215,7 +215,7 @@ def test_bad_journals_are_refused_before_anything_is_built(tmp_path):
 
 
 def test_threads_that_send_at_once_get_errors_or_answers(runtime):
-    """Of two simultaneous turns one is refused, and exactly the answered turns are kept."""
+    """One of two simultaneous turns is refused, and exactly the answered turns are kept."""
     chat = runtime.conversation()
     kept, refused = [], []
     barrier = threading.Barrier(4)

@@ -27,7 +27,7 @@ OPERATIONS = st.one_of(
 @settings(max_examples=30, deadline=None)
 @given(st.lists(OPERATIONS, max_size=14), st.booleans())
 def test_conversations_are_lists_of_tokens(operations, is_on_disk):
-    """After any sequence of operations, each conversation has its prompts and answers."""
+    """Each conversation has its prompts and answers after any sequence of operations."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "journal") if is_on_disk else None
         client = FakeTurnClient()

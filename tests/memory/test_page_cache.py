@@ -136,7 +136,7 @@ def test_nothing_is_copied_ahead_while_something_comes_back():
 
 
 def test_a_page_without_a_name_is_dropped_where_its_contents_are_known():
-    """Of two cached pages with equal contents one is dropped."""
+    """One of two cached pages with equal contents is dropped."""
     cache, _, clock = _cache()
     branch = Branch(clock())
     pages = _allocate(cache, 3)

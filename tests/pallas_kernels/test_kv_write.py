@@ -57,7 +57,7 @@ def test_random_ragged_steps(seed, dtype):
 
 
 def test_padding_reaches_only_its_place_on_the_null_page():
-    """Of several tokens at one place of page 0, one is written whole; nothing else changes."""
+    """One of several tokens at one place of page 0 is written whole; nothing else changes."""
     pages = jnp.zeros((2, 3, 2, 4, 8))
     values = jnp.broadcast_to(jnp.arange(1.0, 4.0)[:, None, None], (3, 2, 8))
     where = jnp.zeros(3, jnp.int32)

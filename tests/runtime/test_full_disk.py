@@ -111,7 +111,7 @@ def _skip_without_namespaces(folder: Path) -> None:
     except FileNotFoundError:
         pytest.skip("there is no unshare to make a file system with")
     if done.returncode:
-        pytest.skip(f"a file system of one's own is not permitted here: {done.stderr}")
+        pytest.skip(f"a private file system is not permitted here: {done.stderr}")
 
 
 def _on_own_disk(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:

@@ -74,7 +74,7 @@ def _admitted(engine: Engine) -> set[str]:
 
 
 def test_the_longest_go_first_with_all_that_fit_beside_them():
-    """Of 100 tokens, 65 and then 25 fit, past 45 and 35; ORCA would not skip these."""
+    """A pool of 100 tokens gets 65 and then 25, past 45 and 35; ORCA would not skip these."""
     lengths = {"a": 20, "b": 60, "c": 40, "d": 30}
     engine = _engine("s3", _config(100))
     for name, predicted in lengths.items():

@@ -78,7 +78,7 @@ def test_readme_has_one_table_and_one_picture(tmp_path):
 
 
 def test_tables_show_medians_and_ranges(tmp_path):
-    """Of three runs at speeds 1, 1/2 and 5/4, the first is the median and the others the range."""
+    """Three runs have speeds 1, 1/2 and 5/4: the first is the median, the others the range."""
     checkout = write_checkout(tmp_path, KINDS)
     pages = {page.path: page for page in PAGES}
     found = load(checkout / "benchmarks" / "results")

@@ -1,4 +1,4 @@
-"""What policies by predicted length lost, against numbers computed by hand."""
+"""The losses of policies by predicted length, compared with numbers computed by hand."""
 
 from __future__ import annotations
 
