@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
 from tqdm import tqdm
 
 from jaxserve.core.errors import InvalidConfigError
@@ -55,7 +56,9 @@ def read_along(
         np.arange(len(a.prompt) - 1, len(tokens), interval)
         for a, tokens in zip(answers, sequences, strict=True)
     ]
-    found: list[np.ndarray] = [np.zeros((0, config.hidden_size), np.float32)] * len(answers)
+    found: list[Float32[np.ndarray, "readings embed"]] = [
+        np.zeros((0, config.hidden_size), np.float32)
+    ] * len(answers)
     order = sorted(range(len(answers)), key=lambda i: len(sequences[i]), reverse=True)
     with tqdm(
         total=sum(map(len, sequences)), desc="reading activations", unit="tok", unit_scale=True,
@@ -83,8 +86,11 @@ def read_along(
 
 
 def _residual(
-    graphdef: nnx.GraphDef, layer: int, params: nnx.State, tokens: jax.Array
-) -> jax.Array:
+    graphdef: nnx.GraphDef,
+    layer: int,
+    params: nnx.State,
+    tokens: Int32[Array, "sequences length"],
+) -> Float[Array, "sequences length embed"]:
     return nnx.merge(graphdef, params).whole_residual(tokens, layer)
 
 

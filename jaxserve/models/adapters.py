@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.linear import WeightAxes, representation_of
 
@@ -59,12 +60,12 @@ class AdaptedWeight(nnx.Module):
 
     def product(
         self,
-        x: jax.Array,
-        adapter: jax.Array | None,
+        x: Float[Array, "tokens *in"],
+        adapter: Int32[Array, " tokens"] | None,
         *,
         transposed: bool,
         out_dtype: jax.typing.DTypeLike,
-    ) -> jax.Array:
+    ) -> Float[Array, " tokens *out"]:
         """See `Representation`."""
         out = representation_of(self.base).product(
             x, adapter, transposed=transposed, out_dtype=out_dtype
@@ -89,8 +90,11 @@ class AdaptedWeight(nnx.Module):
         return out + added.reshape(out.shape)
 
     def grouped_product(
-        self, x: jax.Array, sizes: jax.Array, adapter: jax.Array | None
-    ) -> jax.Array:
+        self,
+        x: Float[Array, "tokens in"],
+        sizes: Int32[Array, " matrices"],
+        adapter: Int32[Array, " tokens"] | None,
+    ) -> Float[Array, " tokens *out"]:
         """See `Representation`."""
         out = representation_of(self.base).grouped_product(x, sizes, adapter)
         if adapter is None:
@@ -109,8 +113,11 @@ class AdaptedWeight(nnx.Module):
         return out + added.reshape(out.shape)
 
     def rows(
-        self, index: jax.Array, adapter: jax.Array | None, dtype: jax.typing.DTypeLike
-    ) -> jax.Array:
+        self,
+        index: Int32[Array, " tokens"],
+        adapter: Int32[Array, " tokens"] | None,
+        dtype: jax.typing.DTypeLike,
+    ) -> Float[Array, "tokens in"]:
         """See `Representation`."""
         out = representation_of(self.base).rows(index, adapter, dtype)
         if adapter is None:
@@ -122,11 +129,11 @@ class AdaptedWeight(nnx.Module):
 
     def _own(
         self,
-        inner: jax.Array,  # float [tokens, adapters or 1, rank]
-        adapter: jax.Array,
-        scale: jax.Array,  # float32 [adapters] or [tokens, adapters]
-    ) -> jax.Array:
-        """Return float32 [tokens, adapters, rank], scaled, with zeros for others' adapters."""
+        inner: Float[Array, " tokens #adapters rank"],
+        adapter: Int32[Array, " tokens"],
+        scale: Float32[Array, " adapters"] | Float32[Array, "tokens adapters"],
+    ) -> Float32[Array, "tokens adapters rank"]:
+        """Return `inner` scaled, with zeros for others' adapters."""
         is_own = adapter[:, None] == jnp.arange(scale.shape[-1])
         scaled = inner.astype(jnp.float32) * scale[..., None]
         return jnp.where(is_own[..., None], scaled, 0.0)

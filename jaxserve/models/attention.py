@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from typing import final
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import CrossContext, LayerContext
@@ -37,10 +37,10 @@ from pallas_kernels import Rows
 
 def causal_rows(
     *,
-    query_start: jax.Array,  # int32 [rows]
-    query_length: jax.Array,  # int32 [rows]
-    first_position: jax.Array,  # int32 [rows]
-    page_table: jax.Array,  # int32 [rows, pages]
+    query_start: Int32[Array, " rows"],
+    query_length: Int32[Array, " rows"],
+    first_position: Int32[Array, " rows"],
+    page_table: Int32[Array, "rows row_pages"],
 ) -> Rows:
     """Return rows whose queries see the keys up to their own positions.
 
@@ -57,9 +57,9 @@ def causal_rows(
 
 def bidirectional_rows(
     *,
-    query_start: jax.Array,  # int32 [rows]
-    length: jax.Array,  # int32 [rows]
-    page_table: jax.Array,  # int32 [rows, pages]
+    query_start: Int32[Array, " rows"],
+    length: Int32[Array, " rows"],
+    page_table: Int32[Array, "rows row_pages"],
 ) -> Rows:
     """Return rows of whole sequences, whose queries see the keys of all their `length` tokens.
 
@@ -71,10 +71,10 @@ def bidirectional_rows(
 
 def cross_rows(
     *,
-    query_start: jax.Array,  # int32 [rows]
-    query_length: jax.Array,  # int32 [rows]
-    encoded_length: jax.Array,  # int32 [rows]
-    encoded_page_table: jax.Array,  # int32 [rows, pages]
+    query_start: Int32[Array, " rows"],
+    query_length: Int32[Array, " rows"],
+    encoded_length: Int32[Array, " rows"],
+    encoded_page_table: Int32[Array, "rows row_pages"],
 ) -> Rows:
     """Return rows whose queries see all `encoded_length` keys of another sequence's pages.
 
@@ -84,7 +84,10 @@ def cross_rows(
 
 
 def _seeing_all(
-    query_start: jax.Array, query_length: jax.Array, num_keys: jax.Array, page_table: jax.Array
+    query_start: Int32[Array, " rows"],
+    query_length: Int32[Array, " rows"],
+    num_keys: Int32[Array, " rows"],
+    page_table: Int32[Array, "rows row_pages"],
 ) -> Rows:
     """Rows whose first query stands at the last key, and the others behind it."""
     return Rows(
@@ -118,8 +121,10 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(config, new, of_heads=True)
             self.k_norm = RMSNorm(config, new, of_heads=True)
 
-    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
-        """Return what attention adds to the residual, for `x` [tokens, embed] after the norm."""
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
+        """Return what attention adds to the residual, for `x` after the norm."""
         config, group = self.config, self.config.group
         # [tokens, kv_heads, group + 2, head_dim]
         qkv = Linear(self.wqkv, self.bqkv)(x, context.adapter)
@@ -156,12 +161,14 @@ class CrossAttention(nnx.Module):
         self.bkv = new.zeros(heads, (kv_heads, 2, head_dim)) if has_bias else None
         self.bo = new.zeros(("embed",), (embed,)) if config.o_bias else None
 
-    def write(self, encoded: jax.Array, context: CrossContext) -> None:
-        """Write the keys and values of the encoder's output [tokens, embed] to the cache."""
+    def write(self, encoded: Float[Array, "tokens embed"], context: CrossContext) -> None:
+        """Write the keys and values of the encoder's output to the cache."""
         context.write(Linear(self.wkv, self.bkv)(encoded, context.adapter))
 
-    def __call__(self, x: jax.Array, context: CrossContext) -> jax.Array:
-        """Return what attention adds to the residual, for `x` [tokens, embed] after the norm."""
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: CrossContext
+    ) -> Float[Array, "tokens embed"]:
+        """Return what attention adds to the residual, for `x` after the norm."""
         config = self.config
         q = Linear(self.wq, self.bq)(x, context.adapter)
         q = q.reshape(-1, config.num_heads, config.head_dim)

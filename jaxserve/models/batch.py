@@ -9,6 +9,7 @@ from typing import Any, Literal, final
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Float32, Int32, Real, Shaped
 
 from jaxserve.core.options import KV_DTYPES
 from jaxserve.models.config import DecoderConfig
@@ -32,25 +33,25 @@ class AttentionBatch:
     """Positions, KV destinations and rows of a flat ragged batch.
 
     Attributes:
-      positions: int32 [tokens], the place of each token in its sequence.
-      page, offset: int32 [tokens], where each token's KV is written; page 0 for padding. None for
-        a batch of cross attention, which writes nothing.
+      positions: the place of each token in its sequence.
+      page, offset: where each token's KV is written; page 0 for padding. None for a batch of cross
+        attention, which writes nothing.
       rows: which keys each token sees; `models.attention` makes them.
       max_query_length: static; 1 for a pure decode batch, None otherwise.
       plan: the plan of the rows, for kernels that work through one.
       implementation: the implementation of attention, and of the write where one has this name;
         None for the platform's choice.
-      adapter: int32 [tokens], the adapter of each token, -1 for none; None where no token has one.
+      adapter: the adapter of each token, -1 for none; None where no token has one.
     """
 
-    positions: jax.Array
-    page: jax.Array | None
-    offset: jax.Array | None
+    positions: Int32[Array, " tokens"]
+    page: Int32[Array, " tokens"] | None
+    offset: Int32[Array, " tokens"] | None
     rows: Rows
     max_query_length: int | None
     plan: Plan | None = None
     implementation: Any = None
-    adapter: jax.Array | None = None
+    adapter: Int32[Array, " tokens"] | None = None
 
 
 @final
@@ -63,15 +64,15 @@ class KVCache:
     the cache is created.
 
     Attributes:
-      k_pages, v_pages: tuples of [layers in the buffer, pages, kv_heads, page_size, head_dim].
-      k_scales, v_scales: the scales of pages in eight bits (`pallas_kernels.quantize`), tuples of
-        float32 [layers in the buffer, pages, kv_heads, page_size]; empty for other pages.
+      k_pages, v_pages: `layers` are those in the buffer.
+      k_scales, v_scales: the scales of pages in eight bits (`pallas_kernels.quantize`); empty for
+        other pages.
     """
 
-    k_pages: tuple[jax.Array, ...]
-    v_pages: tuple[jax.Array, ...]
-    k_scales: tuple[jax.Array, ...] = ()
-    v_scales: tuple[jax.Array, ...] = ()
+    k_pages: tuple[Real[Array, "layers pages kv_heads page_size head_dim"], ...]
+    v_pages: tuple[Real[Array, "layers pages kv_heads page_size head_dim"], ...]
+    k_scales: tuple[Float32[Array, "layers pages kv_heads page_size"], ...] = ()
+    v_scales: tuple[Float32[Array, "layers pages kv_heads page_size"], ...] = ()
 
     @property
     def num_pages(self) -> int:
@@ -90,11 +91,13 @@ class KVCache:
         )
         return KVCache(*replaced)
 
-    def with_pages(self, layer: int | jax.Array, target: jax.Array, values: KVCache) -> KVCache:
+    def with_pages(
+        self, layer: int | Int32[Array, ""], target: Int32[Array, " count"], values: KVCache
+    ) -> KVCache:
         """Return the cache with some pages of one layer replaced, in place where it is donated.
 
         Args:
-          target: int32 [count], page ids; an id past the end skips that page.
+          target: page ids; an id past the end skips that page.
           values: `count` pages of one layer in one buffer.
         """
         buffer, index = self._place(layer)
@@ -105,12 +108,12 @@ class KVCache:
 
     def attend(
         self,
-        layer: int | jax.Array,
-        qkv: jax.Array,
+        layer: int | Int32[Array, ""],
+        qkv: Float[Array, "tokens kv_heads columns head_dim"],
         rope: RopeTables | None,
         batch: AttentionBatch,
         **options: Any,
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVCache]:
         """Write this step's keys and values, and attend with its queries.
 
         Under a mesh whose `tensor` axis is larger than one, every shard works on its own heads. A
@@ -118,12 +121,11 @@ class KVCache:
 
         Args:
           layer: a traced one (scanned layers) needs the single-buffer form.
-          qkv: [tokens, kv_heads, group + 2, head_dim], for each KV head its queries, its key and
-            its value, not rotated yet.
+          qkv: for each KV head its queries, its key and its value, not rotated yet.
           options: of `paged_attention`.
 
         Returns:
-          [tokens, q_heads, head_dim], and the cache with the new keys and values.
+          What the queries see, and the cache with the new keys and values.
         """
         buffer, index = self._place(layer)
         copies = self.k_pages[buffer].shape[2] // qkv.shape[1]
@@ -137,8 +139,13 @@ class KVCache:
         out, part = attend(qkv, rope, self.buffer(buffer), jnp.asarray(index), batch)
         return out, self.with_buffer(buffer, part)
 
-    def write(self, layer: int | jax.Array, kv: jax.Array, batch: AttentionBatch) -> KVCache:
-        """Return the cache with keys and values `kv` [tokens, kv_heads, 2, head_dim] written."""
+    def write(
+        self,
+        layer: int | Int32[Array, ""],
+        kv: Float[Array, "tokens kv_heads 2 head_dim"],
+        batch: AttentionBatch,
+    ) -> KVCache:
+        """Return the cache with keys and values `kv` written."""
         buffer, index = self._place(layer)
         kv = jnp.repeat(kv, self.k_pages[buffer].shape[2] // kv.shape[1], axis=1)
         qkv = jnp.concatenate([jnp.zeros_like(kv[:, :, :1]), kv], axis=2)
@@ -149,11 +156,15 @@ class KVCache:
         return self.with_buffer(buffer, part)
 
     def read(
-        self, layer: int | jax.Array, q: jax.Array, batch: AttentionBatch, **options: Any
-    ) -> jax.Array:
-        """Attend with queries `q` [tokens, q_heads, head_dim] to what was written; write nothing.
+        self,
+        layer: int | Int32[Array, ""],
+        q: Float[Array, "tokens q_heads head_dim"],
+        batch: AttentionBatch,
+        **options: Any,
+    ) -> Float[Array, "tokens q_heads head_dim"]:
+        """Attend with queries `q` to what was written; write nothing.
 
-        Queries are not rotated. `options` are those of `paged_attention`. Returns q's shape.
+        Queries are not rotated. `options` are those of `paged_attention`.
         """
         buffer, index = self._place(layer)
         read = over_tensor(
@@ -162,10 +173,10 @@ class KVCache:
         return read(q, self.buffer(buffer), jnp.asarray(index), batch)
 
     @property
-    def _fields(self) -> tuple[tuple[jax.Array, ...], ...]:
+    def _fields(self) -> tuple[tuple[Shaped[Array, "layers pages kv_heads ..."], ...], ...]:
         return self.k_pages, self.v_pages, self.k_scales, self.v_scales
 
-    def _place(self, layer: int | jax.Array) -> tuple[int, int | jax.Array]:
+    def _place(self, layer: int | Int32[Array, ""]) -> tuple[int, int | Int32[Array, ""]]:
         """Return the buffer that a layer lies in, and its place there."""
         if len(self.k_pages) == 1:
             return 0, layer
@@ -176,8 +187,8 @@ class KVCache:
 
 def _put_pages(
     cache: KVCache,  # of one buffer
-    layer: jax.Array,  # in the buffer
-    target: jax.Array,  # int32 [count]
+    layer: Int32[Array, ""],  # in the buffer
+    target: Int32[Array, " count"],
     values: KVCache,  # of one layer
 ) -> KVCache:
     num_layers, num_pages = cache.k_pages[0].shape[:2]
@@ -188,7 +199,9 @@ def _put_pages(
     return jax.tree.map(lambda new, old: new.reshape(old.shape), put, cache)
 
 
-def _copied_heads(qkv: jax.Array, copies: int) -> jax.Array:
+def _copied_heads(
+    qkv: Float[Array, "tokens kv_heads columns head_dim"], copies: int
+) -> Float[Array, "tokens copied_heads fewer_columns head_dim"]:
     """Repeat each KV head `copies` times, each copy with a share of its queries."""
     tokens, kv_heads, columns, head_dim = qkv.shape
     group = columns - 2
@@ -197,25 +210,25 @@ def _copied_heads(qkv: jax.Array, copies: int) -> jax.Array:
 
 
 def _write_and_read(
-    qkv: jax.Array,
+    qkv: Float[Array, "tokens kv_heads columns head_dim"],
     rope: RopeTables | None,
     cache: KVCache,  # of one buffer
-    layer: jax.Array,  # in the buffer
+    layer: Int32[Array, ""],  # in the buffer
     batch: AttentionBatch,
     **options: Any,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[Float[Array, "tokens q_heads head_dim"], KVCache]:
     q, cache = _write(qkv, rope, cache, layer, batch)
     return _read(q, cache, layer, batch, **options), cache
 
 
 def _write(
-    qkv: jax.Array,
+    qkv: Float[Array, "tokens kv_heads columns head_dim"],
     rope: RopeTables | None,
     cache: KVCache,  # of one buffer
-    layer: jax.Array,  # in the buffer
+    layer: Int32[Array, ""],  # in the buffer
     batch: AttentionBatch,
-) -> tuple[jax.Array, KVCache]:
-    """Rotated queries [tokens, q_heads, head_dim], and the cache with keys and values written."""
+) -> tuple[Float[Array, "tokens q_heads head_dim"], KVCache]:
+    """Return rotated queries, and the cache with keys and values written."""
     if batch.page is None or batch.offset is None:
         raise ValueError("page and offset are None, which is for batches that write nothing")
     scales = {}
@@ -230,12 +243,12 @@ def _write(
 
 
 def _read(
-    q: jax.Array,
+    q: Float[Array, "tokens q_heads head_dim"],
     cache: KVCache,  # of one buffer
-    layer: jax.Array,  # in the buffer
+    layer: Int32[Array, ""],  # in the buffer
     batch: AttentionBatch,
     **options: Any,
-) -> jax.Array:
+) -> Float[Array, "tokens q_heads head_dim"]:
     return paged_attention(
         q,
         cache.k_pages[0],
@@ -272,7 +285,7 @@ def empty_cache(
     shape = (layers, num_pages, heads, page_size, config.head_dim)
     scale_buffers = buffers if jnp.dtype(dtype).name in KV_DTYPES else 0
 
-    def zeros(count: int, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, ...]:
+    def zeros(count: int, shape: tuple[int, ...], dtype: Any) -> tuple[Array, ...]:
         return tuple(jnp.zeros(shape, dtype) for _ in range(count))
 
     return KVCache(

@@ -10,7 +10,7 @@ from typing import Protocol, final
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.batch import AttentionBatch, KVCache
 from pallas_kernels import RopeTables, apply_rope
@@ -20,16 +20,22 @@ class LayerContext(Protocol):
     """The context of one layer in one trace; each layer gets a new one."""
 
     @property
-    def adapter(self) -> Array | None:
-        """int32 [tokens], the adapter of each token, -1 for none; None where no token has one."""
+    def adapter(self) -> Int32[Array, " tokens"] | None:
+        """The adapter of each token, -1 for none; None where no token has one."""
         ...
 
-    def attend(self, qkv: Array, *, scale: float | None, soft_cap: float | None) -> Array:
-        """Return the attention of the queries in `qkv`, [tokens, q_heads, head_dim].
+    def attend(
+        self,
+        qkv: Float[Array, "tokens kv_heads columns head_dim"],
+        *,
+        scale: float | None,
+        soft_cap: float | None,
+    ) -> Float[Array, "tokens q_heads head_dim"]:
+        """Return the attention of the queries in `qkv`.
 
-        `qkv` [tokens, kv_heads, group + 2, head_dim] holds for each KV head its queries, its key
-        and its value. Where positions are rotary, this rotates queries and keys. `scale` and
-        `soft_cap` are those of `pallas_kernels.paged_attention`.
+        `qkv` holds for each KV head its queries, its key and its value. Where positions are rotary,
+        this rotates queries and keys. `scale` and `soft_cap` are those of
+        `pallas_kernels.paged_attention`.
         """
         ...
 
@@ -46,7 +52,7 @@ class PagedContext:
 
     def __init__(
         self,
-        layer: int | Array,
+        layer: int | Int32[Array, ""],
         rope: RopeTables | None,
         sliding_window: int | None,
         batch: AttentionBatch,
@@ -59,11 +65,17 @@ class PagedContext:
         self._batch = batch
 
     @property
-    def adapter(self) -> Array | None:
+    def adapter(self) -> Int32[Array, " tokens"] | None:
         """See `LayerContext`."""
         return self._batch.adapter
 
-    def attend(self, qkv: Array, *, scale: float | None, soft_cap: float | None) -> Array:
+    def attend(
+        self,
+        qkv: Float[Array, "tokens kv_heads columns head_dim"],
+        *,
+        scale: float | None,
+        soft_cap: float | None,
+    ) -> Float[Array, "tokens q_heads head_dim"]:
         """See `LayerContext`."""
         out, self.cache = self.cache.attend(
             self._layer,
@@ -88,22 +100,28 @@ class CrossContext:
       cache: the cache as the last `write` left it.
     """
 
-    def __init__(self, layer: int | Array, batch: AttentionBatch, cache: KVCache):
+    def __init__(self, layer: int | Int32[Array, ""], batch: AttentionBatch, cache: KVCache):
         self.cache = cache
         self._layer = layer
         self._batch = batch
 
     @property
-    def adapter(self) -> Array | None:
+    def adapter(self) -> Int32[Array, " tokens"] | None:
         """See `LayerContext`."""
         return self._batch.adapter
 
-    def write(self, kv: Array) -> None:
-        """Write keys and values `kv` [tokens, kv_heads, 2, head_dim] to the cache."""
+    def write(self, kv: Float[Array, "tokens kv_heads 2 head_dim"]) -> None:
+        """Write keys and values `kv` to the cache."""
         self.cache = self.cache.write(self._layer, kv, self._batch)
 
-    def attend(self, q: Array, *, scale: float | None, soft_cap: float | None) -> Array:
-        """Return the attention of `q` [tokens, q_heads, head_dim], in q's shape; write nothing."""
+    def attend(
+        self,
+        q: Float[Array, "tokens q_heads head_dim"],
+        *,
+        scale: float | None,
+        soft_cap: float | None,
+    ) -> Float[Array, "tokens q_heads head_dim"]:
+        """Return the attention of `q`; write nothing."""
         return self.cache.read(self._layer, q, self._batch, scale=scale, soft_cap=soft_cap)
 
 
@@ -114,14 +132,20 @@ class WholeContext:
     The tokens are those of all sequences, one sequence after the other. None has an adapter.
     """
 
-    adapter: Array | None = None
+    adapter: Int32[Array, " tokens"] | None = None
 
     def __init__(self, length: int, rope: RopeTables | None, sliding_window: int | None):
         self._length = length
         self._rope = rope
         self._sliding_window = sliding_window
 
-    def attend(self, qkv: Array, *, scale: float | None, soft_cap: float | None) -> Array:
+    def attend(
+        self,
+        qkv: Float[Array, "tokens kv_heads columns head_dim"],
+        *,
+        scale: float | None,
+        soft_cap: float | None,
+    ) -> Float[Array, "tokens q_heads head_dim"]:
         """See `LayerContext`."""
         tokens, kv_heads, columns, head_dim = qkv.shape
         length, group = self._length, columns - 2

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.batch import AttentionBatch, KVCache
@@ -52,11 +53,11 @@ class Tap:
 
     Attributes:
       layer: the number of layers before that place.
-      rows: int32 [rows], the tokens to read.
+      rows: the tokens to read.
     """
 
     layer: int
-    rows: jax.Array
+    rows: Int32[Array, " rows"]
 
 
 class Decoder(nnx.Module):
@@ -112,26 +113,28 @@ class Decoder(nnx.Module):
             )
 
     def __call__(
-        self, inputs: jax.Array, batch: AttentionBatch, cache: KVCache
-    ) -> tuple[jax.Array, KVCache]:
-        """Return the hidden states [tokens, embed] after the last norm, and the cache.
+        self,
+        inputs: Int32[Array, " tokens"] | Float[Array, "tokens embed"],
+        batch: AttentionBatch,
+        cache: KVCache,
+    ) -> tuple[Float[Array, "tokens hidden"], KVCache]:
+        """Return the hidden states after the last norm, and the cache.
 
-        The cache has this step's keys and values. `inputs` are tokens, int32 [tokens]. A part
-        without the start takes the residual stream [tokens, embed] in their place; a part without
-        the end returns it.
+        The cache has this step's keys and values. `inputs` are tokens. A part without the start
+        takes the residual stream in their place; a part without the end returns it.
         """
         hidden, cache, _ = self.tapped(inputs, batch, cache, None)
         return hidden, cache
 
     def tapped(
         self,
-        inputs: jax.Array,
+        inputs: Int32[Array, " tokens"] | Float[Array, "tokens embed"],
         batch: AttentionBatch,
         cache: KVCache,
         tap: Tap | None,
         incoming: IncomingPages | None = None,
-    ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-        """Return the same, and the residual stream at `tap` [rows, embed]; None without a tap.
+    ) -> tuple[Float[Array, "tokens hidden"], KVCache, Float[Array, "rows embed"] | None]:
+        """Return the same, and the residual stream at `tap`; None without a tap.
 
         Args:
           incoming: pages that are put into the cache before it is read.
@@ -146,18 +149,22 @@ class Decoder(nnx.Module):
             x, cache, tapped = self._scan(x, table, batch, cache, tap, incoming)
         return (self._end(x, batch.adapter) if self.has_end else x), cache, tapped
 
-    def whole_logits(self, tokens: jax.Array) -> jax.Array:
-        """Return the logits of whole sequences, float32 [sequences, length, vocab].
+    def whole_logits(
+        self, tokens: Int32[Array, "sequences length"]
+    ) -> Float32[Array, "sequences length vocab"]:
+        """Return the logits of whole sequences.
 
-        `tokens` are int32 [sequences, length]; padding at the end of a sequence changes nothing
-        before it. Uses no cache, is differentiable, and serves training and scoring.
+        Padding at the end of a sequence changes nothing before it. Uses no cache, is
+        differentiable, and serves training and scoring.
         """
         x = self.whole_residual(tokens, self.config.num_layers)
         hidden = self._end(x.reshape(-1, x.shape[-1]), None)
         return self.logits(hidden).reshape(*tokens.shape, -1)
 
-    def whole_residual(self, tokens: jax.Array, num_layers: int) -> jax.Array:
-        """Return the residual stream [sequences, length, embed] after some of the layers.
+    def whole_residual(
+        self, tokens: Int32[Array, "sequences length"], num_layers: int
+    ) -> Float[Array, "sequences length embed"]:
+        """Return the residual stream after some of the layers.
 
         The sequences are whole, as in `whole_logits`; `num_layers` counts from the first layer.
         """
@@ -180,11 +187,13 @@ class Decoder(nnx.Module):
             )
         return x.reshape(num_sequences, length, -1)
 
-    def logits(self, hidden: jax.Array, adapter: jax.Array | None = None) -> jax.Array:
-        """Return the logits float32 [rows, vocab] of final hidden states [rows, embed].
+    def logits(
+        self, hidden: Float[Array, "rows hidden"], adapter: Int32[Array, " rows"] | None = None
+    ) -> Float32[Array, "rows vocab"]:
+        """Return the logits of final hidden states.
 
         Args:
-          adapter: int32 [rows], the adapter of each row, -1 for none; None where no row has one.
+          adapter: the adapter of each row, -1 for none; None where no row has one.
         """
         tied = self.config.tie_word_embeddings
         weight = self.embedding if tied else self.lm_head
@@ -211,20 +220,29 @@ class Decoder(nnx.Module):
             self.lm_head_bias = new.zeros(("vocab",), (vocab,))
 
     def _embed(
-        self, tokens: jax.Array, positions: jax.Array, adapter: jax.Array | None
-    ) -> jax.Array:
-        """Return the residual stream [tokens, embed] before the first layer."""
+        self,
+        tokens: Int32[Array, " tokens"],
+        positions: Int32[Array, " tokens"],
+        adapter: Int32[Array, " tokens"] | None,
+    ) -> Float[Array, "tokens embed"]:
+        """Return the residual stream before the first layer."""
         return self._embedded(tokens, adapter)
 
-    def _embedded(self, tokens: jax.Array, adapter: jax.Array | None) -> jax.Array:
-        """Return the rows of the embedding for `tokens` (int32 [tokens])."""
+    def _embedded(
+        self, tokens: Int32[Array, " tokens"], adapter: Int32[Array, " tokens"] | None
+    ) -> Float[Array, "tokens hidden"]:
+        """Return the rows of the embedding for `tokens`."""
         return Linear(self.embedding).rows(tokens, adapter, self.config.dtype)
 
-    def _end(self, x: jax.Array, adapter: jax.Array | None) -> jax.Array:
+    def _end(
+        self, x: Float[Array, "tokens embed"], adapter: Int32[Array, " tokens"] | None
+    ) -> Float[Array, "tokens hidden"]:
         """Return the input of `logits` for the residual stream after the last layer."""
         return self.norm(x)
 
-    def _rope_tables(self, positions: jax.Array) -> dict[Rope | None, RopeTables | None]:
+    def _rope_tables(
+        self, positions: Int32[Array, " tokens"]
+    ) -> dict[Rope | None, RopeTables | None]:
         """Return the tables of every rotary embedding that some layer has."""
         return {
             rope: None if rope is None else rope_tables(positions, self.config.head_dim, rope)
@@ -233,13 +251,13 @@ class Decoder(nnx.Module):
 
     def _unroll(
         self,
-        x: jax.Array,
+        x: Float[Array, "tokens embed"],
         tables: list[RopeTables | None],
         batch: AttentionBatch,
         cache: KVCache,
         tap: Tap | None,
         incoming: IncomingPages | None,
-    ) -> tuple[jax.Array, KVCache, jax.Array | None]:
+    ) -> tuple[Float[Array, "tokens embed"], KVCache, Float[Array, "rows embed"] | None]:
         assert isinstance(self.blocks, nnx.List)
         tapped = None
         for layer, block in enumerate(self.blocks):
@@ -256,13 +274,13 @@ class Decoder(nnx.Module):
 
     def _scan(
         self,
-        x: jax.Array,
+        x: Float[Array, "tokens embed"],
         tables: RopeTables | None,
         batch: AttentionBatch,
         cache: KVCache,
         tap: Tap | None,
         incoming: IncomingPages | None,
-    ) -> tuple[jax.Array, KVCache, jax.Array | None]:
+    ) -> tuple[Float[Array, "tokens embed"], KVCache, Float[Array, "rows embed"] | None]:
         graphdef, stacked = nnx.split(self.blocks)
         window = self.config.sliding_windows[0]
 
@@ -291,11 +309,11 @@ def _one_layer(
     graphdef: nnx.GraphDef,
     window: int | None,
     state: nnx.State,
-    x: jax.Array,
+    x: Float[Array, "tokens embed"],
     tables: RopeTables | None,
     batch: AttentionBatch,
     cache: KVCache,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[Float[Array, "tokens embed"], KVCache]:
     """One unrolled layer over its own cache buffer; jitted so that equal layers share a trace."""
     context = PagedContext(0, tables, window, batch, cache)
     return nnx.merge(graphdef, state)(x, context), context.cache

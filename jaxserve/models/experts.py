@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
@@ -64,8 +65,10 @@ class MixtureOfExperts(nnx.Module):
         )
         self.down = new.weight(("experts", None, "embed"), (experts, mlp, embed), num_stacked=1)
 
-    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
-        """[tokens, embed] to the same shape."""
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
+        """See `MLP`."""
         gates, experts = self._route(x, context.adapter)
         num_shards = num_tensor_shards()
         mix = over_tensor(
@@ -80,8 +83,12 @@ class MixtureOfExperts(nnx.Module):
         )
         return mix(x, gates, experts, context.adapter, Linear(self.gate_up), Linear(self.down))
 
-    def _route(self, x: jax.Array, adapter: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Gates, float32, and experts, int32, of each token: [tokens, experts_per_token] each."""
+    def _route(
+        self, x: Float[Array, "tokens embed"], adapter: Int32[Array, " tokens"] | None
+    ) -> tuple[
+        Float32[Array, "tokens experts_per_token"], Int32[Array, "tokens experts_per_token"]
+    ]:
+        """Return the gates and the experts of each token."""
         scores = Linear(self.router)(x, adapter, out_dtype=jnp.float32)
         gates, experts = lax.top_k(jax.nn.softmax(scores), self.config.experts_per_token)
         if self.config.normalises_gates:
@@ -90,18 +97,18 @@ class MixtureOfExperts(nnx.Module):
 
 
 def _mix(
-    x: jax.Array,  # [tokens, embed]
-    gates: jax.Array,  # [tokens, experts_per_token]
-    experts: jax.Array,  # int32, like gates
-    adapter: jax.Array | None,  # int32 [tokens]
+    x: Float[Array, "tokens embed"],
+    gates: Float32[Array, "tokens experts_per_token"],
+    experts: Int32[Array, "tokens experts_per_token"],
+    adapter: Int32[Array, " tokens"] | None,
     gate_up: Linear,  # weight [own experts, embed, 2, mlp]
     down: Linear,  # weight [own experts, mlp, embed]
     *,
     activation: str,
     num_own: int,
     num_shards: int,
-) -> jax.Array:
-    """The outputs of each token's experts on this shard, weighed and added up: [tokens, embed]."""
+) -> Float[Array, "tokens embed"]:
+    """Return the outputs of each token's experts on this shard, weighed and added up."""
     num_tokens, num_each = experts.shape
     # Own experts come first; those of other shards are sorted behind, and are in no group.
     own = experts.reshape(-1) - tensor_index(num_shards) * num_own

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn, final
 
 import numpy as np
+from jaxtyping import UInt8
 
 from jaxserve.core.errors import CheckpointError, MissingExtraError, UnsupportedModelError
 
@@ -80,8 +81,8 @@ class GGUFFile:
         self.tensors: Mapping[str, TensorInfo]
         self._read_header()
 
-    def rows(self, info: TensorInfo) -> np.ndarray:
-        """Return the stored bytes of a tensor: uint8 [num_rows, row_bytes], a view of the file."""
+    def rows(self, info: TensorInfo) -> UInt8[np.ndarray, "rows row_bytes"]:
+        """Return the stored bytes of a tensor, a view of the file."""
         data = np.frombuffer(self._map, np.uint8, info.size_bytes, info.offset)
         return data.reshape(info.num_rows, info.row_bytes)
 

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import ml_dtypes
 import numpy as np
+from jaxtyping import Int, Shaped, UInt8
 
 from jaxserve.core.errors import CheckpointError, MissingExtraError, UnsupportedModelError
 from jaxserve.models.gguf_file import PLAIN_TYPES, GGUFFile, TensorInfo
@@ -119,7 +120,7 @@ class GGUFSource:
             )
         return tensors
 
-    def _row_order(self, name: str) -> np.ndarray | None:
+    def _row_order(self, name: str) -> Int[np.ndarray, " rows"] | None:
         """Return the stored row for each row in Hugging Face order; None where the orders agree."""
         if self.file.metadata["general.architecture"] != "llama":
             return None
@@ -136,8 +137,10 @@ class GGUFSource:
             )
         return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
-    def _dequantised(self, info: TensorInfo, rows: np.ndarray) -> np.ndarray:
-        """Return the values [..., row length] of `rows`, uint8 [..., row_bytes]."""
+    def _dequantised(
+        self, info: TensorInfo, rows: UInt8[np.ndarray, "*rows row_bytes"]
+    ) -> Shaped[np.ndarray, "*rows row_length"]:
+        """Return the values of `rows`."""
         if info.ggml_type in PLAIN_TYPES:
             return np.ascontiguousarray(rows).view(_PLAIN_DTYPES[info.type_name])
         try:

@@ -7,6 +7,7 @@ from typing import final
 
 import jax
 from jax import lax
+from jaxtyping import Array, Int32
 
 from jaxserve.models.batch import KVCache
 
@@ -18,14 +19,14 @@ class IncomingPages:
     """Pages whose keys and values a layer gets just before it attends (thesis, section 3.4.3.3).
 
     Attributes:
-      target: int32 [count], where in the cache each goes; past its end to skip.
+      target: where in the cache each goes; past its end to skip.
       values: as the cache, but of `count` pages, in the host's memory.
     """
 
-    target: jax.Array
+    target: Int32[Array, " count"]
     values: KVCache
 
-    def fetch(self, layer: int | jax.Array) -> KVCache:
+    def fetch(self, layer: int | Int32[Array, ""]) -> KVCache:
         """A layer's part in a buffer of its own, on its way to the device.
 
         Who computes something else before using it need not wait for it. A traced layer past the
@@ -39,6 +40,6 @@ class IncomingPages:
             part = part.buffer(layer)
         return jax.device_put(part, jax.memory.Space.Device)
 
-    def put(self, cache: KVCache, layer: int | jax.Array, fetched: KVCache) -> KVCache:
+    def put(self, cache: KVCache, layer: int | Int32[Array, ""], fetched: KVCache) -> KVCache:
         """The cache with what was fetched for a layer."""
         return cache.with_pages(layer, self.target, fetched)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, final
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.attention import Attention
@@ -22,16 +23,18 @@ from jaxserve.models.linear import Linear
 from jaxserve.models.norms import Norm
 from jaxserve.models.param_maker import ParamMaker
 
-ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
-    {
-        "silu": jax.nn.silu,
-        "swish": jax.nn.silu,
-        "relu": jax.nn.relu,
-        "gelu": partial(jax.nn.gelu, approximate=False),
-        "gelu_new": partial(jax.nn.gelu, approximate=True),
-        "gelu_fast": partial(jax.nn.gelu, approximate=True),
-        "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
-    }
+ACTIVATIONS: Mapping[str, Callable[[Float[Array, "*shape"]], Float[Array, "*shape"]]] = (
+    MappingProxyType(
+        {
+            "silu": jax.nn.silu,
+            "swish": jax.nn.silu,
+            "relu": jax.nn.relu,
+            "gelu": partial(jax.nn.gelu, approximate=False),
+            "gelu_new": partial(jax.nn.gelu, approximate=True),
+            "gelu_fast": partial(jax.nn.gelu, approximate=True),
+            "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+        }
+    )
 )
 
 
@@ -50,11 +53,13 @@ def activation_of(given: Mapping[str, Any], field: str, default: str) -> str:
 
 
 class MLP(Protocol):
-    """The part of a layer after attention: [tokens, embed] to the same shape."""
+    """The part of a layer after attention."""
 
     def __init__(self, config: DecoderConfig, new: ParamMaker): ...
 
-    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array: ...
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]: ...
 
 
 @final
@@ -75,7 +80,9 @@ class GatedMLP(nnx.Module):
         self.bgate_up = new.zeros((None, "mlp"), (2, mlp)) if has_bias else None
         self.bdown = new.zeros(("embed",), (embed,)) if has_bias else None
 
-    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
         # [tokens, 2, mlp]
         both = Linear(self.gate_up, self.bgate_up)(x, context.adapter)
         gated = ACTIVATIONS[self.activation](both[:, 0]) * both[:, 1]
@@ -100,7 +107,9 @@ class TwoLayerMLP(nnx.Module):
         self.bup = new.zeros(("mlp",), (mlp,)) if has_bias else None
         self.bdown = new.zeros(("embed",), (embed,)) if has_bias else None
 
-    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
         x = ACTIVATIONS[self.activation](Linear(self.up, self.bup)(x, context.adapter))
         return Linear(self.down, self.bdown)(x, context.adapter)
 
@@ -122,12 +131,14 @@ class Block(nnx.Module):
         self.mlp_norm = self.norm_class(config, new)
         self.mlp = self.mlp_class(config, new)
 
-    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
-        """Return the residual stream [tokens, embed] after this layer."""
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
+        """Return the residual stream after this layer."""
         x = x + self.attention(self.attention_norm(x), context)
         return x + self.mlp(self.mlp_norm(x), context)
 
 
-def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
+def soft_capped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
     """Return cap * tanh(x / cap), or `x` itself without a cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar, final
 import jax
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import matmul
 
@@ -50,28 +51,28 @@ class WeightAxes:
 class Representation(Protocol):
     """A representation of a weight of one layer: dense, quantised, or with adapters.
 
-    `adapter` (int32 [tokens]) is the adapter of each token, -1 for none; None where no token has
-    one. Representations without adapters ignore it.
+    `adapter` is the adapter of each token, -1 for none; None where no token has one.
+    Representations without adapters ignore it.
     """
 
     def product(
         self,
-        x: jax.Array,  # [tokens, *in]
-        adapter: jax.Array | None,
+        x: Float[Array, "tokens *in"],
+        adapter: Int32[Array, " tokens"] | None,
         *,
         transposed: bool,
         out_dtype: jax.typing.DTypeLike,
-    ) -> jax.Array:
-        """Return `x` times a weight [*in, *out], or [out, in] if `transposed`: [tokens, *out]."""
+    ) -> Float[Array, " tokens *out"]:
+        """Return `x` times a weight [*in, *out], or [out, in] if `transposed`."""
         ...
 
     def grouped_product(
         self,
-        x: jax.Array,  # [tokens, in]
-        sizes: jax.Array,  # int32 [matrices]
-        adapter: jax.Array | None,
-    ) -> jax.Array:
-        """Return each token times its matrix of a weight [matrices, in, *out]: [tokens, *out].
+        x: Float[Array, "tokens in"],
+        sizes: Int32[Array, " matrices"],
+        adapter: Int32[Array, " tokens"] | None,
+    ) -> Float[Array, " tokens *out"]:
+        """Return each token times its matrix of a weight [matrices, in, *out].
 
         The first `sizes[0]` tokens belong to matrix 0, the next `sizes[1]` to matrix 1, and so on.
         Tokens after the last group get zeros. The result has x's dtype.
@@ -80,11 +81,11 @@ class Representation(Protocol):
 
     def rows(
         self,
-        index: jax.Array,  # int32 [tokens]
-        adapter: jax.Array | None,
+        index: Int32[Array, " tokens"],
+        adapter: Int32[Array, " tokens"] | None,
         dtype: jax.typing.DTypeLike,
-    ) -> jax.Array:
-        """Return rows of a transposed weight [out, in], as an embedding does: [tokens, in]."""
+    ) -> Float[Array, "tokens in"]:
+        """Return rows of a transposed weight [out, in], as an embedding does."""
         ...
 
 
@@ -93,16 +94,16 @@ class Representation(Protocol):
 class DenseWeight:
     """A weight in the dtype of the activations."""
 
-    array: jax.Array
+    array: Float[Array, ...]
 
     def product(
         self,
-        x: jax.Array,
-        adapter: jax.Array | None,
+        x: Float[Array, "tokens *in"],
+        adapter: Int32[Array, " tokens"] | None,
         *,
         transposed: bool,
         out_dtype: jax.typing.DTypeLike,
-    ) -> jax.Array:
+    ) -> Float[Array, " tokens *out"]:
         """See `Representation`. On the CPU by the kernel of `pallas_kernels.matmul`."""
         weight = self.array
         if x.ndim > 2:
@@ -111,16 +112,22 @@ class DenseWeight:
         return matmul(x, weight, transposed=transposed, out_dtype=out_dtype)
 
     def grouped_product(
-        self, x: jax.Array, sizes: jax.Array, adapter: jax.Array | None
-    ) -> jax.Array:
+        self,
+        x: Float[Array, "tokens in"],
+        sizes: Int32[Array, " matrices"],
+        adapter: Int32[Array, " tokens"] | None,
+    ) -> Float[Array, " tokens *out"]:
         """See `Representation`."""
         matrices, width, *out = self.array.shape
         flat = lax.ragged_dot(x, self.array.reshape(matrices, width, -1), sizes)
         return flat.reshape(-1, *out)
 
     def rows(
-        self, index: jax.Array, adapter: jax.Array | None, dtype: jax.typing.DTypeLike
-    ) -> jax.Array:
+        self,
+        index: Int32[Array, " tokens"],
+        adapter: Int32[Array, " tokens"] | None,
+        dtype: jax.typing.DTypeLike,
+    ) -> Float[Array, "tokens in"]:
         """See `Representation`."""
         return self.array[index].astype(dtype)
 
@@ -147,25 +154,33 @@ class Linear:
 
     def __call__(
         self,
-        x: jax.Array,  # [tokens, *in]
-        adapter: jax.Array | None,  # int32 [tokens]
+        x: Float[Array, "tokens *in"],
+        adapter: Int32[Array, " tokens"] | None,
         *,
         out_dtype: jax.typing.DTypeLike | None = None,
-    ) -> jax.Array:
-        """Return [tokens, *out] in `out_dtype`, x's dtype by default; see `Representation`."""
+    ) -> Float[Array, " tokens *out"]:
+        """Return the product in `out_dtype`, x's dtype by default; see `Representation`."""
         out_dtype = x.dtype if out_dtype is None else out_dtype
         out = representation_of(self.weight).product(
             x, adapter, transposed=self.transposed, out_dtype=out_dtype
         )
         return out if self.bias is None else out + self.bias[...].astype(out_dtype)
 
-    def grouped(self, x: jax.Array, sizes: jax.Array, adapter: jax.Array | None) -> jax.Array:
+    def grouped(
+        self,
+        x: Float[Array, "tokens in"],
+        sizes: Int32[Array, " matrices"],
+        adapter: Int32[Array, " tokens"] | None,
+    ) -> Float[Array, " tokens *out"]:
         """Return each token times the matrix of its group; see `Representation.grouped_product`."""
         return representation_of(self.weight).grouped_product(x, sizes, adapter)
 
     def rows(
-        self, index: jax.Array, adapter: jax.Array | None, dtype: jax.typing.DTypeLike
-    ) -> jax.Array:
+        self,
+        index: Int32[Array, " tokens"],
+        adapter: Int32[Array, " tokens"] | None,
+        dtype: jax.typing.DTypeLike,
+    ) -> Float[Array, "tokens in"]:
         """Return rows of the transposed weight; see `Representation.rows`."""
         return representation_of(self.weight).rows(index, adapter, dtype)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol, final
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float
 
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.param_maker import ParamMaker
@@ -18,7 +18,7 @@ class Norm(Protocol):
 
     def __init__(self, config: DecoderConfig, new: ParamMaker): ...
 
-    def __call__(self, x: jax.Array) -> jax.Array: ...
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]: ...
 
 
 @final
@@ -30,7 +30,7 @@ class RMSNorm(nnx.Module):
         self.scale = (new.zeros if config.norm_offset == 1 else new.ones)((axis,), (size,))
         self.eps, self.offset = config.norm_eps, config.norm_offset
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         wide = x.astype(jnp.float32)
         wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         scale = self.scale[...].astype(jnp.float32) + self.offset
@@ -46,7 +46,7 @@ class LayerNorm(nnx.Module):
         self.bias = new.zeros(("embed",), (config.hidden_size,))
         self.eps = config.norm_eps
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)

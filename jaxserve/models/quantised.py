@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int8, Int32
 
 from jaxserve.models.linear import WeightAxes
 from pallas_kernels import dispatch, matmul, quantize
@@ -53,12 +54,12 @@ class QuantisedWeight(nnx.Module):
 
     def product(
         self,
-        x: jax.Array,
-        adapter: jax.Array | None,
+        x: Float[Array, "tokens *in"],
+        adapter: Int32[Array, " tokens"] | None,
         *,
         transposed: bool,
         out_dtype: jax.typing.DTypeLike,
-    ) -> jax.Array:
+    ) -> Float[Array, " tokens *out"]:
         """See `Representation`."""
         values, scales = self.values[...], self.scales[...]
         x = x.reshape(x.shape[0], -1)
@@ -67,8 +68,11 @@ class QuantisedWeight(nnx.Module):
         return out.astype(out_dtype).reshape(-1, *scales.shape)
 
     def grouped_product(
-        self, x: jax.Array, sizes: jax.Array, adapter: jax.Array | None
-    ) -> jax.Array:
+        self,
+        x: Float[Array, "tokens in"],
+        sizes: Int32[Array, " matrices"],
+        adapter: Int32[Array, " tokens"] | None,
+    ) -> Float[Array, " tokens *out"]:
         """See `Representation`. One matrix after the other, each with all tokens."""
         matrices, *out = self.scales.shape
         values = self.values[...].reshape(matrices, x.shape[1], -1)
@@ -76,7 +80,9 @@ class QuantisedWeight(nnx.Module):
         ends = jnp.cumsum(sizes)
         token = jnp.arange(x.shape[0])
 
-        def one(matrix: jax.Array, outputs: jax.Array) -> jax.Array:
+        def one(
+            matrix: Int32[Array, ""], outputs: Float[Array, "tokens out"]
+        ) -> Float[Array, "tokens out"]:
             is_own = (token >= ends[matrix] - sizes[matrix]) & (token < ends[matrix])
             own = _product_by_tiles(x, values[matrix], False) * scales[matrix]
             return jnp.where(is_own[:, None], own.astype(x.dtype), outputs)
@@ -85,26 +91,33 @@ class QuantisedWeight(nnx.Module):
         return lax.fori_loop(0, matrices, one, nothing).reshape(-1, *out)
 
     def rows(
-        self, index: jax.Array, adapter: jax.Array | None, dtype: jax.typing.DTypeLike
-    ) -> jax.Array:
+        self,
+        index: Int32[Array, " tokens"],
+        adapter: Int32[Array, " tokens"] | None,
+        dtype: jax.typing.DTypeLike,
+    ) -> Float[Array, "tokens in"]:
         """See `Representation`."""
         wide = self.values[...][index].astype(jnp.float32) * self.scales[...][index][:, None]
         return wide.astype(dtype)
 
 
-def _product_by_tiles(x: jax.Array, values: jax.Array, transposed: bool) -> jax.Array:
-    """float32 [tokens, out] of `x` [tokens, in] and values [in, out], or [out, in]."""
+def _product_by_tiles(
+    x: Float[Array, "tokens in"], values: Int8[Array, "rows columns"], transposed: bool
+) -> Float32[Array, "tokens out"]:
+    """Return the product of `x` and values [in, out], or [out, in] if `transposed`."""
     axis = 0 if transposed else 1
     width, tile = values.shape[axis], max(1, _TILE_ELEMENTS // x.shape[1])
 
-    def times(part: jax.Array) -> jax.Array:
+    def times(part: Int8[Array, "rows columns"]) -> Float32[Array, "tokens tile"]:
         return matmul(x, part.astype(x.dtype), transposed=transposed, out_dtype=jnp.float32)
 
     # Where XLA partitions the product, each shard widens its own part; a slice would gather it.
     if width <= tile or dispatch.is_partitioned():
         return times(values)
 
-    def one(number: jax.Array, out: jax.Array) -> jax.Array:
+    def one(
+        number: Int32[Array, ""], out: Float32[Array, "tokens out"]
+    ) -> Float32[Array, "tokens out"]:
         start: Any = jnp.minimum(number * tile, width - tile)
         part = lax.dynamic_slice_in_dim(values, start, tile, axis)
         return lax.dynamic_update_slice_in_dim(out, times(part), start, 1)

@@ -10,6 +10,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32, Float64, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
 from pallas_kernels import RopeTables, matmul
@@ -113,8 +114,10 @@ def rope_fields(given: Mapping[str, Any], *, theta: str = "rope_theta") -> dict[
     return fields
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Return the frequencies in radians per position, float64 [head_dim / 2].
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None
+) -> Float64[np.ndarray, " half"]:
+    """Return the frequencies in radians per position; `half` is head_dim / 2.
 
     llama3 as in Llama 3.1's release; yarn as in Peng et al., "YaRN" (arXiv:2309.00071), section 3.
     """
@@ -142,8 +145,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     return frequencies * (kept + (1.0 - kept) / scaling.factor)
 
 
-def rope_tables(positions: jax.Array, head_dim: int, rope: Rope) -> RopeTables:
-    """Return cosines and sines of `positions` (int32 [tokens]), float32 [tokens, rotated / 2]."""
+def rope_tables(positions: Int32[Array, " tokens"], head_dim: int, rope: Rope) -> RopeTables:
+    """Return cosines and sines of `positions`, float32 [tokens, rotated / 2]."""
     dim = rope.dim or head_dim
     frequencies = jnp.asarray(inverse_frequencies(dim, rope.theta, rope.scaling), jnp.float32)
     angles = positions.astype(jnp.float32)[:, None] * frequencies
@@ -152,8 +155,8 @@ def rope_tables(positions: jax.Array, head_dim: int, rope: Rope) -> RopeTables:
     return both[:, : dim // 2], both[:, dim // 2 :]
 
 
-def _computed_once(x: jax.Array) -> jax.Array:
-    """Return `x` [rows, columns] from an operation that XLA does not fuse with its users.
+def _computed_once(x: Float32[Array, "tokens columns"]) -> Float32[Array, "tokens columns"]:
+    """Return `x` from an operation that XLA does not fuse with its users.
 
     On the CPU, XLA would compute the sines again for every head of every layer, a tenth of a decode
     step, and it drops `lax.optimization_barrier` before it fuses. The product with ones and zeros

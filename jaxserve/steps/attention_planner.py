@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.plan import Row
@@ -70,7 +71,12 @@ class AttentionPlanner:
         return self._plan(start, length, num_tokens=len(window), is_decode=True)
 
     def _plan(
-        self, start: np.ndarray, length: np.ndarray, *, num_tokens: int, is_decode: bool
+        self,
+        start: Int[np.ndarray, " rows"],
+        length: Int[np.ndarray, " rows"],
+        *,
+        num_tokens: int,
+        is_decode: bool,
     ) -> Plan:
         capacity = Capacity.of(
             self._tiling,

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.memory.page_pool import NULL_PAGE
@@ -28,21 +29,23 @@ class MixedBatch:
     """Rows of a mixed step; unused rows have length 0.
 
     Attributes:
-      token_row: int32 [T], row of each token; S for padding.
-      slot, start, query_start, query_length: int32 [S]; see `where_slots_are` for `start`.
-      samples: bool [S], rows that end at their slot's newest token.
+      token_row: row of each token; the number of slots for padding.
+      start: see `where_slots_are`.
+      samples: rows that end at their slot's newest token.
     """
 
-    token_row: jax.Array
-    slot: jax.Array
-    start: jax.Array
-    query_start: jax.Array
-    query_length: jax.Array
-    samples: jax.Array
+    token_row: Int32[Array, " tokens"]
+    slot: Int32[Array, " slots"]
+    start: Int32[Array, " slots"]
+    query_start: Int32[Array, " slots"]
+    query_length: Int32[Array, " slots"]
+    samples: Bool[Array, " slots"]
 
 
-def where_slots_are(batch: MixedBatch, slots: SlotState) -> tuple[MixedBatch, jax.Array]:
-    """Return the rows where their slots really are, and which of them are live, bool [S].
+def where_slots_are(
+    batch: MixedBatch, slots: SlotState
+) -> tuple[MixedBatch, Bool[Array, " slots"]]:
+    """Return the rows where their slots really are, and which of them are live.
 
     A plan is an upper bound. Where a slot has fewer tokens than its row was planned for, a row that
     samples ends at the newest token that there is, and a row that does not sample is inert.
@@ -53,8 +56,10 @@ def where_slots_are(batch: MixedBatch, slots: SlotState) -> tuple[MixedBatch, ja
     return replace(batch, start=start), ~slots.done[batch.slot] & (ends <= length)
 
 
-def positions_and_slots(batch: MixedBatch) -> tuple[jax.Array, jax.Array]:
-    """Return position and slot of every token, int32 [T]; padding has those of row 0's start."""
+def positions_and_slots(
+    batch: MixedBatch,
+) -> tuple[Int32[Array, " tokens"], Int32[Array, " tokens"]]:
+    """Return position and slot of every token; padding has those of row 0's start."""
     is_padding = batch.token_row >= batch.slot.shape[0]
     row = jnp.where(is_padding, 0, batch.token_row)
     offset = jnp.arange(batch.token_row.shape[0]) - batch.query_start[row]
@@ -64,19 +69,17 @@ def positions_and_slots(batch: MixedBatch) -> tuple[jax.Array, jax.Array]:
 def attention_batch(
     config: EngineConfig,
     *,
-    positions: jax.Array,
-    token_pages: jax.Array,
-    valid: jax.Array,
+    positions: Int32[Array, " tokens"],
+    token_pages: Int32[Array, " tokens"],
+    valid: Bool[Array, " tokens"],
     rows: Rows,
     plan: Plan | None,
     max_query_length: int | None = None,
 ) -> AttentionBatch:
-    """Return the attention batch of T tokens; invalid ones write to the null page.
+    """Return the attention batch of the tokens; invalid ones write to the null page.
 
     Args:
-      positions: int32 [T].
-      token_pages: int32 [T], the page that each token's keys and values go to.
-      valid: bool [T].
+      token_pages: the page that each token's keys and values go to.
       rows: the rows that the tokens belong to.
       plan: the plan of a kernel that needs one; None otherwise.
       max_query_length: the largest of all rows; None where it is not known before the step.
@@ -92,19 +95,19 @@ def attention_batch(
     )
 
 
-def tap(probe: Probe | None, rows: jax.Array) -> Tap | None:
-    """Return where the probe reads activations, at the tokens `rows`, int32 [R]."""
+def tap(probe: Probe | None, rows: Int32[Array, " rows"]) -> Tap | None:
+    """Return where the probe reads activations, at the tokens `rows`."""
     return None if probe is None else Tap(probe.layer, rows)
 
 
 def tapped(
     model: Any,
-    inputs: jax.Array,
+    inputs: Int32[Array, " tokens"] | Float[Array, "tokens embed"],
     attention: AttentionBatch,
     cache: KVCache,
     where: Tap | None,
     incoming: IncomingPages | None = None,
-) -> tuple[jax.Array, KVCache, jax.Array | None]:
+) -> tuple[Float[Array, "tokens hidden"], KVCache, Float32[Array, "rows embed"] | None]:
     """Call `Decoder.tapped`; what is tapped comes in float32."""
     hidden, cache, read = model.tapped(inputs, attention, cache, where, incoming)
     return hidden, cache, None if read is None else read.astype(jnp.float32)

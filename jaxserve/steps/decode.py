@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.attention import causal_rows
@@ -28,9 +29,9 @@ def decode_loop(
     params: Params,
     cache: KVCache,
     slots: SlotState,
-    window_start: jax.Array,  # int32 scalar
-    decodes: jax.Array,  # bool [R], which slots of the window take part
-    num_iterations: jax.Array,  # int32 scalar
+    window_start: Int32[Array, ""],
+    decodes: Bool[Array, " rows"],
+    num_iterations: Int32[Array, ""],
     attention_plan: Plan | None,
     probe_params: Params,
     *,
@@ -39,16 +40,16 @@ def decode_loop(
     config: EngineConfig,
     probe: Probe | None,
 ) -> tuple[KVCache, SlotState, Outputs]:
-    """Decode R slots from `window_start` on, `num_iterations` times, or fewer when all have ended.
+    """Decode slots from `window_start` on, `num_iterations` times, or fewer when all have ended.
 
-    Slots that do not take part, or are inert, stay as they are.
+    `decodes` says which slots take part. The others, and inert ones, stay as they are.
     """
     model = nnx.merge(graphdef, params)
     window = _window(slots, window_start, decodes)
     index = jnp.arange(decodes.shape[0])
     where = tap(probe, index)
 
-    def goes_on(carry: _Carry) -> jax.Array:
+    def goes_on(carry: _Carry) -> Bool[Array, ""]:
         return (carry.iteration < num_iterations) & ~carry.window.done.all()
 
     def iterate(carry: _Carry) -> _Carry:
@@ -81,26 +82,34 @@ def decode_loop(
 class _Carry(NamedTuple):
     """What goes from one iteration of a decode loop to the next."""
 
-    iteration: jax.Array
+    iteration: Int32[Array, ""]
     cache: KVCache
     window: SlotState
     outputs: Outputs
-    tapped: jax.Array | None
+    tapped: Float32[Array, "rows embed"] | None
 
 
 def stage_decode(
     params: Params,
     cache: KVCache,
     slots: SlotState,
-    window_start: jax.Array,  # int32 scalar
-    decodes: jax.Array,  # bool [R], which slots of the window take part
+    window_start: Int32[Array, ""],
+    decodes: Bool[Array, " rows"],
     attention_plan: Plan | None,
-    inputs: jax.Array | None,  # [R, E], where the stage before this one ended
+    inputs: Float[Array, "rows embed"] | None,
     *,
     graphdef: nnx.GraphDef,
     config: EngineConfig,
-) -> tuple[KVCache, jax.Array]:
-    """A stage's part of one decode iteration of R slots. Returns the cache and [R, E]."""
+) -> tuple[KVCache, Float[Array, "rows hidden"]]:
+    """Compute a stage's part of one decode iteration.
+
+    Args:
+      decodes: which slots from `window_start` on take part.
+      inputs: what the stage before this one returned; None for the first stage.
+
+    Returns:
+      The cache, and the residual stream; of the last stage, hidden states.
+    """
     window = _window(slots, window_start, decodes)
     model = nnx.merge(graphdef, params)
     hidden, cache, _ = _decode_once(model, window, cache, inputs, attention_plan, config, None)
@@ -108,7 +117,10 @@ def stage_decode(
 
 
 def stage_append(
-    slots: SlotState, index: jax.Array, token: jax.Array, finite: jax.Array
+    slots: SlotState,
+    index: Int32[Array, " rows"],
+    token: Int32[Array, " rows"],
+    finite: Bool[Array, " rows"],
 ) -> SlotState:
     """Do to the slots what `stage_head` did, on a stage that did not sample."""
     num_slots = slots.done.shape[0]
@@ -116,7 +128,7 @@ def stage_append(
     return slot_edits.append(slots, index, live, token, finite)
 
 
-def _window(slots: SlotState, start: jax.Array, decodes: jax.Array) -> SlotState:
+def _window(slots: SlotState, start: Int32[Array, ""], decodes: Bool[Array, " rows"]) -> SlotState:
     """Return the slots from `start` on, inert where they do not take part."""
     size = decodes.shape[0]
     window = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), slots)
@@ -127,12 +139,12 @@ def _decode_once(
     model: Any,
     window: SlotState,
     cache: KVCache,
-    inputs: jax.Array | None,
+    inputs: Float[Array, "rows embed"] | None,
     attention_plan: Plan | None,
     config: EngineConfig,
     where: Tap | None,
-) -> tuple[jax.Array, KVCache, jax.Array | None]:
-    """Compute each slot's newest token: hidden states [R, E], the cache, and what is tapped."""
+) -> tuple[Float[Array, "rows hidden"], KVCache, Float32[Array, "rows embed"] | None]:
+    """Compute each slot's newest token: hidden states, the cache, and what is tapped."""
     index = jnp.arange(window.done.shape[0])
     live = ~window.done
     positions = window.length - 1

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxserve.steps import slots as slot_edits
 from jaxserve.steps.batches import Params
@@ -22,18 +23,22 @@ from jaxserve.steps.slots import SlotState
 def mixed_head(
     params: Params,
     slots: SlotState,
-    row_hidden: jax.Array,  # [S, E]
-    index: jax.Array,  # int32 [R], slots of the first R rows; S to skip
-    tapped: jax.Array | None,  # [S, E]
+    row_hidden: Float[Array, "slots hidden"],
+    index: Int32[Array, " rows"],
+    tapped: Float32[Array, "slots embed"] | None,
     probe_params: Params,
-    step_arrays: StepArrays | None = None,  # of the R rows
+    step_arrays: StepArrays | None = None,
     *,
     variant: Variant,
     graphdef: nnx.GraphDef,
     probe: Probe | None,
     processors: Sequence[Processor] = PROCESSORS,
 ) -> tuple[SlotState, Outputs]:
-    """Sample the next token of the rows of a mixed step and append it to their slots."""
+    """Sample the next token of the first rows of a mixed step and append it to their slots.
+
+    Args:
+      index: slots of these rows; the number of slots to skip one.
+    """
     slots, outputs, _, _ = stage_head(
         *(params, slots, row_hidden, index),
         no_outputs(index.shape[0], 1, variant),
@@ -51,19 +56,23 @@ def mixed_head(
 def stage_head(
     params: Params,
     slots: SlotState,
-    hidden: jax.Array,  # [>= R, E]
-    index: jax.Array,  # int32 [R], slots of the first R; S to skip
-    outputs: Outputs,  # of R rows
-    iteration: jax.Array,  # int32 scalar
-    step_arrays: StepArrays | None = None,  # of the R rows
+    hidden: Float[Array, "num hidden"],
+    index: Int32[Array, " rows"],
+    outputs: Outputs,
+    iteration: Int32[Array, ""],
+    step_arrays: StepArrays | None = None,
     *,
     variant: Variant,
     graphdef: nnx.GraphDef,
     processors: Sequence[Processor] = PROCESSORS,
-) -> tuple[SlotState, Outputs, jax.Array, jax.Array]:
+) -> tuple[SlotState, Outputs, Int32[Array, " rows"], Bool[Array, " rows"]]:
     """Sample the next token of the rows, append it to their slots and record it.
 
-    Also returns the tokens (int32 [R]) and which are finite (bool [R]), for `stage_append`.
+    Also returns the tokens and which are finite, for `stage_append`.
+
+    Args:
+      hidden: of the rows, and of others after them.
+      index: slots of the rows; the number of slots to skip one.
     """
     model = nnx.merge(graphdef, params)
     num_slots = slots.done.shape[0]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Float32
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.attention import causal_rows
@@ -20,7 +20,7 @@ from jaxserve.steps.batches import (
     where_slots_are,
 )
 from jaxserve.steps.probing import Probe
-from jaxserve.steps.sampling.prompt_logprobs import prompt_logprobs
+from jaxserve.steps.sampling.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from jaxserve.steps.slots import SlotState
 from pallas_kernels.paged_attention import Plan
 
@@ -31,18 +31,26 @@ def mixed_body(
     slots: SlotState,
     batch: MixedBatch,
     attention_plan: Plan | None,
-    inputs: jax.Array | None = None,  # [T, E], where a stage before this one ended
+    inputs: Float[Array, "tokens embed"] | None = None,
     incoming: IncomingPages | None = None,
     *,
     graphdef: nnx.GraphDef,
     config: EngineConfig,
     probe: Probe | None,
-) -> tuple[KVCache, jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[
+    KVCache,
+    Float[Array, "tokens hidden"],
+    Float[Array, "slots hidden"],
+    Float32[Array, "slots embed"] | None,
+]:
     """Compute every row.
 
+    Args:
+      inputs: what the stage before this one returned; None for the first stage.
+
     Returns:
-      The cache, with `incoming` pages in it; hidden states [T, E]; those of row ends [S, E]; and
-      what the probe reads there [S, E], None without one.
+      The cache, with `incoming` pages in it; hidden states; those of row ends; and what the probe
+      reads there, None without one.
     """
     model = nnx.merge(graphdef, params)
     batch, live = where_slots_are(batch, slots)
@@ -71,16 +79,13 @@ def mixed_body(
 def score_prompts(
     params: Params,
     slots: SlotState,
-    hidden: jax.Array,  # [T, E]
+    hidden: Float[Array, "tokens hidden"],
     batch: MixedBatch,
     *,
     graphdef: nnx.GraphDef,
     config: EngineConfig,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities of each token's successor in its slot, and of the likeliest ones there.
-
-    Shapes are those of `prompt_logprobs`.
-    """
+) -> PromptLogprobs:
+    """Return `prompt_logprobs` of each token's successor in its slot."""
     model = nnx.merge(graphdef, params)
     batch, _ = where_slots_are(batch, slots)
     positions, slot = positions_and_slots(batch)

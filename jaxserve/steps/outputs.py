@@ -7,6 +7,7 @@ from typing import final
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
 from jaxserve.core.sampling_params import MAX_LOGPROBS
 from jaxserve.steps.batches import Params
@@ -19,25 +20,22 @@ from jaxserve.steps.sampling.variants import Variant
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Outputs:
-    """What a step delivers for R rows and N iterations.
+    """What a step delivers.
 
     Attributes:
-      tokens: int32 [R, N].
-      num_tokens: int32 [R], how many of them are valid.
-      finite: bool [R], False where the model's logits were not.
-      logprobs: float32 [R, N]; None except in the FULL variant, like the two below.
-      top_ids, top_logprobs: int32 and float32 [R, N, MAX_LOGPROBS].
-      remaining: float32 [R, buckets], a probe's logits where a row's last token was sampled; None
-        without a probe.
+      num_tokens: the number of tokens of a row that are valid.
+      finite: False where the model's logits were not.
+      logprobs: None except in the FULL variant, like the two below.
+      remaining: a probe's logits where a row's last token was sampled; None without a probe.
     """
 
-    tokens: jax.Array
-    num_tokens: jax.Array
-    finite: jax.Array
-    logprobs: jax.Array | None = None
-    top_ids: jax.Array | None = None
-    top_logprobs: jax.Array | None = None
-    remaining: jax.Array | None = None
+    tokens: Int32[Array, "rows iterations"]
+    num_tokens: Int32[Array, " rows"]
+    finite: Bool[Array, " rows"]
+    logprobs: Float32[Array, "rows iterations"] | None = None
+    top_ids: Int32[Array, "rows iterations top"] | None = None
+    top_logprobs: Float32[Array, "rows iterations top"] | None = None
+    remaining: Float32[Array, "rows buckets"] | None = None
 
 
 def no_outputs(num_rows: int, num_iterations: int, variant: Variant) -> Outputs:
@@ -58,10 +56,15 @@ def no_outputs(num_rows: int, num_iterations: int, variant: Variant) -> Outputs:
     )
 
 
-def record(out: Outputs, iteration: jax.Array, live: jax.Array, sampled: Sampled) -> Outputs:
+def record(
+    out: Outputs, iteration: Int32[Array, ""], live: Bool[Array, " rows"], sampled: Sampled
+) -> Outputs:
     """Return the outputs with an iteration's tokens; those of a row begin at iteration 0."""
 
-    def put(all_iterations: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
+    def put(
+        all_iterations: Shaped[Array, "rows iterations *entry"] | None,
+        new: Shaped[Array, " rows *entry"] | None,
+    ) -> Shaped[Array, "rows iterations *entry"] | None:
         if all_iterations is None or new is None:
             return None
         return all_iterations.at[:, iteration].set(new)
@@ -78,9 +81,12 @@ def record(out: Outputs, iteration: jax.Array, live: jax.Array, sampled: Sampled
 
 
 def with_reading(
-    outputs: Outputs, tapped: jax.Array | None, probe: Probe | None, probe_params: Params
+    outputs: Outputs,
+    tapped: Float32[Array, "rows embed"] | None,
+    probe: Probe | None,
+    probe_params: Params,
 ) -> Outputs:
-    """Return the outputs with the probe's reading of the activations [R, E] of their rows."""
+    """Return the outputs with the probe's reading of the activations of their rows."""
     if probe is None or tapped is None:
         return outputs
     return replace(outputs, remaining=probe.apply(probe_params, tapped).astype(jnp.float32))

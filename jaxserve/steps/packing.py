@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool, Int32
 
 from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.scheduling.plan import Row, StepPlan
@@ -44,8 +45,10 @@ def pack_rows(
     return batch, starts
 
 
-def sampling_slots(config: EngineConfig, rows: Sequence[Row], variant: Variant) -> np.ndarray:
-    """Return the slots of the rows that sample, int32, padded to a compiled size of the head.
+def sampling_slots(
+    config: EngineConfig, rows: Sequence[Row], variant: Variant
+) -> Int32[np.ndarray, " rows"]:
+    """Return the slots of the rows that sample, padded to a compiled size of the head.
 
     Rows that sample come first, in this order; `max_slots` is the padding.
     """
@@ -63,7 +66,7 @@ def decode_window(config: EngineConfig, plan: StepPlan, variant: Variant) -> ran
     return range(start, start + size)
 
 
-def pack_window(window: range, rows: Iterable[Row]) -> np.ndarray:
+def pack_window(window: range, rows: Iterable[Row]) -> Bool[np.ndarray, " rows"]:
     """Return a flag for each slot of a window: whether one of the rows is of this slot."""
     decodes = np.zeros(len(window), np.bool_)
     decodes[[row.slot - window.start for row in rows]] = True

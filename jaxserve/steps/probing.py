@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
 from jaxserve.core.errors import InvalidConfigError
 from predictor import Refinement
@@ -32,8 +33,10 @@ class Probe(Protocol):
         """How its readings change a prediction."""
         ...
 
-    def apply(self, params: Any, activations: jax.Array, /) -> jax.Array:
-        """Return logits, float32 [rows, buckets], of activations [rows, width]."""
+    def apply(
+        self, params: Any, activations: Float[Array, "rows embed"], /
+    ) -> Float32[Array, "rows buckets"]:
+        """Return logits of activations of `width`."""
         ...
 
 

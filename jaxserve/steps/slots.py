@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int32, Shaped
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.plan import Admission
@@ -28,26 +29,23 @@ PAGE_UPDATES_A_CALL = 256
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotState:
-    """Everything that the device knows of its S slots; C is the longest context, P its pages.
+    """Everything that the device knows of its slots.
 
     The token at position p of a slot is `tokens[slot, p]`, prompt and output alike: a prefill
     chunk and the newest sampled token are looked up in the same way, so the host plans
     a step without the values of the tokens that the step consumes.
 
     Attributes:
-      tokens: int32 [S, C].
-      length: int32 [S], valid tokens.
-      max_length: int32 [S], the slot ends when it has this many.
-      done: bool [S], inert: writes to the null page and delivers nothing.
-      page_table: int32 [S, P].
-      sampling: see `SlotSampling`.
+      length: valid tokens.
+      max_length: the slot ends when it has this many.
+      done: inert: writes to the null page and delivers nothing.
     """
 
-    tokens: jax.Array
-    length: jax.Array
-    max_length: jax.Array
-    done: jax.Array
-    page_table: jax.Array
+    tokens: Int32[Array, "slots max_context"]
+    length: Int32[Array, " slots"]
+    max_length: Int32[Array, " slots"]
+    done: Bool[Array, " slots"]
+    page_table: Int32[Array, "slots row_pages"]
     sampling: SlotSampling
 
 
@@ -55,7 +53,7 @@ def empty_slots(config: EngineConfig) -> SlotState:
     """Return slots that are all inert."""
     num = config.max_slots
 
-    def full(value: float, dtype: jnp.dtype, *shape: int) -> jax.Array:
+    def full(value: float, dtype: jnp.dtype, *shape: int) -> Shaped[Array, " slots *shape"]:
         return jnp.full((num, *shape), value, dtype)
 
     return SlotState(
@@ -70,10 +68,14 @@ def empty_slots(config: EngineConfig) -> SlotState:
 
 def edit(
     slots: SlotState,
-    released: jax.Array,  # bool [S]
-    page_updates: jax.Array,  # int32 [PAGE_UPDATES_A_CALL, 3]: slot (S to skip), index, page
+    released: Bool[Array, " slots"],
+    page_updates: Int32[Array, "page_updates 3"],
 ) -> SlotState:
-    """Make released slots inert and set page-table entries."""
+    """Make released slots inert and set page-table entries.
+
+    Args:
+      page_updates: slot (the number of slots to skip), index in its page table, page.
+    """
     slot, index, page = page_updates.T
     return replace(
         slots,
@@ -84,26 +86,33 @@ def edit(
 
 def move(
     slots: SlotState,
-    source: jax.Array,  # int32 [MOVES_A_CALL]
-    target: jax.Array,  # int32 [MOVES_A_CALL], S to skip
+    source: Int32[Array, " moves"],
+    target: Int32[Array, " moves"],
 ) -> SlotState:
-    """Copy slots to others, none of which is a source too; the sources become inert."""
+    """Copy slots to others, none of which is a source too; the sources become inert.
+
+    A move to the number of slots is skipped.
+    """
     num = slots.done.shape[0]
     moved = over_tensor(_moved, in_specs=P(), out_specs=P())(slots, source, target)
     vacated = jnp.where(target < num, source, num)
     return replace(moved, done=moved.done.at[vacated].set(True, mode="drop"))
 
 
-def _moved(slots: SlotState, source: jax.Array, target: jax.Array) -> SlotState:
-    # A leaf [S, ...] as one layer of S pages.
+def _moved(
+    slots: SlotState, source: Int32[Array, " moves"], target: Int32[Array, " moves"]
+) -> SlotState:
+    # A leaf as one layer, in which a slot is a page.
     layer = jax.tree.map(lambda leaf: leaf[None], slots)
     return jax.tree.map(lambda leaf: leaf[0], move_pages(layer, source, target))
 
 
-def admit(slots: SlotState, index: jax.Array, rows: SlotState) -> SlotState:
-    """Set the slots at `index` (int32 [ADMISSIONS_A_CALL], S to skip); page tables stay."""
+def admit(slots: SlotState, index: Int32[Array, " admissions"], rows: SlotState) -> SlotState:
+    """Set the slots at `index` (the number of slots to skip); page tables stay."""
 
-    def put(leaf: jax.Array, row: jax.Array) -> jax.Array:
+    def put(
+        leaf: Shaped[Array, " slots *entry"], row: Shaped[Array, " admissions *entry"]
+    ) -> Shaped[Array, " slots *entry"]:
         return leaf.at[index].set(row, mode="drop")
 
     admitted = jax.tree.map(put, replace(slots, page_table=rows.page_table), rows)
@@ -112,12 +121,17 @@ def admit(slots: SlotState, index: jax.Array, rows: SlotState) -> SlotState:
 
 def append(
     slots: SlotState,
-    index: jax.Array,  # int32 [R], slots; S to skip
-    live: jax.Array,  # bool [R]
-    token: jax.Array,  # int32 [R]
-    finite: jax.Array,  # bool [R], whether there is a token
+    index: Int32[Array, " rows"],
+    live: Bool[Array, " rows"],
+    token: Int32[Array, " rows"],
+    finite: Bool[Array, " rows"],
 ) -> SlotState:
-    """Append each live row's token to its slot, and make inert the slots that it ends."""
+    """Append each live row's token to its slot, and make inert the slots that it ends.
+
+    Args:
+      index: the rows' slots; the number of slots to skip.
+      finite: whether there is a token.
+    """
     num = slots.done.shape[0]
     accepted = live & finite
     safe = jnp.minimum(index, num - 1)
@@ -135,11 +149,11 @@ def append(
 
 def pack_admissions(
     config: EngineConfig, admissions: Sequence[Admission]
-) -> tuple[np.ndarray, SlotState]:
+) -> tuple[Int32[np.ndarray, " admissions"], SlotState]:
     """Arguments of `admit` for at most ADMISSIONS_A_CALL admissions, as NumPy arrays."""
     num = ADMISSIONS_A_CALL
 
-    def full(value: float, dtype: type, *shape: int) -> Any:  # NumPy where fields say jax.Array
+    def full(value: float, dtype: type, *shape: int) -> Any:  # NumPy where fields say Array
         return np.full((num, *shape), value, dtype)
 
     index = full(config.max_slots, np.int32)

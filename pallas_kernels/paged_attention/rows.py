@@ -31,4 +31,4 @@ class Rows:
     query_length: Int[Array, " rows"]
     first_position: Int[Array, " rows"]
     context_length: Int[Array, " rows"]
-    page_table: Int[Array, "rows pages"]
+    page_table: Int[Array, "rows row_pages"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.skipif(not shapes.is_available(), reason="beartype is n
 
 SOURCE = '''"""A module."""
 from __future__ import annotations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -25,6 +26,17 @@ def product(a: Float[Array, "rows columns"], b: Float[Array, " columns"]) -> Flo
 @jax.jit
 def jitted(a: Float[Array, " rows"], thing: Thing | None = None) -> Float[Array, " rows"]:
     return a
+
+class Size(Protocol):
+    size: int
+
+Pair = tuple[Float[Array, " rows"], Float[Array, " rows"]]
+
+def sized(a: Float[Array, " rows"], size: Size) -> Float[Array, " rows"]:
+    return a[: size.size]
+
+def first(pair: Pair) -> Float[Array, " rows"]:
+    return pair[0]
 
 class Host:
     @classmethod
@@ -49,6 +61,26 @@ def test_arguments_that_fit_pass(module):
     assert module["jitted"](jnp.ones(2), jnp.ones(1)).shape == (2,)
     assert module["Host"].total(np.arange(3)) == 3
     assert module["free"]("not an array") == "not an array"
+    assert module["first"]((jnp.ones(2), jnp.ones(2))).shape == (2,)
+
+
+def test_other_types_are_the_type_checkers(module):
+    """A protocol cannot be checked at run time, and an argument beside an array need not be."""
+    size = np.arange(3)
+    assert module["sized"](jnp.ones(3), size).shape == (3,)
+    with pytest.raises(Exception, match="Type-check error"):
+        module["sized"](jnp.ones(4), size)
+
+
+def test_abstract_arrays_are_checked_where_they_are_traced(module):
+    """`jax.eval_shape` and `jax.vmap` pass tracers, which have shapes of their own."""
+    abstract = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    vector = jax.ShapeDtypeStruct((3,), jnp.float32)
+    assert jax.eval_shape(module["product"], abstract, vector).shape == (2,)
+    many = jax.vmap(module["product"], (None, 0))(jnp.ones((2, 3)), jnp.ones((5, 3)))
+    assert many.shape == (5, 2)
+    with pytest.raises(Exception, match="Type-check error"):
+        jax.eval_shape(module["product"], abstract, abstract)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +91,7 @@ def test_arguments_that_fit_pass(module):
         ("product", (jnp.ones((2, 3)), jnp.ones(3, int))),
         ("product", (np.ones((2, 3), np.float32), jnp.ones(3))),
         ("jitted", (jnp.ones((2, 1)),)),
+        ("first", ((jnp.ones(2), jnp.ones(3)),)),
     ],
 )
 def test_arguments_and_results_that_do_not_fit_raise(module, name, arguments):
@@ -87,8 +120,9 @@ def test_calls_are_checked_up_to_a_number(module):
 
 def test_modules_of_the_house_are_checked():
     """The hook was installed before their first import."""
+    from jaxserve.steps.sampling import largest
     from pallas_kernels.matmul import xla
     from predictor import calibration
 
-    for function in (xla.matmul, calibration.softmax):
+    for function in (largest.argmax, xla.matmul, calibration.softmax):
         assert function.__code__.co_filename == shapes.__file__

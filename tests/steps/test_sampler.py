@@ -227,7 +227,8 @@ def test_runs_inside_a_loop():
     """A decode loop on the device draws what steps from the host draw."""
     logits = jnp.asarray(np.random.default_rng(11).normal(size=(NUM_ROWS, 12)), jnp.float32)
     requests = [request(temperature=1, frequency_penalty=2, seed=i) for i in range(NUM_ROWS)]
-    sampling = pack_sampling([(each, 0) for each in requests], NUM_ROWS)
+    packed = pack_sampling([(each, 0) for each in requests], NUM_ROWS)
+    sampling = jax.tree.map(jnp.asarray, packed)
     start = jnp.zeros((NUM_ROWS, CONTEXT), jnp.int32)
 
     def step(i, tokens, sample):

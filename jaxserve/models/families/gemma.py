@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.config import DecoderConfig, check_is, check_readable, windows_by_kind
 from jaxserve.models.context import LayerContext
@@ -107,7 +107,9 @@ class GemmaBlock(Block):
         self.attention_end_norm = RMSNorm(config, new)
         self.mlp_end_norm = RMSNorm(config, new)
 
-    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
         x = x + self.attention_end_norm(self.attention(self.attention_norm(x), context))
         return x + self.mlp_end_norm(self.mlp(self.mlp_norm(x), context))
 
@@ -119,8 +121,11 @@ class Gemma(Decoder):
     block_class = GemmaBlock
 
     def _embed(
-        self, tokens: jax.Array, positions: jax.Array, adapter: jax.Array | None
-    ) -> jax.Array:
+        self,
+        tokens: Int32[Array, " tokens"],
+        positions: Int32[Array, " tokens"],
+        adapter: Int32[Array, " tokens"] | None,
+    ) -> Float[Array, "tokens embed"]:
         x = self._embedded(tokens, adapter)
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-import jax
+from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.config import DecoderConfig, check_is, plain_sizes
 from jaxserve.models.decoder import Decoder
@@ -102,8 +102,11 @@ class GPT2(Decoder):
         self.positions = new.table((None, "embed"), shape)
 
     def _embed(
-        self, tokens: jax.Array, positions: jax.Array, adapter: jax.Array | None
-    ) -> jax.Array:
+        self,
+        tokens: Int32[Array, " tokens"],
+        positions: Int32[Array, " tokens"],
+        adapter: Int32[Array, " tokens"] | None,
+    ) -> Float[Array, "tokens embed"]:
         return self._embedded(tokens, adapter) + self.positions[...][positions]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-import jax
+from jaxtyping import Array, Float
 
 from jaxserve.models.config import DecoderConfig, plain_sizes
 from jaxserve.models.context import LayerContext
@@ -69,7 +69,9 @@ class GPTNeoXBlock(Block):
         super().__init__(config, new)
         self.parallel_residual = config.parallel_residual
 
-    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
         if not self.parallel_residual:
             return super().__call__(x, context)
         attended = self.attention(self.attention_norm(x), context)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-import jax
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxserve.models.attention import Attention
 from jaxserve.models.config import DecoderConfig
@@ -58,7 +58,9 @@ class GPTJBlock(Block):
         self.attention = Attention(config, new)
         self.mlp = TwoLayerMLP(config, new)
 
-    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
         normed = self.attention_norm(x)
         return x + self.attention(normed, context) + self.mlp(normed, context)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-import jax
+from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.config import DecoderConfig, check_is, plain_sizes
 from jaxserve.models.context import LayerContext
@@ -74,7 +74,9 @@ class OPTBlock(Block):
         super().__init__(config, new)
         self.norm_first = config.norm_first
 
-    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
         if self.norm_first:
             return super().__call__(x, context)
         x = self.attention_norm(x + self.attention(x, context))
@@ -117,14 +119,19 @@ class OPT(Decoder):
             self.lm_head = new.weight(("embed", "vocab"), (size, vocab))
 
     def _embed(
-        self, tokens: jax.Array, positions: jax.Array, adapter: jax.Array | None
-    ) -> jax.Array:
+        self,
+        tokens: Int32[Array, " tokens"],
+        positions: Int32[Array, " tokens"],
+        adapter: Int32[Array, " tokens"] | None,
+    ) -> Float[Array, "tokens embed"]:
         x = self._embedded(tokens, adapter)
         if self.config.projects:
             x = Linear(self.project_in)(x, adapter)
         return x + self.positions[...][positions + _FIRST_POSITION]
 
-    def _end(self, x: jax.Array, adapter: jax.Array | None) -> jax.Array:
+    def _end(
+        self, x: Float[Array, "tokens embed"], adapter: Int32[Array, " tokens"] | None
+    ) -> Float[Array, "tokens hidden"]:
         x = self.norm(x) if self.config.norm_first else x
         return Linear(self.project_out)(x, adapter) if self.config.projects else x
 

@@ -13,6 +13,7 @@ from typing import final
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxserve.steps.sampling.largest import top_k
 
@@ -26,29 +27,29 @@ _INFINITY_BITS = 0x7F800000
 @final
 @dataclass(frozen=True)
 class RandomChoice:
-    """The distributions that R rows draw from, and which tokens are still in them.
+    """The distributions that rows draw from, and which tokens are still in them.
 
     Attributes:
-      gap: float32 [R, V], infinity for tokens that cannot be drawn.
-      limit: float32 [R], the largest gap that can be drawn.
-      least: float32 [R], the least likelihood that can be drawn; None for no such bound.
+      gap: infinity for tokens that cannot be drawn.
+      limit: the largest gap that can be drawn.
+      least: the least likelihood that can be drawn; None for no such bound.
     """
 
-    gap: jax.Array
-    limit: jax.Array
-    least: jax.Array | None = None
+    gap: Float32[Array, "rows vocab"]
+    limit: Float32[Array, " rows"]
+    least: Float32[Array, " rows"] | None = None
 
-    def limited(self, limit: jax.Array) -> RandomChoice:
-        """Keep only the tokens whose gap is at most `limit`, float32 [R]."""
+    def limited(self, limit: Float32[Array, " rows"]) -> RandomChoice:
+        """Keep only the tokens whose gap is at most `limit`."""
         return replace(self, limit=jnp.minimum(self.limit, limit))
 
-    def at_least(self, likelihood: jax.Array) -> RandomChoice:
-        """Keep only the tokens of at least this likelihood, float32 [R]."""
+    def at_least(self, likelihood: Float32[Array, " rows"]) -> RandomChoice:
+        """Keep only the tokens of at least this likelihood."""
         least = likelihood if self.least is None else jnp.maximum(self.least, likelihood)
         return replace(self, least=least)
 
-    def likelihood_of(self, gap: jax.Array) -> jax.Array:
-        """Return likelihoods, float32 [R, n]: 1 for the likeliest token, 0 for what is out.
+    def likelihood_of(self, gap: Float32[Array, "rows num"]) -> Float32[Array, "rows num"]:
+        """Return likelihoods: 1 for the likeliest token, 0 for what is out.
 
         They are in proportion to probabilities.
         """
@@ -58,24 +59,24 @@ class RandomChoice:
         return jnp.where(likelihood >= self.least[:, None], likelihood, 0.0)
 
     @property
-    def likelihood(self) -> jax.Array:
-        """`likelihood_of` every token, float32 [R, V]."""
+    def likelihood(self) -> Float32[Array, "rows vocab"]:
+        """`likelihood_of` every token."""
         return self.likelihood_of(self.gap)
 
     @cached_property
-    def nearest(self) -> jax.Array:
-        """The n least gaps in increasing order, whether kept or not, float32 [R, n]."""
+    def nearest(self) -> Float32[Array, "rows num"]:
+        """The least gaps in increasing order, whether kept or not."""
         return -top_k(-self.gap, min(_NEAREST, self.gap.shape[1]))[0]
 
 
-def draw(choice: RandomChoice, bits: jax.Array) -> jax.Array:
-    """Draw one token a row by the inverse distribution function, int32 [R].
+def draw(choice: RandomChoice, bits: UInt32[Array, " rows"]) -> Int32[Array, " rows"]:
+    """Draw one token a row by the inverse distribution function.
 
     A token that is out, or of probability under about 2**-30, is never drawn. A row that holds a
     NaN gives any token.
 
     Args:
-      bits: uint32 [R], uniform.
+      bits: uniform.
     """
     likelihood = choice.likelihood
     weights = quantize(likelihood, quantum(likelihood))
@@ -93,8 +94,8 @@ def draw(choice: RandomChoice, bits: jax.Array) -> jax.Array:
     return jnp.minimum(block[:, 0] * _BLOCK + offset, vocab - 1)
 
 
-def quantum(likelihood: jax.Array) -> jax.Array:
-    """Return factors, float32 [R], that bring each row's likelihoods [R, V] to a sum near 2**30.
+def quantum(likelihood: Float32[Array, "rows vocab"]) -> Float32[Array, " rows"]:
+    """Return factors that bring each row's likelihoods to a sum near 2**30.
 
     The sum exceeds 2**30 by rounding at most.
     """
@@ -104,24 +105,27 @@ def quantum(likelihood: jax.Array) -> jax.Array:
     return 2.0**_SUM_BITS * coarse / (floor_sum + vocab).astype(jnp.float32)
 
 
-def quantize(likelihood: jax.Array, factor: jax.Array) -> jax.Array:
-    """Return the likelihoods times the row's factor, rounded down, int32 [R, n]."""
+def quantize(
+    likelihood: Float32[Array, "rows num"], factor: Float32[Array, " rows"]
+) -> Int32[Array, "rows num"]:
+    """Return the likelihoods times the row's factor, rounded down."""
     return (likelihood * factor[:, None]).astype(jnp.int32)
 
 
-def least_gap(gap: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
-    """Return the least g, float32 [R], at which the weights of tokens of gap <= g reach the target.
+def least_gap(
+    gap: Float32[Array, "rows vocab"],
+    weights: Int32[Array, "rows vocab"],
+    target: Int32[Array, " rows"],
+) -> Float32[Array, " rows"]:
+    """Return the least g at which the weights of tokens of gap <= g reach the target.
 
     Bisects the bit patterns of non-negative floats, which are ordered as the floats are, so the
     answer is exact. A target that is never reached gives infinity.
-
-    Args:
-      gap: float32 [R, V].
-      weights: int32 [R, V].
-      target: int32 [R].
     """
 
-    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def halve(
+        _: Int32[Array, ""], bounds: tuple[Int32[Array, " rows"], Int32[Array, " rows"]]
+    ) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
         low, high = bounds
         middle = low + (high - low) // 2
         limit = jax.lax.bitcast_convert_type(middle, jnp.float32)
@@ -133,8 +137,8 @@ def least_gap(gap: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Arra
     return jax.lax.bitcast_convert_type(high, jnp.float32)
 
 
-def _multiply_high(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the upper half of the 64-bit product, uint32."""
+def _multiply_high(a: UInt32[Array, " rows"], b: UInt32[Array, " rows"]) -> UInt32[Array, " rows"]:
+    """Return the upper half of the 64-bit product."""
     a_low, a_high = a & 0xFFFF, a >> 16
     b_low, b_high = b & 0xFFFF, b >> 16
     middle = a_high * b_low + ((a_low * b_low) >> 16)

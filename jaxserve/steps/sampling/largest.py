@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
 
 # Entries of a block: one pass takes the maximum of each, the rest reads few blocks.
 _BLOCK = 64
 
 
-def argmax(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # f32 [R, V]
-    """Return the index (i32 [R], lowest of equals) and value (f32 [R]) of each row's maximum.
+def argmax(
+    x: Float32[Array, "rows vocab"],
+) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"]]:
+    """Return the index (lowest of equals) and value of each row's maximum.
 
-    A row that holds a NaN gives any index below V and any value.
+    A row that holds a NaN gives any index below `vocab` and any value.
     """
     blocks = _blocks(x, -jnp.inf)
     maxima = jnp.max(blocks, axis=-1)
@@ -22,15 +25,18 @@ def argmax(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # f32 [R, V]
     return jnp.minimum(index, x.shape[1] - 1), jnp.max(maxima, axis=-1)
 
 
-def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:  # f32 [R, V]
-    """Return values and indices [R, k] as `jax.lax.top_k`: largest first, lower index of equals.
+def top_k(
+    x: Float32[Array, "rows vocab"], k: int
+) -> tuple[Float32[Array, "rows {k}"], Int32[Array, "rows {k}"]]:
+    """Return values and indices as `jax.lax.top_k`: largest first, lower index of equals.
 
     The k largest entries lie in the k blocks with the largest maxima. The blocks stay in index
     order, so that equal entries do too. A row that holds a NaN gives arbitrary values.
     """
     num_blocks = -(-x.shape[1] // _BLOCK)
     if k >= num_blocks:
-        return jax.lax.top_k(x, k)
+        values, index = jax.lax.top_k(x, k)
+        return values, index
     blocks = _blocks(x, -jnp.inf)
     _, chosen = jax.lax.top_k(jnp.max(blocks, axis=-1), k)
     chosen = jnp.sort(chosen, axis=-1)
@@ -40,6 +46,6 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:  # f32 [R, V]
     return values, jnp.minimum(block * _BLOCK + places % _BLOCK, x.shape[1] - 1)
 
 
-def _blocks(x: jax.Array, fill: float) -> jax.Array:
+def _blocks(x: Float32[Array, "rows vocab"], fill: float) -> Float32[Array, "rows blocks block"]:
     padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK)), constant_values=fill)
     return padded.reshape(x.shape[0], -1, _BLOCK)

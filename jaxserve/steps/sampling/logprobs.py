@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
 
 from jaxserve.core.sampling_params import MAX_LOGPROBS
 from jaxserve.steps.sampling.largest import top_k
 
 
-def log_normalizer(logits: jax.Array) -> jax.Array:  # f32 [R, V]
-    """F32 [R]: subtract it from a row's logits to get log-probabilities."""
+def log_normalizer(logits: Float32[Array, "rows vocab"]) -> Float32[Array, " rows"]:
+    """Return what to subtract from a row's logits to get log-probabilities."""
     return jax.nn.logsumexp(logits, axis=-1)
 
 
 def token_logprobs(
-    logits: jax.Array,  # f32 [R, V]
-    token: jax.Array,  # i32 [R]
-    normalizer: jax.Array,  # f32 [R]
-) -> jax.Array:
-    """F32 [R]: the log-probability of one token a row."""
+    logits: Float32[Array, "rows vocab"],
+    token: Int32[Array, " rows"],
+    normalizer: Float32[Array, " rows"],
+) -> Float32[Array, " rows"]:
+    """Return the log-probability of one token a row."""
     return jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - normalizer
 
 
 def likeliest(
-    logits: jax.Array,  # f32 [R, V]
-    normalizer: jax.Array,  # f32 [R]
-) -> tuple[jax.Array, jax.Array]:
-    """Ids i32 and log-probabilities f32 [R, MAX_LOGPROBS], likeliest first, then lowest id.
+    logits: Float32[Array, "rows vocab"], normalizer: Float32[Array, " rows"]
+) -> tuple[Int32[Array, "rows top"], Float32[Array, "rows top"]]:
+    """Return ids and log-probabilities, likeliest first, then lowest id.
 
     A vocabulary of fewer than MAX_LOGPROBS leaves id 0 at minus infinity in the places past it.
     """

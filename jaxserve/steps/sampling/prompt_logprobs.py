@@ -6,28 +6,31 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.steps.sampling.logprobs import likeliest, log_normalizer, token_logprobs
 
+# The log-probability of a token; the ids of the likeliest tokens in its place; theirs.
+PromptLogprobs = tuple[
+    Float32[Array, " tokens"], Int32[Array, "tokens top"], Float32[Array, "tokens top"]
+]
+
 
 def prompt_logprobs(
-    project: Callable[[jax.Array], jax.Array],
-    hidden: jax.Array,  # [T, E]
-    targets: jax.Array,  # i32 [T]
+    project: Callable[[Float[Array, "chunk hidden"]], Float32[Array, "chunk vocab"]],
+    hidden: Float[Array, "tokens hidden"],
+    targets: Int32[Array, " tokens"],
     chunk: int = 64,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probability of each position's target, and the likeliest tokens there.
+) -> PromptLogprobs:
+    """Return the log-probability of each position's target, and the likeliest tokens there.
 
     Never holds more than [chunk, vocab] logits, however long the prompt is.
 
     Args:
-      project: the model's head, from hidden states [chunk, E] to logits f32 [chunk, vocab].
+      project: the model's head, from hidden states to logits.
       hidden: last hidden state of each position.
       targets: the token that follows each position.
       chunk: positions projected at once.
-
-    Returns:
-      logprob f32 [T], top_ids i32 [T, MAX_LOGPROBS], top_logprobs f32 [T, MAX_LOGPROBS].
     """
     num_positions = targets.shape[0]
     extra = -num_positions % chunk
@@ -35,8 +38,8 @@ def prompt_logprobs(
     targets = jnp.pad(targets, (0, extra)).reshape(-1, chunk)
 
     def one_chunk(
-        operands: tuple[jax.Array, jax.Array],
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        operands: tuple[Float[Array, "chunk hidden"], Int32[Array, " chunk"]],
+    ) -> tuple[Float32[Array, " chunk"], Int32[Array, "chunk top"], Float32[Array, "chunk top"]]:
         logits = project(operands[0])
         normalizer = log_normalizer(logits)
         return (token_logprobs(logits, operands[1], normalizer), *likeliest(logits, normalizer))

@@ -8,6 +8,7 @@ from typing import final
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jaxserve.steps.sampling.choice import RandomChoice, draw
 from jaxserve.steps.sampling.largest import argmax
@@ -25,7 +26,7 @@ from jaxserve.steps.sampling.variants import Variant
 
 _VOCAB_MULTIPLE = 256
 
-# Name of a processor -> its `step_arrays`, [R, ...] each.
+# Name of a processor -> its `step_arrays`.
 StepArrays = Mapping[str, Arrays]
 
 
@@ -39,25 +40,23 @@ class Sampled:
     left to choose from; such a row's other fields are zeros.
 
     Attributes:
-      token: int32 [R].
-      finite: bool [R].
-      logprob: float32 [R]; None except in the FULL variant, like the two below.
-      top_ids: int32 [R, MAX_LOGPROBS], the likeliest tokens.
-      top_logprobs: float32 [R, MAX_LOGPROBS], -inf past the end of a smaller vocabulary.
+      logprob: None except in the FULL variant, like the two below.
+      top_ids: the likeliest tokens.
+      top_logprobs: -inf past the end of a smaller vocabulary.
     """
 
-    token: jax.Array
-    finite: jax.Array
-    logprob: jax.Array | None = None
-    top_ids: jax.Array | None = None
-    top_logprobs: jax.Array | None = None
+    token: Int32[Array, " rows"]
+    finite: Bool[Array, " rows"]
+    logprob: Float32[Array, " rows"] | None = None
+    top_ids: Int32[Array, "rows top"] | None = None
+    top_logprobs: Float32[Array, "rows top"] | None = None
 
 
 def sample(
-    logits: jax.Array,  # f32 [R, vocab]
-    sampling: SlotSampling,  # of the R rows
-    tokens: jax.Array,  # i32 [R, max_context]: prompt and output so far
-    length: jax.Array,  # i32 [R]: valid tokens = position of the token to choose
+    logits: Float32[Array, "rows vocab"],
+    sampling: SlotSampling,
+    tokens: Int32[Array, "rows max_context"],
+    length: Int32[Array, " rows"],
     *,
     variant: Variant,
     step_arrays: StepArrays | None = None,
@@ -68,6 +67,9 @@ def sample(
     The semantics are those of `SamplingParams`. Can be called under jit and inside loops.
 
     Args:
+      sampling: of the rows.
+      tokens: prompt and output so far.
+      length: valid tokens, which is the position of the token to choose.
       variant: serves every row's needs; static.
       step_arrays: arrays that come with this step alone, for the processors that take some; a
         processor whose arrays are missing is left out.
@@ -118,16 +120,18 @@ def _active(
     ]
 
 
-def _padded(logits: jax.Array) -> jax.Array:
+def _padded(logits: Float32[Array, "rows vocab"]) -> Float32[Array, "rows padded_vocab"]:
     """Pad the vocabulary once, so that the passes over it need not."""
     extra = -logits.shape[1] % _VOCAB_MULTIPLE
     return jnp.pad(logits, ((0, 0), (0, extra)), constant_values=-jnp.inf)
 
 
-def _random_bits(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """Return uint32 [R], which depends on a row's seed and position only."""
+def _random_bits(
+    seed: UInt32[Array, " rows"], position: Int32[Array, " rows"]
+) -> UInt32[Array, " rows"]:
+    """Return bits that depend on a row's seed and position only."""
 
-    def bits(seed: jax.Array, position: jax.Array) -> jax.Array:
+    def bits(seed: UInt32[Array, ""], position: Int32[Array, ""]) -> UInt32[Array, ""]:
         key = jax.random.key(seed, impl="threefry2x32")
         return jax.random.bits(jax.random.fold_in(key, position), dtype=jnp.uint32)
 

@@ -9,6 +9,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int32, Shaped, UInt32
 
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import MAX_STOP_TOKEN_IDS
@@ -20,21 +21,20 @@ from jaxserve.steps.sampling.processors.processor import ChoiceProcessor, Proces
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotSampling:
-    """Sampling parameters of S slots.
+    """Sampling parameters of slots.
 
     Attributes:
-      is_random: bool [S], whether the slot draws its tokens; otherwise it takes the likeliest.
-      seed: uint32 [S], of the slot's random numbers.
-      prompt_length: int32 [S].
-      stop_ids: int32 [S, MAX_STOP_TOKEN_IDS], tokens that end the slot, padded with -1.
-      processors: name of a processor -> its `slot_arrays`, [S, ...] each.
+      is_random: whether the slot draws its tokens; otherwise it takes the likeliest.
+      seed: of the slot's random numbers.
+      stop_ids: tokens that end the slot, padded with -1.
+      processors: name of a processor -> its `slot_arrays`.
     """
 
-    is_random: jax.Array
-    seed: jax.Array
-    prompt_length: jax.Array
-    stop_ids: jax.Array
-    processors: dict[str, dict[str, jax.Array]]
+    is_random: Bool[Array, " slots"]
+    seed: UInt32[Array, " slots"]
+    prompt_length: Int32[Array, " slots"]
+    stop_ids: Int32[Array, "slots stop_ids"]
+    processors: dict[str, dict[str, Shaped[Array, "slots ..."]]]
 
 
 def empty_sampling(num_slots: int, processors: Sequence[Processor] = PROCESSORS) -> SlotSampling:
@@ -70,7 +70,7 @@ def sample_seed(seed: int, sample_index: int) -> int:
     return (seed + 0x9E3779B9 * sample_index) % 2**32
 
 
-def _put(array: np.ndarray, row: int, entry: Any) -> None:
+def _put(array: Shaped[np.ndarray, "slots ..."], row: int, entry: Any) -> None:
     entry = np.asarray(entry, array.dtype)
     array[(row, *(slice(size) for size in entry.shape))] = entry
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import final
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jaxtyping import Array, Float32
 
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
@@ -34,7 +34,9 @@ class LogitBias(LogitsProcessor):
         bias = request.params.logit_bias or {}
         return {"ids": list(bias), "values": list(bias.values())}
 
-    def apply(self, logits: jax.Array, arrays: Arrays, rows: Rows) -> jax.Array:
+    def apply(
+        self, logits: Float32[Array, "rows vocab"], arrays: Arrays, rows: Rows
+    ) -> Float32[Array, "rows vocab"]:
         """See `LogitsProcessor`."""
         row = jnp.arange(logits.shape[0])[:, None]
         biased = jnp.where(arrays["ids"] >= 0, arrays["ids"], logits.shape[1])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import final
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jaxtyping import Array, Float32
 
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
@@ -32,7 +32,9 @@ class MinTokens(LogitsProcessor):
         """See `Processor`."""
         return {"length": min(len(request.prompt) + request.params.min_tokens, _INT32_MAX)}
 
-    def apply(self, logits: jax.Array, arrays: Arrays, rows: Rows) -> jax.Array:
+    def apply(
+        self, logits: Float32[Array, "rows vocab"], arrays: Arrays, rows: Rows
+    ) -> Float32[Array, "rows vocab"]:
         """See `LogitsProcessor`."""
         row = jnp.arange(logits.shape[0])[:, None]
         is_short = (rows.length < arrays["length"])[:, None]

@@ -10,13 +10,14 @@ from typing import final
 import jax
 import numpy as np
 import numpy.typing as npt
+from jaxtyping import Array, Float32, Int32, Shaped
 
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.steps.sampling.choice import RandomChoice
 
-# Arrays of one processor by name, each [R, ...] for R rows.
-Arrays = Mapping[str, jax.Array]
+# Arrays of one processor by name.
+Arrays = Mapping[str, Shaped[Array, "rows ..."]]
 
 
 @final
@@ -34,8 +35,8 @@ class RowArray:
     neutral: float
     shape: tuple[int, ...] = ()
 
-    def full(self, num_rows: int) -> np.ndarray:
-        """The neutral array, [num_rows, *shape]."""
+    def full(self, num_rows: int) -> Shaped[np.ndarray, "{num_rows} ..."]:
+        """Return the neutral array, [num_rows, *shape]."""
         return np.full((num_rows, *self.shape), self.neutral, self.dtype)
 
 
@@ -43,19 +44,19 @@ class RowArray:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """What a processor may read of the R rows beside its own arrays.
+    """What a processor may read of the rows beside its own arrays.
 
     Attributes:
-      tokens: int32 [R, max_context], prompt and output so far.
-      length: int32 [R], valid tokens = position of the token to choose.
-      prompt_length: int32 [R], tokens of the prompt alone.
-      stop_ids: int32 [R, MAX_STOP_TOKEN_IDS], tokens that end the row, padded with -1.
+      tokens: prompt and output so far.
+      length: valid tokens, which is the position of the token to choose.
+      prompt_length: tokens of the prompt alone.
+      stop_ids: tokens that end the row, padded with -1.
     """
 
-    tokens: jax.Array
-    length: jax.Array
-    prompt_length: jax.Array
-    stop_ids: jax.Array
+    tokens: Int32[Array, "rows max_context"]
+    length: Int32[Array, " rows"]
+    prompt_length: Int32[Array, " rows"]
+    stop_ids: Int32[Array, "rows stop_ids"]
 
 
 class Processor(abc.ABC):
@@ -92,11 +93,13 @@ class LogitsProcessor(Processor):
     """A processor that changes logits, for greedy and random rows alike."""
 
     @abc.abstractmethod
-    def apply(self, logits: jax.Array, arrays: Arrays, rows: Rows) -> jax.Array:
+    def apply(
+        self, logits: Float32[Array, "rows vocab"], arrays: Arrays, rows: Rows
+    ) -> Float32[Array, "rows vocab"]:
         """Return the changed logits.
 
         Args:
-          logits: float32 [R, V]. V is the vocabulary rounded up; the rest is at -inf and must stay.
+          logits: `vocab` is rounded up; what is past the vocabulary is at -inf and must stay.
           arrays: of `slot_arrays` and `step_arrays`.
           rows: what else is known of the rows.
         """
