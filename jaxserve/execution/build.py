@@ -176,9 +176,9 @@ def _build_whole(
     # the same number fits with the measured temporaries, these executables are used.
     optimistic = _agreed(pages.plan(step_bytes=0), group).num_pages
     draft = _engine_config(model_config, options, num_pages=optimistic)
-    programs = Programs(graphdef, draft, model_config, place, probe)
-    steps = programs.compiled_steps(params, pages.abstract(optimistic))
-    size = _agreed(pages.plan(step_bytes=largest_step_bytes(steps)), group)
+    programs = Programs.shared(graphdef, draft, model_config, place, probe)
+    step_bytes = programs.step_bytes(params, pages.abstract(optimistic))
+    size = _agreed(pages.plan(step_bytes=step_bytes), group)
     config = _engine_config(
         model_config,
         options,
@@ -187,7 +187,7 @@ def _build_whole(
         num_host_pages=pages.plan_host(size) if group is None else 0,
     )
     if size.num_pages != optimistic:
-        programs = Programs(graphdef, config, model_config, place, probe)
+        programs = Programs.shared(graphdef, config, model_config, place, probe)
     cache = pages.new(size.num_pages)
     executor = DeviceExecutor(config, programs, params, cache, strict=options.strict)
     return (executor if group is None else in_group(executor, group)), size
@@ -213,7 +213,7 @@ def _build_stages(
     def programs_for(num_pages: int) -> list[Programs]:
         config = _engine_config(model_config, options, num_pages=num_pages)
         return [
-            Programs(part.graphdef, config, model_config.part(part.stage.layers), place)
+            Programs.shared(part.graphdef, config, model_config.part(part.stage.layers), place)
             for part, place in zip(parts, places, strict=True)
         ]
 
@@ -279,20 +279,23 @@ class _Pages:
 
     def abstract(self, num_pages: int) -> Any:
         """Return the shapes and dtypes of the cache."""
-        return jax.eval_shape(lambda: self._empty(num_pages))
+        return jax.eval_shape(lambda: empty_cache(*self._sizes(num_pages)))
 
     def new(self, num_pages: int) -> Any:
         """Return a cache of zeros on its devices."""
-        return jax.jit(self._empty, static_argnums=0, out_shardings=self.place.pages)(num_pages)
+        sizes = self._sizes(num_pages)
+        static = tuple(range(len(sizes)))
+        return jax.jit(empty_cache, static_argnums=static, out_shardings=self.place.pages)(*sizes)
 
-    def _empty(self, num_pages: int) -> Any:
-        return empty_cache(
+    def _sizes(self, num_pages: int) -> tuple[Any, ...]:
+        """Return the arguments of `empty_cache`."""
+        return (
             self.model_config,
             num_pages,
             self.options.page_size,
             self.options.kv_dtype or self.model_config.dtype,
             self.layer_layout,
-            num_shards=self.place.num_shards,
+            self.place.num_shards,
         )
 
 

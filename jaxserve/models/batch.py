@@ -270,7 +270,6 @@ def empty_cache(
     page_size: int,
     dtype: jax.typing.DTypeLike,
     layer_layout: Literal["unrolled", "scanned"],
-    *,
     num_shards: int = 1,
 ) -> KVCache:
     """Return a cache of zeros: one buffer a layer when `unrolled`, one for all when `scanned`.

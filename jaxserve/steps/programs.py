@@ -7,7 +7,7 @@ multiplying. `Variant.sizes` says at which sizes a variant of a head or a decode
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, final
 
 import jax
@@ -60,6 +60,7 @@ class Programs:
         self.place = place
         self.refinement = None if probe is None else probe.refinement
         self.probe_params = None if probe is None else jax.device_put(probe.params, place.whole)
+        self._step_bytes: dict[Any, int] = {}
         self._planner = AttentionPlanner.of(config, model_config, place)
         bind = partial(partial, graphdef=graphdef, config=config)
         read = partial(bind, probe=probe)
@@ -98,6 +99,24 @@ class Programs:
         )
         self.no_outputs = jax.jit(no_outputs, static_argnums=(0, 1, 2), out_shardings=whole)
 
+    @classmethod
+    def shared(
+        cls,
+        graphdef: nnx.GraphDef,
+        config: EngineConfig,
+        model_config: Any,
+        place: Placement,
+        probe: Probe | None = None,
+    ) -> Programs:
+        """Return the programs that this process made last for equal arguments, or make them.
+
+        What they have compiled is not traced again, so that a second runtime of a model starts at
+        once. Programs with a probe, which hold its parameters, are always made.
+        """
+        if probe is not None:
+            return cls(graphdef, config, model_config, place, probe)
+        return _shared(graphdef, config, model_config, place)
+
     def plan_mixed(self, batch: MixedBatch) -> Plan | None:
         """The plan of attention in a mixed step, for `mixed_body`."""
         return None if self._planner is None else self._planner.mixed(batch)
@@ -133,6 +152,14 @@ class Programs:
                 ),
             ]
         return [step.compile() for step in lowered]
+
+    def step_bytes(self, params: Params, cache: KVCache) -> int:
+        """Return the memory that `compiled_steps` need beside their arguments; measured once."""
+        leaves, structure = jax.tree.flatten((params, cache))
+        arguments = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
+        if arguments not in self._step_bytes:
+            self._step_bytes[arguments] = largest_step_bytes(self.compiled_steps(params, cache))
+        return self._step_bytes[arguments]
 
     def compiled_stage_steps(
         self, params: Params, cache: KVCache, embed: int | None = None, *, samples: bool
@@ -220,3 +247,10 @@ def largest_step_bytes(steps: Sequence[Any]) -> int:
 def _extra_bytes(analysis: Any) -> int:
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return analysis.temp_size_in_bytes + max(0, outputs)
+
+
+@lru_cache(maxsize=8)
+def _shared(
+    graphdef: nnx.GraphDef, config: EngineConfig, model_config: Any, place: Placement
+) -> Programs:
+    return Programs(graphdef, config, model_config, place)

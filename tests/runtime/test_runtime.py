@@ -601,3 +601,25 @@ def test_a_runtime_that_cannot_be_made_closes_its_executors():
     with pytest.raises(RuntimeError, match="no costs"):
         Runtime(tiny_llama(), wrap_executor=wrapped, **{**OPTIONS, "warmup": False})
     assert [executor.is_closed for executor in wrapped.executors] == [True]
+
+
+def test_a_second_runtime_of_a_model_compiles_nothing():
+    """Its steps are those that the first one has traced and compiled, with other weights too."""
+    num_compiled = 0
+
+    def on_event(event: str, seconds: float, **_: object) -> None:
+        nonlocal num_compiled
+        num_compiled += event == "/jax/core/compile/backend_compile_duration"
+
+    def tokens(seed: int) -> tuple[int, ...]:
+        with Runtime(tiny_llama(seed), **{**OPTIONS, "max_slots": 3}) as rt:
+            return rt.generate([5, 6, 7], SamplingParams(max_tokens=9)).token_ids
+
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    try:
+        first, num_first = tokens(0), num_compiled
+        other, again = tokens(1), tokens(0)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(on_event)
+    assert first == again != other
+    assert num_compiled == num_first > 5
