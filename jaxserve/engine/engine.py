@@ -12,6 +12,7 @@ from os import urandom
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Request
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
@@ -22,7 +23,7 @@ from jaxserve.memory.page_cache import Tier
 from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.outlook import Outlook, outlooks
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LINK, StepPlan
 from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.scheduler import Progress, Scheduler
 from jaxserve.scheduling.sequence import Sequence
@@ -51,6 +52,9 @@ class Engine:
     Attributes:
       changed: notified, on another thread, when something has come from the disk: `step` has work
         then. Nothing else of an engine is for other threads.
+
+    Raises:
+      InvalidConfigError: the policy plans for more device groups than the executor has.
     """
 
     def __init__(
@@ -63,6 +67,8 @@ class Engine:
         replica: int = 0,
         disk: DiskTier | None = None,
     ):
+        if policy.num_device_groups > 1:
+            _check_groups(policy, executor.num_device_groups)
         self.changed = threading.Condition()
         self._kv = KVManager(
             executor.config,
@@ -79,7 +85,10 @@ class Engine:
         self._clock = clock
         self._executor = executor
         self._max_in_flight = max_in_flight
-        self._in_flight: deque[_InFlight] = deque()
+        groups = range(policy.num_device_groups)
+        lanes = groups if len(groups) == 1 else (LINK, *groups)
+        # Of each device group, and of the link between them: in order, the steps not yet read.
+        self._in_flight: dict[int, deque[_InFlight]] = {lane: deque() for lane in lanes}
 
     @property
     def has_work(self) -> bool:
@@ -91,7 +100,7 @@ class Engine:
 
         The policy waits for more sequences then, or the sequences for the disk.
         """
-        if self._in_flight or self._kv.has_arrived:
+        if self._is_at_work or self._kv.has_arrived:
             return None
         return self.scheduler.wake_s
 
@@ -112,31 +121,32 @@ class Engine:
         """Submit the next step, then read the oldest one that is due; returns its news.
 
         The plan for the next step is made and submitted before the step before it is read, so the
-        device has work while the host catches up.
+        device has work while the host catches up. With several device groups, each of them has.
         """
         begin_s = time.perf_counter()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self._open_groups)
         self.stats.after_plan(time.perf_counter() - begin_s)
         if plan is not None:
             gap_before_s = self.stats.host_gap_s
-            self.stats.before_submit(self._newest_handle())
+            lane = self._in_flight[plan.group]
+            self.stats.before_submit(_newest_handle(lane))
             self.recorder.step_submitted(
                 plan, self.scheduler, self._clock.now(), self.stats.host_gap_s - gap_before_s
             )
-            self._in_flight.append(_InFlight(plan, self._executor.submit(plan)))
+            lane.append(_InFlight(plan, self._executor.submit(plan)))
             self.stats.after_submit(plan, self.scheduler)
-        if not self._in_flight:
+        if not self._is_at_work:
             if self.has_work and self.scheduler.wake_s is None:
                 raise AssertionError("work is left, but no step can be planned")
             return []
-        if plan is not None and len(self._in_flight) < self._max_in_flight:
+        if plan is not None and self._open_groups:
             return []
         return self._collect()
 
     def drain(self) -> list[Progress]:
         """Read every step that is in flight; returns its news. No step is submitted."""
         news = []
-        while self._in_flight:
+        while self._is_at_work:
             news += self._collect()
         return news
 
@@ -174,7 +184,7 @@ class Engine:
         Args:
           keeps_disk: go on finding what the disk has of the weights that there are now.
         """
-        assert not self._in_flight, "steps are in flight; drain() first"
+        assert not self._is_at_work, "steps are in flight; drain() first"
         self._kv.clear(b"" if keeps_disk else urandom(8))
 
     def close(self, *, is_whole: bool) -> None:
@@ -199,6 +209,9 @@ class Engine:
         """Plan by another iteration shape, or by other settings of the same one, from now on.
 
         To be called between two steps, which may be in flight. No request is lost or preempted.
+
+        Raises:
+          InvalidConfigError: it plans for another number of device groups.
         """
         self.scheduler.adopt(iteration)
 
@@ -211,25 +224,57 @@ class Engine:
         Raises:
           DeviceMemoryError: the executor could not; all go on in the old pool.
         """
-        assert not self._in_flight, "steps are in flight; drain() first"
+        assert not self._is_at_work, "steps are in flight; drain() first"
         moves = self.scheduler.make_room(num_pages)
         self._executor.resize(num_pages, moves)
         self.scheduler.resize(num_pages, moves)
 
     def abandon(self) -> None:
         """Drop what is in flight, for shutting down."""
-        self._in_flight.clear()
+        for lane in self._in_flight.values():
+            lane.clear()
+
+    @property
+    def _is_at_work(self) -> bool:
+        return any(self._in_flight.values())
+
+    @property
+    def _open_groups(self) -> tuple[int, ...]:
+        return tuple(
+            group for group, lane in self._in_flight.items() if len(lane) < self._max_in_flight
+        )
 
     def _collect(self) -> list[Progress]:
-        oldest = self._in_flight.popleft()
+        lane = self._first_lane()
+        oldest = lane.popleft()
         result = oldest.handle.collect()
-        self.stats.after_collect(self._newest_handle())
-        self.recorder.step_collected(self._clock.now())
+        self.stats.after_collect(_newest_handle(lane))
+        self.recorder.step_collected(oldest.plan.index, self._clock.now())
         return self.scheduler.apply(oldest.plan, result)
 
     def _notify(self) -> None:
         with self.changed:
             self.changed.notify_all()
 
-    def _newest_handle(self) -> StepHandle | None:
-        return self._in_flight[-1].handle if self._in_flight else None
+    def _first_lane(self) -> deque[_InFlight]:
+        """Return the steps in flight of the group that ends one first."""
+        lanes = [lane for lane in self._in_flight.values() if lane]
+        while len(lanes) > 1:
+            for lane in lanes:
+                if lane[0].handle.is_ready():
+                    return lane
+            self._clock.wait()
+        return lanes[0]
+
+
+def _newest_handle(lane: deque[_InFlight]) -> StepHandle | None:
+    return lane[-1].handle if lane else None
+
+
+def _check_groups(policy: Policy, num_device_groups: int) -> None:
+    if policy.num_device_groups > num_device_groups:
+        raise InvalidConfigError(
+            f"policy {policy.name!r} plans for {policy.num_device_groups} device groups, and this "
+            f"executor has {num_device_groups}; choose a policy for one group, such as "
+            '"exegpt_rra", or simulate it (jaxserve.planning.simulate)'
+        )

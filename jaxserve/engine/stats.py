@@ -27,6 +27,7 @@ class EngineStats:
       num_preemptions: sequences sent back to the pool.
       num_outgrown: of these, because they had used up what was reserved for them.
       num_pages_out, num_pages_in: copied to the host and back.
+      num_pages_handed_over: copied from one device group to another.
       num_pages_prefetched: of those that came back, the ones whose sequences waited yet.
       num_recomputed: tokens of preempted sequences whose KV was dropped, to be computed anew.
       num_prefix_queried: tokens of admitted sequences, in full pages, that the prefix cache could
@@ -54,6 +55,7 @@ class EngineStats:
     num_outgrown: int = 0
     num_pages_out: int = 0
     num_pages_in: int = 0
+    num_pages_handed_over: int = 0
     num_pages_prefetched: int = 0
     num_recomputed: int = 0
     num_prefix_queried: int = 0
@@ -93,6 +95,9 @@ class EngineStats:
 
     def after_submit(self, plan: StepPlan, scheduler: Scheduler) -> None:
         self._seen_busy_s = self.clock.now()
+        self.num_pages_handed_over += plan.num_pages_handed_over
+        if plan.handovers:
+            return
         self.num_steps += 1
         self.num_iterations += plan.num_iterations
         self.num_decode_loops += plan.is_decode_loop

@@ -29,7 +29,8 @@ class Executor(Protocol):
     """Carries out plans in the order of submission: on a device, on a mesh, or in a simulation.
 
     `submit` returns at once. A plan may be submitted before the one before it is collected.
-    What an executor can do beyond that, it declares: `swap_costs`, `refinement`, `host_memory`.
+    What an executor can do beyond that, it declares: `swap_costs`, `refinement`, `host_memory`,
+    `num_device_groups`. With several device groups, each carries out its plans in their order.
     """
 
     @property
@@ -45,6 +46,11 @@ class Executor(Protocol):
     @property
     def refinement(self) -> Refinement | None:
         """How much the probe's readings (`StepResult.remaining`) say; None without a probe."""
+        ...
+
+    @property
+    def num_device_groups(self) -> int:
+        """Groups of devices with parameters and pages of their own, see `StepPlan.group`."""
         ...
 
     @property

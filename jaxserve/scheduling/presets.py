@@ -13,6 +13,7 @@ from jaxserve.scheduling.iteration.iteration_level import IterationLevel
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.static import Static
 from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.order.fcfs import FCFS
 from jaxserve.scheduling.order.longest_first import LongestFirst
 from jaxserve.scheduling.policy import Policy
@@ -70,6 +71,12 @@ PRESETS: dict[str, Policy] = {
             FCFS(),
             RRA(encode_batch=4, decode_iterations=16),
             Stateless(),
+        ),
+        # ExeGPT with workload-aware allocation. WAA-C and WAA-M share out the devices by computing
+        # time or by memory, which is the planner's matter; they schedule alike.
+        *(
+            Policy(name, MaxLength(), FCFS(), WAA(encode_batch=4), Stateless())
+            for name in ("exegpt_waa_c", "exegpt_waa_m")
         ),
         # Ours.
         Policy("auto", Expected(), FCFS(), Unified(), Tiered(), LongestRemaining()),

@@ -45,7 +45,7 @@ POLICIES = [
     *{**PRESETS, **PACKED}.values(),
     *(
         replace(PRESETS[name], name=f"{name}, by priority", order=Priority(AGEING_S))
-        for name in sorted(PRESETS.keys() - {"flover"})  # the same as another
+        for name in sorted(PRESETS.keys() - {"flover", "exegpt_waa_m"})  # the same as others
     ),
     *MIXED,
 ]

@@ -58,7 +58,7 @@ PREDICTED = [
 ]
 BASELINES = (
     *("fastertransformer", "triton_window", "concurrent_instances", "oracle", "s3_oracle"),
-    "exegpt_rra",
+    *("exegpt_rra", "exegpt_waa_c"),
 )
 SEEDS = [range(start, start + 100) for start in range(0, 600, 100)]
 CASES = [(policy, seeds) for policy in POLICIES for seeds in SEEDS]
@@ -66,7 +66,8 @@ CASES += [(policy, seeds) for policy in PREDICTED for seeds in SEEDS[:3]]
 RESIZED = [
     *POLICIES,
     *PREDICTED,
-    *(PRESETS[name] for name in ("fastertransformer", "concurrent_instances", "exegpt_rra")),
+    *(PRESETS[name] for name in ("fastertransformer", "concurrent_instances")),
+    *(PRESETS[name] for name in ("exegpt_rra", "exegpt_waa_c")),
 ]
 CASES += [(PRESETS[name], seeds) for name in BASELINES for seeds in SEEDS[:2]]
 SHORT = [*PRESETS.values(), POLICIES[3], *PREDICTED]

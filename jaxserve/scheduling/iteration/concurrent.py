@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 from jaxserve.scheduling.policy import StepBuilder
 
@@ -31,6 +31,8 @@ class Concurrent:
     Every request starts at once. Instances take turns on the device, the one that has waited
     longest first; each turn reads all weights for one sequence.
     """
+
+    num_device_groups: ClassVar[int] = 1
 
     def new_state(self) -> Turns:
         return Turns()

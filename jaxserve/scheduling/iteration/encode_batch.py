@@ -78,7 +78,8 @@ class Workload:
     Attributes:
       encode_batch: B_E, sequences of an encode batch on average.
       encode_tokens: tokens of an encode batch on average; None to go by those that were computed.
-      decode_batch: B_D, running sequences on average; None where they are not known.
+      decode_batch: B_D, running sequences after an encode batch on average; None where they are not
+        known.
       threshold: share of the average by which tokens and running sequences may differ from it.
     """
 

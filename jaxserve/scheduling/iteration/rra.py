@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import ClassVar, final
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.scheduling.iteration.encode_batch import EncodeBatch, Ratio, Workload
@@ -53,10 +53,13 @@ class RRA:
       encode_batch: B_E, sequences of an encode phase on average.
       decode_iterations: N_D, decode iterations between two encode phases.
       encode_tokens: tokens of an encode phase on average; None to measure them.
-      decode_batch: B_D, sequences that run on average; None to take B_E over the measured share of
-        sequences that end in a decode phase, which is how the paper sets it.
+      decode_batch: B_D, sequences that run at the beginning of a decode phase on average; fewer do
+        at its end. None to take B_E over the measured share of sequences that end in a decode
+        phase, which is how the paper sets it.
       threshold: see `Workload`.
     """
+
+    num_device_groups: ClassVar[int] = 1
 
     encode_batch: int
     decode_iterations: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from jaxserve.scheduling.iteration.decode_loop import decode_iterations
 from jaxserve.scheduling.policy import StepBuilder
@@ -19,6 +19,8 @@ class Unified:
     bounds the prompt tokens of one step, 0 for all that fit; without prompts to compute, the
     step is a decode loop.
     """
+
+    num_device_groups: ClassVar[int] = 1
 
     chunk_tokens: int = 0
 
