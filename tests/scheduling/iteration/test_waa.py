@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -14,6 +15,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost
 from jaxserve.planning import GroupCosts, Simulation, simulate
+from jaxserve.report.trace import trace_events
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.admission.predicted import Predicted
 from jaxserve.scheduling.iteration.rra import RRA
@@ -196,3 +198,17 @@ def test_settings_out_of_range_are_refused(setting):
     (name,) = setting
     with pytest.raises(InvalidConfigError, match=name):
         WAA(**{"encode_batch": 2, **setting})
+
+
+def test_a_trace_shows_the_groups_beside_each_other():
+    """One track for each group and one for the link; steps of a track do not overlap."""
+    run = _run([_item(6)] * 6, WAA(encode_batch=2))
+    events = [event for event in trace_events(run.steps, run.requests) if event["ph"] == "X"]
+    steps = [e for e in events if e["name"] in ("mixed", "decode loop", "handover")]
+    names = {}
+    for event in steps:
+        names.setdefault(event["tid"], set()).add(event["name"])
+    assert sorted(map(sorted, names.values())) == [["decode loop"], ["handover"], ["mixed"]]
+    for track in names:
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in steps if e["tid"] == track)
+        assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(spans))
