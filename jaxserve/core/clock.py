@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from typing import Protocol, final
+
+# Far less than a step takes.
+_POLL_S = 1e-4
 
 
 class Clock(Protocol):
     """A source of time, in seconds since an arbitrary origin; it never goes back."""
 
     def now(self) -> float: ...
+
+    def wait(self) -> None:
+        """Let time pass, until something may have happened that the caller waits for."""
+        ...
 
 
 @final
@@ -19,13 +27,17 @@ class WallClock:
     def now(self) -> float:
         return time.perf_counter()
 
+    def wait(self) -> None:
+        time.sleep(_POLL_S)
+
 
 @final
 class VirtualClock:
-    """A clock that only `advance_to` moves; the simulated executor uses it."""
+    """A clock that only `advance_to` and `wait` move; the simulated executor uses it."""
 
     def __init__(self, start_s: float = 0.0):
         self._now_s = start_s
+        self._expected_s: list[float] = []
 
     def now(self) -> float:
         return self._now_s
@@ -33,3 +45,19 @@ class VirtualClock:
     def advance_to(self, time_s: float) -> None:
         """Move to `time_s`, unless it is in the past."""
         self._now_s = max(self._now_s, time_s)
+        while self._expected_s and self._expected_s[0] <= self._now_s:
+            heapq.heappop(self._expected_s)
+
+    def expect(self, time_s: float) -> None:
+        """Have something happen at `time_s`, for `wait`."""
+        if time_s > self._now_s:
+            heapq.heappush(self._expected_s, time_s)
+
+    def wait(self) -> None:
+        """Move to the next time at which something happens.
+
+        Raises:
+          AssertionError: nothing will happen.
+        """
+        assert self._expected_s, "nothing is expected, so waiting would not end"
+        self.advance_to(self._expected_s[0])

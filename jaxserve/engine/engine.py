@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from os import urandom
-from typing import final
+from typing import Any, final
 
 from jaxserve.core.clock import Clock
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Request
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
@@ -22,8 +23,8 @@ from jaxserve.memory.page_cache import Tier
 from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.outlook import Outlook, outlooks
-from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.plan import LINK, StepPlan
+from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.scheduler import Progress, Scheduler
 from jaxserve.scheduling.sequence import Sequence
 
@@ -52,6 +53,9 @@ class Engine:
     Attributes:
       changed: condition that another thread notifies when pages have come from the disk, so that
         `step` has work. Other threads may use no other attribute of an engine.
+
+    Raises:
+      InvalidConfigError: the policy plans for more device groups than the executor has.
     """
 
     def __init__(
@@ -64,6 +68,8 @@ class Engine:
         replica: int = 0,
         disk: DiskTier | None = None,
     ):
+        if policy.num_device_groups > 1:
+            _check_groups(policy, executor.num_device_groups)
         self.changed = threading.Condition()
         self._kv = KVManager(
             executor.config,
@@ -80,7 +86,10 @@ class Engine:
         self._clock = clock
         self._executor = executor
         self._max_in_flight = max_in_flight
-        self._in_flight: deque[_InFlight] = deque()
+        groups = range(policy.num_device_groups)
+        lanes = groups if len(groups) == 1 else (LINK, *groups)
+        # Of each device group, and of the link between them: in order, the steps not yet read.
+        self._in_flight: dict[int, deque[_InFlight]] = {lane: deque() for lane in lanes}
 
     @property
     def has_work(self) -> bool:
@@ -92,7 +101,7 @@ class Engine:
 
         It may idle while the policy waits for more sequences, or while sequences wait for the disk.
         """
-        if self._in_flight or self._kv.has_arrived:
+        if self._is_at_work or self._kv.has_arrived:
             return None
         return self.scheduler.wake_s
 
@@ -113,31 +122,32 @@ class Engine:
         """Submit the next step, then collect the oldest one if it is due; return its progress.
 
         The next step is planned and submitted before the previous one is collected, so that the
-        device has work while the host applies results.
+        device has work while the host applies results. So it is for each of several device groups.
         """
         begin_s = time.perf_counter()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self._open_groups)
         self.stats.after_plan(time.perf_counter() - begin_s)
         if plan is not None:
             gap_before_s = self.stats.host_gap_s
-            self.stats.before_submit(self._newest_handle())
+            lane = self._in_flight[plan.group]
+            self.stats.before_submit(_newest_handle(lane))
             self.recorder.step_submitted(
                 plan, self.scheduler, self._clock.now(), self.stats.host_gap_s - gap_before_s
             )
-            self._in_flight.append(_InFlight(plan, self._executor.submit(plan)))
+            lane.append(_InFlight(plan, self._executor.submit(plan)))
             self.stats.after_submit(plan, self.scheduler)
-        if not self._in_flight:
+        if not self._is_at_work:
             if self.has_work and self.scheduler.wake_s is None:
                 raise AssertionError("work is left, but no step can be planned")
             return []
-        if plan is not None and len(self._in_flight) < self._max_in_flight:
+        if plan is not None and self._open_groups:
             return []
         return self._collect()
 
     def drain(self) -> list[Progress]:
         """Collect every step in flight and return their progress, without submitting a step."""
         news = []
-        while self._in_flight:
+        while self._is_at_work:
             news += self._collect()
         return news
 
@@ -175,7 +185,7 @@ class Engine:
         Args:
           keeps_disk: keep the disk's pages that belong to the present weights.
         """
-        assert not self._in_flight, "steps are in flight; drain() first"
+        assert not self._is_at_work, "steps are in flight; drain() first"
         self._kv.clear(b"" if keeps_disk else urandom(8))
 
     def close(self, *, is_whole: bool) -> None:
@@ -196,6 +206,16 @@ class Engine:
         finally:
             self._kv.close()
 
+    def adopt(self, iteration: IterationShape[Any]) -> None:
+        """Plan by another iteration shape, or by other settings of the same one, from now on.
+
+        To be called between two steps, which may be in flight. No request is lost or preempted.
+
+        Raises:
+          InvalidConfigError: it plans for another number of device groups.
+        """
+        self.scheduler.adopt(iteration)
+
     def resize(self, num_pages: int) -> None:
         """Resize the pool to `num_pages` pages. Call `drain` first.
 
@@ -205,25 +225,57 @@ class Engine:
         Raises:
           DeviceMemoryError: the executor could not resize; every sequence goes on in the old pool.
         """
-        assert not self._in_flight, "steps are in flight; drain() first"
+        assert not self._is_at_work, "steps are in flight; drain() first"
         moves = self.scheduler.make_room(num_pages)
         self._executor.resize(num_pages, moves)
         self.scheduler.resize(num_pages, moves)
 
     def abandon(self) -> None:
         """Drop the steps in flight, for shutdown."""
-        self._in_flight.clear()
+        for lane in self._in_flight.values():
+            lane.clear()
+
+    @property
+    def _is_at_work(self) -> bool:
+        return any(self._in_flight.values())
+
+    @property
+    def _open_groups(self) -> tuple[int, ...]:
+        return tuple(
+            group for group, lane in self._in_flight.items() if len(lane) < self._max_in_flight
+        )
 
     def _collect(self) -> list[Progress]:
-        oldest = self._in_flight.popleft()
+        lane = self._first_lane()
+        oldest = lane.popleft()
         result = oldest.handle.collect()
-        self.stats.after_collect(self._newest_handle())
-        self.recorder.step_collected(self._clock.now())
+        self.stats.after_collect(_newest_handle(lane))
+        self.recorder.step_collected(oldest.plan.index, self._clock.now())
         return self.scheduler.apply(oldest.plan, result)
 
     def _notify(self) -> None:
         with self.changed:
             self.changed.notify_all()
 
-    def _newest_handle(self) -> StepHandle | None:
-        return self._in_flight[-1].handle if self._in_flight else None
+    def _first_lane(self) -> deque[_InFlight]:
+        """Return the steps in flight of the group that ends one first."""
+        lanes = [lane for lane in self._in_flight.values() if lane]
+        while len(lanes) > 1:
+            for lane in lanes:
+                if lane[0].handle.is_ready():
+                    return lane
+            self._clock.wait()
+        return lanes[0]
+
+
+def _newest_handle(lane: deque[_InFlight]) -> StepHandle | None:
+    return lane[-1].handle if lane else None
+
+
+def _check_groups(policy: Policy, num_device_groups: int) -> None:
+    if policy.num_device_groups > num_device_groups:
+        raise InvalidConfigError(
+            f"policy {policy.name!r} plans for {policy.num_device_groups} device groups, and this "
+            f"executor has {num_device_groups}; choose a policy for one group, such as "
+            '"exegpt_rra", or simulate it (jaxserve.planning.simulate)'
+        )

@@ -36,10 +36,11 @@ class StepRecord:
       host_gap_s: seconds that the device may have idled before the step.
       collected_s: time at which the host had collected the step; None if it has not.
       replica: index of the replica that ran the step; each replica counts `index` from 0.
+      group: device group that ran the step, see `StepPlan`.
     """
 
     index: int
-    kind: Literal["mixed", "decode loop"]
+    kind: Literal["mixed", "decode loop", "handover"]
     num_rows: int
     num_tokens: int
     num_iterations: int
@@ -55,6 +56,7 @@ class StepRecord:
     host_gap_s: float
     collected_s: float | None = None
     replica: int = 0
+    group: int = 0
 
 
 @final
@@ -83,7 +85,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._steps: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
         self._requests: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
-        self._in_flight: deque[StepRecord] = deque()
+        self._in_flight: dict[int, StepRecord] = {}
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
@@ -114,34 +116,37 @@ class Recorder:
         self, plan: StepPlan, scheduler: Scheduler, now_s: float, host_gap_s: float
     ) -> None:
         usage = scheduler.page_usage()
-        if plan.is_decode_loop:
+        kind = "mixed"
+        if plan.handovers:
+            kind, padding = "handover", 0
+        elif plan.is_decode_loop:
+            kind = "decode loop"
             padding = plan.num_iterations * (plan.window_size - len(plan.rows))
         else:
             padding = bucket(plan.num_tokens, self._config.token_buckets) - plan.num_tokens
-        self._in_flight.append(
-            StepRecord(
-                index=plan.index,
-                kind="decode loop" if plan.is_decode_loop else "mixed",
-                num_rows=len(plan.rows),
-                num_tokens=plan.num_tokens,
-                num_iterations=plan.num_iterations,
-                num_padding_tokens=padding,
-                num_running=len(scheduler.running),
-                num_waiting=scheduler.num_waiting,
-                pages_owned=usage.num_owned,
-                pages_reserved=usage.num_reserved,
-                pages_cached=usage.num_cached,
-                pages_out=len(plan.swaps_out),
-                pages_in=len(plan.swaps_in),
-                submitted_s=now_s,
-                host_gap_s=host_gap_s,
-                replica=self._replica,
-            )
+        self._in_flight[plan.index] = StepRecord(
+            index=plan.index,
+            kind=kind,
+            num_rows=len(plan.rows),
+            num_tokens=plan.num_tokens,
+            num_iterations=plan.num_iterations,
+            num_padding_tokens=padding,
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            pages_owned=usage.num_owned,
+            pages_reserved=usage.num_reserved,
+            pages_cached=usage.num_cached,
+            pages_out=len(plan.swaps_out),
+            pages_in=len(plan.swaps_in),
+            submitted_s=now_s,
+            host_gap_s=host_gap_s,
+            replica=self._replica,
+            group=plan.group,
         )
 
-    def step_collected(self, now_s: float) -> None:
-        """Record that the oldest submitted step was collected."""
-        record = replace(self._in_flight.popleft(), collected_s=now_s)
+    def step_collected(self, index: int, now_s: float) -> None:
+        """Record that the step of the plan with this index was collected."""
+        record = replace(self._in_flight.pop(index), collected_s=now_s)
         with self._lock:
             self._steps.append(record)
 

@@ -26,6 +26,7 @@ class EngineStats:
       num_preemptions: number of times that a sequence was sent back to the waiting pool.
       num_outgrown: preemptions of sequences that had used up their reservation.
       num_pages_out, num_pages_in: pages copied to the host and back.
+      num_pages_handed_over: pages copied from one device group to another.
       num_pages_prefetched: pages copied back while their sequences still waited.
       num_recomputed: tokens of preempted sequences whose KV was dropped and is computed again.
       num_prefix_queried: tokens in full pages of admitted sequences, looked up in the prefix cache.
@@ -52,6 +53,7 @@ class EngineStats:
     num_outgrown: int = 0
     num_pages_out: int = 0
     num_pages_in: int = 0
+    num_pages_handed_over: int = 0
     num_pages_prefetched: int = 0
     num_recomputed: int = 0
     num_prefix_queried: int = 0
@@ -91,6 +93,9 @@ class EngineStats:
 
     def after_submit(self, plan: StepPlan, scheduler: Scheduler) -> None:
         self._seen_busy_s = self.clock.now()
+        self.num_pages_handed_over += plan.num_pages_handed_over
+        if plan.handovers:
+            return
         self.num_steps += 1
         self.num_iterations += plan.num_iterations
         self.num_decode_loops += plan.is_decode_loop

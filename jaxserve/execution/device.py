@@ -67,6 +67,7 @@ class DeviceExecutor:
         self.swap_costs: SwapCosts | None = None
         self.refinement = programs.refinement
         self.group: GroupRole | None = None
+        self.num_device_groups = 1
         self.can_resize = True
         self._pages = DevicePages(cache, programs.place.pages, self.config.num_host_pages)
         self._slots = DeviceSlots(self.config, programs.place.whole)

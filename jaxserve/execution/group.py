@@ -78,6 +78,10 @@ class GroupExecutor(abc.ABC):
         return self
 
     @property
+    def num_device_groups(self) -> int:
+        return self._executor.num_device_groups
+
+    @property
     def can_resize(self) -> bool:
         """False, since the processes would have to agree on the size."""
         return False

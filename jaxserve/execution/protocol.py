@@ -29,7 +29,8 @@ class Executor(Protocol):
     """An executor carries out plans in order: on a device, on a mesh, or in a simulation.
 
     `submit` returns at once. A plan may be submitted before the previous one is collected.
-    `swap_costs`, `refinement` and `host_memory` declare which optional features it has.
+    `swap_costs`, `refinement`, `host_memory` and `num_device_groups` declare which optional
+    features it has. Each of several device groups carries out its own plans in order.
     """
 
     @property
@@ -45,6 +46,11 @@ class Executor(Protocol):
     @property
     def refinement(self) -> Refinement | None:
         """The update rule for the probe's readings (`StepResult.remaining`); None for no probe."""
+        ...
+
+    @property
+    def num_device_groups(self) -> int:
+        """Groups of devices with parameters and pages of their own, see `StepPlan.group`."""
         ...
 
     @property

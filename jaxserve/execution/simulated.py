@@ -69,8 +69,8 @@ class _SimulatedHandle:
 class SimulatedExecutor:
     """An executor that computes a plan at once and delivers the result at its virtual time.
 
-    Each device group has its own timeline: its plans run one after the other, and at the same time
-    as those of other groups.
+    There are two device groups. Each has its own pages, slots and timeline: its plans run one after
+    the other, and at the same time as those of the other group. So do handovers on the link.
 
     Args:
       config: the configuration of a device's executor.
@@ -107,6 +107,7 @@ class SimulatedExecutor:
         self.swap_costs = swap_costs
         self.refinement = refinement
         self.group: GroupRole | None = None
+        self.num_device_groups = 2
         self.can_resize = True
         self._reading = reading
         self._clock = clock
@@ -116,11 +117,16 @@ class SimulatedExecutor:
         self._cost = cost or FlatCost()
         self._vocab_size = vocab_size
         self._reads_context = reads_context
-        self._slots: dict[int, _Slot] = {}
-        # The value at (page, offset) is a hash of the whole context up to that position.
-        self._cells = np.zeros((config.num_pages, config.page_size), np.int64)
+        # For each device group: its slots, and its cells. The value at (page, offset) is a hash of
+        # the whole context up to that position.
+        self._slots_of: list[dict[int, _Slot]] = [{} for _ in range(self.num_device_groups)]
+        self._cells_of = np.zeros(
+            (self.num_device_groups, config.num_pages, config.page_size), np.int64
+        )
+        # Those of the group whose plan is being carried out.
+        self._slots, self._cells = self._slots_of[0], self._cells_of[0]
         self._host_cells = np.zeros((config.num_host_pages, config.page_size), np.int64)
-        # Keys are device groups.
+        # Keys are device groups and the link.
         self._free_at_s: dict[int, float] = {}
 
     @property
@@ -130,6 +136,9 @@ class SimulatedExecutor:
 
     def submit(self, plan: StepPlan) -> _SimulatedHandle:
         self._clock.advance_to(self._clock.now() + self._cost.host_s(plan))
+        if plan.handovers:
+            return self._hand_over(plan)
+        self._slots, self._cells = self._slots_of[plan.group], self._cells_of[plan.group]
         self._swap(plan)
         self._edit_slots(plan)
         shape = (len(plan.rows), plan.num_iterations)
@@ -143,9 +152,21 @@ class SimulatedExecutor:
         else:
             prefilled, decoded = self._iterate(plan, result)
         result = replace(result, remaining=self._read_remaining(plan))
-        work = StepWork(plan, prefilled, tuple(decoded))
-        begin_s = max(self._free_at_s.get(plan.group, 0.0), self._clock.now())
-        ready_s = self._free_at_s[plan.group] = begin_s + self._cost.device_s(work)
+        return self._handle(StepWork(plan, prefilled, tuple(decoded)), result)
+
+    def _hand_over(self, plan: StepPlan) -> _SimulatedHandle:
+        for handover in plan.handovers:
+            pages = list(handover.pages)
+            self._cells_of[handover.target, pages] = self._cells_of[handover.source, pages]
+        nothing = np.zeros((0, 0), np.int32)
+        result = StepResult(nothing, np.zeros(0, np.int32), np.zeros(0, np.bool_))
+        return self._handle(StepWork(plan, 0, ()), result)
+
+    def _handle(self, work: StepWork, result: StepResult) -> _SimulatedHandle:
+        group = work.plan.group
+        begin_s = max(self._free_at_s.get(group, 0.0), self._clock.now())
+        ready_s = self._free_at_s[group] = begin_s + self._cost.device_s(work)
+        self._clock.expect(ready_s)
         return _SimulatedHandle(result, ready_s, self._clock)
 
     def read_host_page(self, host_page: int) -> bytes:
@@ -171,14 +192,16 @@ class SimulatedExecutor:
 
     def resize(self, num_pages: int, moves: Moves) -> None:
         old_num_pages = self.config.num_pages
-        self._cells = self._cells[page_sources(old_num_pages, num_pages, moves)]
+        self._cells_of = self._cells_of[:, page_sources(old_num_pages, num_pages, moves)]
         targets = page_targets(old_num_pages, num_pages, moves)
-        for slot in self._slots.values():
-            slot.page_table = {i: int(targets[page]) for i, page in slot.page_table.items()}
+        for slots in self._slots_of:
+            for slot in slots.values():
+                slot.page_table = {i: int(targets[page]) for i, page in slot.page_table.items()}
         self.config = replace(self.config, num_pages=num_pages)
 
     def close(self) -> None:
-        self._slots.clear()
+        for slots in self._slots_of:
+            slots.clear()
 
     def _swap(self, plan: StepPlan) -> None:
         for page, host_page in plan.swaps_out:

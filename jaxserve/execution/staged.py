@@ -84,6 +84,7 @@ class StagedExecutor:
         self.refinement: Refinement | None = None
         self.host_memory: HostMemory | None = None
         self.group: GroupRole | None = None
+        self.num_device_groups = 1
         self.can_resize = True
         self._stages = list(stages)
         self._parts = list(parts)

@@ -28,7 +28,10 @@ class StepWork:
 
 
 class StepCost(Protocol):
-    """A cost of a step in seconds. The host works on a step while the device runs earlier ones."""
+    """A cost of a step, or of a handover between device groups, in seconds.
+
+    The host works on a step while the device runs earlier ones.
+    """
 
     def host_s(self, plan: StepPlan) -> float:
         """Return the seconds that the host needs to plan, submit and read a step."""
@@ -42,7 +45,7 @@ class StepCost(Protocol):
 @final
 @dataclass(frozen=True)
 class FlatCost:
-    """A cost of constant seconds per iteration, token and swapped page, and 0 for the host."""
+    """A cost of constant seconds per iteration, token and copied page, and 0 for the host."""
 
     per_iteration_s: float = 1e-3
     per_token_s: float = 1e-5
@@ -54,5 +57,6 @@ class FlatCost:
     def device_s(self, work: StepWork) -> float:
         num_tokens = sum(row.num_tokens for row in work.plan.rows)
         num_pages = len(work.plan.swaps_out) + len(work.plan.swaps_in)
+        num_pages += work.plan.num_pages_handed_over
         iteration_s = self.per_iteration_s + self.per_token_s * num_tokens
         return len(work.decoded) * iteration_s + self.per_page_s * num_pages

@@ -1,5 +1,6 @@
 """Prediction of what a schedule does: measured step times, and a simulator that uses them."""
 
+from jaxserve.planning.group_costs import GroupCosts
 from jaxserve.planning.origin import Origin
 from jaxserve.planning.profiler import measure
 from jaxserve.planning.roofline import DeviceRoofs, ModelShape, RooflineCost
@@ -8,6 +9,7 @@ from jaxserve.planning.step_times import StepTimes
 
 __all__ = [
     "DeviceRoofs",
+    "GroupCosts",
     "ModelShape",
     "Origin",
     "RooflineCost",

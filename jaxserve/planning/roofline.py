@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import final
 
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.scheduling.kv.costs import SwapCosts
@@ -106,7 +107,17 @@ class RooflineCost:
         return 0.0
 
     def device_s(self, work: StepWork) -> float:
+        """See `StepCost`.
+
+        Raises:
+          InvalidConfigError: a handover, which takes the costs of several groups.
+        """
         plan = work.plan
+        if plan.handovers:
+            raise InvalidConfigError(
+                f"a handover of {plan.num_pages_handed_over} pages has no cost, because rooflines "
+                "are those of one device group; pass planning.GroupCosts"
+            )
         num_tokens = sum(row.num_tokens for row in plan.rows)
         seconds = sum(self._iteration_s(num_tokens, attended) for attended in work.decoded)
         if work.prefilled:  # in the same iteration as the decode rows

@@ -16,7 +16,7 @@ from typing import Any, Self, final
 import numpy as np
 
 from jaxserve.core.config import bucket
-from jaxserve.core.errors import InvalidProfileError
+from jaxserve.core.errors import InvalidConfigError, InvalidProfileError
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.planning.origin import Origin
@@ -85,7 +85,17 @@ class StepTimes:
         return self.plan_s + self.submit_s
 
     def device_s(self, work: StepWork) -> float:
+        """See `StepCost`.
+
+        Raises:
+          InvalidConfigError: a handover, which takes the costs of several groups.
+        """
         plan, config = work.plan, self.origin.config
+        if plan.handovers:
+            raise InvalidConfigError(
+                f"a handover of {plan.num_pages_handed_over} pages has no measured time, because "
+                "step times are those of one device group; pass planning.GroupCosts"
+            )
         edits_s = self._edits_s(plan)
         if plan.is_decode_loop:
             iteration_s = self.decode_s[plan.window_size]

@@ -13,7 +13,9 @@ _DEVICE, _REQUESTS = 1, 2
 def trace_events(
     steps: Sequence[StepRecord], requests: Sequence[RequestRecord]
 ) -> list[dict[str, Any]]:
-    """Return a track of steps and counters per replica, and a track per request.
+    """Return tracks of steps and counters per replica, and a track per request.
+
+    A replica has a track of steps for each device group, and one for the link between them.
 
     Times are relative to the earliest event.
     """
@@ -21,19 +23,28 @@ def trace_events(
     origin_s = min(starts, default=0.0)
     events = [_name(_DEVICE, "device"), _name(_REQUESTS, "requests")]
     busy_until_s: dict[int, float] = {}
+    tracks = _tracks(steps)
     for step in steps:
         if step.collected_s is None:
             continue
-        # The device runs steps in order, so a step begins when the previous one ends.
-        begin_s = max(step.submitted_s, busy_until_s.get(step.replica, origin_s))
-        end_s = busy_until_s[step.replica] = max(begin_s, step.collected_s)
-        events.append(
-            _span(_DEVICE, step.replica, step.kind, begin_s, end_s, origin_s, _about(step))
-        )
+        track = tracks[step.replica, step.group]
+        # A group runs its steps in order, so a step begins when the previous one ends.
+        begin_s = max(step.submitted_s, busy_until_s.get(track, origin_s))
+        end_s = busy_until_s[track] = max(begin_s, step.collected_s)
+        events.append(_span(_DEVICE, track, step.kind, begin_s, end_s, origin_s, _about(step)))
         events += _counters(step, begin_s - origin_s)
     for track, request in enumerate(requests):
         events += _phases(track, request, origin_s)
     return events
+
+
+def _tracks(steps: Sequence[StepRecord]) -> dict[tuple[int, int], int]:
+    """Return the track of each replica and device group: the replica's number for group 0."""
+    pairs = sorted({(step.replica, step.group) for step in steps})
+    tracks = {pair: pair[0] for pair in pairs if pair[1] == 0}
+    first = 1 + max((replica for replica, _ in pairs), default=0)
+    others = [pair for pair in pairs if pair[1] != 0]
+    return tracks | {pair: first + index for index, pair in enumerate(others)}
 
 
 def _about(step: StepRecord) -> dict[str, Any]:

@@ -159,6 +159,12 @@ def check_early(options: RuntimeOptions, policy: Policy, group: ProcessGroup | N
       InvalidConfigError: an option is not allowed.
       JournalError: the journal of conversations cannot be used.
     """
+    if policy.num_device_groups > 1:
+        raise InvalidConfigError(
+            f"policy={policy.name!r} plans for {policy.num_device_groups} device groups, one of "
+            "them for prompts alone, and a runtime has one; choose a policy for one group, such as "
+            '"exegpt_rra", or simulate it (jaxserve.planning.simulate)'
+        )
     _check_disk(options, policy)
     if group is None or group.is_leader:
         if options.record is not None:

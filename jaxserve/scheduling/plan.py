@@ -55,6 +55,26 @@ class Row:
         return self.max_new_tokens > 0
 
 
+@final
+@dataclass(frozen=True)
+class Handover:
+    """KV of one sequence that goes from one device group's memory to another's.
+
+    Attributes:
+      source, target: the groups.
+      pages: to copy; a page has the same number in the memory of every group.
+    """
+
+    sequence_key: int
+    source: int
+    target: int
+    pages: tuple[int, ...]
+
+
+# The `StepPlan.group` of plans that hand KV over: the link between the groups, which is busy for as
+# long as they take, beside the groups' steps.
+LINK = -1
+
 # (from, to), in the order in which they are made.
 PageCopies = tuple[tuple[int, int], ...]
 
@@ -82,8 +102,10 @@ class StepPlan:
         what rows before it write.
       num_iterations: 1 for a mixed step; N for a decode loop (each row one token, sampling).
       window_start, window_size: the slots that a decode loop runs over; size 0 for a mixed step.
+      handovers: KV that goes from group to group. A plan has either handovers or rows, and reads
+        what plans before it have written that were collected before it was submitted.
       group: of devices that carries the plan out, in order with its other plans; 0 for the only
-        one.
+        one. `LINK` for handovers. Slots are a group's own.
     """
 
     index: int
@@ -97,11 +119,16 @@ class StepPlan:
     num_iterations: int = 1
     window_start: int = 0
     window_size: int = 0
+    handovers: tuple[Handover, ...] = ()
     group: int = 0
 
     @property
     def is_decode_loop(self) -> bool:
         return self.window_size > 0
+
+    @property
+    def num_pages_handed_over(self) -> int:
+        return sum(len(handover.pages) for handover in self.handovers)
 
     @property
     def num_tokens(self) -> int:

@@ -6,11 +6,13 @@ iteration shape has to remember from step to step is in a state that it makes it
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar, final
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.memory.eviction import Eviction
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.preemption.last_in_order import LastInOrder
@@ -117,17 +119,22 @@ class StepBuilder(Protocol):
 
     @property
     def running(self) -> Seq[Sequence]:
-        """Every sequence with a slot, in order."""
+        """Every sequence with a slot in any device group, in order."""
         ...
 
     @property
     def decoding(self) -> Seq[Sequence]:
-        """Running sequences with one uncomputed token, in order."""
+        """Sequences that run in this step's group with one uncomputed token, in order."""
         ...
 
     @property
     def prefilling(self) -> Seq[Sequence]:
-        """Running sequences with more than one uncomputed token, in order."""
+        """Sequences that run in this step's group with more uncomputed tokens, in order."""
+        ...
+
+    @property
+    def open_groups(self) -> Collection[int]:
+        """Device groups that may be given a step now; `plan.LINK` for the link between them."""
         ...
 
     @property
@@ -140,8 +147,8 @@ class StepBuilder(Protocol):
         """Tokens that still fit in this step."""
         ...
 
-    def can_admit(self) -> bool:
-        """Whether `admit` would succeed now."""
+    def first_admissible(self) -> Sequence | None:
+        """Return the sequence that `admit` would admit now; None if there is none."""
         ...
 
     def admit(self) -> Sequence | None:
@@ -172,8 +179,8 @@ class StepBuilder(Protocol):
 
     def add_decode_loop(
         self, max_iterations: int, *, compacts: bool = True, min_rows: int = 0
-    ) -> bool:
-        """Make this step a decode loop over every decoding sequence; False if there is none.
+    ) -> int:
+        """Make this step a decode loop over every decoding sequence.
 
         Runs as many iterations as fit in memory, at most `max_iterations` and never past the
         first sequence's length limit.
@@ -181,6 +188,9 @@ class StepBuilder(Protocol):
         Args:
           compacts: bring the live slots together first, so that fewer rows are computed.
           min_rows: rows to compute at least, with or without sequences.
+
+        Returns:
+          The loop's iterations; 0 where no sequence decodes.
         """
         ...
 
@@ -191,13 +201,31 @@ class StepBuilder(Protocol):
         """
         ...
 
+    def use_group(self, group: int) -> None:
+        """Make this a step of one of `open_groups`, before it has rows; by default it is 0's."""
+        ...
+
+    def hand_over(self, sequence: Sequence, target: int) -> None:
+        """Have the link copy a sequence's KV to another group, where it runs from then on.
+
+        All of its steps have been read. No other step of it is planned before the copy is done.
+        """
+        ...
+
     def wait_until(self, time_s: float) -> None:
         """Leave the step empty although sequences wait: plan again at this time, or at news."""
         ...
 
 
 class IterationShape(Protocol[_State]):
-    """Which sequences advance in the next step, and by how much."""
+    """Which sequences advance in the next step, and by how much.
+
+    Attributes:
+      num_device_groups: groups of devices that it plans for, each with a copy of the parameters and
+        a page pool. Sequences begin in group 0.
+    """
+
+    num_device_groups: ClassVar[int]
 
     def new_state(self) -> _State:
         """Return what the shape remembers from step to step, for a scheduler that starts.
@@ -220,7 +248,11 @@ class IterationShape(Protocol[_State]):
 @final
 @dataclass(frozen=True)
 class Policy:
-    """A named combination of the five choices."""
+    """A named combination of the five choices.
+
+    Raises:
+      InvalidConfigError: several device groups, and KV that would stay behind in one of them.
+    """
 
     name: str
     admission: Admission
@@ -228,6 +260,20 @@ class Policy:
     iteration: IterationShape[Any]
     retention: Retention
     preemption: Preemption = LastInOrder()
+
+    def __post_init__(self) -> None:
+        keeps = self.retention.keeps_pages or self.preemption.keeps_state
+        if self.num_device_groups > 1 and keeps:
+            raise InvalidConfigError(
+                f"policy {self.name!r} has {self.num_device_groups} device groups and keeps KV of "
+                "ended or preempted sequences, which a group could not read in another one's "
+                "memory; pass retention=Stateless() and LastInOrder(keeps_state=False)"
+            )
+
+    @property
+    def num_device_groups(self) -> int:
+        """Groups of devices that the iteration shape plans for."""
+        return self.iteration.num_device_groups
 
     def new_state(self) -> Any:
         """Return the state of a scheduler that starts: what its iteration shape remembers."""

@@ -28,7 +28,7 @@ class Queues:
       keys: the place of every sequence in the policy's order.
       waiting: sequences without a slot, in the policy's order.
       running: sequences with a slot, in the policy's order.
-      slots: of the device batch.
+      slots: of each device group's batch. All together have `max_slots` live ones at most.
       num_preemptions: sequences that went back to the waiting pool.
     """
 
@@ -39,13 +39,18 @@ class Queues:
         self.keys = OrderKeys(policy.order, lengths)
         self.waiting = WaitingPool(self.keys, policy.order.max_passes, config.page_size)
         self.running: list[Sequence] = []
-        self.slots = SlotTable(config.max_slots, config.slot_buckets)
+        self.slots = tuple(
+            SlotTable(config.max_slots, config.slot_buckets)
+            for _ in range(policy.num_device_groups)
+        )
         self.num_preemptions = 0
         self._policy = policy
         self._kv = kv
         self._lengths = lengths
         self._now = now
-        self._released: list[int] = []
+        # Of each group, since its last step.
+        self._released: list[list[int]] = [[] for _ in self.slots]
+        self._arrived: list[list[Sequence]] = [[] for _ in self.slots]
 
     def tokens_to_reserve(self, sequence: Sequence) -> int:
         """Return how many tokens are reserved for a sequence when it is admitted."""
@@ -54,7 +59,7 @@ class Queues:
 
     def first_admissible(self) -> Sequence | None:
         """Return the first waiting sequence that fits, if it may pass those before it."""
-        if self.slots.num_free == 0:
+        if len(self.running) == self._kv.config.max_slots:
             return None
         return self.waiting.first_that(self._fits, self._kv.awaits_disk, self._kv.num_available)
 
@@ -78,7 +83,7 @@ class Queues:
         """
         entries = self._kv.begin(sequence, self.tokens_to_reserve(sequence))
         self.waiting.admit(sequence)
-        sequence.slot = self.slots.take()
+        sequence.slot = self.slots[0].take()
         sequence.phase = Phase.RUNNING
         if sequence.times.admitted_s is None:
             sequence.times.admitted_s = self._now()
@@ -105,35 +110,57 @@ class Queues:
 
     def leave_slot(self, sequence: Sequence) -> None:
         """Free a running sequence's slot; its next phase is the caller's to set."""
-        assert sequence.slot is not None
         self.running.remove(sequence)
-        self.slots.release(sequence.slot)
-        self._released.append(sequence.slot)
+        self._release_slot(sequence)
+
+    def arrive(self, sequence: Sequence, group: int) -> None:
+        """Move a running sequence to another group's slots, after the copy of its KV."""
+        self._release_slot(sequence)
+        self._kv.handed_over(sequence, group)
+        sequence.slot = self.slots[group].take()
+        self._arrived[group].append(sequence)
+
+    def _release_slot(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        group = sequence.kv.group
+        self.slots[group].release(sequence.slot)
+        self._released[group].append(sequence.slot)
+        if sequence in self._arrived[group]:
+            self._arrived[group].remove(sequence)
         sequence.slot = None
 
     def drop_key(self, sequence: Sequence) -> None:
         """Drop the sort key of a sequence that has ended."""
         self.keys.drop(sequence)
 
-    def compact(self) -> tuple[tuple[int, int], ...]:
-        """Bring the live slots together; returns (from, to) moves."""
-        moves = self.slots.compact()
+    def compact(self, group: int) -> tuple[tuple[int, int], ...]:
+        """Bring a group's live slots together; returns (from, to) moves.
+
+        A sequence that has just arrived is admitted where it is now, and needs no move.
+        """
+        moves = self.slots[group].compact()
         if moves:
             targets = dict(moves)
             for sequence in self.running:
-                if sequence.slot in targets:
+                if sequence.kv.group == group and sequence.slot in targets:
                     sequence.slot = targets[sequence.slot]
-        return tuple(moves)
+        arrived = {sequence.slot for sequence in self._arrived[group]}
+        return tuple(move for move in moves if move[1] not in arrived)
 
-    def take_released(self) -> tuple[int, ...]:
-        """Return the slots that were freed since the last call."""
-        released = tuple(self._released)
-        self._released.clear()
-        return released
+    def take_released(self, group: int) -> tuple[int, ...]:
+        """Return the slots of a group that were freed since the last call."""
+        released, self._released[group] = self._released[group], []
+        return tuple(released)
+
+    def take_arrived(self, group: int) -> list[Sequence]:
+        """Return the sequences that run in a group since the last call, after a handover."""
+        arrived, self._arrived[group] = self._arrived[group], []
+        return arrived
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every running sequence has a slot of its own."""
-        taken = [sequence.slot for sequence in self.running]
-        assert len(set(taken)) == len(taken) == self.slots.num_live, "slots do not add up"
+        taken = [(sequence.kv.group, sequence.slot) for sequence in self.running]
+        num_live = sum(slots.num_live for slots in self.slots)
+        assert len(set(taken)) == len(taken) == num_live, "slots do not add up"
         assert all(each.phase is Phase.RUNNING for each in self.running), "one does not run"
         assert all(each.phase is Phase.WAITING for each in self.waiting), "one does not wait"

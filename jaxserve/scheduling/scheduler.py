@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import JaxserveError
+from jaxserve.core.errors import InvalidConfigError, JaxserveError
 from jaxserve.core.request import FinishReason, Request
 from jaxserve.memory.relocation import Moves
 from jaxserve.scheduling.collect import append_outputs, append_prompt_logprobs
@@ -18,8 +19,8 @@ from jaxserve.scheduling.kv.usage import PageUsage
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.limits import max_length, not_finite, too_long
 from jaxserve.scheduling.order_keys import OrderKeys
-from jaxserve.scheduling.plan import StepPlan, StepResult
-from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.plan import Handover, StepPlan, StepResult
+from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.queues import Queues
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.scheduling.step import Step
@@ -44,8 +45,8 @@ class Scheduler:
 
     `plan` decides the next step from lengths alone and advances the sequences as if it had
     already run, and had delivered all that it may; `apply` takes in what a step delivered, and back
-    what it did not. Plans are applied in the order in which they were made; any number of them may
-    lie in between.
+    what it did not. Plans of a device group are applied in the order in which they were made; any
+    number of them may lie in between.
 
     Args:
       policy: every decision; its state is the scheduler's alone.
@@ -205,18 +206,21 @@ class Scheduler:
 
     # ---- one step ----
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, open_groups: Collection[int]) -> StepPlan | None:
         """Return the next step, or None when nothing can advance before results are applied.
 
         None, too, before something has come from the disk: until `wake_s`, unless it arrives
         earlier.
+
+        Args:
+          open_groups: device groups that may be given a step, with `plan.LINK` for the link.
         """
         self._kv.take_in()
-        step = self._selected()
+        step = self._selected(open_groups)
         if step.is_futile:  # but now there is room for others, or for more of the same
-            step = self._selected()
+            step = self._selected(open_groups)
         self.wake_s = step.wake_s
-        if not step.has_rows:
+        if not step.has_work:
             if self.wake_s is None:
                 self.wake_s = self._kv.gives_up_s
             return None
@@ -228,8 +232,9 @@ class Scheduler:
                 self._queues.close(sequence)
         return plan
 
-    def _selected(self) -> Step:
-        step = Step(self._queues, self._kv, self.policy, self.lengths, self._clock.now)
+    def _selected(self, open_groups: Collection[int]) -> Step:
+        clock = self._clock
+        step = Step(self._queues, self._kv, self.policy, self.lengths, clock.now, open_groups)
         self.policy.iteration.select(step, self._policy_state)
         return step
 
@@ -245,6 +250,8 @@ class Scheduler:
         """Take in what `plan` delivered; returns the news in the order of the rows."""
         news = []
         live = []
+        for handover in plan.handovers:
+            self._arrive(handover)
         for index, row in enumerate(plan.rows):
             sequence = self._sequences[row.sequence_key]
             sequence.num_in_flight -= 1
@@ -261,6 +268,15 @@ class Scheduler:
             live.append((index, sequence))
         self.lengths.refine(plan, result, live)
         return news
+
+    def _arrive(self, handover: Handover) -> None:
+        """Have a sequence run where its KV is now, unless it was preempted or ended meanwhile."""
+        sequence = self._sequences[handover.sequence_key]
+        sequence.num_in_flight -= 1
+        if sequence.phase is Phase.RUNNING:
+            self._queues.arrive(sequence, handover.target)
+        elif sequence.phase is Phase.FINISHED:
+            del self._sequences[sequence.key]
 
     def _take(self, sequence: Sequence, index: int, plan: StepPlan, result: StepResult) -> int:
         row = plan.rows[index]
@@ -290,7 +306,25 @@ class Scheduler:
         sequence.num_planned_outputs -= num_tokens
         self._kv.take_back(sequence, num_tokens)
 
-    # ---- another pool ----
+    # ---- another schedule, another pool ----
+
+    def adopt(self, iteration: IterationShape[Any]) -> None:
+        """Plan by another iteration shape, or by other settings of the same one, from now on.
+
+        Every sequence goes on where it stands, and steps in flight stay valid. The shape begins
+        with a state of its own; the policy's other choices stay.
+
+        Raises:
+          InvalidConfigError: it plans for another number of device groups.
+        """
+        if iteration.num_device_groups != self.policy.num_device_groups:
+            raise InvalidConfigError(
+                f"{iteration} plans for {iteration.num_device_groups} device groups, and policy "
+                f"{self.policy.name!r} has {self.policy.num_device_groups}; adopt a shape for as "
+                "many groups, or create an engine with another policy"
+            )
+        self.policy = replace(self.policy, iteration=iteration)
+        self._policy_state = self.policy.new_state()
 
     def make_room(self, num_pages: int) -> list[tuple[int, int]]:
         """Preempt until all reservations fit into `num_pages` pages.

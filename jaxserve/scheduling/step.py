@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from typing import final
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.tracker import LengthTracker
-from jaxserve.scheduling.plan import Admission, Row, StepPlan
+from jaxserve.scheduling.plan import LINK, Admission, Handover, Row, StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.queues import Queues
 from jaxserve.scheduling.sequence import Sequence
@@ -20,6 +20,9 @@ from jaxserve.scheduling.sequence import Sequence
 @final
 class Step:
     """Collects rows; every row takes its pages and advances its sequence at once.
+
+    Args:
+      open_groups: device groups that may be given a step.
 
     Attributes:
       config: sizes of the device batch and of the pool.
@@ -34,10 +37,14 @@ class Step:
         policy: Policy,
         lengths: LengthTracker,
         now: Callable[[], float],
+        open_groups: Collection[int],
     ):
         self.config = kv.config
         self.sequences: list[Sequence] = []
         self.wake_s: float | None = None
+        self.open_groups = open_groups
+        self._group = 0
+        self._handovers: list[tuple[Sequence, int]] = []
         self._queues = queues
         self._kv = kv
         self._policy = policy
@@ -58,8 +65,8 @@ class Step:
         self._window: tuple[int, int] | None = None
 
     @property
-    def has_rows(self) -> bool:
-        return bool(self.sequences)
+    def has_work(self) -> bool:
+        return bool(self.sequences or self._handovers)
 
     @property
     def is_futile(self) -> bool:
@@ -78,11 +85,15 @@ class Step:
 
     @property
     def decoding(self) -> list[Sequence]:
-        return [s for s in self._queues.running if s.num_uncomputed == 1 and s.may_grow]
+        return [s for s in self._running_here if s.num_uncomputed == 1 and s.may_grow]
 
     @property
     def prefilling(self) -> list[Sequence]:
-        return [s for s in self._queues.running if s.num_uncomputed > 1]
+        return [s for s in self._running_here if s.num_uncomputed > 1]
+
+    @property
+    def _running_here(self) -> list[Sequence]:
+        return [s for s in self._queues.running if s.kv.group == self._group]
 
     @property
     def waiting(self) -> Seq[Sequence]:
@@ -102,18 +113,28 @@ class Step:
 
     # ---- what it does ----
 
-    def can_admit(self) -> bool:
-        return not self._is_short and self._queues.first_admissible() is not None
+    def first_admissible(self) -> Sequence | None:
+        return None if self._is_short else self._queues.first_admissible()
 
     def admit(self) -> Sequence | None:
-        sequence = None if self._is_short else self._queues.first_admissible()
+        sequence = self.first_admissible()
         if sequence is not None:
             entries = self._queues.admit(sequence)
             self._new_pages += [(sequence, index, page) for index, page in entries]
             self._admitted.append(sequence)
         return sequence
 
+    def use_group(self, group: int) -> None:
+        assert not self.has_work and group in self.open_groups, "a step of one open group"
+        self._group = group
+
+    def hand_over(self, sequence: Sequence, target: int) -> None:
+        assert not self.sequences and not sequence.num_in_flight, "KV that is not complete"
+        assert LINK in self.open_groups and sequence.slot is not None, "nothing to hand over"
+        self._handovers.append((sequence, target))
+
     def add_row(self, sequence: Sequence, num_tokens: int) -> bool:
+        assert sequence.kv.group == self._group, "the KV is in another group's memory"
         num_rows_left = self.config.max_slots - len(self.sequences)
         spans = sequence.kv.next_spans(num_tokens, num_rows_left)
         if sequence.slot is None or not spans or not sequence.may_grow:
@@ -129,11 +150,11 @@ class Step:
 
     def add_decode_loop(
         self, max_iterations: int, *, compacts: bool = True, min_rows: int = 0
-    ) -> bool:
+    ) -> int:
         assert not self.sequences, "a decode loop is a step of its own"
         decoding = self._with_room_to_decode()
         if not decoding:
-            return False
+            return 0
         count = min(max_iterations, *(s.num_outputs_left for s in decoding))
         if not self._extends:
             count = min(count, *(self._num_reserved_left(s) for s in decoding))
@@ -144,7 +165,7 @@ class Step:
         self._is_decode_loop = True
         for sequence in decoding:
             self.add_row(sequence, count)
-        return True
+        return count
 
     def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> bool:
         assert not self.sequences, "a decode loop is a step of its own"
@@ -153,7 +174,7 @@ class Step:
         if self._has_outgrown(sequence):
             self._preempt(sequence, has_outgrown=True)
             return False
-        self._window = self._queues.slots.window_of_one(sequence.slot)
+        self._window = self._queues.slots[self._group].window_of_one(sequence.slot)
         if self._window is None:
             return self.add_row(sequence, 1)
         count = min(max_iterations, sequence.num_outputs_left)
@@ -172,14 +193,22 @@ class Step:
 
     def finish(self, index: int) -> StepPlan:
         """Return the plan; slots are compacted before a decode loop."""
-        queues = self._queues
-        releases = queues.take_released()
+        if self._handovers:
+            handovers = tuple(self._handover(*each) for each in self._handovers)
+            return StepPlan(index=index, num_iterations=0, handovers=handovers, group=LINK)
+        queues, group = self._queues, self._group
+        releases = queues.take_released(group)
         moves: tuple[tuple[int, int], ...] = ()
         window_start, window_size = 0, 0
         if self._is_decode_loop:
             if self._window is None and self._compacts:
-                moves = queues.compact()
-            window_start, window_size = self._window or queues.slots.window(self._min_rows)
+                moves = queues.compact(group)
+            slots = queues.slots[group]
+            window_start, window_size = self._window or slots.window(self._min_rows)
+        arrived = queues.take_arrived(group)
+        self._new_pages = [each for each in self._new_pages if each[0] not in arrived]
+        for sequence in arrived:
+            self._new_pages += [(sequence, *e) for e in enumerate(sequence.kv.table.pages)]
         admitted = [sequence for sequence in self._admitted if sequence.slot is not None]
         for sequence in self.sequences:
             sequence.num_in_flight += 1
@@ -190,7 +219,7 @@ class Step:
             swaps_in=swaps_in,
             releases=releases,
             moves=moves,
-            admissions=tuple(map(_admission, admitted)),
+            admissions=tuple(map(_admission, [*admitted, *arrived])),
             page_updates=tuple(
                 (sequence.slot, index, page)
                 for sequence, index, page in self._new_pages
@@ -200,7 +229,14 @@ class Step:
             num_iterations=self._num_iterations,
             window_start=window_start,
             window_size=window_size,
+            group=group,
         )
+
+    def _handover(self, sequence: Sequence, target: int) -> Handover:
+        sequence.num_in_flight += 1
+        kv = sequence.kv
+        pages = kv.table.pages[: kv.table.pages_for(kv.num_computed)]
+        return Handover(sequence.key, kv.group, target, pages)
 
     def _row(self, sequence: Sequence, span: tuple[int, int], max_new_tokens: int) -> Row:
         assert sequence.slot is not None

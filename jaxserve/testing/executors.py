@@ -81,6 +81,10 @@ class ExecutorWrapper:
         return self.inner.group
 
     @property
+    def num_device_groups(self) -> int:
+        return self.inner.num_device_groups
+
+    @property
     def can_resize(self) -> bool:
         return self.inner.can_resize
 

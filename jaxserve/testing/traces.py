@@ -23,7 +23,8 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
 from predictor import LengthBuckets, Refinement
 
-# Steps that may pass in a row without any sequence computing or getting a token.
+# Steps that may pass in a row without any sequence computing or getting a token; for each device
+# group, and for each link between two.
 MAX_IDLE_STEPS = 4
 # Times in a row that a policy may leave the device idle on purpose.
 MAX_WAITS = 100
@@ -270,6 +271,7 @@ class Trace:
         arriving, sequences = list(self.requests), []
         self.asked, self.num_gaps, self.num_reopened = [], 0, 0
         answered: set[int] = set()
+        max_idle = MAX_IDLE_STEPS * (2 * policy.num_device_groups - 1)
         idle = num_waits = 0
         while arriving or engine.has_work:
             if arriving and rng.random() < 0.4:
@@ -299,7 +301,7 @@ class Trace:
             else:
                 idle += 1
             self._require(num_waits <= MAX_WAITS, "the policy waits without end")
-            self._require(idle <= MAX_IDLE_STEPS, "nothing advances")
+            self._require(idle <= max_idle, "nothing advances")
         engine.close(is_whole=True)
         self.counters = engine.scheduler.counters()
         self.num_refined = engine.scheduler.lengths.num_refined

@@ -30,6 +30,7 @@ class Plans:
     def __init__(self, simulated: SimulatedExecutor, clock: VirtualClock):
         self.config, self.swap_costs = simulated.config, simulated.swap_costs
         self.refinement, self.host_memory = simulated.refinement, simulated.host_memory
+        self.num_device_groups = simulated.num_device_groups
         self.seen: list[tuple[object, ...]] = []
         self._simulated, self._clock = simulated, clock
 
@@ -39,7 +40,8 @@ class Plans:
         self.seen.append(
             (
                 self._clock.now(),
-                (plan.index, plan.num_iterations, plan.window_start, plan.window_size),
+                (plan.index, plan.group, plan.num_iterations, plan.handovers),
+                (plan.window_start, plan.window_size),
                 (plan.releases, plan.moves, plan.rows, plan.page_updates, admissions),
             )
         )

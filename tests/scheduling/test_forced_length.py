@@ -23,6 +23,7 @@ class Recorder:
         self._simulated = simulated
         self.config, self.swap_costs = simulated.config, simulated.swap_costs
         self.refinement, self.host_memory = simulated.refinement, simulated.host_memory
+        self.num_device_groups = simulated.num_device_groups
         self.plans: list[StepPlan] = []
 
     def submit(self, plan: StepPlan):
@@ -58,7 +59,9 @@ def _run(policy: str, seed: int, lengths: list[int]):
         clock.advance_to(engine.idle_until_s or 0.0)
         if plans_at_first_end is None and any(s.times.finished_s is not None for s in sequences):
             plans_at_first_end = len(executor.plans)
-    plans = [(p.rows, p.num_iterations, p.page_updates, p.releases) for p in executor.plans]
+    plans = [
+        (p.rows, p.num_iterations, p.page_updates, p.releases, p.handovers) for p in executor.plans
+    ]
     return plans, plans_at_first_end, [len(s.output) for s in sequences]
 
 

@@ -17,6 +17,7 @@ from jaxserve.scheduling.iteration.concurrent import Concurrent
 from jaxserve.scheduling.iteration.iteration_level import IterationLevel
 from jaxserve.scheduling.iteration.static import Static
 from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.order.fcfs import FCFS
 from jaxserve.scheduling.order.longest_first import LongestFirst
 from jaxserve.scheduling.order.priority import Priority
@@ -56,7 +57,10 @@ PREDICTED = [
     Policy("swapped", OnDemand(0.0), FCFS(), Unified(), Stateless(), LastInOrder(keeps_state=True)),
     Policy("static_s3", Predicted(), LongestFirst(Predicted()), Static(), Stateless()),
 ]
-BASELINES = ("fastertransformer", "triton_window", "concurrent_instances", "oracle", "s3_oracle")
+BASELINES = (
+    *("fastertransformer", "triton_window", "concurrent_instances", "oracle", "s3_oracle"),
+    *("exegpt_rra", "exegpt_waa_c"),
+)
 SEEDS = [range(start, start + 100) for start in range(0, 600, 100)]
 CASES = [(policy, seeds) for policy in POLICIES for seeds in SEEDS]
 CASES += [(policy, seeds) for policy in PREDICTED for seeds in SEEDS[:3]]
@@ -64,9 +68,15 @@ RESIZED = [
     *POLICIES,
     *PREDICTED,
     *(PRESETS[name] for name in ("fastertransformer", "concurrent_instances")),
+    *(PRESETS[name] for name in ("exegpt_rra", "exegpt_waa_c")),
 ]
 CASES += [(PRESETS[name], seeds) for name in BASELINES for seeds in SEEDS[:2]]
-SHORT = [*PRESETS.values(), POLICIES[3], *PREDICTED]
+# Steps of one iteration hardly fall short.
+LONG_STEPS = {
+    name: replace(PRESETS[name], iteration=WAA(encode_batch=4, decode_iterations=8))
+    for name in ("exegpt_waa_c", "exegpt_waa_m")
+}
+SHORT = [*{**PRESETS, **LONG_STEPS}.values(), POLICIES[3], *PREDICTED]
 
 
 @pytest.mark.parametrize(

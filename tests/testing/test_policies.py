@@ -32,6 +32,8 @@ def test_a_policy_that_keeps_pages_is_checked_with_conversations():
 class Idle:
     """An iteration shape that lets nothing run."""
 
+    num_device_groups = 1
+
     def new_state(self) -> None:
         return None
 
@@ -49,6 +51,8 @@ def test_a_policy_that_lets_nothing_run_is_found():
 @dataclass(frozen=True)
 class Meddling:
     """An iteration shape that changes earlier tokens."""
+
+    num_device_groups = 1
 
     def new_state(self) -> None:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 from jaxserve.scheduling.policy import StepBuilder
 
@@ -32,11 +32,14 @@ class Concurrent:
     longest first; each turn reads all weights for one sequence.
     """
 
+    num_device_groups: ClassVar[int] = 1
+
     def new_state(self) -> Turns:
         return Turns()
 
     def select(self, step: StepBuilder, state: Turns) -> None:
-        last = {each.key: state.last[each.key] for each in step.running}
+        # A sequence without a turn here was admitted by the shape before this one.
+        last = {each.key: state.last.get(each.key, -1) for each in step.running}
         while admitted := step.admit():
             last[admitted.key] = state.num_turns - 1
         state.last = last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from jaxserve.scheduling.iteration.decode_loop import decode_iterations
 from jaxserve.scheduling.policy import StepBuilder
@@ -29,6 +29,8 @@ class IterationLevel:
     Without `compacts`, the memory shuffle of Flover (section V-D), rows of ended answers among the
     live ones are computed on.
     """
+
+    num_device_groups: ClassVar[int] = 1
 
     compacts: bool = True
 

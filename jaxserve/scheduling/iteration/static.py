@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from jaxserve.scheduling.policy import StepBuilder
 
@@ -26,6 +26,8 @@ class Static:
     the first of them has waited for `window_s`. Answers are returned when they end, but their rows
     are computed on, without use, until the whole batch has ended.
     """
+
+    num_device_groups: ClassVar[int] = 1
 
     window_s: float = 0.0
 

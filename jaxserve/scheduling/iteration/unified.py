@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from jaxserve.scheduling.iteration.decode_loop import decode_iterations
 from jaxserve.scheduling.policy import StepBuilder
@@ -20,13 +20,15 @@ class Unified:
     step is a decode loop.
     """
 
+    num_device_groups: ClassVar[int] = 1
+
     chunk_tokens: int = 0
 
     def new_state(self) -> None:
         return None
 
     def select(self, step: StepBuilder, state: None) -> None:
-        if not step.prefilling and not step.can_admit():
+        if not step.prefilling and step.first_admissible() is None:
             step.add_decode_loop(decode_iterations(step))
             return
         step.add_decoding()

@@ -158,6 +158,7 @@ class KVManager:
           or between such pages.
         """
         kv = sequence.kv
+        kv.group = 0
         if not kv.host_pages:
             entries = self._prefixes.begin(sequence, num_tokens)
         else:
@@ -198,6 +199,10 @@ class KVManager:
         if sequence.phase is Phase.RUNNING:
             kv.table.trim(kv.num_computed)
             kv.num_cached = min(kv.num_cached, kv.table.num_pages)
+
+    def handed_over(self, sequence: Sequence, group: int) -> None:
+        """Go on with a sequence's pages in another device group's memory, after the copy."""
+        sequence.kv.group = group
 
     # ---- sequences that go ----
 

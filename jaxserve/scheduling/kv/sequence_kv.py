@@ -18,6 +18,7 @@ class SequenceKV:
 
     Attributes:
       table: the sequence's pages and its reservation.
+      group: the device group in whose memory the pages are filled.
       num_computed: leading tokens whose KV is written by the steps planned so far, or was cached.
       ahead: [start, end) of tokens behind those whose KV was cached, in order.
       host_pages: pages of the host that hold its KV while it waits; empty without any.
@@ -31,6 +32,7 @@ class SequenceKV:
     """
 
     table: PageTable
+    group: int = 0
     num_computed: int = 0
     ahead: list[tuple[int, int]] = field(default_factory=list)
     host_pages: tuple[int, ...] = ()
