@@ -25,9 +25,9 @@ class RoundParts:
     F = E + (M - 1) e. A round takes the longest of three paths:
 
     - M e + N_D R: the slowest stage is always busy;
-    - F + D / M + (N_D - 1) R, if N_D > 1: the second iteration waits for the end of the first;
-    - E / M + D (M - 1) / M + N_D R: the first iteration waits for an encode phase that itself waits
-      for the last iteration.
+    - F + D / M + (N_D - 1) R: the last mini-batch's first iteration waits for its encoding;
+    - E / M + D (M - 1) / M + N_D R: the first mini-batch's encoding waits for stages that still
+      decode.
 
     For equal stages, transfers apart, that is exact: `tests/planning/schedules/pipelines.py` plays
     the pipeline stage by stage.
@@ -35,7 +35,7 @@ class RoundParts:
     Attributes:
       busy_s: M e, an encode phase in the slowest stage.
       encode_s: F, an encode phase from its start to its end in the last stage.
-      turn_s: D / M, a mini-batch's first decode iteration in one stage, on average.
+      turn_s: D / M, a mini-batch's decode iteration in one stage, on average.
       lead_s: E / M + D (M - 1) / M, an encode phase until the first decode iteration, if stages
         wait for the decode iteration before.
       present_s: R of a mean iteration of each part of a phase [configurations, parts].
@@ -97,21 +97,22 @@ class RoundParts:
             num_head_tokens=row_batch,
         )
         present_s = np.maximum(num_parts * slowest_row_s, through_s)
-        turn_s = through_s[:, 0] / num_stages
+        odds = np.minimum(num_decoding, 1.0)
+        mean_through_s = (odds * through_s).mean(1)
+        turn_s = mean_through_s / num_stages
         return cls(
             busy_s=num * slowest_s,
             encode_s=encode_through_s + (num - 1) * slowest_s,
             turn_s=turn_s,
-            lead_s=encode_through_s / num_stages + through_s[:, 0] - turn_s,
+            lead_s=encode_through_s / num_stages + mean_through_s - turn_s,
             present_s=present_s,
-            iteration_s=(np.minimum(num_decoding, 1.0) * present_s).mean(1),
+            iteration_s=(odds * present_s).mean(1),
         )
 
     def round_s(self, num_decodes: np.ndarray) -> np.ndarray:
         """Return the seconds of rounds with so many decode iterations."""
         decode_s = num_decodes * self.iteration_s
         waits_s = self.encode_s + self.turn_s + decode_s - self.iteration_s
-        waits_s = np.where(num_decodes > 1, waits_s, 0.0)
         return np.maximum(np.maximum(self.busy_s, self.lead_s) + decode_s, waits_s)
 
     def begun_s(self, num_decodes: np.ndarray, num_begun: np.ndarray) -> np.ndarray:
