@@ -86,7 +86,9 @@ IgnoreEos = Annotated[bool, _sampling("--ignore-eos", "Go on past the model's en
 Model = Annotated[
     str, _runtime("--model", "-m", text="A name (see `jaxserve models list`), folder or GGUF file.")
 ]
-Policy = Annotated[str, _runtime("--policy", text="Scheduling preset, such as auto, orca, flover.")]
+Policy = Annotated[
+    str, _runtime("--policy", text="Scheduling preset, such as auto, orca, exegpt_rra.")
+]
 Load = Annotated[str, _runtime("--load", text="auto, or random for random weights.")]
 DType = Annotated[str | None, _runtime("--dtype", text="dtype of weights and KV, e.g. bfloat16.")]
 KvMemory = Annotated[str | None, _runtime("--kv-memory", text="Size of the KV pool, e.g. 2GiB.")]

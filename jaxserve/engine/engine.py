@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from os import urandom
-from typing import final
+from typing import Any, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.request import Request
@@ -23,7 +23,7 @@ from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.outlook import Outlook, outlooks
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.scheduler import Progress, Scheduler
 from jaxserve.scheduling.sequence import Sequence
 
@@ -194,6 +194,13 @@ class Engine:
                 self._kv.save()
         finally:
             self._kv.close()
+
+    def adopt(self, iteration: IterationShape[Any]) -> None:
+        """Plan by another iteration shape, or by other settings of the same one, from now on.
+
+        To be called between two steps, which may be in flight. No request is lost or preempted.
+        """
+        self.scheduler.adopt(iteration)
 
     def resize(self, num_pages: int) -> None:
         """Serve from a pool of `num_pages` pages; `drain` first.

@@ -140,8 +140,8 @@ class StepBuilder(Protocol):
         """Tokens that still fit in this step."""
         ...
 
-    def can_admit(self) -> bool:
-        """Whether `admit` would succeed now."""
+    def first_admissible(self) -> Sequence | None:
+        """Return the sequence that `admit` would admit now; None if there is none."""
         ...
 
     def admit(self) -> Sequence | None:
@@ -172,8 +172,8 @@ class StepBuilder(Protocol):
 
     def add_decode_loop(
         self, max_iterations: int, *, compacts: bool = True, min_rows: int = 0
-    ) -> bool:
-        """Make this step a decode loop over every decoding sequence; False if there is none.
+    ) -> int:
+        """Make this step a decode loop over every decoding sequence.
 
         Runs as many iterations as fit in memory, at most `max_iterations` and never past the
         first sequence's length limit.
@@ -181,6 +181,9 @@ class StepBuilder(Protocol):
         Args:
           compacts: bring the live slots together first, so that fewer rows are computed.
           min_rows: rows to compute at least, with or without sequences.
+
+        Returns:
+          The loop's iterations; 0 where no sequence decodes.
         """
         ...
 

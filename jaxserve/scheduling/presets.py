@@ -10,6 +10,7 @@ from jaxserve.scheduling.admission.oracle import Oracle
 from jaxserve.scheduling.admission.predicted import Predicted
 from jaxserve.scheduling.iteration.concurrent import Concurrent
 from jaxserve.scheduling.iteration.iteration_level import IterationLevel
+from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.static import Static
 from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.order.fcfs import FCFS
@@ -59,6 +60,17 @@ PRESETS: dict[str, Policy] = {
         ),
         # Pensieve (GPU cache) of section 3.6.
         Policy("pensieve_device_only", OnDemand(0.1), FCFS(), Unified(), DeviceOnly()),
+        # ExeGPT with round-robin allocation. Its runner extends FasterTransformer (section 3) and
+        # has no paging (section 7.3), so it reserves the longest possible answer; and what is never
+        # preempted keeps the latency that was planned. Without a planner's sizes, these fill 32
+        # slots with answers of 128 tokens: B_D = B_E * ceil(128 / N_D).
+        Policy(
+            "exegpt_rra",
+            MaxLength(),
+            FCFS(),
+            RRA(encode_batch=4, decode_iterations=16),
+            Stateless(),
+        ),
         # Ours.
         Policy("auto", Expected(), FCFS(), Unified(), Tiered(), LongestRemaining()),
     )

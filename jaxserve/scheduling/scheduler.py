@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.config import EngineConfig
@@ -19,7 +19,7 @@ from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.limits import max_length, not_finite, too_long
 from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.plan import StepPlan, StepResult
-from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.queues import Queues
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.scheduling.step import Step
@@ -290,7 +290,16 @@ class Scheduler:
         sequence.num_planned_outputs -= num_tokens
         self._kv.take_back(sequence, num_tokens)
 
-    # ---- another pool ----
+    # ---- another schedule, another pool ----
+
+    def adopt(self, iteration: IterationShape[Any]) -> None:
+        """Plan by another iteration shape, or by other settings of the same one, from now on.
+
+        Every sequence goes on where it stands, and steps in flight stay valid. The shape begins
+        with a state of its own; the policy's other choices stay.
+        """
+        self.policy = replace(self.policy, iteration=iteration)
+        self._policy_state = self.policy.new_state()
 
     def make_room(self, num_pages: int) -> list[tuple[int, int]]:
         """Preempt until all reservations fit into `num_pages` pages.

@@ -102,11 +102,11 @@ class Step:
 
     # ---- what it does ----
 
-    def can_admit(self) -> bool:
-        return not self._is_short and self._queues.first_admissible() is not None
+    def first_admissible(self) -> Sequence | None:
+        return None if self._is_short else self._queues.first_admissible()
 
     def admit(self) -> Sequence | None:
-        sequence = None if self._is_short else self._queues.first_admissible()
+        sequence = self.first_admissible()
         if sequence is not None:
             entries = self._queues.admit(sequence)
             self._new_pages += [(sequence, index, page) for index, page in entries]
@@ -129,11 +129,11 @@ class Step:
 
     def add_decode_loop(
         self, max_iterations: int, *, compacts: bool = True, min_rows: int = 0
-    ) -> bool:
+    ) -> int:
         assert not self.sequences, "a decode loop is a step of its own"
         decoding = self._with_room_to_decode()
         if not decoding:
-            return False
+            return 0
         count = min(max_iterations, *(s.num_outputs_left for s in decoding))
         if not self._extends:
             count = min(count, *(self._num_reserved_left(s) for s in decoding))
@@ -144,7 +144,7 @@ class Step:
         self._is_decode_loop = True
         for sequence in decoding:
             self.add_row(sequence, count)
-        return True
+        return count
 
     def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> bool:
         assert not self.sequences, "a decode loop is a step of its own"

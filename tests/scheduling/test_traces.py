@@ -56,14 +56,17 @@ PREDICTED = [
     Policy("swapped", OnDemand(0.0), FCFS(), Unified(), Stateless(), LastInOrder(keeps_state=True)),
     Policy("static_s3", Predicted(), LongestFirst(Predicted()), Static(), Stateless()),
 ]
-BASELINES = ("fastertransformer", "triton_window", "concurrent_instances", "oracle", "s3_oracle")
+BASELINES = (
+    *("fastertransformer", "triton_window", "concurrent_instances", "oracle", "s3_oracle"),
+    "exegpt_rra",
+)
 SEEDS = [range(start, start + 100) for start in range(0, 600, 100)]
 CASES = [(policy, seeds) for policy in POLICIES for seeds in SEEDS]
 CASES += [(policy, seeds) for policy in PREDICTED for seeds in SEEDS[:3]]
 RESIZED = [
     *POLICIES,
     *PREDICTED,
-    *(PRESETS[name] for name in ("fastertransformer", "concurrent_instances")),
+    *(PRESETS[name] for name in ("fastertransformer", "concurrent_instances", "exegpt_rra")),
 ]
 CASES += [(PRESETS[name], seeds) for name in BASELINES for seeds in SEEDS[:2]]
 SHORT = [*PRESETS.values(), POLICIES[3], *PREDICTED]

@@ -36,7 +36,8 @@ class Concurrent:
         return Turns()
 
     def select(self, step: StepBuilder, state: Turns) -> None:
-        last = {each.key: state.last[each.key] for each in step.running}
+        # A sequence without a turn here was admitted by the shape before this one.
+        last = {each.key: state.last.get(each.key, -1) for each in step.running}
         while admitted := step.admit():
             last[admitted.key] = state.num_turns - 1
         state.last = last

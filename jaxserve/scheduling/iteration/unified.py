@@ -26,7 +26,7 @@ class Unified:
         return None
 
     def select(self, step: StepBuilder, state: None) -> None:
-        if not step.prefilling and not step.can_admit():
+        if not step.prefilling and step.first_admissible() is None:
             step.add_decode_loop(decode_iterations(step))
             return
         step.add_decoding()
