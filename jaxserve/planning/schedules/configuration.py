@@ -63,7 +63,9 @@ class Schedule:
 
     Attributes:
       encode_batch: B_E, sequences per encode phase.
-      decode_batch: B_D, sequences that decode on average, of all micro-batches together.
+      encode_tokens: their input tokens, on average.
+      decode_batch: B_D, sequences of all micro-batches together, on average; for RRA at the start
+        of a decode phase.
       num_decodes: N_D, decode iterations per encode phase; 1 for WAA.
       num_micro_batches: B_m, parts of a decode batch; for RRA the number of stages.
       stages: in the order of the devices; WAA's encode group comes first.
@@ -71,6 +73,7 @@ class Schedule:
 
     layout: Layout
     encode_batch: int
+    encode_tokens: float
     decode_batch: float
     num_decodes: int
     num_micro_batches: int

@@ -25,7 +25,7 @@ class Estimates:
       token_s: its mean seconds per decode iteration, encode phases between them included.
       period_s: seconds between two encode phases of `encode_batch` sequences.
       encode_s: seconds from the start of an encode phase to its end in the last stage.
-      decode_batch: sequences that decode on average.
+      decode_batch: B_D, sequences that decode on average, for RRA at the start of a decode phase.
       memory_bytes: memory in use on the fullest device, expected at its peak.
     """
 

@@ -24,12 +24,14 @@ class DecodePhases:
     Attributes:
       batch: mean number of sequences in each part of the phase [num_decodes, NUM_PARTS].
       length: positions that a token of that part attends to [num_decodes, NUM_PARTS].
+      first_batch: sequences in the first iteration, expected [num_decodes].
       peak_tokens: most tokens in memory at a time, expected [num_decodes].
       peak_sequences: most sequences at a time, expected [num_decodes].
     """
 
     batch: np.ndarray
     length: np.ndarray
+    first_batch: np.ndarray
     peak_tokens: np.ndarray
     peak_sequences: np.ndarray
     least_batch: np.ndarray
@@ -46,7 +48,7 @@ class DecodePhases:
         """
         num = max(1, iterations.max_length)
         batch, tokens = np.zeros((num + 1, NUM_PARTS)), np.zeros((num + 1, NUM_PARTS))
-        peak_tokens, peak_sequences = np.zeros(num + 1), np.zeros(num + 1)
+        peak_tokens, first_batch = np.zeros(num + 1), np.zeros(num + 1)
         # Answers that end with their first token need no iteration, but memory.
         at_once = float(iterations.probabilities[0])
         for num_decodes in range(1, num + 1):
@@ -55,16 +57,17 @@ class DecodePhases:
             batch[num_decodes] = _part_means(sequences)
             tokens[num_decodes] = _part_means(held)
             peak_tokens[num_decodes] = held.max() + at_once * num_input_tokens
-            peak_sequences[num_decodes] = sequences[0] + at_once
+            first_batch[num_decodes] = sequences[0]
         # Where nothing is expected to run, one token attends to the inputs.
         length = np.where(batch > 0, tokens / np.where(batch > 0, batch, 1.0), num_input_tokens)
         most = {
             "batch": batch,
             "length": length,
             "peak_tokens": peak_tokens,
-            "peak_sequences": peak_sequences,
+            "peak_sequences": first_batch + at_once,
         }
-        return cls(**most, **{f"least_{name}": _least(values) for name, values in most.items()})
+        least = {f"least_{name}": _least(values) for name, values in most.items()}
+        return cls(**most, **least, first_batch=first_batch)
 
 
 def _part_means(values: np.ndarray) -> np.ndarray:

@@ -26,6 +26,10 @@ class RooflineLayerCost:
     cluster: Cluster
 
     @property
+    def batching_pays(self) -> bool:
+        return True
+
+    @property
     def launch_s(self) -> float:
         return self.cluster.launch_s
 

@@ -78,7 +78,7 @@ class RRATimeline:
             token_s=(latency_s - encode_s) / max(1, self._longest),
             period_s=round_s,
             encode_s=parts.encode_s,
-            decode_batch=batch * self._iterations.mean / num_decodes,
+            decode_batch=batch * phases.first_batch[num_decodes],
             memory_bytes=memory,
         )
 
@@ -94,20 +94,26 @@ class RRATimeline:
         Costs do not fall with the batch, and the batch in a part of a phase is at least the
         smallest of any N_D up to the box's largest. So a round takes at least as long as one of the
         box's smallest B_E and N_D with that batch, and an answer at least as many rounds and
-        encode phases as with the largest N_D.
+        encode phases as with the largest N_D. Where batching pays, the largest B_E has the shortest
+        round per sequence.
         """
         deployment, phases = self._deployment, self._phases
         batch, most = boxes.low.encode_batch, boxes.high.control
         pipeline = self._pipelines[boxes.low.layout]
-        parts = RoundParts.of(
-            deployment,
-            pipeline,
-            self._inputs,
-            batch,
-            phases.least_batch[most],
-            phases.least_length[most],
-        )
-        round_s = parts.round_s(boxes.low.control)
+
+        def parts_of(encode_batch: np.ndarray) -> RoundParts:
+            return RoundParts.of(
+                deployment,
+                pipeline,
+                self._inputs,
+                encode_batch,
+                phases.least_batch[most],
+                phases.least_length[most],
+            )
+
+        parts = parts_of(batch)
+        fastest = parts_of(boxes.high.encode_batch) if deployment.cost.batching_pays else parts
+        round_s = fastest.round_s(boxes.low.control)
         num_earlier = np.maximum(-(-self._longest // most), 1) - 1
         encode_slack_s = parts.encode_s * deployment.encode_margin
         slow = 1 + deployment.decode_margin
@@ -134,6 +140,7 @@ class RRATimeline:
         return Schedule(
             layout=layout,
             encode_batch=int(point.encode_batch[0]),
+            encode_tokens=int(point.encode_batch[0]) * self._inputs.mean,
             decode_batch=float(self.estimate(point).decode_batch[0]),
             num_decodes=int(point.control[0]),
             num_micro_batches=len(devices),

@@ -89,7 +89,8 @@ class WAATimeline:
         """See `Timeline.bound`.
 
         Costs do not fall with the batch, so the smallest B_E has the shortest stages, and the
-        largest the longest. The slowest rate of a box gives the fewest decoding sequences.
+        largest the longest. The slowest rate of a box gives the fewest decoding sequences. Where
+        batching pays, the largest B_E has the shortest stages per sequence.
         """
         deployment = self._deployment
         fewest, most = boxes.low.encode_batch, boxes.high.encode_batch
@@ -98,15 +99,17 @@ class WAATimeline:
         slowest_s, encode_s = self._encode_s(encode, fewest)
         handover_s = self._handover_s(encode, decode, fewest)
         full = group.full(fewest)
-        full_s = group.iteration_s(full)[0]
-        best_per_s = np.minimum(
-            most / np.maximum(slowest_s, handover_s), group.num_batches[1] * most / full_s
-        )
-        worst_s = np.maximum(
+        longest_s = np.maximum(
             self._encode_s(encode, most)[0], self._handover_s(encode, decode, most)
         )
+        if deployment.cost.batching_pays:
+            fastest_s, full_s = longest_s, group.iteration_s(group.full(most, at_most=True))[0]
+        else:
+            fastest_s = np.maximum(slowest_s, handover_s)
+            full_s = group.iteration_s(full)[0]
+        best_per_s = np.minimum(most / fastest_s, group.num_batches[1] * most / full_s)
         full_most_s = group.iteration_s(group.full(most, at_most=True), at_most=True)[0]
-        worst_per_s = np.minimum(fewest / worst_s, group.num_batches[0] * fewest / full_most_s)
+        worst_per_s = np.minimum(fewest / longest_s, group.num_batches[0] * fewest / full_most_s)
         num_decoding = group.settled(worst_per_s, full)
         iteration_s, turn_s = group.iteration_s(num_decoding)
         latency_s, first_s = self._latency_s(encode_s, handover_s, turn_s, iteration_s)
@@ -132,6 +135,7 @@ class WAATimeline:
         return Schedule(
             layout=layout,
             encode_batch=int(point.encode_batch[0]),
+            encode_tokens=int(point.encode_batch[0]) * self._lengths.inputs.mean,
             decode_batch=float(self.estimate(point).decode_batch[0]),
             num_decodes=1,
             num_micro_batches=min(int(point.control[0]), len(devices) - num_encode),

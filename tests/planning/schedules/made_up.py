@@ -36,6 +36,10 @@ class MadeUpCost:
     launch_s: float = 0.0
     step: int = 0
 
+    @property
+    def batching_pays(self) -> bool:
+        return not self.step
+
     def attention_s(
         self, phase: Phase, batch: Numbers, length: Numbers, degree: Numbers
     ) -> np.ndarray:

@@ -116,9 +116,10 @@ def test_degrees_divide_machines_and_clusters():
 
 @pytest.mark.parametrize(("model", "cluster", "num_devices"), DEPLOYMENTS)
 def test_costs_do_not_fall(model: str, cluster: str, num_devices: int):
-    """What `LayerCost` promises, for the paper's deployments and both phases."""
+    """What `LayerCost` promises, for the paper's deployments and both phases; batching pays."""
     devices: Cluster = CLUSTERS[cluster].of(num_devices)
     cost: LayerCost = RooflineLayerCost(MODELS[model], devices)
+    assert cost.batching_pays
     num = np.geomspace(0.1, 1e5, 60)
     for degree in devices.degrees:
         for phase in Phase:
@@ -129,6 +130,12 @@ def test_costs_do_not_fall(model: str, cluster: str, num_devices: int):
                 cost.sync_s(phase, num, degree),
             ):
                 assert (np.diff(seconds) >= 0).all() and (seconds >= 0).all()
+            for seconds in (
+                cost.attention_s(phase, num, 100.0, degree),
+                cost.rest_s(phase, num, degree),
+                cost.sync_s(phase, num, degree),
+            ):
+                assert (np.diff(seconds / num) <= 1e-12 * seconds[1:]).all()
         assert (np.diff(cost.head_s(num, degree)) >= 0).all()
         assert (np.diff(cost.join_s(num, degree)) >= 0).all()
     assert (np.diff(cost.handover_s(num, 2)) >= 0).all()
