@@ -18,6 +18,7 @@ A message says what was given, what is allowed, and what to do.
     ├── ModelCacheError            the model cache cannot be read or written
     ├── DeviceMemoryError          weights or page pool do not fit
     ├── InvalidConfigError         a runtime, policy or mesh setting
+    ├── InfeasibleBoundError       no schedule keeps a latency bound; says what the lowest is
     ├── InvalidProfileError        step times that are unreadable, or measured on something else
     ├── MissingExtraError          an optional package is missing; names the extra to install
     ├── CompilationAfterWarmupError  strict mode: something compiled after warm-up
@@ -39,7 +40,7 @@ A message says what was given, what is allowed, and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -149,6 +150,28 @@ class DeviceMemoryError(JaxserveError, MemoryError):
 
 class InvalidConfigError(JaxserveError, ValueError):
     """A runtime, policy or mesh setting that is out of range or unknown."""
+
+
+class InfeasibleBoundError(JaxserveError, ValueError):
+    """Latency bounds that no schedule keeps.
+
+    Attributes:
+      bounds: seconds by name of the bound.
+      lowest: the lowest seconds that some schedule reaches, by the same names, each for itself.
+    """
+
+    def __init__(self, bounds: Mapping[str, float], lowest: Mapping[str, float]):
+        self.bounds = dict(bounds)
+        self.lowest = dict(lowest)
+        given = ", ".join(f"{name}={bound_s:.4g}" for name, bound_s in self.bounds.items())
+        reached = ", ".join(f"{name}={lowest_s:.4g}" for name, lowest_s in self.lowest.items())
+        super().__init__(
+            f"no schedule keeps {given}. The lowest that some schedule reaches, each for itself: "
+            f"{reached}. Pass longer bounds, more devices, or shorter outputs"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.bounds, self.lowest)
 
 
 class InvalidProfileError(JaxserveError, ValueError):

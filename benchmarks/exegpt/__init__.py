@@ -1,0 +1,1 @@
+"""Figures 6 and 8 and table 6 of the ExeGPT paper, estimated."""

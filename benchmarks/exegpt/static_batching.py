@@ -1,0 +1,107 @@
+"""FasterTransformer's static batches, from the same layer costs as ExeGPT's timelines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from jaxserve.planning.schedules import Deployment, LengthDistribution, Phase, TaskLengths
+from jaxserve.planning.schedules.pipeline import Pipeline
+
+# Batches that the paper runs: from the smallest to the largest in multiples of this (section 7.1).
+_STEP = 4
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StaticBatches:
+    """What batches do that run until their longest answer has ended.
+
+    Layers are sharded within a machine as much as possible, and machines are stages (section 7.1).
+    A batch is in as many micro-batches as there are stages. Answers that have ended are computed
+    on, and memory is reserved for the longest inputs and answers.
+
+    Attributes:
+      batch: sequences, int [sizes].
+      throughput: answers per second; a batch runs as long as its longest answer, on average.
+      latency_s: seconds of a batch with an answer of maximum length, for which bounds are kept.
+    """
+
+    batch: np.ndarray
+    throughput: np.ndarray
+    latency_s: np.ndarray
+
+    @classmethod
+    def of(cls, deployment: Deployment, lengths: TaskLengths) -> StaticBatches:
+        """Return all batches that fit in memory."""
+        model, cluster = deployment.model, deployment.cluster
+        degree = max(cluster.degrees)
+        pipeline = Pipeline.of(
+            np.array([cluster.num_devices]),
+            np.array([cluster.num_devices if degree > 1 else 0]),
+            np.array([degree]),
+            first_device=0,
+            devices_per_machine=cluster.devices_per_machine,
+        )
+        batch = np.arange(1, 1 + deployment.max_encode_batch // _STEP) * _STEP
+        memory = pipeline.memory_bytes(
+            model,
+            num_encode_layers=0 if model.is_decoder_only else model.num_encode_layers,
+            num_decode_layers=model.num_decode_layers,
+            kv_tokens=batch * (lengths.inputs.max_length + lengths.outputs.max_length),
+        )
+        batch = batch[memory <= cluster.memory_bytes]
+        num = np.minimum(batch, pipeline.num_stages)
+        part = batch / num
+        num_tokens = part * lengths.inputs.mean
+        slowest_s, through_s = pipeline.pass_s(
+            deployment.cost,
+            Phase.ENCODE,
+            model.num_encode_layers,
+            batch=part,
+            length=np.sqrt(lengths.inputs.mean_square),
+            num_tokens=num_tokens,
+            num_head_tokens=part if model.is_decoder_only else None,
+        )
+        if not model.is_decoder_only:
+            joined = pipeline.join_s(deployment.cost, model.num_decode_layers, num_tokens)
+            slowest_s, through_s = slowest_s + joined[0], through_s + joined[1]
+        encode_s = through_s + (num - 1) * slowest_s
+
+        def decode_s(num_iterations: np.ndarray) -> np.ndarray:
+            slowest_s, through_s = pipeline.pass_s(
+                deployment.cost,
+                Phase.DECODE,
+                model.num_decode_layers,
+                batch=part,
+                length=lengths.inputs.mean + (num_iterations + 1) / 2,
+                num_tokens=part,
+                num_head_tokens=part,
+            )
+            return num_iterations * np.maximum(num * slowest_s, through_s)
+
+        iterations = lengths.outputs.less_one() if model.is_decoder_only else lengths.outputs
+        longest = np.full(batch.shape, float(iterations.max_length))
+        return cls(
+            batch=batch,
+            throughput=batch / (encode_s + decode_s(expected_longest(iterations, batch))),
+            latency_s=encode_s + decode_s(longest),
+        )
+
+    def bounds(self) -> list[float]:
+        """Return the paper's four latency bounds: the bottom 10, 30 and 70 %, and infinity."""
+        if not len(self.batch):
+            return []
+        return [*np.percentile(self.latency_s, (10, 30, 70)).tolist(), float("inf")]
+
+    def best(self, bound_s: float) -> float:
+        """Return the highest throughput under a bound; 0 if no batch keeps it."""
+        return float(self.throughput[self.latency_s <= bound_s].max(initial=0.0))
+
+
+def expected_longest(lengths: LengthDistribution, num: np.ndarray) -> np.ndarray:
+    """Return the mean of the longest of `num` lengths: the sum of P(one is at least u)."""
+    below = 1.0 - lengths.survival[1:]
+    return (1.0 - below[None] ** np.asarray(num)[:, None]).sum(1)

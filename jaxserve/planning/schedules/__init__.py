@@ -1,0 +1,48 @@
+"""Schedules under latency bounds (ExeGPT): what they are expected to do, and which is best.
+
+`search` finds the schedule with the highest throughput whose answers keep `LatencyBounds`, from a
+`Deployment` (model, cluster, layer costs) and `TaskLengths`. `RRATimeline` and `WAATimeline`
+estimate single configurations.
+"""
+
+from jaxserve.planning.schedules.clusters import CLUSTERS, DEPLOYMENTS, Cluster
+from jaxserve.planning.schedules.configuration import Layout, Points, Policy, Schedule, Stage
+from jaxserve.planning.schedules.costs import LayerCost, Phase
+from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
+from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
+from jaxserve.planning.schedules.models import MODELS, LayerShape, TransformerShape
+from jaxserve.planning.schedules.monotone import monotone_search
+from jaxserve.planning.schedules.roofline_cost import RooflineLayerCost
+from jaxserve.planning.schedules.rra import RRATimeline
+from jaxserve.planning.schedules.search import Choice, search, timelines_of
+from jaxserve.planning.schedules.timeline import Deployment, Timeline
+from jaxserve.planning.schedules.waa import WAATimeline
+
+__all__ = [
+    "CLUSTERS",
+    "DEPLOYMENTS",
+    "MODELS",
+    "Choice",
+    "Cluster",
+    "Deployment",
+    "Estimates",
+    "LatencyBounds",
+    "LayerCost",
+    "LayerShape",
+    "Layout",
+    "LengthDistribution",
+    "Phase",
+    "Points",
+    "Policy",
+    "RRATimeline",
+    "RooflineLayerCost",
+    "Schedule",
+    "Stage",
+    "TaskLengths",
+    "Timeline",
+    "TransformerShape",
+    "WAATimeline",
+    "monotone_search",
+    "search",
+    "timelines_of",
+]

@@ -1,0 +1,118 @@
+"""What a schedule fixes: ExeGPT's control variables (section 4.2), and what comes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import final
+
+import numpy as np
+
+
+@final
+class Policy(Enum):
+    """How devices share the layers (section 4.1): round robin, by computation, or by memory."""
+
+    RRA = "rra"
+    WAA_C = "waa_c"
+    WAA_M = "waa_m"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A policy and its partial tensor parallelism.
+
+    The first devices are pipeline stages of their own. The last `num_sharded_devices` form stages
+    of `degree` shards each. Layers are shared out in proportion to devices.
+
+    Attributes:
+      degree: devices per tensor-parallel stage; 1 without tensor parallelism.
+      num_sharded_devices: devices in such stages; 0 without tensor parallelism.
+    """
+
+    policy: Policy
+    degree: int = 1
+    num_sharded_devices: int = 0
+
+    def devices(self, num_devices: int) -> list[int]:
+        """Return the devices of each stage of `num_devices` devices."""
+        num_sharded = self.num_sharded_devices // self.degree
+        return [1] * (num_devices - self.num_sharded_devices) + [self.degree] * num_sharded
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A pipeline stage: devices that share consecutive layers.
+
+    Attributes:
+      num_devices: tensor-parallel degree.
+      num_encode_layers, num_decode_layers: 0 for a stage of another group.
+    """
+
+    num_devices: int
+    num_encode_layers: int
+    num_decode_layers: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A configuration that a runner can carry out.
+
+    Attributes:
+      encode_batch: B_E, sequences per encode phase.
+      encode_tokens: their input tokens, on average.
+      decode_batch: B_D, sequences of all micro-batches together, on average; for RRA at the start
+        of a decode phase.
+      num_decodes: N_D, decode iterations per encode phase; 1 for WAA.
+      num_micro_batches: B_m, parts of a decode batch; for RRA the number of stages.
+      stages: in the order of the devices; WAA's encode group comes first.
+    """
+
+    layout: Layout
+    encode_batch: int
+    encode_tokens: float
+    decode_batch: float
+    num_decodes: int
+    num_micro_batches: int
+    stages: tuple[Stage, ...]
+
+    @property
+    def num_encode_devices(self) -> int:
+        """Devices with encode layers."""
+        return sum(stage.num_devices for stage in self.stages if stage.num_encode_layers)
+
+    @property
+    def num_decode_devices(self) -> int:
+        """Devices with decode layers."""
+        return sum(stage.num_devices for stage in self.stages if stage.num_decode_layers)
+
+
+@final
+@dataclass(frozen=True)
+class Points:
+    """Configurations of one timeline, as arrays of ints of equal length.
+
+    Attributes:
+      layout: index into the timeline's layouts.
+      encode_batch: B_E.
+      control: the policy's own variable: N_D of RRA, B_m of WAA. In both, throughput and latency
+        rise as it falls.
+    """
+
+    layout: np.ndarray
+    encode_batch: np.ndarray
+    control: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    def __getitem__(self, which: np.ndarray | slice) -> Points:
+        return Points(self.layout[which], self.encode_batch[which], self.control[which])
+
+    @classmethod
+    def one(cls, layout: int, encode_batch: int, control: int) -> Points:
+        """Return a single configuration."""
+        return cls(np.array([layout]), np.array([encode_batch]), np.array([control]))

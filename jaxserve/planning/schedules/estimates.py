@@ -1,0 +1,99 @@
+"""What schedules are expected to do, and the latency bounds that they must keep."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import final
+
+import numpy as np
+
+from jaxserve.core.errors import InvalidConfigError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Estimates:
+    """What configurations are expected to do, in arrays of floats.
+
+    Attributes:
+      fits: whether the configuration fits in memory and has no stage without layers. Figures of
+        one that does not are as if it did.
+      throughput: answers per second.
+      latency_s: seconds of an answer of the percentile length, from the start of its encode phase.
+      first_token_s: seconds to its first token.
+      token_s: its mean seconds per decode iteration, encode phases between them included.
+      period_s: seconds between two encode phases of `encode_batch` sequences.
+      encode_s: seconds from the start of an encode phase to its end in the last stage.
+      decode_batch: B_D, sequences that decode on average, for RRA at the start of a decode phase.
+      memory_bytes: memory in use on the fullest device, expected at its peak.
+    """
+
+    fits: np.ndarray
+    throughput: np.ndarray
+    latency_s: np.ndarray
+    first_token_s: np.ndarray
+    token_s: np.ndarray
+    period_s: np.ndarray
+    encode_s: np.ndarray
+    decode_batch: np.ndarray
+    memory_bytes: np.ndarray
+
+    def __getitem__(self, which: np.ndarray | slice | int) -> Estimates:
+        return Estimates(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """For each box of configurations, figures that no configuration in it can beat.
+
+    Attributes:
+      fits: False if no configuration of the box fits in memory.
+      throughput: an upper limit of the throughputs of those that fit.
+      latency_s, first_token_s, token_s: lower limits of theirs.
+    """
+
+    fits: np.ndarray
+    throughput: np.ndarray
+    latency_s: np.ndarray
+    first_token_s: np.ndarray
+    token_s: np.ndarray
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LatencyBounds:
+    """The latencies that a schedule must keep; see `Estimates` for what they mean.
+
+    Raises:
+      InvalidConfigError: a bound is not above 0.
+    """
+
+    latency_s: float = math.inf
+    first_token_s: float = math.inf
+    token_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name, bound_s in self.finite().items():
+            if not bound_s > 0:
+                raise InvalidConfigError(
+                    f"{name}={bound_s} is not allowed; pass a number of seconds above 0"
+                )
+
+    def finite(self) -> dict[str, float]:
+        """Return the bounds that are given, by name."""
+        bounds = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: bound_s for name, bound_s in bounds.items() if bound_s != math.inf}
+
+    def widened(self, share: float) -> LatencyBounds:
+        """Return bounds that are longer by a share of each."""
+        bounds = self.finite()
+        return LatencyBounds(**{name: bound_s * (1 + share) for name, bound_s in bounds.items()})
+
+    def met(self, figures: Estimates | Best) -> np.ndarray:
+        """Return which configurations fit and keep all bounds, or which boxes might have one."""
+        kept = figures.fits
+        for name, bound_s in self.finite().items():
+            kept = kept & (getattr(figures, name) <= bound_s)
+        return kept

@@ -1,0 +1,172 @@
+"""Length distributions, and what they make of decode phases (ExeGPT, section 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import numpy as np
+
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.workload.tasks import Lengths, Task
+from predictor import LengthDistributions
+
+
+@final
+class LengthDistribution:
+    """A distribution over whole lengths in tokens, from 0 to a maximum.
+
+    Args:
+      probabilities: weights of the lengths 0, 1, 2, ..., float [max_length + 1]; they are
+        normalised. Trailing zeros are cut off.
+
+    Raises:
+      InvalidConfigError: a weight is negative or not finite, or none is above 0.
+    """
+
+    def __init__(self, probabilities: np.ndarray):
+        given = np.asarray(probabilities, np.float64)
+        if given.ndim != 1 or not (np.isfinite(given).all() and (given >= 0).all() and given.any()):
+            raise InvalidConfigError(
+                f"length probabilities of shape {given.shape} are not allowed; pass one dimension "
+                "of numbers that are finite, not negative, and not all 0"
+            )
+        given = given[: np.flatnonzero(given)[-1] + 1]
+        self.probabilities = given / given.sum()
+
+    @classmethod
+    def of_task(cls, lengths: Lengths) -> LengthDistribution:
+        """Return a task's truncated normal distribution (table 3)."""
+        return cls(np.concatenate([[0.0], lengths.probabilities()]))
+
+    @classmethod
+    def of_samples(cls, lengths: Sequence[int]) -> LengthDistribution:
+        """Return the distribution of observed lengths in tokens.
+
+        Raises:
+          InvalidConfigError: there is no length, or one is negative.
+        """
+        if not len(lengths) or min(lengths) < 0:
+            raise InvalidConfigError(
+                f"{len(lengths)} observed lengths are not allowed; pass at least one, and none "
+                "below 0"
+            )
+        return cls(np.bincount(np.asarray(lengths, np.int64)))
+
+    @classmethod
+    def of_predictions(cls, predicted: LengthDistributions) -> LengthDistribution:
+        """Return the mixture of predicted distributions, with equal weights.
+
+        All lengths of a bucket are equally likely, as in `LengthDistributions`.
+        """
+        shares = predicted.probabilities.mean(0)
+        widths = np.diff(predicted.buckets.edges)
+        return cls(np.concatenate([[0.0], np.repeat(shares / widths, widths)]))
+
+    @property
+    def max_length(self) -> int:
+        return len(self.probabilities) - 1
+
+    @cached_property
+    def mean(self) -> float:
+        return float(self.probabilities @ np.arange(self.max_length + 1))
+
+    @cached_property
+    def mean_square(self) -> float:
+        """E(S^2), which attention over a whole prompt is proportional to."""
+        return float(self.probabilities @ np.arange(self.max_length + 1) ** 2)
+
+    @cached_property
+    def mean_position(self) -> float:
+        """Mean position of a token drawn from all tokens, counted from 1; 0 without tokens."""
+        return (self.mean_square + self.mean) / (2 * self.mean) if self.mean else 0.0
+
+    @cached_property
+    def survival(self) -> np.ndarray:
+        """P(S >= u) for u = 0 ... max_length, float [max_length + 1]."""
+        return np.cumsum(self.probabilities[::-1])[::-1]
+
+    def percentile(self, level: float) -> int:
+        """Return the smallest length s with P(S <= s) >= level."""
+        reached = np.cumsum(self.probabilities) >= level - 1e-12
+        return int(np.argmax(reached)) if reached.any() else self.max_length
+
+    def less_one(self) -> LengthDistribution:
+        """Return the distribution of max(0, S - 1).
+
+        These are the decode iterations of a decoder-only model, whose prompts yield a first token.
+        """
+        shifted = self.probabilities[1:].copy()
+        if not len(shifted):
+            return self
+        shifted[0] += self.probabilities[0]
+        return LengthDistribution(shifted)
+
+
+@final
+@dataclass(frozen=True)
+class TaskLengths:
+    """Input and output lengths, which are taken as independent (section 6).
+
+    Attributes:
+      level: quantile of the output lengths for which a latency bound must hold.
+    """
+
+    inputs: LengthDistribution
+    outputs: LengthDistribution
+    level: float = 0.99
+
+    @classmethod
+    def of_task(cls, task: Task) -> TaskLengths:
+        return cls(
+            LengthDistribution.of_task(task.inputs), LengthDistribution.of_task(task.outputs)
+        )
+
+
+def paper_ending(iterations: LengthDistribution, num_decodes: int) -> np.ndarray:
+    """Return the paper's P_D(U): the share of a decode batch that ends in iteration U of a phase.
+
+    An answer of S iterations ends with probability 1 / ceil(S / N_D), in iteration
+    1 + (S - 1 mod N_D) (section 6, P_D(U|S)). This takes S of the answers in the batch as S of new
+    answers, although long ones are in more batches; `resident` is exact.
+
+    Args:
+      num_decodes: N_D, iterations of a decode phase.
+
+    Returns:
+      P_D(U) for U = 1 ... N_D, float [num_decodes].
+    """
+    lengths = np.arange(1, iterations.max_length + 1)
+    shares = iterations.probabilities[1:] / -(-lengths // num_decodes)
+    return np.bincount((lengths - 1) % num_decodes, shares, minlength=num_decodes)
+
+
+def resident(iterations: LengthDistribution, num_decodes: int) -> np.ndarray:
+    """Return the sequences that take part in each iteration of a phase, per new sequence.
+
+    A sequence with D iterations takes part in iteration u of every phase k with k N_D + u <= D. In
+    a steady state with B_E new sequences a phase, iteration u has B_E sum_k P(D >= k N_D + u) of
+    them. The sum over u is E(D).
+
+    Args:
+      num_decodes: N_D, iterations of a decode phase.
+
+    Returns:
+      float [num_decodes], for u = 1 ... N_D; it never rises.
+    """
+    return _folded(iterations.survival[1:], num_decodes)
+
+
+def resident_tokens(iterations: LengthDistribution, num_decodes: int) -> np.ndarray:
+    """Return the output tokens of the sequences that `resident` counts, float [num_decodes]."""
+    positions = np.arange(1, iterations.max_length + 1)
+    return _folded(iterations.survival[1:] * positions, num_decodes)
+
+
+def _folded(values: np.ndarray, num_columns: int) -> np.ndarray:
+    """Return the sums of every `num_columns`-th value, by column."""
+    padded = np.zeros(max(1, -(-len(values) // num_columns)) * num_columns)
+    padded[: len(values)] = values
+    return padded.reshape(-1, num_columns).sum(0)

@@ -1,0 +1,175 @@
+"""Algorithm 1 of ExeGPT: branch and bound for monotone variables, with tolerances."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from jaxserve.planning.schedules.candidate import Candidate, Score, throughput_under
+from jaxserve.planning.schedules.configuration import Points
+from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
+from jaxserve.planning.schedules.timeline import Timeline
+
+# Tolerance of throughput and latency (section 7.8, table 5).
+TOLERANCE = 0.05
+# Blocks that are split at a time; 1 is the paper's algorithm, more are one computation.
+_AT_A_TIME = 32
+
+
+@final
+@dataclass(frozen=True)
+class _Space:
+    """The configurations of one policy and tensor-parallel degree, as a grid of indices.
+
+    The variables are B_E, the policy's control variable, and the number of tensor-parallel devices.
+    Index 0 has the lowest throughput and latency: B_E rises with its index, the others fall.
+    """
+
+    timeline: Timeline
+    layouts: np.ndarray
+
+    @classmethod
+    def all_of(cls, timeline: Timeline) -> list[_Space]:
+        """Return the spaces of a timeline."""
+        groups: dict[tuple[str, int], list[int]] = {}
+        for i, layout in enumerate(timeline.layouts):
+            groups.setdefault((layout.policy.value, layout.degree), []).append(i)
+        # `layouts_of` lists the fewest tensor-parallel devices first.
+        return [cls(timeline, np.array(group[::-1])) for group in groups.values()]
+
+    @property
+    def last(self) -> tuple[int, ...]:
+        timeline = self.timeline
+        return timeline.max_encode_batch - 1, timeline.max_control - 1, len(self.layouts) - 1
+
+    def points(self, indices: Sequence[tuple[int, ...]]) -> Points:
+        batch, control, layout = np.array(indices).T
+        return Points(self.layouts[layout], batch + 1, self.timeline.max_control - control)
+
+
+@final
+@dataclass(frozen=True, order=True)
+class _Block:
+    """A block of configurations, with `limit`, the throughput of its last corner, negated."""
+
+    limit: float
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+    @property
+    def extents(self) -> list[int]:
+        return [high - low for low, high in zip(self.low, self.high, strict=True)]
+
+    def raised(self) -> list[tuple[int, ...]]:
+        """Return the corners at which one variable is at its end and the others at their start."""
+        return [(*self.low[:i], self.high[i], *self.low[i + 1 :]) for i in range(len(self.low))]
+
+    def corners_by(self, which: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Return first and last corner of the halves along a variable."""
+        middle = (self.low[which] + self.high[which]) // 2
+        upper, lower = list(self.low), list(self.high)
+        lower[which], upper[which] = middle, middle + 1
+        return [(self.low, tuple(lower)), (tuple(upper), self.high)]
+
+
+def monotone_search(
+    timelines: Sequence[Timeline],
+    bounds: LatencyBounds,
+    *,
+    tolerance: float = TOLERANCE,
+    at_a_time: int = _AT_A_TIME,
+) -> Candidate:
+    """Return the configuration that Algorithm 1 finds, run for each policy and degree.
+
+    It is the best one if throughput and latency are monotone in every variable within the
+    tolerance. `schedules.search` gives the best one in any case.
+
+    Args:
+      tolerance: share of the bounds by which a block's first corner may miss them, and of the
+        throughput by which its last corner may be lower than the best (epsilon_L, epsilon_T).
+    """
+    best = Candidate()
+    for timeline in timelines:
+        for space in _Space.all_of(timeline):
+            best = _Search(space, bounds, tolerance, at_a_time).run(best)
+    return best
+
+
+@final
+class _Search:
+    """Algorithm 1 on one space."""
+
+    def __init__(self, space: _Space, bounds: LatencyBounds, tolerance: float, at_a_time: int):
+        self._space = space
+        self._bounds = bounds
+        self._widened = bounds.widened(tolerance)
+        self._score: Score = throughput_under(bounds)
+        self._tolerance = tolerance
+        self._at_a_time = at_a_time
+
+    def run(self, best: Candidate) -> Candidate:
+        """Return the best configuration of the space, or `best` if none is better."""
+        first, last = (0, 0, 0), self._space.last
+        figures, best = self._evaluated([first, last], best)
+        if not self._widened.met(figures)[0]:
+            return best
+        if self._bounds.met(figures)[1]:
+            return best
+        queue = [_Block(-float(figures.throughput[1]), first, last)]
+        while queue:
+            blocks = self._popped(queue, best)
+            if not blocks:
+                break
+            halves, best = self._split(blocks, best)
+            corners = [corner for half in halves for corner in half]
+            figures, best = self._evaluated(corners, best)
+            is_worth = self._widened.met(figures)[::2]
+            limits = figures.throughput[1::2]
+            for (low, high), worth, limit in zip(halves, is_worth, limits, strict=True):
+                if worth and low != high:
+                    heapq.heappush(queue, _Block(-float(limit), low, high))
+        return best
+
+    def _popped(self, queue: list[_Block], best: Candidate) -> list[_Block]:
+        """Remove the most promising blocks from the queue; none if all are worse than the best."""
+        blocks = []
+        while queue and len(blocks) < self._at_a_time:
+            block = heapq.heappop(queue)
+            if -block.limit + self._tolerance * best.score < best.score:
+                queue.clear()
+                break
+            blocks.append(block)
+        return blocks
+
+    def _split(
+        self, blocks: list[_Block], best: Candidate
+    ) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], Candidate]:
+        """Split blocks in two, by the paper's rule (lines 7 to 10).
+
+        Of the corners with one variable raised, the best one that keeps the bounds says which
+        variable is worth raising; another one is split, the longest. If none keeps them, the
+        longest of all is split.
+        """
+        corners = [corner for block in blocks for corner in block.raised()]
+        figures, best = self._evaluated(corners, best)
+        scores = self._score(figures).reshape(len(blocks), -1)
+        halves = []
+        for block, raised in zip(blocks, scores, strict=True):
+            extents = block.extents
+            others = list(extents)
+            if raised.any():
+                others[int(np.argmax(raised))] = 0
+            longest = others if any(others) else extents
+            halves += block.corners_by(longest.index(max(longest)))
+        return halves, best
+
+    def _evaluated(
+        self, corners: list[tuple[int, ...]], best: Candidate
+    ) -> tuple[Estimates, Candidate]:
+        points = self._space.points(corners)
+        figures = self._space.timeline.estimate(points)
+        return figures, best.improved_by(self._space.timeline, points, figures, self._score)

@@ -1,0 +1,84 @@
+"""Decode phases of every length: how many sequences they compute, and how many tokens they hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from jaxserve.planning.schedules.lengths import LengthDistribution, resident, resident_tokens
+
+# Parts of a decode phase, each with its mean batch.
+NUM_PARTS = 4
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DecodePhases:
+    """Steady states of RRA for N_D = 0, 1, ..., per sequence that is encoded a round.
+
+    Arrays are indexed by N_D; index 0 is unused. `least_*` is the smallest value of any N_D up to
+    the index.
+
+    Attributes:
+      batch: mean number of sequences in each part of the phase [num_decodes, NUM_PARTS].
+      length: positions that a token of that part attends to [num_decodes, NUM_PARTS].
+      first_batch: sequences in the first iteration, expected [num_decodes].
+      peak_tokens: most tokens in memory at a time, expected [num_decodes].
+      peak_sequences: most sequences at a time, expected [num_decodes].
+    """
+
+    batch: np.ndarray
+    length: np.ndarray
+    first_batch: np.ndarray
+    peak_tokens: np.ndarray
+    peak_sequences: np.ndarray
+    least_batch: np.ndarray
+    least_length: np.ndarray
+    least_peak_tokens: np.ndarray
+    least_peak_sequences: np.ndarray
+
+    @classmethod
+    def of(cls, num_input_tokens: float, iterations: LengthDistribution) -> DecodePhases:
+        """Return the phases of answers that take so many decode iterations.
+
+        Args:
+          num_input_tokens: mean length of the inputs, whose KV is held too.
+        """
+        num = max(1, iterations.max_length)
+        batch, tokens = np.zeros((num + 1, NUM_PARTS)), np.zeros((num + 1, NUM_PARTS))
+        peak_tokens, first_batch = np.zeros(num + 1), np.zeros(num + 1)
+        # Answers that end with their first token need no iteration, but memory.
+        at_once = float(iterations.probabilities[0])
+        for num_decodes in range(1, num + 1):
+            sequences = resident(iterations, num_decodes)
+            held = num_input_tokens * sequences + resident_tokens(iterations, num_decodes)
+            batch[num_decodes] = _part_means(sequences)
+            tokens[num_decodes] = _part_means(held)
+            peak_tokens[num_decodes] = held.max() + at_once * num_input_tokens
+            first_batch[num_decodes] = sequences[0]
+        # Where nothing is expected to run, one token attends to the inputs.
+        length = np.where(batch > 0, tokens / np.where(batch > 0, batch, 1.0), num_input_tokens)
+        most = {
+            "batch": batch,
+            "length": length,
+            "peak_tokens": peak_tokens,
+            "peak_sequences": first_batch + at_once,
+        }
+        least = {f"least_{name}": _least(values) for name, values in most.items()}
+        return cls(**most, **least, first_batch=first_batch)
+
+
+def _part_means(values: np.ndarray) -> np.ndarray:
+    """Return the means of `NUM_PARTS` equal parts of a step function, float [NUM_PARTS]."""
+    num = len(values)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.interp(np.linspace(0, num, NUM_PARTS + 1), np.arange(num + 1), sums)
+    return np.diff(ends) * NUM_PARTS / num
+
+
+def _least(values: np.ndarray) -> np.ndarray:
+    least = values.copy()
+    least[1:] = np.minimum.accumulate(values[1:])
+    return least

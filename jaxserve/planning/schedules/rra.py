@@ -1,0 +1,186 @@
+"""The timeline of RRA: encode B_E sequences, decode N_D times, again (ExeGPT, figure 4a)."""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+
+from jaxserve.planning.schedules.configuration import Layout, Points, Policy, Schedule, Stage
+from jaxserve.planning.schedules.estimates import Best, Estimates
+from jaxserve.planning.schedules.lengths import TaskLengths
+from jaxserve.planning.schedules.phases import DecodePhases
+from jaxserve.planning.schedules.pipeline import Pipeline, shared_out
+from jaxserve.planning.schedules.rounds import RoundParts
+from jaxserve.planning.schedules.timeline import Boxes, Deployment, layouts_of
+
+
+@final
+class RRATimeline:
+    """Estimates of RRA's configurations.
+
+    Every device holds its share of the encode layers and of the decode layers. `RoundParts` says
+    how long a round of an encode phase and N_D decode iterations takes. An answer of s iterations
+    takes ceil(s / N_D) - 1 rounds, then an encode phase and its iterations of the last round. The
+    batch of an iteration is that of `DecodePhases`.
+    """
+
+    def __init__(self, deployment: Deployment, lengths: TaskLengths):
+        model, cluster = deployment.model, deployment.cluster
+        self._deployment = deployment
+        self._inputs = lengths.inputs
+        self._iterations = lengths.outputs.less_one() if model.is_decoder_only else lengths.outputs
+        self._longest = self._iterations.percentile(lengths.level)
+        self._phases = DecodePhases.of(lengths.inputs.mean, self._iterations)
+        self.layouts: tuple[Layout, ...] = layouts_of((Policy.RRA,), cluster)
+        self._pipelines = Pipeline.of(
+            np.full(len(self.layouts), cluster.num_devices),
+            np.array([layout.num_sharded_devices for layout in self.layouts]),
+            np.array([layout.degree for layout in self.layouts]),
+            first_device=0,
+            devices_per_machine=cluster.devices_per_machine,
+        )
+        self.max_control = max(1, self._iterations.max_length)
+        self.max_encode_batch = self._largest_batch()
+
+    def estimate(self, points: Points) -> Estimates:
+        deployment, phases = self._deployment, self._phases
+        batch, num_decodes = points.encode_batch, points.control
+        pipeline = self._pipelines[points.layout]
+        parts = RoundParts.of(
+            deployment,
+            pipeline,
+            self._inputs,
+            batch,
+            phases.batch[num_decodes],
+            phases.length[num_decodes],
+        )
+        round_s = parts.round_s(num_decodes)
+        decode_s = num_decodes * parts.iteration_s
+        num_earlier = np.maximum(-(-self._longest // num_decodes), 1) - 1
+        num_last = self._longest - num_earlier * num_decodes
+        last_s = np.maximum(parts.begun_s(num_decodes, num_last), num_last * parts.iteration_s)
+        encode_slack_s = parts.encode_s * deployment.encode_margin
+        encode_s = parts.encode_s + encode_slack_s
+        slow = 1 + deployment.decode_margin
+        latency_s = encode_s + slow * last_s
+        latency_s += num_earlier * (round_s + encode_slack_s + (slow - 1) * decode_s)
+        first_s = encode_s
+        if not deployment.model.is_decoder_only:
+            first_s = encode_s + slow * parts.present_s[:, 0]
+        memory = self._memory(pipeline, batch * phases.peak_tokens[num_decodes])
+        fits = self._fits(pipeline, memory, batch * phases.peak_sequences[num_decodes])
+        return Estimates(
+            fits=fits,
+            throughput=batch / round_s,
+            latency_s=latency_s,
+            first_token_s=first_s,
+            token_s=(latency_s - encode_s) / max(1, self._longest),
+            period_s=round_s,
+            encode_s=parts.encode_s,
+            decode_batch=batch * phases.first_batch[num_decodes],
+            memory_bytes=memory,
+        )
+
+    def boxes(self) -> Boxes:
+        layouts = np.arange(len(self.layouts))
+        ones = np.ones_like(layouts)
+        high = Points(layouts, ones * self.max_encode_batch, ones * self.max_control)
+        return Boxes(Points(layouts, ones, ones), high)
+
+    def bound(self, boxes: Boxes) -> Best:
+        """See `Timeline.bound`.
+
+        Costs do not fall with the batch, and the batch in a part of a phase is at least the
+        smallest of any N_D up to the box's largest. So a round takes at least as long as one of the
+        box's smallest B_E and N_D with that batch, and an answer at least as many rounds and
+        encode phases as with the largest N_D. Where batching pays, the largest B_E has the shortest
+        round per sequence.
+        """
+        deployment, phases = self._deployment, self._phases
+        batch, most = boxes.low.encode_batch, boxes.high.control
+        pipeline = self._pipelines[boxes.low.layout]
+
+        def parts_of(encode_batch: np.ndarray) -> RoundParts:
+            return RoundParts.of(
+                deployment,
+                pipeline,
+                self._inputs,
+                encode_batch,
+                phases.least_batch[most],
+                phases.least_length[most],
+            )
+
+        parts = parts_of(batch)
+        fastest = parts_of(boxes.high.encode_batch) if deployment.cost.batching_pays else parts
+        round_s = fastest.round_s(boxes.low.control)
+        num_earlier = np.maximum(-(-self._longest // most), 1) - 1
+        encode_slack_s = parts.encode_s * deployment.encode_margin
+        slow = 1 + deployment.decode_margin
+        latency_s = parts.encode_s + encode_slack_s + slow * self._longest * parts.iteration_s
+        latency_s += num_earlier * (parts.busy_s + encode_slack_s)
+        memory = self._memory(pipeline, batch * phases.least_peak_tokens[most])
+        fits = self._fits(pipeline, memory, batch * phases.least_peak_sequences[most])
+        encode_s = parts.encode_s + encode_slack_s
+        first_s = encode_s
+        if not deployment.model.is_decoder_only:
+            first_s = encode_s + slow * parts.present_s[:, 0]
+        return Best(
+            fits=fits,
+            throughput=boxes.high.encode_batch / round_s,
+            latency_s=latency_s,
+            first_token_s=first_s,
+            token_s=(latency_s - encode_s) / max(1, self._longest),
+        )
+
+    def schedule(self, point: Points) -> Schedule:
+        layout = self.layouts[int(point.layout[0])]
+        model = self._deployment.model
+        devices = layout.devices(self._deployment.cluster.num_devices)
+        return Schedule(
+            layout=layout,
+            encode_batch=int(point.encode_batch[0]),
+            encode_tokens=int(point.encode_batch[0]) * self._inputs.mean,
+            decode_batch=float(self.estimate(point).decode_batch[0]),
+            num_decodes=int(point.control[0]),
+            num_micro_batches=len(devices),
+            stages=tuple(
+                Stage(num_devices=num, num_encode_layers=encode, num_decode_layers=decode)
+                for num, encode, decode in zip(
+                    devices,
+                    shared_out(model.num_encode_layers, devices),
+                    shared_out(model.num_decode_layers, devices),
+                    strict=True,
+                )
+            ),
+        )
+
+    def _memory(self, pipeline: Pipeline, kv_tokens: np.ndarray | float) -> np.ndarray:
+        model = self._deployment.model
+        return pipeline.memory_bytes(
+            model,
+            num_encode_layers=0 if model.is_decoder_only else model.num_encode_layers,
+            num_decode_layers=model.num_decode_layers,
+            kv_tokens=kv_tokens,
+        )
+
+    def _fits(
+        self, pipeline: Pipeline, memory: np.ndarray, num_sequences: np.ndarray
+    ) -> np.ndarray:
+        deployment = self._deployment
+        num_layers = min(deployment.model.num_encode_layers, deployment.model.num_decode_layers)
+        return (
+            (memory <= deployment.cluster.memory_bytes)
+            & (num_sequences <= deployment.max_sequences)
+            & (pipeline.num_stages <= num_layers)
+        )
+
+    def _largest_batch(self) -> int:
+        """Return a B_E that no fitting configuration exceeds; at least 1."""
+        deployment, phases = self._deployment, self._phases
+        empty = self._memory(self._pipelines, 0.0)
+        token_bytes = self._memory(self._pipelines, 1.0) - empty
+        tokens = (deployment.cluster.memory_bytes - empty) / np.maximum(token_bytes, 1e-300)
+        by_memory = tokens.max() / max(phases.least_peak_tokens[-1], 1e-300)
+        by_slots = deployment.max_sequences / phases.least_peak_sequences[-1]
+        return max(1, int(min(by_memory, by_slots, deployment.max_encode_batch)))

@@ -1,0 +1,191 @@
+"""The schedule with the highest throughput under latency bounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError
+from jaxserve.planning.schedules.candidate import (
+    Candidate,
+    Score,
+    shortest,
+    shortest_with,
+    throughput_under,
+)
+from jaxserve.planning.schedules.configuration import Points, Schedule
+from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
+from jaxserve.planning.schedules.lengths import TaskLengths
+from jaxserve.planning.schedules.rra import RRATimeline
+from jaxserve.planning.schedules.timeline import Boxes, Deployment, Timeline
+from jaxserve.planning.schedules.waa import WAATimeline
+
+# Boxes that are examined at a time; the most promising ones come first.
+_WAVE = 2048
+# A score counts as better from this relative difference on; sums differ by rounding.
+_BETTER = 1.0 + 1e-9
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A schedule, what it is expected to do, and what it took to find it.
+
+    Attributes:
+      estimates: of this schedule, each a scalar.
+      num_points: configurations that the search covered.
+      num_evaluated: timelines that it computed, of configurations and of boxes.
+      elapsed_s: seconds of the search, timelines' tables included.
+    """
+
+    schedule: Schedule
+    estimates: Estimates
+    num_points: int
+    num_evaluated: int
+    elapsed_s: float
+
+
+def timelines_of(deployment: Deployment, lengths: TaskLengths) -> tuple[Timeline, ...]:
+    """Return the timelines of all policies that the cluster allows; WAA needs two stages."""
+    timelines = (RRATimeline(deployment, lengths), WAATimeline(deployment, lengths))
+    return tuple(timeline for timeline in timelines if timeline.layouts)
+
+
+def search(deployment: Deployment, lengths: TaskLengths, bounds: LatencyBounds) -> Choice:
+    """Return the schedule of RRA, WAA-C and WAA-M with the highest throughput under the bounds.
+
+    Of equally good ones it is the one with the lowest latency. No box of configurations is dropped
+    that could hold a better one, whether or not throughput and latency are monotone in the control
+    variables; the costs must be, see `LayerCost`.
+
+    Raises:
+      InfeasibleBoundError: no schedule keeps the bounds.
+      DeviceMemoryError: no schedule fits in memory.
+    """
+    began_s = time.perf_counter()
+    timelines = timelines_of(deployment, lengths)
+    most = maximise(timelines, throughput_under(bounds))
+    if most.found is None:
+        raise _infeasible(timelines, bounds)
+    best = maximise(timelines, shortest_with(bounds, most.score / _BETTER))
+    assert best.found is not None  # `most` is one
+    return Choice(
+        schedule=best.found.timeline.schedule(best.found.point),
+        estimates=best.found.estimates[0],
+        num_points=sum(int(timeline.boxes().num_points.sum()) for timeline in timelines),
+        num_evaluated=most.num_evaluated + best.num_evaluated,
+        elapsed_s=time.perf_counter() - began_s,
+    )
+
+
+def maximise(timelines: Sequence[Timeline], score: Score) -> Candidate:
+    """Return the configuration with the highest score, up to rounding."""
+    best = Candidate()
+    for timeline in timelines:
+        best = _Descent(timeline, score).best(timeline.boxes(), best)
+    return best
+
+
+def enumerate_all(
+    timelines: Sequence[Timeline], score: Score, *, at_a_time: int = 1 << 15
+) -> Candidate:
+    """Return the configuration with the highest score of all, by computing every one."""
+    best = Candidate()
+    for timeline in timelines:
+        shape = len(timeline.layouts), timeline.max_encode_batch, timeline.max_control
+        total = int(np.prod(shape))
+        for begin in range(0, total, at_a_time):
+            index = np.arange(begin, min(begin + at_a_time, total))
+            layout, batch, control = np.unravel_index(index, shape)
+            points = Points(layout, batch + 1, control + 1)
+            best = best.improved(timeline, points, score)
+    return best
+
+
+@final
+@dataclass(frozen=True)
+class _Descent:
+    """Branch and bound over the boxes of one timeline."""
+
+    timeline: Timeline
+    score: Score
+
+    def best(self, boxes: Boxes, best: Candidate) -> Candidate:
+        """Return the best configuration of the boxes, or `best` if none is better."""
+        limits, best = self._limits(boxes, best)
+        while len(boxes):
+            # The most promising boxes first: their points make others superfluous.
+            order = np.argsort(-limits, kind="stable")
+            order = order[: np.searchsorted(-limits[order], -best.score * _BETTER)]
+            now, later = boxes[order[:_WAVE]], boxes[order[_WAVE:]]
+            later_limits = limits[order[_WAVE:]]
+            if not len(now):
+                break
+            halves = _halves(now)
+            is_point = halves.num_points == 1
+            best = best.improved(self.timeline, halves.low[is_point], self.score)
+            halves = halves[~is_point]
+            halves_limits, best = self._limits(halves, best)
+            boxes = _joined(halves, later)
+            limits = np.concatenate([halves_limits, later_limits])
+        return best
+
+    def _limits(self, boxes: Boxes, best: Candidate) -> tuple[np.ndarray, Candidate]:
+        """Return the highest score that each box may hold; count the boxes as evaluated."""
+        if not len(boxes):
+            return np.zeros(0), best
+        return self.score(self.timeline.bound(boxes)), best.counting(len(boxes))
+
+
+def _halves(boxes: Boxes) -> Boxes:
+    """Split boxes along the variable whose largest value is the larger multiple of its smallest.
+
+    A box of one point, which only a first box can be, is returned as it is.
+    """
+    low, high = boxes.low, boxes.high
+    by_batch = high.encode_batch * low.control >= high.control * low.encode_batch
+    batch = np.sqrt(low.encode_batch * high.encode_batch).astype(int)
+    control = np.sqrt(low.control * high.control).astype(int)
+    lower = Points(
+        low.layout,
+        np.where(by_batch, batch, high.encode_batch),
+        np.where(by_batch, high.control, control),
+    )
+    upper = Points(
+        low.layout,
+        np.where(by_batch, batch + 1, low.encode_batch),
+        np.where(by_batch, low.control, control + 1),
+    )
+    halves = _joined(Boxes(low, lower), Boxes(upper, high))
+    return halves[halves.num_points > 0]
+
+
+def _joined(first: Boxes, second: Boxes) -> Boxes:
+    def both(one: Points, other: Points) -> Points:
+        return Points(
+            np.concatenate([one.layout, other.layout]),
+            np.concatenate([one.encode_batch, other.encode_batch]),
+            np.concatenate([one.control, other.control]),
+        )
+
+    return Boxes(both(first.low, second.low), both(first.high, second.high))
+
+
+def _infeasible(
+    timelines: Sequence[Timeline], bounds: LatencyBounds
+) -> InfeasibleBoundError | DeviceMemoryError:
+    """Return the error that says which bounds would be feasible, each on its own."""
+    lowest: dict[str, float] = {}
+    for name in bounds.finite() or ("latency_s",):
+        best = maximise(timelines, shortest(name))
+        if best.found is None:
+            return DeviceMemoryError(
+                "no schedule fits in the memory of the cluster; pass more devices, or devices "
+                "with more memory"
+            )
+        lowest[name] = 1.0 / best.score
+    return InfeasibleBoundError(bounds.finite(), lowest)

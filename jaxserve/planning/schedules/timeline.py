@@ -1,0 +1,108 @@
+"""What the search asks of a scheduling policy's timeline."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import numpy as np
+
+from jaxserve.planning.schedules.clusters import Cluster
+from jaxserve.planning.schedules.configuration import Layout, Points, Policy, Schedule
+from jaxserve.planning.schedules.costs import LayerCost
+from jaxserve.planning.schedules.estimates import Best, Estimates
+from jaxserve.planning.schedules.models import TransformerShape
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """A model on a cluster, and what its layers cost there.
+
+    Attributes:
+      max_encode_batch: largest B_E to consider.
+      max_sequences: most sequences in memory at a time, which an engine's slots may limit.
+      encode_margin, decode_margin: shares by which encode and decode phases may last longer than
+        their mean, for latencies (section 5.2: the threshold that runtime adjustment keeps).
+    """
+
+    model: TransformerShape
+    cluster: Cluster
+    cost: LayerCost
+    max_encode_batch: int = 1024
+    max_sequences: float = math.inf
+    encode_margin: float = 0.0
+    decode_margin: float = 0.0
+
+
+@final
+@dataclass(frozen=True)
+class Boxes:
+    """Rectangles of configurations, limits included: `low` and `high` differ in batch and control.
+
+    Both corners of a box have the same layout.
+    """
+
+    low: Points
+    high: Points
+
+    def __len__(self) -> int:
+        return len(self.low)
+
+    def __getitem__(self, which: np.ndarray | slice) -> Boxes:
+        return Boxes(self.low[which], self.high[which])
+
+    @property
+    def num_points(self) -> np.ndarray:
+        widths = self.high.encode_batch - self.low.encode_batch + 1
+        return widths * (self.high.control - self.low.control + 1)
+
+
+class Timeline(Protocol):
+    """The timelines of a policy's configurations, vectorised over configurations.
+
+    Attributes:
+      layouts: those that `Points.layout` counts.
+      max_encode_batch, max_control: largest values of the variables; the smallest are 1.
+    """
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]: ...
+
+    @property
+    def max_encode_batch(self) -> int: ...
+
+    @property
+    def max_control(self) -> int: ...
+
+    def estimate(self, points: Points) -> Estimates:
+        """Return what the configurations are expected to do."""
+        ...
+
+    def boxes(self) -> Boxes:
+        """Return boxes that cover all configurations, for `bound`."""
+        ...
+
+    def bound(self, boxes: Boxes) -> Best:
+        """Return figures that no point of a box can beat.
+
+        Args:
+          boxes: parts of those from `boxes()`.
+        """
+        ...
+
+    def schedule(self, point: Points) -> Schedule:
+        """Return a single configuration in full."""
+        ...
+
+
+def layouts_of(policies: tuple[Policy, ...], cluster: Cluster) -> tuple[Layout, ...]:
+    """Return every layout: all degrees, each on 1, 2, ... stages (section 5.1)."""
+    num = cluster.num_devices
+    return tuple(
+        Layout(policy=policy, degree=degree, num_sharded_devices=num_sharded)
+        for policy in policies
+        for degree in cluster.degrees
+        for num_sharded in (range(degree, num + 1, degree) if degree > 1 else (0,))
+    )

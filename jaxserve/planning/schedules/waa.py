@@ -1,0 +1,272 @@
+"""The timeline of WAA: groups of devices encode and decode at the same time (ExeGPT, figure 4)."""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+
+from jaxserve.planning.schedules.allocation import divide, encode_shares
+from jaxserve.planning.schedules.configuration import Layout, Points, Policy, Schedule, Stage
+from jaxserve.planning.schedules.costs import Phase
+from jaxserve.planning.schedules.decode_group import DecodeGroup
+from jaxserve.planning.schedules.estimates import Best, Estimates
+from jaxserve.planning.schedules.lengths import TaskLengths
+from jaxserve.planning.schedules.pipeline import Pipeline, shared_out
+from jaxserve.planning.schedules.timeline import Boxes, Deployment, layouts_of
+
+
+@final
+class WAATimeline:
+    """Estimates of the configurations of WAA-C and WAA-M.
+
+    Every stage of the encode group computes a batch of B_E. The groups run asynchronously: the
+    slowest of encoding, handing over and decoding full batches (`DecodeGroup`) sets the rate, and
+    if decoding is faster, its batches are smaller than B_E E(D) (Little's law), not its iterations
+    slower. The paper sets B_D = B_E S_D also then, which the latencies of its table 6 exclude.
+
+    An answer takes the encode stages, the handover, a turn until its micro-batch begins, and an
+    iteration per token.
+    """
+
+    def __init__(self, deployment: Deployment, lengths: TaskLengths):
+        model, cluster = deployment.model, deployment.cluster
+        self._deployment = deployment
+        self._lengths = lengths
+        self._iterations = lengths.outputs.less_one() if model.is_decoder_only else lengths.outputs
+        self._longest = self._iterations.percentile(lengths.level)
+        self._length = lengths.inputs.mean + self._iterations.mean_position
+        self.layouts: tuple[Layout, ...] = tuple(
+            layout
+            for layout in layouts_of((Policy.WAA_C, Policy.WAA_M), cluster)
+            if len(layout.devices(cluster.num_devices)) > 1
+        )
+        self._degree = np.array([layout.degree for layout in self.layouts])
+        self.max_control = cluster.num_devices
+        self.max_encode_batch = self._largest_batch()
+        batches = np.arange(1, self.max_encode_batch + 1)
+        shares = encode_shares(deployment, lengths, self._iterations, batches)
+        self._groups = divide(self.layouts, cluster.num_devices, shares)
+
+    def estimate(self, points: Points) -> Estimates:
+        deployment, batch = self._deployment, points.encode_batch
+        encode, decode = self._pipelines(points)
+        group = self._decode_group(decode, points.control, points.control)
+        slowest_s, encode_s = self._encode_s(encode, batch)
+        handover_s = self._handover_s(encode, decode, batch)
+        full = group.full(batch)
+        decode_s = batch * self._iterations_mean / full * group.iteration_s(full)[0]
+        period_s = np.maximum(np.maximum(slowest_s, handover_s), decode_s)
+        num_decoding = group.settled(batch / period_s, full)
+        iteration_s, turn_s = group.iteration_s(num_decoding)
+        latency_s, first_s = self._latency_s(encode_s, handover_s, turn_s, iteration_s)
+        memory = self._memory(encode, decode, batch, num_decoding)
+        fits = self._fits(encode, decode, memory, num_decoding)
+        return Estimates(
+            fits=fits,
+            throughput=batch / period_s,
+            latency_s=latency_s,
+            first_token_s=first_s,
+            token_s=(1 + deployment.decode_margin) * iteration_s,
+            period_s=period_s,
+            encode_s=encode_s,
+            decode_batch=num_decoding,
+            memory_bytes=memory,
+        )
+
+    def boxes(self) -> Boxes:
+        """Return a box for every layout and run of batches with the same groups."""
+        num_encode = self._groups.num_encode
+        begins = np.ones(num_encode.shape, bool)
+        begins[:, 1:] = num_encode[:, 1:] != num_encode[:, :-1]
+        layout, first = np.nonzero(begins)
+        next_first = np.append(first[1:], 0)
+        last = np.where(next_first > 0, next_first, self.max_encode_batch)
+        ones = np.ones_like(layout)
+        return Boxes(Points(layout, first + 1, ones), Points(layout, last, ones * self.max_control))
+
+    def bound(self, boxes: Boxes) -> Best:
+        """See `Timeline.bound`.
+
+        Costs do not fall with the batch, so the smallest B_E has the shortest stages, and the
+        largest the longest. The slowest rate of a box gives the fewest decoding sequences. Where
+        batching pays, the largest B_E has the shortest stages per sequence.
+        """
+        deployment = self._deployment
+        fewest, most = boxes.low.encode_batch, boxes.high.encode_batch
+        encode, decode = self._pipelines(boxes.low)
+        group = self._decode_group(decode, boxes.low.control, boxes.high.control)
+        slowest_s, encode_s = self._encode_s(encode, fewest)
+        handover_s = self._handover_s(encode, decode, fewest)
+        full = group.full(fewest)
+        longest_s = np.maximum(
+            self._encode_s(encode, most)[0], self._handover_s(encode, decode, most)
+        )
+        if deployment.cost.batching_pays:
+            fastest_s, full_s = longest_s, group.iteration_s(group.full(most, at_most=True))[0]
+        else:
+            fastest_s = np.maximum(slowest_s, handover_s)
+            full_s = group.iteration_s(full)[0]
+        best_per_s = np.minimum(most / fastest_s, group.num_batches[1] * most / full_s)
+        full_most_s = group.iteration_s(group.full(most, at_most=True), at_most=True)[0]
+        worst_per_s = np.minimum(fewest / longest_s, group.num_batches[0] * fewest / full_most_s)
+        num_decoding = group.settled(worst_per_s, full)
+        iteration_s, turn_s = group.iteration_s(num_decoding)
+        latency_s, first_s = self._latency_s(encode_s, handover_s, turn_s, iteration_s)
+        memory = self._memory(encode, decode, fewest, num_decoding)
+        fits = self._fits(encode, decode, memory, num_decoding)
+        return Best(
+            fits=fits,
+            throughput=best_per_s,
+            latency_s=latency_s,
+            first_token_s=first_s,
+            token_s=(1 + deployment.decode_margin) * iteration_s,
+        )
+
+    def schedule(self, point: Points) -> Schedule:
+        layout = self.layouts[int(point.layout[0])]
+        model, cluster = self._deployment.model, self._deployment.cluster
+        devices = layout.devices(cluster.num_devices)
+        encode, _ = self._pipelines(point)
+        num_encode = int(encode.num_stages[0])
+        encode_layers = shared_out(model.num_encode_layers, devices[:num_encode])
+        decode_layers = shared_out(model.num_decode_layers, devices[num_encode:])
+        none = [0] * len(devices)
+        return Schedule(
+            layout=layout,
+            encode_batch=int(point.encode_batch[0]),
+            encode_tokens=int(point.encode_batch[0]) * self._lengths.inputs.mean,
+            decode_batch=float(self.estimate(point).decode_batch[0]),
+            num_decodes=1,
+            num_micro_batches=min(int(point.control[0]), len(devices) - num_encode),
+            stages=tuple(
+                Stage(num_devices=num, num_encode_layers=of_encode, num_decode_layers=of_decode)
+                for num, of_encode, of_decode in zip(
+                    devices,
+                    encode_layers + none[num_encode:],
+                    none[:num_encode] + decode_layers,
+                    strict=True,
+                )
+            ),
+        )
+
+    # ---- parts of an answer ----
+
+    @property
+    def _iterations_mean(self) -> float:
+        """E(D); above 0 even if all answers end with their first token."""
+        return max(self._iterations.mean, 1e-9)
+
+    def _pipelines(self, points: Points) -> tuple[Pipeline, Pipeline]:
+        """Return the pipelines of the encode group and of the decode group."""
+        at = points.layout, points.encode_batch - 1
+        groups, degree = self._groups, self._degree[points.layout]
+        per_machine = self._deployment.cluster.devices_per_machine
+        num_encode = groups.num_encode[at]
+        return (
+            Pipeline.of(
+                num_encode,
+                groups.num_encode_sharded[at],
+                degree,
+                first_device=0,
+                devices_per_machine=per_machine,
+            ),
+            Pipeline.of(
+                groups.num_decode[at],
+                groups.num_decode_sharded[at],
+                degree,
+                first_device=num_encode,
+                devices_per_machine=per_machine,
+            ),
+        )
+
+    def _decode_group(self, decode: Pipeline, fewest: np.ndarray, most: np.ndarray) -> DecodeGroup:
+        return DecodeGroup.of(
+            self._deployment.model,
+            self._deployment.cost,
+            decode,
+            (fewest, most),
+            num_input_tokens=self._lengths.inputs.mean,
+            length=self._length,
+            num_iterations=self._iterations_mean,
+        )
+
+    def _encode_s(self, encode: Pipeline, batch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of a batch in the slowest encode stage, and through all of them."""
+        model, inputs = self._deployment.model, self._lengths.inputs
+        return encode.pass_s(
+            self._deployment.cost,
+            Phase.ENCODE,
+            model.num_encode_layers,
+            batch=batch,
+            length=np.sqrt(inputs.mean_square),
+            num_tokens=batch * inputs.mean,
+            num_head_tokens=batch if model.is_decoder_only else None,
+        )
+
+    def _handover_s(self, encode: Pipeline, decode: Pipeline, batch: np.ndarray) -> np.ndarray:
+        num_devices = np.maximum(np.minimum(encode.num_devices, decode.num_devices), 1)
+        num_tokens = batch * self._lengths.inputs.mean
+        return self._deployment.cost.handover_s(num_tokens, num_devices)
+
+    def _latency_s(
+        self,
+        encode_s: np.ndarray,
+        handover_s: np.ndarray,
+        turn_s: np.ndarray,
+        iteration_s: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of an answer of the percentile length, and of its first token."""
+        deployment = self._deployment
+        slow = 1 + deployment.decode_margin
+        encoded_s = encode_s * (1 + deployment.encode_margin)
+        begins_s = encoded_s + handover_s + slow * turn_s
+        first_s = encoded_s
+        if not deployment.model.is_decoder_only:
+            first_s = begins_s + slow * iteration_s
+        return begins_s + slow * self._longest * iteration_s, first_s
+
+    def _memory(
+        self, encode: Pipeline, decode: Pipeline, batch: np.ndarray, num_decoding: np.ndarray
+    ) -> np.ndarray:
+        """Return the bytes in use on the fullest device of both groups.
+
+        A decoder-only model has a copy in each. The encode group holds the KV of the batch that it
+        computes and of the one that it hands over; the decode group that of its sequences, and of
+        a batch that arrives.
+        """
+        model = self._deployment.model
+        num_arriving = batch * self._lengths.inputs.mean
+        is_copy = model.is_decoder_only
+        encode_bytes = encode.memory_bytes(
+            model,
+            num_encode_layers=0 if is_copy else model.num_encode_layers,
+            num_decode_layers=model.num_decode_layers if is_copy else 0,
+            kv_tokens=2 * num_arriving,
+        )
+        decode_bytes = decode.memory_bytes(
+            model,
+            num_encode_layers=0,
+            num_decode_layers=model.num_decode_layers,
+            kv_tokens=num_decoding * self._length + num_arriving,
+        )
+        return np.maximum(encode_bytes, decode_bytes)
+
+    def _fits(
+        self, encode: Pipeline, decode: Pipeline, memory: np.ndarray, num_decoding: np.ndarray
+    ) -> np.ndarray:
+        deployment = self._deployment
+        return (
+            (memory <= deployment.cluster.memory_bytes)
+            & (num_decoding <= deployment.max_sequences)
+            & (encode.num_stages <= deployment.model.num_encode_layers)
+            & (decode.num_stages <= deployment.model.num_decode_layers)
+        )
+
+    def _largest_batch(self) -> int:
+        """Return a B_E that no fitting configuration exceeds; at least 1."""
+        model, cluster = self._deployment.model, self._deployment.cluster
+        tokens_bytes = model.num_decode_layers * model.kv_bytes_per_token
+        kv_bytes = tokens_bytes * self._lengths.inputs.mean
+        by_memory = cluster.num_devices * cluster.memory_bytes / max(kv_bytes, 1e-300)
+        return max(1, int(min(by_memory, self._deployment.max_encode_batch)))
