@@ -45,7 +45,7 @@ class Page:
 
 PAGES = (
     Page("README.md", None),
-    Page("docs/results/throughput.md", ("offline", "loading")),
+    Page("docs/results/throughput.md", ("offline", "loading", "planning")),
     Page("docs/results/policies.md", ("policies", "online", "flover", "simulate", "s3")),
     Page("docs/results/conversations.md", ("conversations", "pensieve", "scattered", "restore")),
     Page("docs/results/lengths.md", ("predictor", "probe")),

@@ -15,7 +15,8 @@ from jaxserve.core.errors import InvalidConfigError
 # The kinds of results, in the order of the pages.
 KINDS = (
     *("offline", "policies", "online", "conversations", "flover", "simulate", "predictor"),
-    *("probe", "s3", "pensieve", "scattered", "restore", "loading", "sharding", "gpu_check"),
+    *("probe", "s3", "pensieve", "scattered", "restore", "loading", "planning"),
+    *("sharding", "gpu_check"),
 )
 # Names and positions of a value in a result.
 Keys = Sequence[str | int]

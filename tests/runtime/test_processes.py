@@ -186,7 +186,7 @@ def test_a_mesh_must_reach_all_processes(folder, tmp_path):
     launched = _launch(folder, "--jsonl", _prompts(tmp_path, 4), "--tensor-parallel", "1")
     out, err = launched.communicate(timeout=120)
     assert (launched.returncode, out) == (2, "")
-    assert err.count("give --tensor-parallel 2") == 2
+    assert err.count("pass --tensor-parallel 2") == 2
     assert _group_is_gone(launched)
 
 

@@ -12,7 +12,8 @@ from benchmarks.figures.results import Result
 
 # Kinds whose tables say everything.
 _TABLES_ONLY = (
-    *("predictor", "probe", "s3", "scattered", "restore", "loading", "sharding", "gpu_check"),
+    *("predictor", "probe", "s3", "scattered", "restore", "loading", "planning", "sharding"),
+    "gpu_check",
 )
 
 

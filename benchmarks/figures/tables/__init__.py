@@ -21,6 +21,7 @@ HEADINGS = {
     "scattered": "Attention over scattered pages",
     "restore": "Coming back from the host",
     "loading": "Memory for loading a checkpoint",
+    "planning": "The host's time a step",
     "sharding": "What plans send, and how full pipelines are",
     "gpu_check": "One GPU in ten minutes",
 }
@@ -38,6 +39,7 @@ _MAKE: dict[str, Callable[[Result, str], str]] = {
     "scattered": conversations.scattered,
     "restore": conversations.restore,
     "loading": devices.loading,
+    "planning": devices.planning,
     "sharding": devices.sharding,
     "gpu_check": devices.gpu_check,
 }

@@ -1,9 +1,10 @@
-"""Tables of loading, of sharding plans, and of one GPU."""
+"""Tables of loading, host time, sharding plans, and one GPU."""
 
 from __future__ import annotations
 
 from benchmarks.figures.markdown import caption, linked, shown, table
 from benchmarks.figures.results import Result
+from benchmarks.figures.style import name
 
 
 def loading(result: Result, link: str) -> str:
@@ -18,6 +19,27 @@ def loading(result: Result, link: str) -> str:
     ]
     header = ("checkpoint", "size", "peak host memory", "over the size", "from disk in")
     return f"{caption(result, 'A random checkpoint', link)}\n\n{table(header, [row])}"
+
+
+def planning(result: Result, link: str) -> str:
+    """Return the host's milliseconds a step, of each checkout that was measured."""
+    checkouts = [key for key, _ in result.items("points")]
+    rows = []
+    for i, point in result.items("points", "here"):
+        row = [name(point["policy"]), f"{point['max_slots']}", f"{point['num_waiting']:,}"]
+        for checkout in checkouts:
+            at = ("points", checkout, i)
+            row.append(shown(result.spread(at, "planning_ms", "p50"), ".2f", link=link))
+            row.append(shown(result.spread(at, "host_ms", "p50"), ".2f"))
+            row.append(shown(result.spread(at, "host_ms", "p99"), ".1f"))
+        rows.append(row)
+    columns = ("planning, median", "host, median", "host, 99th percentile")
+    names = {"here": "this commit", "against": f"{result.get('arguments')['against']}"}
+    header = [f"{what}, {names[each]}" for each in checkouts for what in columns]
+    what = "Milliseconds a step, simulated device"
+    return (
+        f"{caption(result, what, link)}\n\n{table(('policy', 'slots', 'waiting', *header), rows)}"
+    )
 
 
 def sharding(result: Result, link: str) -> str:

@@ -227,6 +227,26 @@ def results() -> dict[str, dict[str, Any]]:
             **{"shape": "7b", "dtype": "bfloat16", "num_shards": 34, "load_s": 60.0},
             **{"checkpoint_bytes": 10e9, "peak_host_bytes": 11e9, "ratio": 1.1},
         },
+        "planning": {
+            **{"repeats": 2, "arguments": {"against": "before"}},
+            "points": {
+                checkout: [
+                    {
+                        **{"policy": "orca", "max_slots": 32, "num_waiting": 2000},
+                        **summary(
+                            [
+                                {
+                                    "planning_ms": {"p50": 0.1 + more},
+                                    "host_ms": {"p50": 0.3 + more, "p99": 0.9 + more},
+                                }
+                                for more in (0.0, 0.1)
+                            ]
+                        ),
+                    }
+                ]
+                for checkout in ("here", "against")
+            },
+        },
         "sharding": {
             **{"rows": 16, "model": {"layers": 8}},
             "runs": [

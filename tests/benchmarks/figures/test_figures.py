@@ -93,7 +93,7 @@ def test_tables_show_medians_and_ranges(tmp_path):
     link = "(../../benchmarks/results/offline_made_up.json)"
     assert f"| one run | [132]{link} | 75% of matrix products alone | 1.0% |" in text
     rows = [row for row in text.splitlines() if re.match(r"\| (?!policy|engine).*\d", row)]
-    assert len(rows) == 1 + 3 + 1
+    assert len(rows) == 1 + 3 + 1 + 1
     for row in rows:
         (target,) = set(re.findall(r"\]\(../../(benchmarks/results/.*?)\)", row))
         assert (checkout / target).is_file()
