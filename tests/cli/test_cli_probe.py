@@ -99,7 +99,7 @@ def test_it_serves(folder, model):
         (("--output", "{folder}/run.jsonl"), "is a file"),
         (("--output", "{folder}/new", "--layer", "9"), "layers 1 to 2"),
         (("--output", "{folder}/new", "--held-out", "0.6"), "between 0 and a half"),
-        (("--output", "{folder}/new", "--max-answers", "2"), "give more"),
+        (("--output", "{folder}/new", "--max-answers", "2"), "pass more"),
         (("--output", "{folder}/new", "--buckets", "odd"), "equal, log, quantile"),
         (("--output", "{folder}/new", "--interval", "0"), "interval"),
     ],

@@ -14,7 +14,10 @@ PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 CODE = ("jaxserve", "predictor", "pallas_kernels", "sharding", "benchmarks", "scripts", "tests")
 
 # Files that commands and worked examples write, and that are not in the repository.
-WRITTEN = ("tuned_tilings.toml", "gpu_check_DEVICE.json", "epsilon_cutoff.py")
+WRITTEN = (
+    *("tuned_tilings.toml", "gpu_check_DEVICE.json"),
+    *("epsilon_cutoff.py", "shortest_prompt_first.py", "prompts_now_and_then.py"),
+)
 
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
