@@ -39,10 +39,10 @@ def test_groups_have_clocks_of_their_own():
     executor = SimulatedExecutor(
         CONFIG, clock, cost=FlatCost(per_iteration_s=1.0, per_token_s=0.0), reads_context=False
     )
-    prompts = tuple(_admission(slot, 4) for slot in range(3))
+    prompts = [_admission(slot, 4) for slot in range(3)]
     rows = [(Row(slot, slot, 0, 4, max_new_tokens=1),) for slot in range(3)]
-    first = executor.submit(StepPlan(index=0, admissions=prompts, rows=rows[0]))
-    beside = executor.submit(StepPlan(index=1, rows=rows[1], group=1))
+    first = executor.submit(StepPlan(index=0, admissions=(prompts[0], prompts[2]), rows=rows[0]))
+    beside = executor.submit(StepPlan(index=1, admissions=(prompts[1],), rows=rows[1], group=1))
     second = executor.submit(StepPlan(index=2, rows=rows[2]))
     assert not first.is_ready()
     first.collect()
