@@ -191,7 +191,7 @@ def test_a_slow_disk_delays_only_those_that_need_it(expected, tmp_path):
     "options, reason",
     [
         ({"policy": "orca", "disk_memory": "1MB"}, "keeps no pages on the host"),
-        ({"disk_memory": "1MB", "host_memory": 0}, "no pages on the host"),
+        ({"disk_memory": "1MB", "host_memory": 0}, "there are no host pages"),
         ({"disk_memory": "1MB", "mesh": StagePlan.of([1, 1])}, "cut into stages"),
         ({"disk_folder": "pages"}, "disk_memory"),
         ({"disk_memory": "1MB", "disk_folder": "/dev/null/pages"}, "disk_folder"),
