@@ -23,8 +23,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
 from predictor import LengthBuckets, Refinement
 
-# Steps that may pass in a row without any sequence computing or getting a token; for each device
-# group, and for each link between two.
+# Steps in a row, of each device group and link, in which no sequence computes or gets a token.
 MAX_IDLE_STEPS = 4
 # Times in a row that a policy may leave the device idle on purpose.
 MAX_WAITS = 100

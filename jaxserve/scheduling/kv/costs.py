@@ -41,3 +41,8 @@ def page_cost(config: EngineConfig, costs: SwapCosts | None) -> RecomputeCost:
         other=config.page_size * token_s,
         longest=config.max_context,
     )
+
+
+def copy_s(costs: SwapCosts | None) -> float:
+    """Return the seconds of a page's copy; 0 where they were not measured."""
+    return 0.0 if costs is None else costs.page_s

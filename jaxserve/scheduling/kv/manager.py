@@ -17,7 +17,7 @@ from jaxserve.memory.page_table import PageTable
 from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.relocation import Moves, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
-from jaxserve.scheduling.kv.costs import SwapCosts, page_cost
+from jaxserve.scheduling.kv.costs import SwapCosts, copy_s, page_cost
 from jaxserve.scheduling.kv.integrity import check_integrity
 from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager
 from jaxserve.scheduling.kv.sequence_kv import SequenceKV
@@ -72,7 +72,7 @@ class KVManager:
         swaps = policy.preemption.keeps_state and not retention.uses_host
         self._swap_space = SwapSpace(self._host if swaps else None, costs)
         self._values = PageValues(
-            config.page_size, retention.eviction, page_cost(config, costs), now, _copy_s(costs)
+            config.page_size, retention.eviction, page_cost(config, costs), now, copy_s(costs)
         )
         self._cache = PageCache(
             config.num_pages,
@@ -335,7 +335,7 @@ class KVManager:
     def swap_by(self, costs: SwapCosts | None) -> None:
         """Decide between copying and recomputing by these costs, from here on."""
         self._swap_space.decide_by(costs)
-        self._values.copy_by(_copy_s(costs))
+        self._values.copy_by(copy_s(costs))
 
     def clear(self, suffix: bytes = b"") -> None:
         """Evict all cached pages: other weights compute other contents.
@@ -398,7 +398,3 @@ class KVManager:
           sequences: all that have not ended.
         """
         check_integrity(self._cache, self._host, self.config.page_size, sequences)
-
-
-def _copy_s(costs: SwapCosts | None) -> float:
-    return 0.0 if costs is None else costs.page_s
