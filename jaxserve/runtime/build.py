@@ -32,6 +32,7 @@ from jaxserve.planning import Origin
 from jaxserve.runtime.forecaster import Forecaster, load_probe
 from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.maintenance import Maintenance
+from jaxserve.runtime.planner import ObservedLengths, Planner
 from jaxserve.runtime.processes import claim, processes_of
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.turn_client import ServiceTurnClient
@@ -60,6 +61,7 @@ class Parts:
     intake: Intake
     conversations: Conversations
     maintenance: Maintenance
+    planner: Planner
     forecaster: Forecaster | None
     opened: ExitStack
     weights_bytes: int
@@ -112,7 +114,8 @@ def build_parts(
     with ExitStack() as if_one_fails:
         for executor, _ in executors:
             if_one_fails.callback(executor.close)
-        logs: list[RequestLog] = []
+        observed = ObservedLengths()
+        logs: list[RequestLog] = [observed]
         if leads and options.record is not None:
             trace = TraceWriter(options.record, origin_s=clock.now())
             if_one_fails.callback(trace.close)
@@ -140,12 +143,14 @@ def build_parts(
             progress=options.progress,
         )
         origin = Origin.of(decoder.config, places[0].params, replicas.first.executor.config)
+        maintenance = Maintenance(replicas, origin, clock, options)
         return Parts(
             group=group,
             replicas=replicas,
             intake=intake,
             conversations=Conversations(journal, client, tokenizer, decoder.config.vocab_size),
-            maintenance=Maintenance(replicas, origin, clock, options),
+            maintenance=maintenance,
+            planner=Planner(replicas, maintenance, observed),
             forecaster=forecaster,
             opened=if_one_fails.pop_all(),
             weights_bytes=nbytes(used),

@@ -35,6 +35,7 @@ class Maintenance:
         self._clock = clock
         self._warmup = options.warmup
         self._progress = options.progress
+        self._times: StepTimes | None = None
 
     def dismiss_followers(self) -> None:
         """See `Runtime.dismiss_followers`."""
@@ -104,6 +105,7 @@ class Maintenance:
             for replica in self._replicas.all:
                 replica.engine.forget_kept_pages(keeps_disk=True)
             self._value_pages_by(times.chunk_cost())
+        self._times = times
         return times
 
     def load_step_times(self, path: str | Path) -> StepTimes:
@@ -111,7 +113,15 @@ class Maintenance:
         times = StepTimes.load(Path(path), expected=self._origin)
         with self._replicas.paused("keep"):
             self._value_pages_by(times.chunk_cost())
+        self._times = times
         return times
+
+    def step_times(self) -> StepTimes:
+        """Return the step times that were measured or loaded last; measure them if there are none.
+
+        See `Runtime.measure_step_times`.
+        """
+        return self._times or self.measure_step_times(rounds=2)
 
     def _resize(self, kv_bytes: int) -> None:
         """Resize every replica's pool, and compile for the new size.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, final, overload
 
 from flax import nnx
@@ -22,11 +21,11 @@ from jaxserve.engine.requests import Prompt
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.memory.page_cache import Tier
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.planning import StepTimes
 from jaxserve.report import Report
 from jaxserve.runtime.build import build_parts
 from jaxserve.runtime.loading import load_for
 from jaxserve.runtime.pending import Batch, Params, Pending
+from jaxserve.runtime.planned import Planned
 from jaxserve.runtime.stats import RuntimeStats
 from jaxserve.runtime.streams import aread, read
 from jaxserve.scheduling.lengths.outlook import Outlook
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Runtime:
+class Runtime(Planned):
     """A `Service` that serves one model in this process; `Service` documents its methods.
 
     On a mesh over several processes (`sharding.join`) each process creates the runtime with the
@@ -88,7 +87,7 @@ class Runtime:
         self.conversations = parts.conversations
         self._replicas = parts.replicas
         self._intake = parts.intake
-        self._maintenance = parts.maintenance
+        super().__init__(parts.maintenance, parts.planner)
         self._forecaster = parts.forecaster
         self._weights_bytes = parts.weights_bytes
         # Closes a runtime that is dropped without `close`, as in notebooks.
@@ -359,31 +358,6 @@ class Runtime:
           RuntimeClosedError, EngineFailedError
         """
         return self._maintenance.resize_kv(size)
-
-    def measure_step_times(self, *, rounds: int = 2) -> StepTimes:
-        """Time every shape of step that a replica has compiled, for `planning.simulate`.
-
-        It waits until no request runs. Requests that are submitted during the call start after it.
-        It overwrites cached pages. Later pages are valued by the measured times.
-
-        Args:
-          rounds: repetitions of the whole measurement; the result has the medians.
-
-        Raises:
-          RuntimeClosedError, EngineFailedError
-        """
-        return self._maintenance.measure_step_times(rounds)
-
-    def load_step_times(self, path: str | Path) -> StepTimes:
-        """Load step times that were measured on this model, device and configuration, and saved.
-
-        Cached pages are valued by these times from now on.
-
-        Raises:
-          InvalidProfileError: the model, device or configuration differs, or the file is not valid.
-          RuntimeClosedError, EngineFailedError
-        """
-        return self._maintenance.load_step_times(path)
 
     def close(self) -> None:
         """Cancel every request and free the page pool, but not the parameters.

@@ -2,7 +2,7 @@
 
 `search` finds the schedule with the highest throughput whose answers keep `LatencyBounds`, from a
 `Deployment` (model, cluster, layer costs) and `TaskLengths`. `RRATimeline` and `WAATimeline`
-estimate single configurations.
+estimate single configurations. `plan_rra` plans for one engine from its measured step times.
 """
 
 from jaxserve.planning.schedules.clusters import CLUSTERS, DEPLOYMENTS, Cluster
@@ -10,8 +10,10 @@ from jaxserve.planning.schedules.configuration import Layout, Points, Policy, Sc
 from jaxserve.planning.schedules.costs import LayerCost, Phase
 from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
+from jaxserve.planning.schedules.measured_cost import MeasuredCost, measured_deployment
 from jaxserve.planning.schedules.models import MODELS, LayerShape, TransformerShape
 from jaxserve.planning.schedules.monotone import monotone_search
+from jaxserve.planning.schedules.plan import Plan, plan_rra
 from jaxserve.planning.schedules.roofline_cost import RooflineLayerCost
 from jaxserve.planning.schedules.rra import RRATimeline
 from jaxserve.planning.schedules.search import Choice, search, timelines_of
@@ -31,7 +33,9 @@ __all__ = [
     "LayerShape",
     "Layout",
     "LengthDistribution",
+    "MeasuredCost",
     "Phase",
+    "Plan",
     "Points",
     "Policy",
     "RRATimeline",
@@ -42,7 +46,9 @@ __all__ = [
     "Timeline",
     "TransformerShape",
     "WAATimeline",
+    "measured_deployment",
     "monotone_search",
+    "plan_rra",
     "search",
     "timelines_of",
 ]

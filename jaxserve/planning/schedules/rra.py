@@ -64,7 +64,9 @@ class RRATimeline:
         encode_s = parts.encode_s + encode_slack_s
         slow = 1 + deployment.decode_margin
         latency_s = encode_s + slow * last_s
-        latency_s += num_earlier * (round_s + encode_slack_s + (slow - 1) * decode_s)
+        # In the rounds of an answer every iteration takes place, however few others there are.
+        present_s = parts.begun_s(num_decodes, num_decodes)
+        latency_s += num_earlier * (round_s - decode_s + encode_slack_s + slow * present_s)
         first_s = encode_s
         if not deployment.model.is_decoder_only:
             first_s = encode_s + slow * parts.present_s[:, 0]

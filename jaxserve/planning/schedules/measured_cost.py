@@ -1,0 +1,256 @@
+"""Costs of RRA on one engine, from its measured step times."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.planning.roofline import DeviceRoofs
+from jaxserve.planning.schedules.clusters import Cluster
+from jaxserve.planning.schedules.costs import Numbers, Phase
+from jaxserve.planning.schedules.models import LayerShape, TransformerShape
+from jaxserve.planning.schedules.timeline import Deployment
+from jaxserve.planning.step_times import Curve, StepTimes
+from jaxserve.steps.slots import ADMISSIONS_A_CALL
+
+# Share by which encode and decode batches differ from their mean (`scheduling.iteration.Workload`).
+THRESHOLD = 0.1
+# A batch is taken as evenly distributed within the threshold; these are its values over the mean.
+_SPREAD = 1 + THRESHOLD * np.linspace(-1, 1, 17)
+# Keys and values of a token, the unit of memory of a deployment on a page pool.
+_KV_UNITS = 2.0
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCost:
+    """A `LayerCost` of a whole model, as one layer on one device, from `StepTimes`.
+
+    Sums over attention and the rest rise as `LayerCost` asks, except where an encode phase takes
+    one more step, so that sampling may be padded to a smaller size. There the search may miss the
+    best schedule.
+
+    A decode iteration takes what was measured for its window and positions, and its share of a
+    decode loop. An encode phase takes mixed steps, each padded to a compiled size, with admissions
+    and sampling, and the host's planning, for which the device idles once a round.
+
+    A decode loop is planned while the one before it runs. So a window also spans the rows of
+    answers whose ends were not known then, up to one and a half loops ago on average.
+
+    Batches are padded, so a mean batch near a compiled size takes now this size, now the next. The
+    cost is the mean over batches within `THRESHOLD` of it.
+
+    Attributes:
+      input_tokens: mean tokens of a prompt.
+      num_iterations: mean decode iterations of an answer.
+      num_decodes: N_D of the schedule, which decides how many decode loops a round has. None for
+        at least as many as any N_D has: N_D / `max_decode_iterations` + 1.
+    """
+
+    times: StepTimes
+    input_tokens: float
+    num_iterations: float
+    num_decodes: int | None = None
+
+    @property
+    def batching_pays(self) -> bool:
+        return False
+
+    @property
+    def launch_s(self) -> float:
+        return 0.0
+
+    def attention_s(
+        self, phase: Phase, batch: Numbers, length: Numbers, degree: Numbers
+    ) -> np.ndarray:
+        if phase is Phase.DECODE:
+            positions = np.multiply(batch, length)
+            return self._iteration_s(batch, positions) - self._iteration_s(batch, 0.0)
+        # A prompt of n tokens attends to n (n + 1) / 2 positions.
+        positions = np.multiply(batch, np.square(length) + length) / 2
+        return positions * _slope(self.times.prefill_s[self._config.token_buckets[-1]])
+
+    def rest_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+        if phase is Phase.ENCODE:
+            return self._encode_s(np.asarray(num_tokens, np.float64))
+        return self._iteration_s(num_tokens, 0.0) + self._loops_a_decode * self._loop_s(num_tokens)
+
+    def sync_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+        return np.zeros(np.shape(num_tokens))
+
+    def join_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+        return np.zeros(np.shape(num_tokens))
+
+    def head_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+        # Sampling is measured with the steps around it.
+        return np.zeros(np.broadcast(num_tokens, degree).shape)
+
+    def handoff_s(self, num_tokens: Numbers, *, is_across: bool) -> np.ndarray:
+        return np.zeros(np.shape(num_tokens))
+
+    def handover_s(self, num_tokens: Numbers, num_devices: Numbers) -> np.ndarray:
+        return np.zeros(np.shape(num_tokens))
+
+    @property
+    def _config(self) -> EngineConfig:
+        return self.times.origin.config
+
+    @property
+    def _loops_a_decode(self) -> float:
+        """Decode loops per iteration; without N_D, those of a round's rounding are in its encode
+        phase.
+        """
+        most = self._config.max_decode_iterations
+        if self.num_decodes is None:
+            return 1 / most
+        return -(-self.num_decodes // most) / self.num_decodes
+
+    def _iteration_s(self, batch: Numbers, positions: Numbers) -> np.ndarray:
+        """Return the seconds of a decode iteration that attends to so many positions in all."""
+        windows = self._config.slot_buckets
+        seconds = [_seconds(self.times.decode_s[size], positions) for size in windows]
+        by_window = np.stack(np.broadcast_arrays(*seconds), axis=-1)
+        return _padded(self._rows(batch), windows, by_window)
+
+    def _loop_s(self, batch: Numbers) -> np.ndarray:
+        """Return the seconds of a decode loop without its iterations."""
+        windows = self._config.slot_buckets
+        seconds = np.array([self.times.loop_s[size] for size in windows])
+        return _padded(self._rows(batch), windows, seconds) + self.times.edit_s
+
+    def _rows(self, batch: Numbers) -> np.ndarray:
+        """Return the rows that windows span for so many decoding sequences; see the class."""
+        most = self._config.max_decode_iterations
+        if self.num_decodes is None:
+            lag = 1.5 * most
+        else:
+            num_loops = -(-self.num_decodes // most)
+            lag = self.num_decodes / num_loops * (1.5 - 1 / num_loops)
+        ended = lag / max(self.num_iterations, 1.0)
+        return batch + np.maximum(np.subtract(batch, 1.0), 0.0) * ended
+
+    def _encode_s(self, num_tokens: np.ndarray) -> np.ndarray:
+        """Return the seconds of an encode phase without attention."""
+        times, config = self.times, self._config
+        most = config.token_buckets[-1]
+        tokens = num_tokens[..., None] * _SPREAD
+        num_full = np.floor(tokens / most)
+        sizes = np.array([0, *config.token_buckets])
+        bodies = [_seconds(times.prefill_s[size], 0.0) for size in config.token_buckets]
+        body_s = np.maximum.accumulate(np.array([0.0, *(float(body) for body in bodies)]))
+        last = np.searchsorted(sizes, tokens - num_full * most)
+        steps_s = (num_full * body_s[-1] + body_s[np.minimum(last, len(sizes) - 1)]).mean(-1)
+        num_steps = np.maximum(np.ceil(tokens / most), 1).mean(-1)
+        num_prompts = num_tokens / max(self.input_tokens, 1.0)
+        head_s = np.array([times.head_s[size] for size in config.head_buckets])
+        per_step = num_prompts / num_steps
+        steps_s += num_steps * (times.edit_s + _padded(per_step, config.head_buckets, head_s))
+        steps_s += np.maximum(num_prompts / ADMISSIONS_A_CALL, num_steps) * times.admit_s
+        if self.num_decodes is None:
+            steps_s = steps_s + self._loop_s(float(config.max_slots))
+        return steps_s + times.plan_s + times.submit_s
+
+
+def measured_deployment(
+    times: StepTimes,
+    config: EngineConfig,
+    input_tokens: float,
+    num_iterations: float,
+    *,
+    num_decodes: int | None = None,
+) -> Deployment:
+    """Return one engine as a cluster of one device with one layer, limited by slots and pages.
+
+    Memory is counted in keys and values of tokens. Half of each sequence's last page is empty on
+    average. Batches may exceed their mean by `THRESHOLD`, and phases last longer by as much.
+
+    Args:
+      times: step times of the engine.
+      config: its present configuration, whose page pool may differ from that of `times`.
+      input_tokens, num_iterations, num_decodes: see `MeasuredCost`.
+    """
+    half_pages = config.max_slots * config.page_size // 2
+    num_tokens = max(config.page_size, (config.num_pages - 1) * config.page_size - half_pages)
+    unit = LayerShape(hidden_size=0, attention_width=0, kv_width=1, num_params=0.0)
+    return Deployment(
+        model=TransformerShape(
+            encode_layer=unit,
+            num_encode_layers=1,
+            decode_layer=unit,
+            num_decode_layers=1,
+            num_embedding_params=0.0,
+            bytes_each=1,
+        ),
+        cluster=Cluster(
+            roofs=DeviceRoofs(
+                flops=math.inf,
+                memory_bytes_per_s=math.inf,
+                link_bytes_per_s=math.inf,
+                memory_bytes=_KV_UNITS * num_tokens,
+            ),
+            num_devices=1,
+            devices_per_machine=1,
+            network_bytes_per_s=math.inf,
+            compute_efficiency=1.0,
+            memory_efficiency=1.0,
+            peer_efficiency=1.0,
+            sync_latency_s=0.0,
+            handoff_latency_s=0.0,
+            launch_s=0.0,
+            memory_share=1.0,
+        ),
+        cost=MeasuredCost(
+            times=times,
+            input_tokens=input_tokens,
+            num_iterations=num_iterations,
+            num_decodes=num_decodes,
+        ),
+        max_encode_batch=config.max_slots,
+        max_sequences=max(1.0 + 1e-9, config.max_slots / (1 + THRESHOLD)),
+        encode_margin=THRESHOLD,
+        decode_margin=THRESHOLD,
+    )
+
+
+def _padded(batch: Numbers, sizes: tuple[int, ...], seconds: np.ndarray) -> np.ndarray:
+    """Return the mean seconds of batches around `batch`, each padded to one of `sizes`.
+
+    Args:
+      seconds: of each size [..., sizes]; measured times that fall with the size are raised.
+    """
+    rising = np.maximum.accumulate(seconds, axis=-1)
+    most = np.asarray(batch, np.float64)[..., None] * _SPREAD
+    fewer = np.floor(most)
+    shares = _shares(fewer, 1 - (most - fewer), sizes) + _shares(fewer + 1, most - fewer, sizes)
+    return (shares * rising).sum(-1)
+
+
+def _shares(batch: np.ndarray, weight: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    """Return the mean weight of the batches that are padded to each of `sizes` [..., sizes]."""
+    which = np.minimum(np.searchsorted(sizes, batch), len(sizes) - 1)
+    return np.stack([(weight * (which == i)).mean(-1) for i in range(len(sizes))], axis=-1)
+
+
+def _seconds(curve: Curve, positions: Numbers) -> np.ndarray:
+    """Return a curve's seconds; where the measured ones fall with the positions, they are raised.
+
+    Beyond the measured points the curve goes on in a line, as `Curve` does.
+    """
+    at, seconds = np.array(curve.points).T
+    seconds = np.maximum.accumulate(seconds)
+    positions = np.asarray(positions, np.float64)
+    if len(at) == 1:
+        return np.full(positions.shape, seconds[0])
+    above = np.clip(np.searchsorted(at, positions), 1, len(at) - 1)
+    slope = np.diff(seconds) / np.diff(at)
+    return np.maximum(0.0, seconds[above - 1] + slope[above - 1] * (positions - at[above - 1]))
+
+
+def _slope(curve: Curve) -> float:
+    """Return a curve's seconds per position between its first and its last point; at least 0."""
+    (first, first_s), (last, last_s) = curve.points[0], curve.points[-1]
+    return max(0.0, (last_s - first_s) / (last - first)) if last > first else 0.0

@@ -1,0 +1,83 @@
+"""The part of a runtime that measures its steps and plans by them."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve.planning import StepTimes
+from jaxserve.planning.schedules.plan import Plan
+from jaxserve.runtime.maintenance import Maintenance
+from jaxserve.runtime.planner import Planner
+
+
+class Planned(abc.ABC):
+    """The methods of `Runtime` that measure step times, and find a schedule from them."""
+
+    @abc.abstractmethod
+    def __init__(self, maintenance: Maintenance, planner: Planner):
+        self._maintenance = maintenance
+        self._planner = planner
+
+    def plan(
+        self,
+        latency_bound: float,
+        *,
+        lengths: Sequence[tuple[int, int]] | None = None,
+        adopt: bool = True,
+    ) -> Plan:
+        """Find the schedule with the most throughput under a latency bound, and serve by it.
+
+        The schedule is round-robin allocation (RRA) of ExeGPT: encode B_E prompts, decode N_D
+        iterations, again (sections 4.1 and 5.1 of the paper). No request is lost or preempted by
+        the change, and greedy answers keep their tokens. Only the iteration shape changes; the
+        policy's admission, order, retention and preemption stay. Each replica adopts the same
+        schedule, and the plan's figures are those of one replica.
+
+        The first call measures step times, unless `measure_step_times` or `load_step_times` was
+        called before: it waits until no request runs, which takes up to minutes.
+        `docs/latency_bounds.md` says what a plan does not cover.
+
+        Args:
+          latency_bound: seconds that an answer of the 99th-percentile length may take from its
+            admission to its end; `math.inf` for no bound. Time in the queue is not included.
+          lengths: prompt and output tokens of each of some answers; by default those of the newest
+            answers of this runtime.
+          adopt: False to compute the plan only.
+
+        Raises:
+          InfeasibleBoundError: no schedule keeps the bound; `lowest` has the lowest feasible one.
+            The present schedule stays.
+          InvalidConfigError: no answer has ended yet and `lengths` is missing, or an argument is
+            not allowed.
+          DeviceMemoryError: one answer of such lengths is expected to exceed the page pool.
+          ProcessGroupError: this process follows.
+          RuntimeClosedError, EngineFailedError
+        """
+        return self._planner.plan(latency_bound, lengths, adopt)
+
+    def measure_step_times(self, *, rounds: int = 2) -> StepTimes:
+        """Time every shape of step that a replica has compiled, for `planning.simulate`.
+
+        It waits until no request runs. Requests that are submitted during the call start after it.
+        It overwrites cached pages. Later pages are valued by the measured times.
+
+        Args:
+          rounds: repetitions of the whole measurement; the result has the medians.
+
+        Raises:
+          RuntimeClosedError, EngineFailedError
+        """
+        return self._maintenance.measure_step_times(rounds)
+
+    def load_step_times(self, path: str | Path) -> StepTimes:
+        """Load step times that were measured on this model, device and configuration, and saved.
+
+        Cached pages are valued by these times from now on.
+
+        Raises:
+          InvalidProfileError: the model, device or configuration differs, or the file is not valid.
+          RuntimeClosedError, EngineFailedError
+        """
+        return self._maintenance.load_step_times(path)

@@ -1,0 +1,227 @@
+"""Plans from measured step times, against those times and against the real scheduler."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, InvalidConfigError
+from jaxserve.planning import StepTimes, simulate
+from jaxserve.planning.schedules import (
+    LengthDistribution,
+    MeasuredCost,
+    Phase,
+    Plan,
+    Points,
+    RRATimeline,
+    TaskLengths,
+    measured_deployment,
+    plan_rra,
+)
+from jaxserve.planning.step_times import Curve
+from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.iteration.rra import RRA
+from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.workload import WorkloadItem
+from tests.planning.step_times import made_up
+
+CONFIG = EngineConfig(
+    page_size=16,
+    num_pages=2000,
+    max_slots=32,
+    max_context=512,
+    max_step_tokens=256,
+    max_decode_iterations=8,
+)
+
+
+def _times(config: EngineConfig = CONFIG) -> StepTimes:
+    """Return step times like those of a small model on a CPU, in seconds."""
+    return replace(
+        made_up(config),
+        decode_s={
+            w: Curve(((0.0, 4e-3 + 1e-3 * w), (1e4, 5e-3 + 1e-3 * w))) for w in config.slot_buckets
+        },
+        loop_s={w: 1e-3 for w in config.slot_buckets},
+        prefill_s={
+            t: Curve(((0.0, 4e-3 + 4e-4 * t), (1e4, 6e-3 + 4e-4 * t))) for t in config.token_buckets
+        },
+        head_s={r: 1e-4 * r for r in config.head_buckets},
+        edit_s=2e-4,
+        move_s=2e-4,
+        admit_s=2e-4,
+        plan_s=2e-4,
+        submit_s=2e-4,
+    )
+
+
+def _lengths(num: int, seed: int) -> list[tuple[int, int]]:
+    rng = random.Random(seed)
+    return [(rng.randint(20, 100), rng.randint(8, 120)) for _ in range(num)]
+
+
+def _throughput(lengths: list[tuple[int, int]], iteration: RRA) -> tuple[float, list[float]]:
+    """Simulate answers that all wait; return answers/s of the middle third, and all seconds."""
+    simulation = simulate(
+        [
+            WorkloadItem(prompt_token_ids=(1,) * num_prompt, num_output_tokens=num_output)
+            for num_prompt, num_output in lengths
+        ],
+        Policy("rra", OnDemand(), FCFS(), iteration, Stateless()),
+        CONFIG,
+        _times(),
+        progress=False,
+    )
+    timings = [completion.timing for completion in simulation.completions]
+    ends = np.sort([timing.finished_s or 0.0 for timing in timings])
+    low, high = len(ends) // 3, 2 * len(ends) // 3
+    spent = [(timing.finished_s or 0.0) - (timing.admitted_s or 0.0) for timing in timings]
+    return (high - low) / (ends[high] - ends[low]), spent
+
+
+def test_an_iteration_costs_what_was_measured():
+    """A batch in the middle of a compiled size costs this size, with its share of a loop."""
+    times = _times()
+    cost = MeasuredCost(times=times, input_tokens=60.0, num_iterations=1e6, num_decodes=12)
+    size = 16
+    assert size in CONFIG.slot_buckets and size // 2 < 12
+    rest_s = cost.rest_s(Phase.DECODE, np.array([12.0]), 1)[0]
+    attention_s = cost.attention_s(Phase.DECODE, np.array([12.0]), 100.0, 1)[0]
+    loops = 2 * (times.loop_s[size] + times.edit_s) / 12
+    assert rest_s + attention_s == pytest.approx(times.decode_s[size](1200) + loops)
+    assert attention_s == pytest.approx(times.decode_s[size](1200) - times.decode_s[size](0))
+
+
+def test_an_encode_phase_costs_what_was_measured():
+    """Three prompts of 60 tokens: one step of the largest size, one admission call, the host."""
+    times = _times()
+    cost = MeasuredCost(times=times, input_tokens=60.0, num_iterations=1e6, num_decodes=8)
+    rest_s = cost.rest_s(Phase.ENCODE, np.array([180.0]), 1)[0]
+    attention_s = cost.attention_s(Phase.ENCODE, np.array([3.0]), 60.0, 1)[0]
+    positions = 3 * 60 * 61 / 2
+    expected_s = times.prefill_s[256](positions) + times.head_s[CONFIG.head_buckets[0]]
+    expected_s += times.edit_s + times.admit_s + times.plan_s + times.submit_s
+    assert rest_s + attention_s == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_costs_rise_with_batch_and_positions_although_measurements_do_not(seed: int):
+    """Noisy tables: a larger batch or a longer context never costs less."""
+    rng = random.Random(seed)
+
+    def noisy(at: float) -> Curve:
+        return Curve(tuple((x, at * rng.uniform(0.5, 1.5)) for x in (0.0, 500.0, 4000.0)))
+
+    times = replace(
+        _times(),
+        decode_s={w: noisy(1e-3) for w in CONFIG.slot_buckets},
+        loop_s={w: rng.uniform(0, 1e-3) for w in CONFIG.slot_buckets},
+        prefill_s={t: noisy(1e-2) for t in CONFIG.token_buckets},
+    )
+    cost = MeasuredCost(times=times, input_tokens=50.0, num_iterations=60.0)
+    batch = np.linspace(0.1, 40, 200)
+    for length in (1.0, 100.0, 1000.0):
+        total = cost.rest_s(Phase.DECODE, batch, 1)
+        total = total + cost.attention_s(Phase.DECODE, batch, length, 1)
+        assert (np.diff(total) >= -1e-12).all()
+    lengths = np.linspace(1, 1000, 100)
+    assert (np.diff(cost.attention_s(Phase.DECODE, np.full(100, 7.0), lengths, 1)) >= -1e-12).all()
+
+
+@pytest.mark.parametrize(
+    ("encode_batch", "num_decodes"), [(2, 6), (2, 8), (4, 16), (4, 24), (8, 32), (3, 20), (6, 64)]
+)
+def test_throughput_is_that_of_the_real_scheduler(encode_batch: int, num_decodes: int):
+    """Within 10 % of the simulation with the same step times and shape, whatever the shape."""
+    lengths = _lengths(600, seed=3)
+    inputs, outputs = zip(*lengths, strict=True)
+    task = TaskLengths(
+        LengthDistribution.of_samples(inputs), LengthDistribution.of_samples(outputs)
+    )
+    deployment = measured_deployment(
+        _times(), CONFIG, task.inputs.mean, task.outputs.mean - 1, num_decodes=num_decodes
+    )
+    timeline = RRATimeline(deployment, task)
+    point = Points.one(0, encode_batch, num_decodes)
+    figures, schedule = timeline.estimate(point)[0], timeline.schedule(point)
+    assert figures.fits
+    iteration = RRA(
+        encode_batch=encode_batch,
+        decode_iterations=num_decodes,
+        encode_tokens=schedule.encode_tokens,
+        decode_batch=schedule.decode_batch,
+    )
+    throughput, _ = _throughput(lengths, iteration)
+    assert float(figures.throughput) == pytest.approx(throughput, rel=0.1)
+
+
+@pytest.mark.parametrize("share", [1.05, 1.5, 4.0, math.inf])
+def test_a_plan_keeps_its_bound_in_the_simulation(share: float):
+    """From just above the lowest bound to none: throughput within 10 %, 99 % of answers in time."""
+    lengths = _lengths(600, seed=5)
+    bound_s = share * _lowest_s(lengths)
+    plan = _plan(lengths, bound_s)
+    assert plan.latency_s <= bound_s
+    throughput, spent = _throughput(lengths, plan.iteration())
+    assert plan.answers_per_s == pytest.approx(throughput, rel=0.1)
+    assert np.mean(np.array(spent) <= bound_s) >= 0.99
+
+
+def test_a_longer_bound_serves_no_less():
+    """The throughput of plans rises with the bound, and the text names the figures."""
+    lengths = _lengths(200, seed=5)
+    lowest_s = _lowest_s(lengths)
+    plans = [_plan(lengths, share * lowest_s) for share in (1.05, 1.5, 3.0, math.inf)]
+    throughputs = [plan.answers_per_s for plan in plans]
+    assert throughputs[-1] > 1.2 * throughputs[0]
+    assert all(b >= 0.98 * a for a, b in zip(throughputs, throughputs[1:], strict=False))
+    text = str(plans[0])
+    assert f"encode {plans[0].schedule.encode_batch} sequences" in text
+    assert f"{plans[0].answers_per_s:.4g} answers/s" in text and "200 answers" in text
+
+
+def test_what_cannot_be_planned_is_refused():
+    """A bound that is too short, a pool that is too small, and lengths that are not allowed."""
+    lengths = _lengths(50, seed=1)
+    with pytest.raises(InfeasibleBoundError) as refused:
+        _plan(lengths, 1e-3)
+    lowest_s = refused.value.lowest["latency_s"]
+    assert _plan(lengths, 1.001 * lowest_s).latency_s <= 1.001 * lowest_s
+    with pytest.raises(DeviceMemoryError):
+        plan_rra(_times(), replace(CONFIG, num_pages=3), [(400, 100)], math.inf)
+    for wrong in ([], [(0, 5)], [(5, 0)]):
+        with pytest.raises(InvalidConfigError, match="lengths of"):
+            _plan(wrong, 1.0)
+    with pytest.raises(InvalidConfigError, match="latency_s=0"):
+        _plan(lengths, 0)
+
+
+def test_an_engine_with_one_slot_has_a_plan():
+    """One sequence runs at a time."""
+    config = replace(CONFIG, max_slots=1, slot_buckets=(), head_buckets=())
+    plan = plan_rra(_times(config), config, _lengths(50, seed=1), math.inf)
+    assert plan.schedule.encode_batch == 1 and plan.schedule.decode_batch <= 1.1
+
+
+def test_answers_of_one_token_need_no_decode_phase():
+    """All answers end with their first token, so the plan only encodes."""
+    plan = _plan([(30, 1)] * 5, math.inf)
+    assert plan.schedule.decode_batch == 0 and plan.iteration().decode_batch is None
+    assert plan.answers_per_s > 0
+
+
+def _plan(lengths: list[tuple[int, int]], bound_s: float) -> Plan:
+    return plan_rra(_times(), CONFIG, lengths, bound_s)
+
+
+def _lowest_s(lengths: list[tuple[int, int]]) -> float:
+    with pytest.raises(InfeasibleBoundError) as refused:
+        _plan(lengths, 1e-6)
+    return refused.value.lowest["latency_s"]

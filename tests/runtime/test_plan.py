@@ -1,0 +1,130 @@
+"""A runtime plans a schedule under a latency bound, and serves by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import InfeasibleBoundError, InvalidConfigError, RuntimeClosedError
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.testing import RecordingExecutor, SlowExecutor, WrapAll
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
+from sharding import make_mesh
+
+PROMPTS = random_prompts(8, longest=30)
+PARAMS = [SamplingParams(max_tokens=4 + 5 * i) for i in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory):
+    """The answers of a runtime that does not plan, and a file with its step times."""
+    path = tmp_path_factory.mktemp("step times") / "times.json"
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
+        rt.measure_step_times(rounds=1).save(path)
+        return [one.token_ids for one in rt.generate(PROMPTS, PARAMS)], path
+
+
+def _num_beside_prompts(plans: Sequence[StepPlan]) -> int:
+    """Return how many rows of mixed steps compute an answer's next token."""
+    rows = [row for plan in plans if not plan.is_decode_loop for row in plan.rows]
+    lengths = [len(prompt) for prompt in PROMPTS]
+    return sum(row.start >= lengths[row.sequence_key % len(lengths)] for row in rows)
+
+
+def test_a_plan_is_adopted_and_answers_keep_their_tokens(measured: tuple[list, Path]):
+    """The plan comes from the observed lengths; then no answer advances beside prompts."""
+    answers, path = measured
+    recording = WrapAll(RecordingExecutor)
+    with Runtime(tiny_llama(), wrap_executor=recording, strict=True, **OPTIONS) as rt:
+        rt.load_step_times(path)
+        rt.generate(PROMPTS, PARAMS)
+        plans = recording.executors[0].plans
+        num_before = len(plans)
+        assert _num_beside_prompts(plans)
+        plan = rt.plan(math.inf)
+        assert plan.num_lengths == len(PROMPTS)
+        assert plan.max_answer_tokens == PARAMS[-1].max_tokens
+        assert plan.latency_s <= plan.latency_bound_s and plan.tokens_per_s > plan.answers_per_s > 0
+        assert [one.token_ids for one in rt.generate(PROMPTS, PARAMS)] == answers
+        assert len(plans) > num_before
+        assert not _num_beside_prompts(plans[num_before:])
+        rt.check_integrity()
+
+
+def test_a_plan_that_is_not_adopted_changes_nothing(measured: tuple[list, Path]):
+    """Steps are those of a runtime without a plan, and the given lengths are used."""
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
+        rt.load_step_times(measured[1])
+        rt.generate(PROMPTS, PARAMS)
+        steps = [(step.kind, step.num_rows) for step in rt.report().steps]
+        plan = rt.plan(math.inf, lengths=[(10, 20), (12, 30)], adopt=False)
+        assert plan.num_lengths == 2 and plan.max_answer_tokens == 30
+        rt.forget_kept_pages()
+        rt.generate(PROMPTS, PARAMS)
+        assert [(step.kind, step.num_rows) for step in rt.report().steps] == steps * 2
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_running_requests_survive_plans(measured: tuple[list, Path], num_replicas: int):
+    """Plans of different bounds during answers: nothing is lost, and the tokens stay."""
+    answers, path = measured
+    mesh = None if num_replicas == 1 else make_mesh(data=num_replicas)
+    with Runtime(tiny_llama(), mesh=mesh, wrap_executor=SlowExecutor, **OPTIONS) as rt:
+        rt.load_step_times(path)
+        pending = [rt.submit(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
+        while rt.stats().num_tokens < 60:
+            pass
+        loose = rt.plan(math.inf, lengths=[(10, 20)])
+        num_unfinished = sum(not each.future.done() for each in pending)
+        rt.plan(1.2 * _lowest_s(rt), lengths=[(10, 20)])
+        assert num_unfinished and loose.answers_per_s > 0
+        assert [each.result(60).token_ids for each in pending] == answers
+        rt.check_integrity()
+
+
+def test_an_infeasible_bound_is_refused_with_the_lowest_one(measured: tuple[list, Path]):
+    """The error's bound is feasible, and a refused plan leaves the runtime as it was."""
+    answers, path = measured
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
+        rt.load_step_times(path)
+        with pytest.raises(InfeasibleBoundError, match="lowest"):
+            rt.plan(1e-9, lengths=[(10, 20)])
+        lowest_s = _lowest_s(rt)
+        assert rt.plan(1.001 * lowest_s, lengths=[(10, 20)]).latency_s <= 1.001 * lowest_s
+        assert [one.token_ids for one in rt.generate(PROMPTS, PARAMS)] == answers
+
+
+def test_without_answers_or_a_bound_there_is_no_plan(measured: tuple[list, Path]):
+    """Cancelled answers are no lengths; errors are typed, also after the end."""
+    rt = Runtime(tiny_llama(), wrap_executor=SlowExecutor, **OPTIONS)
+    with rt:
+        rt.load_step_times(measured[1])
+        pending = rt.submit(PROMPTS[0], SamplingParams(max_tokens=60))
+        pending.cancel()
+        pending.result(60)
+        with pytest.raises(InvalidConfigError, match="no answer has ended"):
+            rt.plan(1.0)
+        with pytest.raises(InvalidConfigError, match="latency_s=-1"):
+            rt.plan(-1, lengths=[(10, 20)])
+    with pytest.raises(RuntimeClosedError):
+        rt.plan(math.inf, lengths=[(10, 20)])
+
+
+def test_step_times_are_measured_once():
+    """The first plan measures; later ones use the same times, and so find the same figures."""
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
+        first = rt.plan(math.inf, lengths=[(10, 20)])
+        num_steps = rt.stats().num_steps
+        again = rt.plan(math.inf, lengths=[(10, 20)])
+        assert again.answers_per_s == first.answers_per_s
+        assert rt.stats().num_steps == num_steps
+
+
+def _lowest_s(rt: Runtime) -> float:
+    with pytest.raises(InfeasibleBoundError) as refused:
+        rt.plan(1e-9, lengths=[(10, 20)])
+    return refused.value.lowest["latency_s"]
