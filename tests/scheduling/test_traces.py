@@ -61,9 +61,9 @@ BASELINES = (
     *("fastertransformer", "triton_window", "concurrent_instances", "oracle", "s3_oracle"),
     *("exegpt_rra", "exegpt_waa_c"),
 )
-SEEDS = [range(start, start + 100) for start in range(0, 600, 100)]
+SEEDS = [range(start, start + 100) for start in range(0, 300, 100)]
 CASES = [(policy, seeds) for policy in POLICIES for seeds in SEEDS]
-CASES += [(policy, seeds) for policy in PREDICTED for seeds in SEEDS[:3]]
+CASES += [(policy, seeds) for policy in PREDICTED for seeds in SEEDS[:2]]
 RESIZED = [
     *POLICIES,
     *PREDICTED,
