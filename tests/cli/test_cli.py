@@ -186,10 +186,10 @@ def test_a_chat_is_kept_and_goes_on(model, tmp_path, monkeypatch):
     [
         (("list",), 1, "there is no journal"),
         (("list", "--journal", "{text}"), 1, "not a journal"),
-        (("show", "nobody", "--journal", "{kept}"), 2, "UnknownConversationError"),
-        (("export", "nobody", "--journal", "{kept}"), 2, "UnknownConversationError"),
+        (("show", "unknown", "--journal", "{kept}"), 2, "UnknownConversationError"),
+        (("export", "unknown", "--journal", "{kept}"), 2, "UnknownConversationError"),
         (("export", "-o", "no/folder", "--journal", "{kept}"), 2, "cannot write --output"),
-        (("delete", "nobody", "--yes", "--journal", "{kept}"), 2, "UnknownConversationError"),
+        (("delete", "unknown", "--yes", "--journal", "{kept}"), 2, "UnknownConversationError"),
         (("delete", "--journal", "{kept}"), 2, "--all"),
         (("delete", "a", "--all", "--journal", "{kept}"), 2, "not both"),
     ],

@@ -238,7 +238,7 @@ def test_cancel_wherever_a_request_is():
         world.replicas[0].kill()
         _until(lambda: dispatcher.replicas[0].num_deaths == 1)
         waiting = dispatcher.submit(call("r2"))
-        for name in ("r1", "r2", "nobody"):
+        for name in ("r1", "r2", "unknown"):
             dispatcher.cancel(name)
         assert second.result(WAIT_S).finish_reason == "cancelled"
         assert waiting.result(WAIT_S).finish_reason == "cancelled"

@@ -71,7 +71,7 @@ def test_every_peer_has_its_script_and_pinned_requirements():
         assert all("==" in requirement for requirement in peer.environment.requirements), name
 
 
-@pytest.mark.parametrize("names", ["vllm,nobody", "", "vllm,"])
+@pytest.mark.parametrize("names", ["vllm,unknown", "", "vllm,"])
 def test_unknown_peers_are_refused_by_name(names: str):
     """The error lists the known peers."""
     with pytest.raises(InvalidConfigError, match=r"known are .*'openvino'"):

@@ -38,30 +38,33 @@ def _deployment() -> Deployment:
 
 
 @pytest.mark.parametrize(
-    ("task", "encode_batch", "num_decodes", "degree"),
+    ("task", "encode_batch", "num_decodes", "degree", "of_throughput", "of_latency"),
     [
-        ("S", 52, 13, 4),  # the paper's own, table 6
-        ("S", 49, 7, 4),
-        ("S", 8, 40, 4),
-        ("S", 12, 8, 1),  # four pipeline stages
-        ("C1", 24, 16, 4),
-        ("C1", 10, 48, 2),
-        ("T", 12, 32, 4),
-        ("T", 6, 100, 4),
-        ("G", 8, 25, 4),
-        ("G", 16, 200, 4),
+        ("S", 52, 13, 4, 0.05, 0.07),  # the paper's own, table 6
+        ("S", 49, 7, 4, 0.05, 0.07),
+        ("S", 8, 40, 4, 0.08, 0.17),
+        ("S", 12, 8, 1, 0.05, 0.07),  # four pipeline stages
+        ("C1", 24, 16, 4, 0.05, 0.07),
+        ("C1", 10, 48, 2, 0.08, 0.07),
+        ("T", 12, 32, 4, 0.05, 0.07),
+        ("T", 6, 100, 4, 0.05, 0.07),
+        ("G", 8, 25, 4, 0.05, 0.07),
+        ("G", 16, 200, 4, 0.05, 0.07),
     ],
 )
 def test_rra_is_estimated_as_the_real_scheduler_runs_it(
-    task: str, encode_batch: int, num_decodes: int, degree: int
+    task: str,
+    encode_batch: int,
+    num_decodes: int,
+    degree: int,
+    of_throughput: float,
+    of_latency: float,
 ):
-    """Sampled answers, all waiting at once: throughput within 8 %, long answers within 7 %.
+    """Sampled answers, all waiting at once: shares by which the estimates may differ.
 
-    Eight of the ten throughputs are within 5 %. The other two are of small batches and long decode
-    phases, where a batch that happens to have long answers takes fewer new ones; there the long
-    answers of one take 17 % longer than was estimated.
+    The estimates are worst for small batches with long decode phases, where a batch that happens to
+    have long answers takes fewer new ones.
     """
-    long_answers = 0.17 if (task, num_decodes) == ("S", 40) else 0.07
     deployment, lengths = _deployment(), TaskLengths.of_task(TASKS[task])
     timeline = RRATimeline(deployment, lengths)
     num_sharded = 4 if degree > 1 else 0
@@ -103,7 +106,7 @@ def test_rra_is_estimated_as_the_real_scheduler_runs_it(
     # Between the first rounds, which fill the batch, and the last, which empty it.
     low, high = len(ends) // 3, 2 * len(ends) // 3
     throughput = (high - low) / (ends[high] - ends[low])
-    assert throughput == pytest.approx(figures.throughput, rel=0.08)
+    assert throughput == pytest.approx(figures.throughput, rel=of_throughput)
     p99 = lengths.outputs.percentile(lengths.level)
     spent = [
         (timing.finished_s or 0.0) - (timing.admitted_s or 0.0)
@@ -111,7 +114,7 @@ def test_rra_is_estimated_as_the_real_scheduler_runs_it(
         if abs((item.num_output_tokens or 0) - p99) <= 0.05 * p99
     ]
     assert len(spent) >= 2
-    assert np.mean(spent) == pytest.approx(figures.latency_s, rel=long_answers)
+    assert np.mean(spent) == pytest.approx(figures.latency_s, rel=of_latency)
 
 
 def test_steps_of_an_encoder_are_refused():
