@@ -1,5 +1,6 @@
 """Device meshes, the rules that place arrays on them, and the start-up of several processes."""
 
+from sharding.groups import DeviceGroups, make_groups
 from sharding.mesh import MESH_AXES, check_tensor_axis, make_mesh
 from sharding.process_group import JoinError, ProcessGroup
 from sharding.processes import group_over, join
@@ -10,6 +11,7 @@ from sharding.stages import Stage, StagePlan, stages_of
 __all__ = [
     "DEFAULT_RULES",
     "MESH_AXES",
+    "DeviceGroups",
     "JoinError",
     "ProcessGroup",
     "Stage",
@@ -17,6 +19,7 @@ __all__ = [
     "check_tensor_axis",
     "group_over",
     "join",
+    "make_groups",
     "make_mesh",
     "named_sharding",
     "partition_spec",

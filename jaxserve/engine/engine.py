@@ -276,6 +276,6 @@ def _check_groups(policy: Policy, num_device_groups: int) -> None:
     if policy.num_device_groups > num_device_groups:
         raise InvalidConfigError(
             f"policy {policy.name!r} plans for {policy.num_device_groups} device groups, and this "
-            f"executor has {num_device_groups}; choose a policy for one group, such as "
-            '"exegpt_rra", or simulate it (jaxserve.planning.simulate)'
+            f"executor has {num_device_groups}; pass an executor with as many, as a runtime on "
+            'sharding.DeviceGroups has it, or a policy for one group, such as "exegpt_rra"'
         )

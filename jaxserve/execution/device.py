@@ -166,6 +166,11 @@ class DeviceExecutor:
         return self._pages
 
     @property
+    def page_pools(self) -> tuple[DevicePages]:
+        """See `GroupExecutor`."""
+        return (self._pages,)
+
+    @property
     def slots(self) -> DeviceSlots:
         """The slots after the last submitted step; the next step donates their state."""
         return self._slots

@@ -50,6 +50,7 @@ class DevicePages:
         copy: Callable[[jax.Array, np.ndarray], jax.Array] | None = None,
     ):
         self.cache = cache
+        self.place = place
         self._host = HostPages(num_host_pages, place)
         self._copy = copy or jax.jit(gathered, out_shardings=place)
 
@@ -62,6 +63,10 @@ class DevicePages:
     @property
     def num_pages(self) -> int:
         return self.cache.num_pages
+
+    def replace(self, cache: KVCache) -> None:
+        """Go on with the result of a function that was given the cache, and may have donated it."""
+        self.cache = cache
 
     def swap(self, out: PageCopies, back: PageCopies) -> None:
         """Copy `out`, (device page, host page), to the host, then `back`, (host page, device page).

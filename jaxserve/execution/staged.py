@@ -16,6 +16,7 @@ from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.compilations import CompilationCounter
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.handle import DeviceHandle, PromptPart
+from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.weights import check_same, fitted
 from jaxserve.memory.disk_tier import HostMemory
@@ -80,7 +81,6 @@ class StagedExecutor:
     ):
         self.config = stages[0].programs.config
         self.swap_costs: SwapCosts | None = None
-        self.host_memory: HostMemory | None = None
         self.refinement: Refinement | None = None
         self.host_memory: HostMemory | None = None
         self.group: GroupRole | None = None
@@ -132,6 +132,11 @@ class StagedExecutor:
     def stages(self) -> tuple[DeviceStage, ...]:
         """The stages in order; empty after `close`."""
         return tuple(self._stages)
+
+    @property
+    def page_pools(self) -> tuple[DevicePages, ...]:
+        """See `GroupExecutor`."""
+        return tuple(stage.pages for stage in self._stages)
 
     def compiled_steps(self) -> list[list[Any]]:
         """Return the executables of each stage's largest mixed step and decode iteration."""

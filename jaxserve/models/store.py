@@ -29,7 +29,7 @@ from jaxserve.models.registry import pull, resolve
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.source import WeightSource
 from jaxserve.models.tokenizer import Tokenizer, declared_end_ids
-from sharding import StagePlan, placed, state_shardings
+from sharding import DeviceGroups, StagePlan, placed, state_shardings
 
 _log = logging.getLogger(__name__)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -63,7 +63,7 @@ def load_model(
     load: Literal["auto", "random"] = "auto",
     seed: int = 0,
     layer_layout: LayerLayout = "unrolled",
-    mesh: Mesh | StagePlan | None = None,
+    mesh: Mesh | StagePlan | DeviceGroups | None = None,
     cache: bool = True,
     progress: bool = True,
 ) -> LoadedModel:
@@ -75,7 +75,7 @@ def load_model(
       dtype: of the model, one of `DTYPES`; by default float32, or what a bare configuration says.
       load: `random` draws the weights from `seed`; only a config.json is needed then.
       mesh: where the parameters go, by the rules of `sharding`, or stage by stage; None for the
-        default device.
+        default device. Of two device groups, the encode group gets them.
       cache: keep the converted form of a GGUF file for the next start; has no effect where the mesh
         spans several processes.
       layer_layout: the layout of layers that are alike; layers that differ, and layers of stages,
@@ -90,8 +90,10 @@ def load_model(
     """
     if load not in ("auto", "random"):
         raise InvalidConfigError(f"load={load!r} is unknown; give 'auto' or 'random'")
-    if isinstance(mesh, StagePlan) or (mesh is not None and mesh.shape.get("stage", 1) > 1):
+    groups = mesh.both if isinstance(mesh, DeviceGroups) else (mesh,)
+    if any(map(_has_stages, groups)):
         layer_layout = "unrolled"
+    mesh = groups[0]
     how = _How(_dtype_name(dtype), layer_layout, mesh, progress)
     if isinstance(name_or_path, DecoderConfig):
         if load != "random":
@@ -136,6 +138,12 @@ def _dtype_name(dtype: jax.typing.DTypeLike | None) -> str | None:
     if name not in DTYPES:
         raise InvalidConfigError(f"dtype={dtype!r} is not allowed; give one of {DTYPES}")
     return name
+
+
+def _has_stages(mesh: Mesh | StagePlan | None) -> bool:
+    if isinstance(mesh, Mesh):
+        return mesh.shape.get("stage", 1) > 1
+    return mesh is not None
 
 
 @final

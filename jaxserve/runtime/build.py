@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -20,6 +20,7 @@ from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.engine.requests import RequestBuilder
 from jaxserve.execution.build import build_executor, enable_compilation_cache, nbytes
+from jaxserve.execution.build_groups import build_groups
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import ModelExecutor
@@ -40,7 +41,7 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.steps.probing import Probe
 from jaxserve.workload.recorded import TraceWriter, check_is_free
-from sharding import ProcessGroup, StagePlan, replica_meshes, split_replicas
+from sharding import DeviceGroups, ProcessGroup, StagePlan, replica_meshes, split_replicas
 
 WrapExecutor = Callable[[ModelExecutor], ModelExecutor]
 
@@ -85,7 +86,7 @@ def build_parts(
     params: nnx.State | None,
     tokenizer: Tokenizer | None,
     eos_token_ids: Sequence[int] | None,
-    mesh: Mesh | StagePlan | None,
+    mesh: Mesh | StagePlan | DeviceGroups | None,
     options: RuntimeOptions,
     wrap_executor: WrapExecutor | None,
 ) -> Parts:
@@ -99,7 +100,7 @@ def build_parts(
     clock = WallClock()
     used = own_params if params is None else params
     group = processes_of(mesh, used)
-    check_early(options, policy, group)
+    check_early(options, policy, mesh, group)
     claim(group)
     with (
         nullcontext() if group is None else group.together(),
@@ -153,22 +154,34 @@ def build_parts(
             planner=Planner(replicas, maintenance, observed),
             forecaster=forecaster,
             opened=if_one_fails.pop_all(),
-            weights_bytes=nbytes(used),
+            weights_bytes=nbytes(used) * (1 if places[0].decode is None else 2),
         )
 
 
-def check_early(options: RuntimeOptions, policy: Policy, group: ProcessGroup | None) -> None:
+def check_early(
+    options: RuntimeOptions,
+    policy: Policy,
+    mesh: Mesh | StagePlan | DeviceGroups | None,
+    group: ProcessGroup | None,
+) -> None:
     """Check options and output files before the slow part of the construction.
 
     Raises:
-      InvalidConfigError: an option is not allowed.
+      InvalidConfigError: an option is not allowed, or the policy does not fit the mesh.
       JournalError: the journal of conversations cannot be used.
     """
-    if policy.num_device_groups > 1:
+    has_groups = isinstance(mesh, DeviceGroups)
+    if policy.num_device_groups > 1 and not has_groups:
         raise InvalidConfigError(
             f"policy={policy.name!r} plans for {policy.num_device_groups} device groups, one of "
-            "them for prompts alone, and a runtime has one; choose a policy for one group, such as "
-            '"exegpt_rra", or simulate it (jaxserve.planning.simulate)'
+            "them for prompts alone, and this mesh is one group; pass "
+            "mesh=sharding.make_groups(encode=1, decode=1) with the numbers of devices, or a "
+            'policy for one group, such as "exegpt_rra"'
+        )
+    if policy.num_device_groups == 1 and has_groups:
+        raise InvalidConfigError(
+            f"mesh has two device groups, {mesh}, and policy={policy.name!r} plans for one; pass "
+            'policy="exegpt_waa_c", or a mesh of one group (sharding.make_mesh)'
         )
     _check_disk(options, policy)
     if group is None or group.is_leader:
@@ -183,13 +196,20 @@ def check_early(options: RuntimeOptions, policy: Policy, group: ProcessGroup | N
 @final
 @dataclass(frozen=True)
 class Place:
-    """The place of a replica: parameters of the whole model, and the stages to cut it into."""
+    """The place of a replica: parameters of the whole model, and the stages to cut it into.
+
+    Attributes:
+      decode: the place of the device group for answers; None if there is one group.
+    """
 
     params: Any
     stages: StagePlan | None = None
+    decode: Place | None = None
 
 
-def place_replicas(params: Any, mesh: Mesh | StagePlan | None, model_config: Any) -> list[Place]:
+def place_replicas(
+    params: Any, mesh: Mesh | StagePlan | DeviceGroups | None, model_config: Any
+) -> list[Place]:
     """Return a place for each index of the mesh's `data` axis.
 
     Parameters that are already on its devices are shared, not copied.
@@ -197,6 +217,9 @@ def place_replicas(params: Any, mesh: Mesh | StagePlan | None, model_config: Any
     Raises:
       InvalidConfigError: the mesh does not fit the model.
     """
+    if isinstance(mesh, DeviceGroups):
+        [encode], [decode] = (place_replicas(params, each, model_config) for each in mesh.both)
+        return [replace(encode, decode=decode)]
     if planned_stages(mesh, model_config) is None:
         if isinstance(mesh, Mesh):
             params = sharded(params, mesh, model_config)
@@ -225,16 +248,14 @@ def build_executors(
     with ExitStack() as if_one_fails:
         built = []
         for place in places:
-            executor, size = build_executor(
-                graphdef,
-                place.params,
-                decoder.config,
-                decoder.layer_layout,
-                options,
-                place.stages,
-                group,
-                probe,
-            )
+            model = (decoder.config, decoder.layer_layout, options)
+            if place.decode is None:
+                executor, size = build_executor(
+                    graphdef, place.params, *model, place.stages, group, probe
+                )
+            else:
+                groups = [(each.params, each.stages) for each in (place, place.decode)]
+                executor, size = build_groups(graphdef, groups, *model, probe)
             if_one_fails.callback(executor.close)
             built.append((executor if wrap is None else wrap(executor), size))
         if_one_fails.pop_all()

@@ -13,7 +13,7 @@ from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.runtime.build import check_early
 from jaxserve.runtime.processes import processes_of
 from jaxserve.scheduling.presets import get_policy
-from sharding import StagePlan
+from sharding import DeviceGroups, StagePlan
 
 if TYPE_CHECKING:
     from jaxserve.models.store import LoadedModel
@@ -25,11 +25,12 @@ def load_for(
     *,
     load: Literal["auto", "random"],
     dtype: str | None,
-    mesh: Mesh | StagePlan | None,
+    mesh: Mesh | StagePlan | DeviceGroups | None,
 ) -> LoadedModel:
     """Load the model of a runtime with these options; see `Runtime.from_pretrained`.
 
-    It checks the options before it reads a file.
+    It checks the options before it reads a file. With device groups, the weights are read onto the
+    encode group, from whose devices those of the decode group get theirs.
     """
     from jaxserve.models.store import load_model
 
@@ -37,7 +38,7 @@ def load_for(
     enable_compilation_cache()
     defaults = platform_defaults()
     group = processes_of(mesh)
-    check_early(options, policy, group)
+    check_early(options, policy, mesh, group)
     with (
         nullcontext() if group is None else group.together(),
         out_of_memory_as("loading the weights", "pass a smaller dtype or a smaller model"),

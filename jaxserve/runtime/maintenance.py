@@ -94,6 +94,7 @@ class Maintenance:
     def measure_step_times(self, rounds: int) -> StepTimes:
         """See `Runtime.measure_step_times`."""
         self._replicas.check_leads()
+        self._check_one_group()
         with self._replicas.paused():
             times = measure(
                 self._replicas.first.executor,
@@ -110,6 +111,7 @@ class Maintenance:
 
     def load_step_times(self, path: str | Path) -> StepTimes:
         """See `Runtime.load_step_times`."""
+        self._check_one_group()
         times = StepTimes.load(Path(path), expected=self._origin)
         with self._replicas.paused("keep"):
             self._value_pages_by(times.chunk_cost())
@@ -135,6 +137,13 @@ class Maintenance:
                 replica.resize(size)
             if self._warmup and not replica.executor.is_warm:
                 warm_up(replica.executor, progress=self._progress)
+
+    def _check_one_group(self) -> None:
+        if self._replicas.first.executor.num_device_groups > 1:
+            raise InvalidConfigError(
+                "step times are those of one group of devices, and this runtime has two; measure "
+                "them in a runtime on the mesh of one group"
+            )
 
     def _value_pages_by(self, cost: RecomputeCost) -> None:
         for replica in self._replicas.all:

@@ -11,30 +11,35 @@ from jax.sharding import Mesh
 
 from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
 from jaxserve.steps.placement import Placement
-from sharding import JoinError, ProcessGroup, StagePlan, group_over
+from sharding import DeviceGroups, JoinError, ProcessGroup, StagePlan, group_over
 
 
-def processes_of(mesh: Mesh | StagePlan | None, params: Any = None) -> ProcessGroup | None:
+def processes_of(
+    mesh: Mesh | StagePlan | DeviceGroups | None, params: Any = None
+) -> ProcessGroup | None:
     """Return the processes of `mesh`, or of the devices of `params`.
 
     Returns:
       None if all devices belong to this process.
 
     Raises:
-      InvalidConfigError: the mesh omits some of the job's processes, or has stages or replicas over
-        several processes.
+      InvalidConfigError: the mesh omits some of the job's processes, or has device groups, stages
+        or replicas over several processes.
       ProcessGroupError: the processes could not form a group.
     """
     if mesh is None and params is not None:
         mesh = Placement.like(jax.tree.leaves(params)[0].sharding).mesh
-    meshes = [s.mesh for s in mesh.stages] if isinstance(mesh, StagePlan) else [mesh]
-    own = jax.process_index()
-    if all(m is None or {d.process_index for d in m.devices.flat} == {own} for m in meshes):
+    if isinstance(mesh, DeviceGroups):
+        used = [device for devices in mesh.devices for device in devices]
+    else:
+        meshes = [s.mesh for s in mesh.stages] if isinstance(mesh, StagePlan) else [mesh]
+        used = [device for m in meshes if m is not None for device in m.devices.flat]
+    if {device.process_index for device in used} <= {jax.process_index()}:
         return None
     if not isinstance(mesh, Mesh) or mesh.size != mesh.shape.get("tensor", 1):
         raise InvalidConfigError(
-            f"{mesh} extends over several processes, which only a tensor axis can; pass stages and "
-            "replicas on devices of one process"
+            f"{mesh} extends over several processes, which only a tensor axis can; pass groups, "
+            "stages and replicas on devices of one process"
         )
     with _process_errors():
         return group_over(mesh)

@@ -30,7 +30,7 @@ from jaxserve.runtime.stats import RuntimeStats
 from jaxserve.runtime.streams import aread, read
 from jaxserve.scheduling.lengths.outlook import Outlook
 from jaxserve.workload import WorkloadItem
-from sharding import StagePlan
+from sharding import DeviceGroups, StagePlan
 
 if TYPE_CHECKING:
     from predictor import OnlineLearner
@@ -49,9 +49,10 @@ class Runtime(Planned):
       tokenizer: the model's tokenizer; None restricts prompts and completions to token ids.
       eos_token_ids: end tokens; by default the tokenizer's.
       mesh: the mesh to shard the model over (`sharding.make_mesh`), or a `sharding.StagePlan` to
-        cut it into stages; by default the devices of the parameters. Parameters that are already
-        placed by the rules of `sharding` are not copied. Each index of the mesh's `data` axis is a
-        replica with its own engine.
+        cut it into stages, or `sharding.DeviceGroups` to compute prompts and answers on separate
+        devices (`sharding.make_groups`); by default the devices of the parameters. Parameters that
+        are already placed by the rules of `sharding` are not copied. Each index of the mesh's
+        `data` axis is a replica with its own engine.
       wrap_executor: function for tests and measurements. It gets the executor of every replica
         after its warm-up and returns the executor that the engine drives and closes instead.
       options: see `RuntimeOptions`.
@@ -74,7 +75,7 @@ class Runtime(Planned):
         *,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Sequence[int] | None = None,
-        mesh: Mesh | StagePlan | None = None,
+        mesh: Mesh | StagePlan | DeviceGroups | None = None,
         wrap_executor: Callable[[ModelExecutor], ModelExecutor] | None = None,
         **options: Any,
     ):
@@ -103,7 +104,7 @@ class Runtime(Planned):
         *,
         load: Literal["auto", "random"] = "auto",
         dtype: str | None = None,
-        mesh: Mesh | StagePlan | None = None,
+        mesh: Mesh | StagePlan | DeviceGroups | None = None,
         wrap_executor: Callable[[ModelExecutor], ModelExecutor] | None = None,
         **options: Any,
     ) -> Runtime:

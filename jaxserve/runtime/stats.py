@@ -34,6 +34,7 @@ class RuntimeStats:
     num_outgrown: int
     num_pages_out: int
     num_pages_in: int
+    num_pages_handed_over: int
     num_pages_prefetched: int
     num_recomputed: int
     num_prefix_queried: int

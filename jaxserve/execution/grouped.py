@@ -1,0 +1,232 @@
+"""The executor of two device groups: one computes prompts, the other one answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, final
+
+import jax
+import numpy as np
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import RuntimeClosedError
+from jaxserve.execution.compilations import CompilationCounter
+from jaxserve.execution.link import Link, Parcel
+from jaxserve.execution.page_copies import DevicePages
+from jaxserve.execution.protocol import GroupRole, ModelExecutor, StepHandle
+from jaxserve.memory.disk_tier import HostMemory
+from jaxserve.memory.relocation import Moves
+from jaxserve.scheduling.kv.costs import SwapCosts
+from jaxserve.scheduling.plan import Handover, StepPlan, StepResult
+from predictor import Refinement
+
+_NAMES = ("encode group", "decode group")
+
+
+class GroupExecutor(ModelExecutor, Protocol):
+    """An executor of one device group, whose page caches a link can read and write."""
+
+    @property
+    def page_pools(self) -> tuple[DevicePages, ...]:
+        """The page caches in the order of their layers: one, or one for each stage."""
+        ...
+
+
+@final
+class GroupedExecutor:
+    """An executor with an executor for each of two device groups, and the link between them.
+
+    Each group has its own parameters, page cache and slots, and runs its plans in their order while
+    the other group runs its own. A plan of the link copies pages from one group's cache to the
+    other's while both compute. There is no host memory: policies with two groups keep no KV of
+    preempted or ended sequences (`Policy`).
+
+    Args:
+      groups: executors of the encode group and of the decode group, with equal configurations and
+        without host pages; closed with this one.
+      strict: raise on any compilation of a copy after the warm-up.
+    """
+
+    def __init__(self, groups: Sequence[GroupExecutor], *, strict: bool = False):
+        encode, decode = self._groups = tuple(groups)
+        assert encode.config == decode.config, "the groups have pages and slots of other sizes"
+        self.swap_costs: SwapCosts | None = None
+        self.host_memory: HostMemory | None = None
+        self.group: GroupRole | None = None
+        self.num_device_groups = len(self._groups)
+        self.can_resize = True
+        self._compilations = CompilationCounter(strict=strict)
+        # By source and target.
+        self._links = {
+            (0, 1): Link(encode.page_pools, decode.page_pools),
+            (1, 0): Link(decode.page_pools, encode.page_pools),
+        }
+        self._pending: list[HandoverHandle] = []
+        # Cache sizes for which every copy is compiled.
+        self._warm_num_pages: set[int] = set()
+        self._is_closed = False
+
+    @property
+    def groups(self) -> tuple[GroupExecutor, ...]:
+        """The executors of the encode group and of the decode group."""
+        return self._groups
+
+    @property
+    def config(self) -> EngineConfig:
+        """See `Executor`; that of each group."""
+        return self._groups[0].config
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """See `Executor`; both groups have the same probe."""
+        return self._groups[0].refinement
+
+    @property
+    def num_compilations(self) -> int:
+        """See `ModelExecutor`."""
+        return self._compilations.count + sum(group.num_compilations for group in self._groups)
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """See `Executor`."""
+        if self._is_closed:
+            raise RuntimeClosedError("the executor was closed; create a new runtime")
+        if plan.handovers:
+            return self._hand_over(plan)
+        # These pages belong to another sequence now, which may be computed before the copies of
+        # their former owner arrive.
+        taken = {page for _, _, page in plan.page_updates}
+        for handle in self._pending:
+            handle.drop(taken, plan.group)
+        return self._groups[plan.group].submit(plan)
+
+    def _hand_over(self, plan: StepPlan) -> HandoverHandle:
+        with self._compilations.watch(plan):
+            parcels = [
+                (each, self._links[each.source, each.target].send(each.pages))
+                for each in plan.handovers
+            ]
+        handle = HandoverHandle(plan, parcels, self._receive)
+        self._pending.append(handle)
+        return handle
+
+    def _receive(self, handle: HandoverHandle) -> None:
+        """Write a handover's pages to the target's cache, for all of the target's later steps."""
+        self._pending.remove(handle)
+        with self._compilations.watch(handle.plan):
+            for handover, parcels in handle.parcels:
+                for parcel in parcels:
+                    self._links[handover.source, handover.target].receive(parcel)
+
+    def fitted(self, params: Any) -> list[Any]:
+        """See `ModelExecutor`. The result has one entry per group."""
+        return [group.fitted(params) for group in self._groups]
+
+    def update_params(self, params: list[Any]) -> None:
+        """See `ModelExecutor`."""
+        for group, own in zip(self._groups, params, strict=True):
+            group.update_params(own)
+
+    def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
+        """See `ModelExecutor`."""
+        steps = [
+            (f"{name}, {step}", function)
+            for name, group in zip(_NAMES, self._groups, strict=True)
+            for step, function in group.warmup_steps()
+        ]
+        return [*steps, *(("handover", link.warm_up) for link in self._links.values())]
+
+    def finish_warmup(self) -> None:
+        """See `ModelExecutor`."""
+        for group in self._groups:
+            group.finish_warmup()
+        self._warm_num_pages.add(self.config.num_pages)
+        self._compilations.expect_none()
+
+    @property
+    def is_warm(self) -> bool:
+        """See `ModelExecutor`."""
+        return self._compilations.is_warm and all(group.is_warm for group in self._groups)
+
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        """See `Executor`."""
+        old_num_pages = self.config.num_pages
+        done: list[GroupExecutor] = []
+        try:
+            for group in self._groups:
+                group.resize(num_pages, moves)
+                done.append(group)
+        except Exception:
+            for group in done:
+                group.resize(old_num_pages, [(new, old) for old, new in moves])
+            raise
+        self._compilations.expect_none(num_pages in self._warm_num_pages)
+
+    @property
+    def num_buffers(self) -> int:
+        """See `ModelExecutor`; the minimum over the groups."""
+        return min(group.num_buffers for group in self._groups)
+
+    @property
+    def device(self) -> Any:
+        """See `ModelExecutor`; a device of the group whose pages are the largest."""
+        return max(self._groups, key=_page_bytes).device
+
+    def close(self) -> None:
+        """See `Executor`."""
+        if not self._is_closed:
+            self._compilations.close()
+        self._is_closed = True
+        self._pending.clear()
+        for group in self._groups:
+            group.close()
+
+
+@final
+class HandoverHandle:
+    """Pages that go from one group to the other.
+
+    `collect` writes them to the target's cache when they have arrived, so that the target's steps
+    do not wait for them.
+
+    Args:
+      parcels: what was sent for each handover of the plan.
+      receive: writes the parcels; called once.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        parcels: Sequence[tuple[Handover, list[Parcel]]],
+        receive: Callable[[HandoverHandle], None],
+    ):
+        self.plan = plan
+        self.parcels = parcels
+        self._receive = receive
+
+    def drop(self, pages: set[int], target: int) -> None:
+        """Leave these pages of a target group as they are."""
+        for handover, parcels in self.parcels:
+            if handover.target == target and not pages.isdisjoint(handover.pages):
+                for parcel in parcels:
+                    parcel.drop(pages)
+
+    def is_ready(self) -> bool:
+        """See `StepHandle`."""
+        return all(parcel.is_ready() for _, parcels in self.parcels for parcel in parcels)
+
+    def collect(self) -> StepResult:
+        """See `StepHandle`."""
+        jax.block_until_ready([p.pieces for _, parcels in self.parcels for p in parcels])
+        self._receive(self)
+        nothing = np.zeros((0, 0), np.int32)
+        return StepResult(nothing, np.zeros(0, np.int32), np.zeros(0, np.bool_))
+
+
+def _page_bytes(group: GroupExecutor) -> int:
+    """Return the bytes of a group's largest cache on one device."""
+
+    def shard_bytes(pool: DevicePages) -> int:
+        leaves = jax.tree.leaves(pool.cache)
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+
+    return max(map(shard_bytes, group.page_pools))

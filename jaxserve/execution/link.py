@@ -1,0 +1,243 @@
+"""Copies of KV pages from the page caches of one device group to those of another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import accumulate
+from math import gcd
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages, gathered, scattered
+from jaxserve.memory.page_pool import NULL_PAGE
+from jaxserve.models.batch import KVCache
+from jaxserve.steps.placement import Placement
+
+# The arrays of one piece: keys, values and, where there are scales, those of each, for the layers
+# of the piece: [layers, PAGES_A_CALL, kv_heads, ...].
+_Arrays = tuple[jax.Array, ...]
+
+
+@final
+@dataclass
+class Parcel:
+    """At most `PAGES_A_CALL` pages on their way to the target's devices.
+
+    Attributes:
+      pages: the ids of the pages; a page that is dropped on the way is None.
+      pieces: for each cache of the target the pieces that make up its layers, in order.
+    """
+
+    pages: list[int | None]
+    pieces: tuple[tuple[_Arrays, ...], ...]
+
+    def drop(self, pages: Collection[int]) -> None:
+        """Leave these pages of the target as they are."""
+        self.pages = [None if page in pages else page for page in self.pages]
+
+    def is_ready(self) -> bool:
+        """Return whether every array has arrived."""
+        leaves: list[Any] = jax.tree.leaves(self.pieces)
+        return all(leaf.is_ready() for leaf in leaves)
+
+
+@final
+class Link:
+    """Sends pages from the caches of one device group to those of another.
+
+    The groups may have different stages and tensor-parallel degrees. A page has the same number in
+    every cache of both groups. Copies have a fixed number of pages, so that nothing compiles after
+    `warm_up`.
+
+    `send` gathers the pages into buffers of their own, in the order of the source's steps, since
+    later steps donate its caches. `receive` writes them to the target's caches, in the order of the
+    target's steps. Call it when the pages have arrived: the target's later steps wait for it.
+
+    Args:
+      source, target: caches of the groups' stages, in the order of their layers.
+    """
+
+    def __init__(self, source: Sequence[DevicePages], target: Sequence[DevicePages]):
+        self._source = tuple(source)
+        self._target = tuple(target)
+        self._pieces = _common(_layers(source), _layers(target))
+        self._take = [
+            jax.jit(
+                partial(_taken, pieces=tuple((p.layers, self._split(p)) for p in pieces)),
+                out_shardings=[self._gathered_to(p) for p in pieces],
+            )
+            for pieces in self._pieces
+        ]
+        self._put = [jax.jit(_put, donate_argnums=0, out_shardings=p.place) for p in target]
+
+    def send(self, pages: Sequence[int]) -> list[Parcel]:
+        """Start to copy these pages; the caller may donate the source's caches afterwards."""
+        return [
+            self._send(pages[start : start + PAGES_A_CALL])
+            for start in range(0, len(pages), PAGES_A_CALL)
+        ]
+
+    def receive(self, parcel: Parcel) -> None:
+        """Write the pages of a parcel that were not dropped to the target's caches."""
+        for pool, put, pieces in zip(self._target, self._put, parcel.pieces, strict=True):
+            ids = np.full(PAGES_A_CALL, pool.num_pages, np.int32)  # an id past the end is skipped
+            for i, page in enumerate(parcel.pages):
+                if page is not None:
+                    ids[i] = page
+            with Placement.like(pool.place).in_force():
+                pool.replace(put(pool.cache, ids, pieces))
+
+    def warm_up(self) -> None:
+        """Compile every copy; no page changes."""
+        self.receive(self._send(()))
+
+    def _send(self, pages: Sequence[int]) -> Parcel:
+        ids = np.full(PAGES_A_CALL, NULL_PAGE, np.int32)
+        ids[: len(pages)] = pages
+        arrived: list[list[_Arrays]] = [[] for _ in self._target]
+        for pool, take, pieces in zip(self._source, self._take, self._pieces, strict=True):
+            with Placement.like(pool.place).in_force():
+                taken = take(pool.cache, ids)
+            for piece, arrays in zip(pieces, taken, strict=True):
+                arrived[piece.target].append(self._moved(piece, arrays))
+        return Parcel(list(pages), tuple(map(tuple, arrived)))
+
+    def _is_alike(self, piece: _Piece) -> bool:
+        """Whether both caches are cut into equal shards, so that each moves as a whole."""
+        pools = self._source[piece.source], self._target[piece.target]
+        first, second = (Placement.like(pool.place).num_shards for pool in pools)
+        return first == second
+
+    def _split(self, piece: _Piece) -> tuple[int, int]:
+        """Return the KV heads of the target's cache, and the parts to cut them into.
+
+        Shards that are alike are one part; else there is one for each of the target's shards.
+        """
+        target = self._target[piece.target]
+        num_shards = Placement.like(target.place).num_shards
+        return _num_heads(target), 1 if self._is_alike(piece) else num_shards
+
+    def _gathered_to(self, piece: _Piece) -> jax.sharding.Sharding:
+        """Return where the source's devices put what they gather."""
+        place = Placement.like(self._source[piece.source].place)
+        return place.pages if self._is_alike(piece) else place.whole
+
+    def _moved(self, piece: _Piece, arrays: Sequence[Sequence[jax.Array]]) -> _Arrays:
+        """Return what the source has gathered on the target's devices.
+
+        Each device of the target gets only its own heads, directly from a device of the source.
+        """
+        place = self._target[piece.target].place
+        if self._is_alike(piece):
+            return tuple(jax.device_put([parts[0] for parts in arrays], place))
+        return tuple(_sharded(parts, place) for parts in arrays)
+
+
+@final
+@dataclass(frozen=True)
+class _Piece:
+    """Layers that one cache of the source and one of the target have in common.
+
+    Attributes:
+      source, target: indices of the caches.
+      layers: their indices in the source's cache.
+    """
+
+    source: int
+    target: int
+    layers: range
+
+
+def _common(source: Sequence[range], target: Sequence[range]) -> list[list[_Piece]]:
+    """Return the pieces of each cache of the source."""
+    return [
+        [
+            _Piece(i, j, range(first - mine.start, last - mine.start))
+            for j, theirs in enumerate(target)
+            if (first := max(mine.start, theirs.start)) < (last := min(mine.stop, theirs.stop))
+        ]
+        for i, mine in enumerate(source)
+    ]
+
+
+def _layers(pools: Sequence[DevicePages]) -> list[range]:
+    """Return the layers of each cache."""
+    counts = [sum(leaf.shape[0] for leaf in pool.cache.k_pages) for pool in pools]
+    ends = accumulate(counts)
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+def _num_heads(pool: DevicePages) -> int:
+    return pool.cache.k_pages[0].shape[2]
+
+
+def _fields(cache: KVCache) -> list[tuple[jax.Array, ...]]:
+    return [getattr(cache, field.name) for field in fields(cache)]
+
+
+def _taken(
+    cache: KVCache,
+    ids: jax.Array,  # int32 [PAGES_A_CALL]
+    *,
+    pieces: Sequence[tuple[range, tuple[int, int]]],
+) -> list[list[list[jax.Array]]]:
+    """Return, for each piece and kind of array, the parts of the pages.
+
+    Args:
+      pieces: layers, KV heads of the target's cache, and the parts to cut them into.
+    """
+    pages = gathered(cache, ids)
+    joined = [jnp.concatenate(leaves) for leaves in _fields(pages) if leaves]
+    return [
+        [
+            jnp.split(_with_heads(leaf[layers.start : layers.stop], num_heads), num_parts, axis=2)
+            for leaf in joined
+        ]
+        for layers, (num_heads, num_parts) in pieces
+    ]
+
+
+def _with_heads(pages: jax.Array, num_heads: int) -> jax.Array:
+    """Return pages [layers, pages, heads, ...] with fewer or more copies of each KV head."""
+    common = gcd(pages.shape[2], num_heads)
+    return jnp.repeat(pages[:, :, :: pages.shape[2] // common], num_heads // common, axis=2)
+
+
+def _sharded(parts: Sequence[jax.Array], place: jax.sharding.Sharding) -> jax.Array:
+    """Return an array whose shards on axis 2 are `parts`, each with a copy on every source."""
+    layers, pages, heads, *rest = parts[0].shape
+    shape = (layers, pages, heads * len(parts), *rest)
+    shards, devices = [], []
+    for device, index in place.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        part = (index[2].start or 0) // heads
+        copies = parts[part].addressable_shards
+        shards.append(copies[part % len(copies)].data)
+        devices.append(device)
+    moved = jax.device_put(shards, devices)
+    return jax.make_array_from_single_device_arrays(shape, place, moved)
+
+
+def _put(
+    cache: KVCache,
+    ids: jax.Array,  # int32 [PAGES_A_CALL]
+    pieces: Sequence[_Arrays],
+) -> KVCache:
+    """Return `cache` with the pages written that the pieces make up."""
+    joined = iter([jnp.concatenate(leaves) for leaves in zip(*pieces, strict=True)])
+    values = []
+    for leaves in _fields(cache):
+        whole = next(joined) if leaves else None
+        starts = np.cumsum([0, *(leaf.shape[0] for leaf in leaves)])
+        values.append(
+            tuple(
+                whole[first:last]  # pyright: ignore[reportOptionalSubscript]
+                for first, last in zip(starts, starts[1:], strict=False)
+            )
+        )
+    return scattered(cache, ids, KVCache(*values))
