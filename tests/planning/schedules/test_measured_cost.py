@@ -11,15 +11,19 @@ import pytest
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, InvalidConfigError
+from jaxserve.core.request import Timing
 from jaxserve.planning import StepTimes, simulate
 from jaxserve.planning.schedules import (
+    LatencyBounds,
     LengthDistribution,
     MeasuredCost,
     Phase,
     Plan,
     Points,
+    RRAPlanner,
     RRATimeline,
     TaskLengths,
+    lengths_of,
     measured_deployment,
     plan_rra,
 )
@@ -69,6 +73,14 @@ def _lengths(num: int, seed: int) -> list[tuple[int, int]]:
 
 def _throughput(lengths: list[tuple[int, int]], iteration: RRA) -> tuple[float, list[float]]:
     """Simulate answers that all wait; return answers/s of the middle third, and all seconds."""
+    timings = _simulated(lengths, iteration)
+    ends = np.sort([timing.finished_s or 0.0 for timing in timings])
+    low, high = len(ends) // 3, 2 * len(ends) // 3
+    spent = [(timing.finished_s or 0.0) - (timing.admitted_s or 0.0) for timing in timings]
+    return (high - low) / (ends[high] - ends[low]), spent
+
+
+def _simulated(lengths: list[tuple[int, int]], iteration: RRA) -> list[Timing]:
     simulation = simulate(
         [
             WorkloadItem(prompt_token_ids=(1,) * num_prompt, num_output_tokens=num_output)
@@ -79,11 +91,7 @@ def _throughput(lengths: list[tuple[int, int]], iteration: RRA) -> tuple[float, 
         _times(),
         progress=False,
     )
-    timings = [completion.timing for completion in simulation.completions]
-    ends = np.sort([timing.finished_s or 0.0 for timing in timings])
-    low, high = len(ends) // 3, 2 * len(ends) // 3
-    spent = [(timing.finished_s or 0.0) - (timing.admitted_s or 0.0) for timing in timings]
-    return (high - low) / (ends[high] - ends[low]), spent
+    return [completion.timing for completion in simulation.completions]
 
 
 def test_an_iteration_costs_what_was_measured():
@@ -174,6 +182,61 @@ def test_a_plan_keeps_its_bound_in_the_simulation(share: float):
     assert np.mean(np.array(spent) <= bound_s) >= 0.99
 
 
+@pytest.mark.parametrize(("kind", "share"), [("first_token", 1.1), ("token", 1.05), ("token", 1.4)])
+def test_a_bound_on_tokens_is_kept_in_the_simulation(kind: str, share: float):
+    """Time to first token, or per token: in 99 % of answers, at some cost in throughput."""
+    lengths = _lengths(600, seed=5)
+    free = _plan(lengths, math.inf)
+    with pytest.raises(InfeasibleBoundError) as refused:
+        plan_rra(_times(), CONFIG, lengths, math.inf, **{f"{kind}_bound_s": 1e-6})
+    name = f"{kind}_s"
+    bound_s = share * refused.value.lowest[name]
+    plan = plan_rra(_times(), CONFIG, lengths, math.inf, **{f"{kind}_bound_s": bound_s})
+    assert getattr(plan, name) <= bound_s < getattr(free, name)
+    assert plan.keeps_bounds and plan.answers_per_s < free.answers_per_s
+    timings = _simulated(lengths, plan.iteration())
+    spent = {
+        "first_token": [(t.first_token_s or 0) - (t.admitted_s or 0) for t in timings],
+        # Long answers, whose mean per token the bound is for.
+        "token": [
+            ((t.finished_s or 0) - (t.first_token_s or 0)) / (num_output - 1)
+            for t, (_, num_output) in zip(timings, lengths, strict=True)
+            if num_output >= 100
+        ],
+    }[kind]
+    assert np.mean(np.array(spent) <= bound_s) >= 0.99
+
+
+def test_an_infeasible_bound_has_a_nearest_schedule():
+    """It is that with the lowest latency, and says which bounds would be feasible."""
+    lengths = _lengths(200, seed=5)
+    lowest_s = _lowest_s(lengths)
+    planner = RRAPlanner.measured(_times(), CONFIG)
+    bounds = LatencyBounds(latency_s=0.5 * lowest_s)
+    plan = planner.nearest(lengths_of(lengths), bounds, num_lengths=200)
+    assert plan.latency_s == pytest.approx(lowest_s, rel=0.02) and not plan.keeps_bounds
+    assert plan.lowest["latency_s"] == pytest.approx(lowest_s)
+    assert "no schedule keeps" in str(plan) and "no schedule keeps" in plan.summary()
+    feasible = LatencyBounds(latency_s=1.2 * lowest_s)
+    kept = planner.nearest(lengths_of(lengths), feasible, num_lengths=200)
+    assert kept.keeps_bounds and not kept.lowest and "no schedule keeps" not in str(kept)
+
+
+def test_a_plan_is_expected_to_do_other_things_with_other_lengths():
+    """Longer answers take longer under the same schedule; equal lengths change nothing."""
+    lengths = _lengths(200, seed=5)
+    planner = RRAPlanner.measured(_times(), CONFIG)
+    plan = _plan(lengths, 1.5 * _lowest_s(lengths))
+    same = planner.expected(plan, lengths_of(lengths), num_lengths=200)
+    assert replace(same, search_s=plan.search_s) == plan
+    longer = [(p, 2 * o) for p, o in lengths]
+    changed = planner.expected(plan, lengths_of(longer), num_lengths=200)
+    assert changed.schedule.num_decodes == plan.schedule.num_decodes
+    assert changed.latency_s > 1.5 * plan.latency_s and not changed.keeps_bounds
+    shorter = planner.expected(plan, lengths_of([(30, 2)]), num_lengths=1)
+    assert shorter.latency_s < plan.latency_s
+
+
 def test_a_longer_bound_serves_no_less():
     """The throughput of plans rises with the bound, and the text names the figures."""
     lengths = _lengths(200, seed=5)
@@ -194,7 +257,7 @@ def test_what_cannot_be_planned_is_refused():
         _plan(lengths, 1e-3)
     lowest_s = refused.value.lowest["latency_s"]
     assert _plan(lengths, 1.001 * lowest_s).latency_s <= 1.001 * lowest_s
-    with pytest.raises(DeviceMemoryError):
+    with pytest.raises(DeviceMemoryError, match="page pool"):
         plan_rra(_times(), replace(CONFIG, num_pages=3), [(400, 100)], math.inf)
     for wrong in ([], [(0, 5)], [(5, 0)]):
         with pytest.raises(InvalidConfigError, match="lengths of"):
