@@ -64,7 +64,21 @@ class Plan:
     @property
     def keeps_bounds(self) -> bool:
         """Whether every latency is expected to be within its bound."""
-        return all(getattr(self, name) <= s for name, s in self.bounds.finite().items())
+        return self.worst_share <= 1
+
+    @property
+    def worst_share(self) -> float:
+        """The largest quotient of a latency and its bound; 0 without bounds."""
+        bounds = self.bounds.finite().items()
+        return max((getattr(self, name) / s for name, s in bounds), default=0.0)
+
+    @property
+    def missed(self) -> str:
+        """Which bounds would be feasible, if no schedule keeps these; empty if this one does."""
+        if self.keeps_bounds:
+            return ""
+        reached = ", ".join(f"{name}={s:.4g}" for name, s in self.lowest.items())
+        return f"no schedule keeps the bounds; the lowest, each for itself: {reached}"
 
     def iteration(self) -> RRA:
         """Return the iteration shape that carries out the schedule."""
@@ -90,6 +104,7 @@ class Plan:
 
     def __str__(self) -> str:
         schedule, bounds = self.schedule, self.bounds
+        missed = f"{self.missed}\n" if self.missed else ""
         return (
             f"RRA: encode {schedule.encode_batch} sequences, decode {schedule.num_decodes} "
             f"iterations, about {schedule.decode_batch:.1f} sequences at a time\n"
@@ -98,16 +113,9 @@ class Plan:
             f"{self.latency_s:.3g} s{_bound(bounds.latency_s)}, first token after "
             f"{self.first_token_s:.3g} s{_bound(bounds.first_token_s)}, then "
             f"{self.token_s:.3g} s a token{_bound(bounds.token_s)}\n"
-            f"{self._missed()}"
+            f"{missed}"
             f"computed from the lengths of {self.num_lengths} answers in {self.search_s:.2g} s"
         )
-
-    def _missed(self) -> str:
-        """Return a line that says which bounds would be feasible, if no schedule keeps these."""
-        reached = ", ".join(f"{name}={s:.4g}" for name, s in self.lowest.items())
-        if self.keeps_bounds:
-            return ""
-        return f"no schedule keeps the bounds; the lowest, each for itself: {reached}\n"
 
 
 @final
