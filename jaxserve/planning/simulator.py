@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Protocol, final
 
 from tqdm import tqdm
 
@@ -28,6 +28,14 @@ from jaxserve.workload import WorkloadItem
 from jaxserve.workload.conversations import FollowUp
 
 _ANY_TOKEN = 2**31
+
+
+class Pilot(Protocol):
+    """An object that may have the engine of a simulation change its schedule on the way."""
+
+    def after_step(self, engine: Engine, ended: Sequence[Completion], now_s: float) -> None:
+        """Act between two steps, given the requests that the last one ended."""
+        ...
 
 
 @final
@@ -58,6 +66,7 @@ def simulate(
     *,
     predictions: Sequence[LengthPrediction | None] | None = None,
     follow_up: FollowUp | None = None,
+    pilot: Pilot | None = None,
     chunk_cost: RecomputeCost | None = None,
     swap_costs: SwapCosts | None = None,
     until_s: float = math.inf,
@@ -72,6 +81,7 @@ def simulate(
     Args:
       predictions: the items' predicted output lengths, for policies that use them.
       follow_up: returns the next request after an answer; by default there is none.
+      pilot: changes the schedule on the way; by default nothing does.
       chunk_cost: cost of recomputing a page, by which cached pages are valued; by default a guess.
       swap_costs: the swap costs that a device would measure at its start; by default a preempted
         sequence is always swapped.
@@ -104,9 +114,13 @@ def simulate(
         while clock.now() < until_s and (clients.next_arrival_s < math.inf or engine.has_work):
             if not clients.hand_in(engine, clock.now()) and _wait(engine, clients, clock):
                 continue
+            ended: list[Completion] = []
             if any(news.sequence.finish_reason for news in engine.step()):
-                bar.update(clients.take_answers(engine.recorder.request_ended))
+                ended = clients.take_answers(engine.recorder.request_ended)
+                bar.update(len(ended))
                 bar.total = len(clients.answers)
+            if pilot is not None:
+                pilot.after_step(engine, ended, clock.now())
     engine.stats.end_busy_period()
     futures = [answer.future for answer in clients.answers]
     completions = tuple(future.result() for future in futures if future.done())
@@ -161,15 +175,17 @@ class _Clients:
             has_news = True
         return has_news
 
-    def take_answers(self, keep: Callable[[Completion], None]) -> int:
-        """Settle finished answers, add their follow-ups, and return the number of answers."""
+    def take_answers(self, keep: Callable[[Completion], None]) -> list[Completion]:
+        """Settle finished answers, add their follow-ups, and return them."""
+        completions = []
         settled = [index for index, answer in self._unsettled.items() if answer.settle(keep)]
         for index in settled:
             completion = self._unsettled.pop(index).future.result()
+            completions.append(completion)
             ended_s = completion.timing.finished_s
             if self._follow_up is None or ended_s is None:
                 continue
             item = self._follow_up(index, completion, ended_s)
             if item is not None:
                 self.ask(item)
-        return len(settled)
+        return completions

@@ -13,7 +13,7 @@ from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
 from jaxserve.planning.schedules.measured_cost import MeasuredCost, measured_deployment
 from jaxserve.planning.schedules.models import MODELS, LayerShape, TransformerShape
 from jaxserve.planning.schedules.monotone import monotone_search
-from jaxserve.planning.schedules.plan import Plan, plan_rra
+from jaxserve.planning.schedules.plan import Plan, RRAPlanner, lengths_of, plan_rra
 from jaxserve.planning.schedules.roofline_cost import RooflineLayerCost
 from jaxserve.planning.schedules.rra import RRATimeline
 from jaxserve.planning.schedules.search import Choice, search, timelines_of
@@ -38,6 +38,7 @@ __all__ = [
     "Plan",
     "Points",
     "Policy",
+    "RRAPlanner",
     "RRATimeline",
     "RooflineLayerCost",
     "Schedule",
@@ -46,6 +47,7 @@ __all__ = [
     "Timeline",
     "TransformerShape",
     "WAATimeline",
+    "lengths_of",
     "measured_deployment",
     "monotone_search",
     "plan_rra",

@@ -26,6 +26,17 @@ def shortest(name: str) -> Score:
     return lambda figures: np.where(figures.fits, 1.0 / getattr(figures, name), 0.0)
 
 
+def nearest_to(bounds: LatencyBounds) -> Score:
+    """Return a score that is highest where the bound that is missed most is missed least."""
+
+    def score(figures: Estimates | Best) -> np.ndarray:
+        shares = [getattr(figures, name) / bound for name, bound in bounds.finite().items()]
+        worst = np.max(shares, axis=0) if shares else figures.latency_s
+        return np.where(figures.fits, 1.0 / worst, 0.0)
+
+    return score
+
+
 def shortest_with(bounds: LatencyBounds, throughput: float) -> Score:
     """Return a score that is highest for the lowest latency_s, with at least a throughput."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -23,16 +24,25 @@ class RRATimeline:
     how long a round of an encode phase and N_D decode iterations takes. An answer of s iterations
     takes ceil(s / N_D) - 1 rounds, then an encode phase and its iterations of the last round. The
     batch of an iteration is that of `DecodePhases`.
+
+    Args:
+      layouts: the layouts to consider; by default all that the cluster allows.
     """
 
-    def __init__(self, deployment: Deployment, lengths: TaskLengths):
+    def __init__(
+        self,
+        deployment: Deployment,
+        lengths: TaskLengths,
+        layouts: Sequence[Layout] | None = None,
+    ):
         model, cluster = deployment.model, deployment.cluster
         self._deployment = deployment
         self._inputs = lengths.inputs
         self._iterations = lengths.outputs.less_one() if model.is_decoder_only else lengths.outputs
+        self._level = lengths.level
         self._longest = self._iterations.percentile(lengths.level)
         self._phases = DecodePhases.of(lengths.inputs.mean, self._iterations)
-        self.layouts: tuple[Layout, ...] = layouts_of((Policy.RRA,), cluster)
+        self.layouts = tuple(layouts or layouts_of((Policy.RRA,), cluster))
         self._pipelines = Pipeline.of(
             np.full(len(self.layouts), cluster.num_devices),
             np.array([layout.num_sharded_devices for layout in self.layouts]),
@@ -67,9 +77,9 @@ class RRATimeline:
         # In the rounds of an answer every iteration takes place, however few others there are.
         present_s = parts.begun_s(num_decodes, num_decodes)
         latency_s += num_earlier * (round_s - decode_s + encode_slack_s + slow * present_s)
-        first_s = encode_s
+        first_s = self._longest_encode_s(pipeline, batch)
         if not deployment.model.is_decoder_only:
-            first_s = encode_s + slow * parts.present_s[:, 0]
+            first_s = first_s + slow * parts.present_s[:, 0]
         memory = self._memory(pipeline, batch * phases.peak_tokens[num_decodes])
         fits = self._fits(pipeline, memory, batch * phases.peak_sequences[num_decodes])
         return Estimates(
@@ -124,9 +134,9 @@ class RRATimeline:
         memory = self._memory(pipeline, batch * phases.least_peak_tokens[most])
         fits = self._fits(pipeline, memory, batch * phases.least_peak_sequences[most])
         encode_s = parts.encode_s + encode_slack_s
-        first_s = encode_s
+        first_s = self._longest_encode_s(pipeline, batch)
         if not deployment.model.is_decoder_only:
-            first_s = encode_s + slow * parts.present_s[:, 0]
+            first_s = first_s + slow * parts.present_s[:, 0]
         return Best(
             fits=fits,
             throughput=boxes.high.encode_batch / round_s,
@@ -156,6 +166,22 @@ class RRATimeline:
                 )
             ),
         )
+
+    def _longest_encode_s(self, pipeline: Pipeline, batch: np.ndarray) -> np.ndarray:
+        """Return the seconds of an encode phase with long prompts, which a first token waits for.
+
+        A runner ends a batch at the prompt that brings its tokens over their mean
+        (`scheduling.iteration.encode_batch`), so it has up to half a long prompt more than the
+        mean; and at least one prompt, however long. Without a margin every phase is taken as even.
+        """
+        deployment, mean = self._deployment, max(self._inputs.mean, 1.0)
+        margin = deployment.encode_margin
+        if margin:
+            longest = self._inputs.percentile(self._level) / mean
+            batch = (1 + margin) * np.maximum(longest, batch + longest / 2)
+        sequences = np.zeros((len(batch), 1))
+        parts = RoundParts.of(deployment, pipeline, self._inputs, batch, sequences, sequences)
+        return parts.encode_s
 
     def _memory(self, pipeline: Pipeline, kv_tokens: np.ndarray | float) -> np.ndarray:
         model = self._deployment.model

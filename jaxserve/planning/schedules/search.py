@@ -13,6 +13,7 @@ from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError
 from jaxserve.planning.schedules.candidate import (
     Candidate,
     Score,
+    nearest_to,
     shortest,
     shortest_with,
     throughput_under,
@@ -67,17 +68,53 @@ def search(deployment: Deployment, lengths: TaskLengths, bounds: LatencyBounds) 
       DeviceMemoryError: no schedule fits in memory.
     """
     began_s = time.perf_counter()
-    timelines = timelines_of(deployment, lengths)
+    return search_among(timelines_of(deployment, lengths), bounds, began_s=began_s)
+
+
+def search_among(
+    timelines: Sequence[Timeline], bounds: LatencyBounds, *, began_s: float | None = None
+) -> Choice:
+    """Return the schedule of some timelines with the highest throughput; see `search`.
+
+    Args:
+      began_s: `time.perf_counter()` from which the search counts; by default now.
+
+    Raises:
+      InfeasibleBoundError, DeviceMemoryError
+    """
+    began_s = time.perf_counter() if began_s is None else began_s
     most = maximise(timelines, throughput_under(bounds))
     if most.found is None:
         raise _infeasible(timelines, bounds)
     best = maximise(timelines, shortest_with(bounds, most.score / _BETTER))
-    assert best.found is not None  # `most` is one
+    return _choice(timelines, best, most.num_evaluated, began_s)
+
+
+def nearest_among(timelines: Sequence[Timeline], bounds: LatencyBounds) -> Choice:
+    """Return the schedule that misses bounds least, for bounds that no schedule keeps.
+
+    It has the smallest quotient of a latency and its bound; of several bounds the largest quotient
+    counts. Without bounds it has the lowest latency.
+
+    Raises:
+      DeviceMemoryError: no schedule fits in memory.
+    """
+    began_s = time.perf_counter()
+    best = maximise(timelines, nearest_to(bounds))
+    if best.found is None:
+        raise _infeasible(timelines, bounds)
+    return _choice(timelines, best, 0, began_s)
+
+
+def _choice(
+    timelines: Sequence[Timeline], best: Candidate, num_before: int, began_s: float
+) -> Choice:
+    assert best.found is not None, "the caller has found one"
     return Choice(
         schedule=best.found.timeline.schedule(best.found.point),
         estimates=best.found.estimates[0],
         num_points=sum(int(timeline.boxes().num_points.sum()) for timeline in timelines),
-        num_evaluated=most.num_evaluated + best.num_evaluated,
+        num_evaluated=num_before + best.num_evaluated,
         elapsed_s=time.perf_counter() - began_s,
     )
 

@@ -9,17 +9,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, InvalidConfigError
-from jaxserve.planning import StepTimes, simulate
+from jaxserve.core.request import Timing
+from jaxserve.planning import simulate
 from jaxserve.planning.schedules import (
+    LatencyBounds,
     LengthDistribution,
     MeasuredCost,
     Phase,
     Plan,
     Points,
+    RRAPlanner,
     RRATimeline,
     TaskLengths,
+    lengths_of,
     measured_deployment,
     plan_rra,
 )
@@ -30,36 +33,7 @@ from jaxserve.scheduling.order.fcfs import FCFS
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.workload import WorkloadItem
-from tests.planning.step_times import made_up
-
-CONFIG = EngineConfig(
-    page_size=16,
-    num_pages=2000,
-    max_slots=32,
-    max_context=512,
-    max_step_tokens=256,
-    max_decode_iterations=8,
-)
-
-
-def _times(config: EngineConfig = CONFIG) -> StepTimes:
-    """Return step times like those of a small model on a CPU, in seconds."""
-    return replace(
-        made_up(config),
-        decode_s={
-            w: Curve(((0.0, 4e-3 + 1e-3 * w), (1e4, 5e-3 + 1e-3 * w))) for w in config.slot_buckets
-        },
-        loop_s={w: 1e-3 for w in config.slot_buckets},
-        prefill_s={
-            t: Curve(((0.0, 4e-3 + 4e-4 * t), (1e4, 6e-3 + 4e-4 * t))) for t in config.token_buckets
-        },
-        head_s={r: 1e-4 * r for r in config.head_buckets},
-        edit_s=2e-4,
-        move_s=2e-4,
-        admit_s=2e-4,
-        plan_s=2e-4,
-        submit_s=2e-4,
-    )
+from tests.planning.schedules.step_times import CONFIG, like_a_small_model
 
 
 def _lengths(num: int, seed: int) -> list[tuple[int, int]]:
@@ -69,6 +43,14 @@ def _lengths(num: int, seed: int) -> list[tuple[int, int]]:
 
 def _throughput(lengths: list[tuple[int, int]], iteration: RRA) -> tuple[float, list[float]]:
     """Simulate answers that all wait; return answers/s of the middle third, and all seconds."""
+    timings = _simulated(lengths, iteration)
+    ends = np.sort([timing.finished_s or 0.0 for timing in timings])
+    low, high = len(ends) // 3, 2 * len(ends) // 3
+    spent = [(timing.finished_s or 0.0) - (timing.admitted_s or 0.0) for timing in timings]
+    return (high - low) / (ends[high] - ends[low]), spent
+
+
+def _simulated(lengths: list[tuple[int, int]], iteration: RRA) -> list[Timing]:
     simulation = simulate(
         [
             WorkloadItem(prompt_token_ids=(1,) * num_prompt, num_output_tokens=num_output)
@@ -76,19 +58,15 @@ def _throughput(lengths: list[tuple[int, int]], iteration: RRA) -> tuple[float, 
         ],
         Policy("rra", OnDemand(), FCFS(), iteration, Stateless()),
         CONFIG,
-        _times(),
+        like_a_small_model(),
         progress=False,
     )
-    timings = [completion.timing for completion in simulation.completions]
-    ends = np.sort([timing.finished_s or 0.0 for timing in timings])
-    low, high = len(ends) // 3, 2 * len(ends) // 3
-    spent = [(timing.finished_s or 0.0) - (timing.admitted_s or 0.0) for timing in timings]
-    return (high - low) / (ends[high] - ends[low]), spent
+    return [completion.timing for completion in simulation.completions]
 
 
 def test_an_iteration_costs_what_was_measured():
     """A batch in the middle of a compiled size costs this size, with its share of a loop."""
-    times = _times()
+    times = like_a_small_model()
     cost = MeasuredCost(times=times, input_tokens=60.0, num_iterations=1e6, num_decodes=12)
     size = 16
     assert size in CONFIG.slot_buckets and size // 2 < 12
@@ -101,7 +79,7 @@ def test_an_iteration_costs_what_was_measured():
 
 def test_an_encode_phase_costs_what_was_measured():
     """Three prompts of 60 tokens: one step of the largest size, one admission call, the host."""
-    times = _times()
+    times = like_a_small_model()
     cost = MeasuredCost(times=times, input_tokens=60.0, num_iterations=1e6, num_decodes=8)
     rest_s = cost.rest_s(Phase.ENCODE, np.array([180.0]), 1)[0]
     attention_s = cost.attention_s(Phase.ENCODE, np.array([3.0]), 60.0, 1)[0]
@@ -120,7 +98,7 @@ def test_costs_rise_with_batch_and_positions_although_measurements_do_not(seed: 
         return Curve(tuple((x, at * rng.uniform(0.5, 1.5)) for x in (0.0, 500.0, 4000.0)))
 
     times = replace(
-        _times(),
+        like_a_small_model(),
         decode_s={w: noisy(1e-3) for w in CONFIG.slot_buckets},
         loop_s={w: rng.uniform(0, 1e-3) for w in CONFIG.slot_buckets},
         prefill_s={t: noisy(1e-2) for t in CONFIG.token_buckets},
@@ -146,7 +124,11 @@ def test_throughput_is_that_of_the_real_scheduler(encode_batch: int, num_decodes
         LengthDistribution.of_samples(inputs), LengthDistribution.of_samples(outputs)
     )
     deployment = measured_deployment(
-        _times(), CONFIG, task.inputs.mean, task.outputs.mean - 1, num_decodes=num_decodes
+        like_a_small_model(),
+        CONFIG,
+        task.inputs.mean,
+        task.outputs.mean - 1,
+        num_decodes=num_decodes,
     )
     timeline = RRATimeline(deployment, task)
     point = Points.one(0, encode_batch, num_decodes)
@@ -174,6 +156,61 @@ def test_a_plan_keeps_its_bound_in_the_simulation(share: float):
     assert np.mean(np.array(spent) <= bound_s) >= 0.99
 
 
+@pytest.mark.parametrize(("kind", "share"), [("first_token", 1.1), ("token", 1.05), ("token", 1.4)])
+def test_a_bound_on_tokens_is_kept_in_the_simulation(kind: str, share: float):
+    """Time to first token, or per token: in 99 % of answers, at some cost in throughput."""
+    lengths = _lengths(600, seed=5)
+    free = _plan(lengths, math.inf)
+    with pytest.raises(InfeasibleBoundError) as refused:
+        plan_rra(like_a_small_model(), CONFIG, lengths, math.inf, **{f"{kind}_bound_s": 1e-6})
+    name = f"{kind}_s"
+    bound_s = share * refused.value.lowest[name]
+    plan = plan_rra(like_a_small_model(), CONFIG, lengths, math.inf, **{f"{kind}_bound_s": bound_s})
+    assert getattr(plan, name) <= bound_s < getattr(free, name)
+    assert plan.keeps_bounds and plan.answers_per_s < free.answers_per_s
+    timings = _simulated(lengths, plan.iteration())
+    spent = {
+        "first_token": [(t.first_token_s or 0) - (t.admitted_s or 0) for t in timings],
+        # Long answers, whose mean per token the bound is for.
+        "token": [
+            ((t.finished_s or 0) - (t.first_token_s or 0)) / (num_output - 1)
+            for t, (_, num_output) in zip(timings, lengths, strict=True)
+            if num_output >= 100
+        ],
+    }[kind]
+    assert np.mean(np.array(spent) <= bound_s) >= 0.99
+
+
+def test_an_infeasible_bound_has_a_nearest_schedule():
+    """It is that with the lowest latency, and says which bounds would be feasible."""
+    lengths = _lengths(200, seed=5)
+    lowest_s = _lowest_s(lengths)
+    planner = RRAPlanner.measured(like_a_small_model(), CONFIG)
+    bounds = LatencyBounds(latency_s=0.5 * lowest_s)
+    plan = planner.nearest(lengths_of(lengths), bounds, num_lengths=200)
+    assert plan.latency_s == pytest.approx(lowest_s, rel=0.02) and not plan.keeps_bounds
+    assert plan.lowest["latency_s"] == pytest.approx(lowest_s)
+    assert "no schedule keeps" in str(plan) and "no schedule keeps" in plan.summary()
+    feasible = LatencyBounds(latency_s=1.2 * lowest_s)
+    kept = planner.nearest(lengths_of(lengths), feasible, num_lengths=200)
+    assert kept.keeps_bounds and not kept.lowest and "no schedule keeps" not in str(kept)
+
+
+def test_a_plan_is_expected_to_do_other_things_with_other_lengths():
+    """Longer answers take longer under the same schedule; equal lengths change nothing."""
+    lengths = _lengths(200, seed=5)
+    planner = RRAPlanner.measured(like_a_small_model(), CONFIG)
+    plan = _plan(lengths, 1.5 * _lowest_s(lengths))
+    same = planner.expected(plan, lengths_of(lengths), num_lengths=200)
+    assert replace(same, search_s=plan.search_s) == plan
+    longer = [(p, 2 * o) for p, o in lengths]
+    changed = planner.expected(plan, lengths_of(longer), num_lengths=200)
+    assert changed.schedule.num_decodes == plan.schedule.num_decodes
+    assert changed.latency_s > 1.5 * plan.latency_s and not changed.keeps_bounds
+    shorter = planner.expected(plan, lengths_of([(30, 2)]), num_lengths=1)
+    assert shorter.latency_s < plan.latency_s
+
+
 def test_a_longer_bound_serves_no_less():
     """The throughput of plans rises with the bound, and the text names the figures."""
     lengths = _lengths(200, seed=5)
@@ -194,8 +231,8 @@ def test_what_cannot_be_planned_is_refused():
         _plan(lengths, 1e-3)
     lowest_s = refused.value.lowest["latency_s"]
     assert _plan(lengths, 1.001 * lowest_s).latency_s <= 1.001 * lowest_s
-    with pytest.raises(DeviceMemoryError):
-        plan_rra(_times(), replace(CONFIG, num_pages=3), [(400, 100)], math.inf)
+    with pytest.raises(DeviceMemoryError, match="page pool"):
+        plan_rra(like_a_small_model(), replace(CONFIG, num_pages=3), [(400, 100)], math.inf)
     for wrong in ([], [(0, 5)], [(5, 0)]):
         with pytest.raises(InvalidConfigError, match="lengths of"):
             _plan(wrong, 1.0)
@@ -206,7 +243,7 @@ def test_what_cannot_be_planned_is_refused():
 def test_an_engine_with_one_slot_has_a_plan():
     """One sequence runs at a time."""
     config = replace(CONFIG, max_slots=1, slot_buckets=(), head_buckets=())
-    plan = plan_rra(_times(config), config, _lengths(50, seed=1), math.inf)
+    plan = plan_rra(like_a_small_model(config), config, _lengths(50, seed=1), math.inf)
     assert plan.schedule.encode_batch == 1 and plan.schedule.decode_batch <= 1.1
 
 
@@ -218,7 +255,7 @@ def test_answers_of_one_token_need_no_decode_phase():
 
 
 def _plan(lengths: list[tuple[int, int]], bound_s: float) -> Plan:
-    return plan_rra(_times(), CONFIG, lengths, bound_s)
+    return plan_rra(like_a_small_model(), CONFIG, lengths, bound_s)
 
 
 def _lowest_s(lengths: list[tuple[int, int]]) -> float:

@@ -1,0 +1,249 @@
+"""A plan that follows the lengths of the newest answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+
+from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.planning.schedules.drift import Lifetimes, drift, kaplan_meier
+from jaxserve.planning.schedules.estimates import LatencyBounds
+from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
+from jaxserve.planning.schedules.plan import Plan, RRAPlanner
+from jaxserve.scheduling.lengths.estimate import LengthEstimate
+from jaxserve.scheduling.scheduler import Scheduler
+
+_log = logging.getLogger(__name__)
+
+# Answers that a plan needs at least, and the smallest window that is tested.
+LEAST_ANSWERS = 64
+# Ended answers between two tests.
+_INTERVAL = 32
+# Newest answers that are remembered. More make no better plan.
+_MOST = 4096
+# Another schedule is adopted if it serves this much more, or misses its bounds by as much less. A
+# smaller gain is within the estimates' error.
+_GAIN = 1.02
+# The sizes that the runner keeps even are adjusted from this relative difference on.
+_UNEVEN = 0.05
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AnswerLength:
+    """The lengths of an answer that has ended, or that goes on.
+
+    Attributes:
+      admitted_s: when it was admitted, on the engine's clock.
+      num_prompt, num_output: tokens; of an answer that goes on, those so far.
+      estimate: what is predicted of one that goes on, if anything is.
+    """
+
+    admitted_s: float
+    num_prompt: int
+    num_output: int
+    has_ended: bool = True
+    estimate: LengthEstimate | None = None
+
+
+def unfinished(scheduler: Scheduler) -> list[AnswerLength]:
+    """Return the answers that were admitted and go on; call it on the engine's thread."""
+    return [
+        AnswerLength(
+            admitted_s=sequence.times.admitted_s,
+            num_prompt=sequence.prompt_length,
+            num_output=len(sequence.output),
+            has_ended=False,
+            estimate=scheduler.lengths.estimate(sequence),
+        )
+        for sequence in (*scheduler.running, *scheduler.waiting)
+        if sequence.times.admitted_s is not None
+    ]
+
+
+@final
+class Adaptation:
+    """Decides when the newest answers call for another schedule, and finds it.
+
+    After every 32 ended answers the newest admitted ones are compared with those of the plan, in
+    windows of 64, 128, 256, ... answers, so that a large change shows soon and a small one later.
+    The test is `drift`, for prompts and for answers; answers that still run count with what they
+    have. If it shows a change, the lengths of the window where it shows most are those of the next
+    search, and older answers are forgotten. Without a change, the search runs again when the
+    answers since the first ones have doubled, because more answers tell more of the longest ones.
+
+    Hysteresis: another schedule is adopted only if the present one is expected to miss a bound, or
+    to serve 2 % less. If no schedule keeps the bounds, the one that misses them least serves; a
+    warning says so.
+
+    It is not thread-safe.
+
+    Args:
+      plan: the present plan; None before there is one. Then the first answers make one.
+      answers: those that it was computed from, and those that went on then.
+      begins_s: answers that were admitted until then do not count, unless they are in `answers`. Of
+        these only the long ones would end later.
+
+    Attributes:
+      plan: the plan in force, with what is expected of it with the newest lengths.
+      num_searches: how often the search ran.
+    """
+
+    def __init__(
+        self,
+        planner: RRAPlanner,
+        bounds: LatencyBounds,
+        *,
+        plan: Plan | None = None,
+        answers: Sequence[AnswerLength] = (),
+        begins_s: float = -np.inf,
+    ):
+        self.plan = plan
+        self.num_searches = 0
+        self._planner = planner
+        self._bounds = bounds
+        self._begins_s = begins_s
+        self._known = list(answers[-_MOST:])
+        self._since: list[AnswerLength] = []
+        self._num_untested = 0
+
+    def observe(self, answers: Iterable[AnswerLength]) -> bool:
+        """Take in ended answers; return whether `revised` should be called."""
+        num_before = len(self._since)
+        self._since += [answer for answer in answers if answer.admitted_s > self._begins_s]
+        self._num_untested += len(self._since) - num_before
+        del self._since[:-_MOST]
+        return self._num_untested >= _INTERVAL
+
+    def revised(self, running: Sequence[AnswerLength]) -> Plan | None:
+        """Test the newest answers; return a plan to adopt, or None to go on as before.
+
+        Args:
+          running: answers that were admitted and have not ended.
+        """
+        self._num_untested = 0
+        known, newest = self._split(running)
+        if sum(answer.has_ended for answer in (*known, *newest)) < LEAST_ANSWERS:
+            return None
+        changed = _changed(known, newest)
+        if changed is None and self.plan is not None and len(newest) < len(known):
+            return None
+        lengths = [*known, *newest][-_MOST:] if changed is None else changed
+        task = task_of(lengths)
+        self.num_searches += 1
+        try:
+            plan = self._planner.nearest(task, self._bounds, num_lengths=len(lengths))
+        except DeviceMemoryError as error:
+            _log.warning("the schedule stays, because the newest lengths have no plan: %s", error)
+            return None
+        self._known, self._since = lengths, []
+        if changed is not None:
+            self._begins_s = max(self._begins_s, np.nextafter(lengths[0].admitted_s, -np.inf))
+        return self._adopted(plan, task)
+
+    def _split(
+        self, running: Sequence[AnswerLength]
+    ) -> tuple[list[AnswerLength], list[AnswerLength]]:
+        """Return the plan's answers as far as they have come now, and those admitted later."""
+        last_s = max((answer.admitted_s for answer in self._known), default=-np.inf)
+        now = [answer for answer in running if answer.admitted_s > self._begins_s]
+        now = sorted((*self._since, *now), key=lambda answer: answer.admitted_s)
+        known = [answer for answer in self._known if answer.has_ended]
+        known += [answer for answer in now if answer.admitted_s <= last_s]
+        return known, [answer for answer in now if answer.admitted_s > last_s]
+
+    def _adopted(self, plan: Plan, task: TaskLengths) -> Plan | None:
+        """Choose between a new plan and the present one; return it if the runner must change."""
+        if self.plan is None:
+            _warn(None, plan)
+            self.plan = plan
+            return plan
+        present = self._planner.expected(self.plan, task, num_lengths=plan.num_lengths)
+        if present.keeps_bounds:
+            is_better = plan.answers_per_s >= _GAIN * present.answers_per_s
+        else:
+            is_better = plan.keeps_bounds or _GAIN * plan.worst_share <= present.worst_share
+        before = self.plan
+        self.plan = plan if is_better else replace(present, lowest=plan.lowest)
+        _warn(before, self.plan)
+        return self.plan if is_better or _is_uneven(before, present) else None
+
+
+def _changed(
+    known: Sequence[AnswerLength], newest: Sequence[AnswerLength]
+) -> list[AnswerLength] | None:
+    """Return the window of newest answers that differs most from the known; None if none does."""
+    if not known or len(newest) < LEAST_ANSWERS:
+        return None
+    known_prompts, known_outputs = _lifetimes(known)
+    worst, changed, size = 1.0, None, LEAST_ANSWERS
+    while size < 2 * len(newest):
+        window = list(newest[-size:])
+        prompts, outputs = _lifetimes(window)
+        found = max(drift(known_prompts, prompts), drift(known_outputs, outputs))
+        if found > worst:
+            worst, changed = found, window
+        size *= 2
+    return changed
+
+
+def task_of(answers: Sequence[AnswerLength]) -> TaskLengths:
+    """Return the distributions of lengths of answers of which some go on."""
+    prompts = LengthDistribution.of_samples([answer.num_prompt for answer in answers])
+    told = [answer for answer in answers if not answer.has_ended and answer.estimate is not None]
+    others = [answer for answer in answers if answer.has_ended or answer.estimate is None]
+    size = 1 + max(answer.num_output for answer in answers)
+    expected = [_expected(answer) for answer in told]
+    size = max(size, *(len(each) for each in expected)) if expected else size
+    total = np.zeros(size)
+    if others:
+        probabilities = kaplan_meier(_lifetimes(others)[1])
+        total[: len(probabilities)] += len(others) * probabilities
+    for each in expected:
+        total[: len(each)] += each
+    return TaskLengths(prompts, LengthDistribution(total))
+
+
+def _expected(answer: AnswerLength) -> np.ndarray:
+    """Return the predicted probabilities of an answer's length, given that it goes on."""
+    assert answer.estimate is not None
+    prediction, at = answer.estimate.prediction, answer.estimate.at
+    ahead = LengthDistribution.of_predictions(prediction.distribution).probabilities
+    whole = np.concatenate([np.zeros(at), ahead])
+    whole[: answer.num_output + 1] = 0.0
+    if not whole.any():  # it is longer than was predicted
+        whole = np.zeros(answer.num_output + 2)
+        whole[-1] = 1.0
+    return whole / whole.sum()
+
+
+def _lifetimes(answers: Sequence[AnswerLength]) -> tuple[Lifetimes, Lifetimes]:
+    """Return the lengths of prompts, which are whole, and of outputs."""
+    prompts = np.array([answer.num_prompt for answer in answers], np.int64)
+    outputs = np.array([answer.num_output for answer in answers], np.int64)
+    has_ended = np.array([answer.has_ended for answer in answers], bool)
+    return Lifetimes.whole(prompts), Lifetimes(outputs, has_ended)
+
+
+def _is_uneven(before: Plan, after: Plan) -> bool:
+    """Return whether the runner's B_D or the tokens of an encode phase have changed much."""
+    pairs = (
+        (before.schedule.encode_tokens, after.schedule.encode_tokens),
+        (before.schedule.decode_batch, after.schedule.decode_batch),
+    )
+    return any(abs(new - old) > _UNEVEN * old for old, new in pairs)
+
+
+def _warn(before: Plan | None, after: Plan) -> None:
+    """Log that no schedule keeps the bounds any more, or that one does again."""
+    kept_before = before is None or before.keeps_bounds
+    if kept_before and not after.keeps_bounds:
+        _log.warning(
+            "%s; the one that misses them least serves (%s)", after.missed, after.summary()
+        )
+    elif after.keeps_bounds and not kept_before:
+        _log.warning("the latency bounds are expected to be kept again: %s", after.summary())
