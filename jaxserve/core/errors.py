@@ -34,6 +34,7 @@ A message says what was given, what is allowed, and what to do.
     │       ├── JournalLockedError         locked by another process
     │       └── JournalVersionError        written by a newer jaxserve
     ├── EngineFailedError          the device or the loop failed; all running requests end with it
+    ├── HandoverError              KV was lost several times on its way between device groups
     ├── ReplicaDiedError           two replicas of a fleet died under a request, or none is left
     └── RuntimeClosedError
 """
@@ -252,6 +253,10 @@ class JournalVersionError(JournalError):
 
 class EngineFailedError(JaxserveError):
     """The device or the engine's loop failed; every running request ends with this."""
+
+
+class HandoverError(JaxserveError):
+    """A request whose KV did not arrive at the other device group, several times in a row."""
 
 
 class ReplicaDiedError(JaxserveError):

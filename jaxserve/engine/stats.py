@@ -36,6 +36,7 @@ class EngineStats:
       num_refined: number of times that a probe's reading changed a sequence's length estimate.
       num_taken_back: planned output tokens that steps did not deliver although their answers had
         not ended.
+      num_handovers_lost: sequences whose pages did not arrive at the other device group.
       max_pages_owned: maximum number of pages in use at the same time.
       busy_s: seconds during which there was work.
       host_gap_s: seconds of `busy_s` during which the device may have been idle.
@@ -63,6 +64,7 @@ class EngineStats:
     num_evicted_tokens: int = 0
     num_refined: int = 0
     num_taken_back: int = 0
+    num_handovers_lost: int = 0
     max_pages_owned: int = 0
     busy_s: float = 0.0
     host_gap_s: float = 0.0

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.build import build_executor, warm_up
-from jaxserve.execution.grouped import GroupedExecutor, GroupExecutor
+from jaxserve.execution.grouped import GroupedExecutor, LinkedExecutor
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.models.decoder import LayerLayout
@@ -55,7 +55,7 @@ def build_groups(
         for executor, _ in built:
             if executor.config.num_pages > num_pages:
                 executor.resize(num_pages, ())
-        groups = [cast(GroupExecutor, executor) for executor, _ in built]
+        groups = [cast(LinkedExecutor, executor) for executor, _ in built]
         grouped = GroupedExecutor(groups, strict=options.strict)
         if options.warmup:
             warm_up(grouped, progress=options.progress)

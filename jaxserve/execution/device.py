@@ -167,7 +167,7 @@ class DeviceExecutor:
 
     @property
     def page_pools(self) -> tuple[DevicePages]:
-        """See `GroupExecutor`."""
+        """See `LinkedExecutor`."""
         return (self._pages,)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
@@ -17,13 +18,14 @@ from jaxserve.execution.protocol import GroupRole, ModelExecutor, StepHandle
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
 from jaxserve.scheduling.kv.costs import SwapCosts
-from jaxserve.scheduling.plan import Handover, StepPlan, StepResult
+from jaxserve.scheduling.plan import Handover, StepPlan, StepResult, nothing_computed
 from predictor import Refinement
 
+_log = logging.getLogger(__name__)
 _NAMES = ("encode group", "decode group")
 
 
-class GroupExecutor(ModelExecutor, Protocol):
+class LinkedExecutor(ModelExecutor, Protocol):
     """An executor of one device group, whose page caches a link can read and write."""
 
     @property
@@ -47,7 +49,7 @@ class GroupedExecutor:
       strict: raise on any compilation of a copy after the warm-up.
     """
 
-    def __init__(self, groups: Sequence[GroupExecutor], *, strict: bool = False):
+    def __init__(self, groups: Sequence[LinkedExecutor], *, strict: bool = False):
         encode, decode = self._groups = tuple(groups)
         assert encode.config == decode.config, "the groups have pages and slots of other sizes"
         self.swap_costs: SwapCosts | None = None
@@ -67,7 +69,7 @@ class GroupedExecutor:
         self._is_closed = False
 
     @property
-    def groups(self) -> tuple[GroupExecutor, ...]:
+    def groups(self) -> tuple[LinkedExecutor, ...]:
         """The executors of the encode group and of the decode group."""
         return self._groups
 
@@ -109,9 +111,11 @@ class GroupedExecutor:
         self._pending.append(handle)
         return handle
 
-    def _receive(self, handle: HandoverHandle) -> None:
+    def _receive(self, handle: HandoverHandle, *, is_lost: bool = False) -> None:
         """Write a handover's pages to the target's cache, for all of the target's later steps."""
         self._pending.remove(handle)
+        if is_lost:
+            return
         with self._compilations.watch(handle.plan):
             for handover, parcels in handle.parcels:
                 for parcel in parcels:
@@ -150,7 +154,7 @@ class GroupedExecutor:
     def resize(self, num_pages: int, moves: Moves) -> None:
         """See `Executor`."""
         old_num_pages = self.config.num_pages
-        done: list[GroupExecutor] = []
+        done: list[LinkedExecutor] = []
         try:
             for group in self._groups:
                 group.resize(num_pages, moves)
@@ -186,18 +190,19 @@ class HandoverHandle:
     """Pages that go from one group to the other.
 
     `collect` writes them to the target's cache when they have arrived, so that the target's steps
-    do not wait for them.
+    do not wait for them. Where the source's devices or the transfer have failed, it leaves the
+    target's cache as it is, and reports the loss.
 
     Args:
       parcels: what was sent for each handover of the plan.
-      receive: writes the parcels; called once.
+      receive: called once, with whether the parcels are lost; writes them if not.
     """
 
     def __init__(
         self,
         plan: StepPlan,
         parcels: Sequence[tuple[Handover, list[Parcel]]],
-        receive: Callable[[HandoverHandle], None],
+        receive: Callable[..., None],
     ):
         self.plan = plan
         self.parcels = parcels
@@ -216,13 +221,17 @@ class HandoverHandle:
 
     def collect(self) -> StepResult:
         """See `StepHandle`."""
-        jax.block_until_ready([p.pieces for _, parcels in self.parcels for p in parcels])
+        try:
+            jax.block_until_ready([p.pieces for _, parcels in self.parcels for p in parcels])
+        except jax.errors.JaxRuntimeError as error:
+            _log.warning("KV of %d sequences was lost: %s", len(self.parcels), error)
+            self._receive(self, is_lost=True)
+            return nothing_computed(np.zeros(len(self.parcels), np.bool_))
         self._receive(self)
-        nothing = np.zeros((0, 0), np.int32)
-        return StepResult(nothing, np.zeros(0, np.int32), np.zeros(0, np.bool_))
+        return nothing_computed()
 
 
-def _page_bytes(group: GroupExecutor) -> int:
+def _page_bytes(group: LinkedExecutor) -> int:
     """Return the bytes of a group's largest cache on one device."""
 
     def shard_bytes(pool: DevicePages) -> int:

@@ -22,7 +22,7 @@ from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_sources, page_targets
 from jaxserve.scheduling.kv.costs import SwapCosts
-from jaxserve.scheduling.plan import Row, StepPlan, StepResult
+from jaxserve.scheduling.plan import Row, StepPlan, StepResult, nothing_computed
 from predictor import Refinement
 
 END_TOKEN = 0
@@ -158,9 +158,7 @@ class SimulatedExecutor:
         for handover in plan.handovers:
             pages = list(handover.pages)
             self._cells_of[handover.target, pages] = self._cells_of[handover.source, pages]
-        nothing = np.zeros((0, 0), np.int32)
-        result = StepResult(nothing, np.zeros(0, np.int32), np.zeros(0, np.bool_))
-        return self._handle(StepWork(plan, 0, ()), result)
+        return self._handle(StepWork(plan, 0, ()), nothing_computed())
 
     def _handle(self, work: StepWork, result: StepResult) -> _SimulatedHandle:
         group = work.plan.group

@@ -135,7 +135,7 @@ class StagedExecutor:
 
     @property
     def page_pools(self) -> tuple[DevicePages, ...]:
-        """See `GroupExecutor`."""
+        """See `LinkedExecutor`."""
         return tuple(stage.pages for stage in self._stages)
 
     def compiled_steps(self) -> list[list[Any]]:

@@ -43,6 +43,7 @@ class RuntimeStats:
     num_prefix_hit_on_disk: int
     num_evicted_tokens: int
     num_refined: int
+    num_handovers_lost: int
     num_compilations: int
     busy_s: float
     host_gap_s: float

@@ -1,11 +1,14 @@
-"""The length at which an answer is cut, and the errors of sequences that cannot go on."""
+"""Limits of answers and retries, and the errors of sequences that cannot go on."""
 
 from __future__ import annotations
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import NumericalError, PromptTooLongError
+from jaxserve.core.errors import HandoverError, NumericalError, PromptTooLongError
 from jaxserve.core.request import Request
 from jaxserve.scheduling.sequence import Sequence
+
+# Handovers of a sequence, one after another, whose pages may be lost before its request fails.
+MAX_LOST_HANDOVERS = 3
 
 
 def max_length(request: Request, config: EngineConfig) -> int:
@@ -31,4 +34,13 @@ def not_finite(sequence: Sequence) -> NumericalError:
         f"request {sequence.request.id}: the model's logits were NaN or infinite, or bias and "
         f"penalties left no token to choose, after {len(sequence.output)} output tokens. Check "
         "the weights, or load the model with dtype='float32'"
+    )
+
+
+def not_handed_over(sequence: Sequence) -> HandoverError:
+    """Return the error of a sequence whose pages do not arrive at the other device group."""
+    return HandoverError(
+        f"request {sequence.request.id}: its KV did not arrive at the devices that compute answers "
+        f"in {MAX_LOST_HANDOVERS} attempts. Check the links between the device groups, and create "
+        "a new runtime, on one group if they stay broken"
     )

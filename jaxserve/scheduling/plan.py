@@ -164,6 +164,7 @@ class StepResult:
       remaining: float32 [rows, buckets], what a probe read where each sampling row's last token was
         chosen: logits of the tokens that were to come from there on, that one included. None
         without a probe; nonsense in rows that did not sample.
+      arrived: bool [handovers], False where pages did not arrive; None if all did.
     """
 
     tokens: np.ndarray
@@ -174,3 +175,15 @@ class StepResult:
     top_logprobs: np.ndarray | None = None
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
     remaining: np.ndarray | None = None
+    arrived: np.ndarray | None = None
+
+
+def nothing_computed(arrived: np.ndarray | None = None) -> StepResult:
+    """Return the result of a plan that hands KV over.
+
+    Args:
+      arrived: see `StepResult`.
+    """
+    return StepResult(
+        np.zeros((0, 0), np.int32), np.zeros(0, np.int32), np.zeros(0, np.bool_), arrived=arrived
+    )

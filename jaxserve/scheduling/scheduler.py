@@ -17,7 +17,13 @@ from jaxserve.scheduling.collect import append_outputs, append_prompt_logprobs
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.usage import PageUsage
 from jaxserve.scheduling.lengths.tracker import LengthTracker
-from jaxserve.scheduling.limits import max_length, not_finite, too_long
+from jaxserve.scheduling.limits import (
+    MAX_LOST_HANDOVERS,
+    max_length,
+    not_finite,
+    not_handed_over,
+    too_long,
+)
 from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.plan import Handover, StepPlan, StepResult
 from jaxserve.scheduling.policy import IterationShape, Policy
@@ -72,6 +78,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._num_plans = 0
         self._num_taken_back = 0
+        self._num_handovers_lost = 0
         self._next_key = 0
 
     # ---- what there is ----
@@ -120,6 +127,7 @@ class Scheduler:
             "num_preemptions": self._queues.num_preemptions,
             "num_refined": self.lengths.num_refined,
             "num_taken_back": self._num_taken_back,
+            "num_handovers_lost": self._num_handovers_lost,
             **self._kv.counters(),
         }
 
@@ -250,8 +258,11 @@ class Scheduler:
         """Take in what `plan` delivered; returns the news in the order of the rows."""
         news = []
         live = []
-        for handover in plan.handovers:
-            self._arrive(handover)
+        for index, handover in enumerate(plan.handovers):
+            sequence = self._sequences[handover.sequence_key]
+            is_lost = result.arrived is not None and not result.arrived[index]
+            if self._arrive(sequence, handover, is_lost=is_lost):
+                news.append(Progress(sequence, 0))
         for index, row in enumerate(plan.rows):
             sequence = self._sequences[row.sequence_key]
             sequence.num_in_flight -= 1
@@ -269,14 +280,25 @@ class Scheduler:
         self.lengths.refine(plan, result, live)
         return news
 
-    def _arrive(self, handover: Handover) -> None:
-        """Have a sequence run where its KV is now, unless it was preempted or ended meanwhile."""
-        sequence = self._sequences[handover.sequence_key]
+    def _arrive(self, sequence: Sequence, handover: Handover, *, is_lost: bool) -> bool:
+        """Have a sequence run where its KV is now, unless it was preempted or ended meanwhile.
+
+        If its pages are lost, it is computed anew, or ends after several losses; then return True.
+        """
         sequence.num_in_flight -= 1
-        if sequence.phase is Phase.RUNNING:
-            self._queues.arrive(sequence, handover.target)
-        elif sequence.phase is Phase.FINISHED:
+        if sequence.phase is Phase.FINISHED:
             del self._sequences[sequence.key]
+        elif sequence.phase is Phase.RUNNING and not is_lost:
+            sequence.num_lost = 0
+            self._queues.arrive(sequence, handover.target)
+        elif sequence.phase is Phase.RUNNING:
+            self._num_handovers_lost += 1
+            sequence.num_lost += 1
+            if sequence.num_lost == MAX_LOST_HANDOVERS:
+                self.end(sequence, "error", not_handed_over(sequence))
+                return True
+            self._queues.preempt(sequence)
+        return False
 
     def _take(self, sequence: Sequence, index: int, plan: StepPlan, result: StepResult) -> int:
         row = plan.rows[index]

@@ -66,6 +66,7 @@ class Sequence:
         Such a sequence keeps its slot and pages until its last token has been read.
       num_in_flight: rows of submitted steps that have not been read.
       num_preemptions: how often it went back to the waiting pool.
+      num_lost: handovers in a row whose pages did not arrive.
     """
 
     key: int
@@ -81,6 +82,7 @@ class Sequence:
     num_in_flight: int = 0
     falls_short: bool = False
     num_preemptions: int = 0
+    num_lost: int = 0
     scores: TokenScores = field(default_factory=TokenScores)
     times: SequenceTimes = field(default_factory=SequenceTimes)
     finish_reason: FinishReason | None = None

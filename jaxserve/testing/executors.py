@@ -18,7 +18,7 @@ from jaxserve.execution.protocol import GroupRole, ModelExecutor, StepHandle
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
 from jaxserve.scheduling.kv.costs import SwapCosts
-from jaxserve.scheduling.plan import StepPlan, StepResult
+from jaxserve.scheduling.plan import StepPlan, StepResult, nothing_computed
 from predictor import Refinement
 
 _Wrapped = TypeVar("_Wrapped")
@@ -128,6 +128,8 @@ class FaultyExecutor(ExecutorWrapper):
     Args:
       raises_at: the step whose `submit` raises `error`, and every later one.
       not_finite_at: the step whose sampling rows come back with logits that are not finite.
+      loses_every: n for pages that do not arrive in every n-th plan of the link between two device
+        groups; None for none.
     """
 
     def __init__(
@@ -137,20 +139,40 @@ class FaultyExecutor(ExecutorWrapper):
         raises_at: int | None = None,
         error: Exception | None = None,
         not_finite_at: int | None = None,
+        loses_every: int | None = None,
     ):
         super().__init__(inner)
         self.num_submitted = 0
         self._raises_at = raises_at
         self._error = error or RuntimeError("the device fell over")
         self._not_finite_at = not_finite_at
+        self._loses_every = loses_every
+        self._num_handovers = 0
 
     def submit(self, plan: StepPlan) -> StepHandle:
         index = self.num_submitted
         self.num_submitted += 1
         if self._raises_at is not None and index >= self._raises_at:
             raise self._error
+        self._num_handovers += bool(plan.handovers)
+        if plan.handovers and self._loses_every and self._num_handovers % self._loses_every == 0:
+            return _Lost(plan)
         handle = self.inner.submit(plan)
         return _NotFinite(plan, handle) if index == self._not_finite_at else handle
+
+
+@final
+class _Lost:
+    """A plan of the link whose pages do not arrive."""
+
+    def __init__(self, plan: StepPlan):
+        self._plan = plan
+
+    def is_ready(self) -> bool:
+        return True
+
+    def collect(self) -> StepResult:
+        return nothing_computed(np.zeros(len(self._plan.handovers), np.bool_))
 
 
 @final

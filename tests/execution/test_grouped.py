@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import pytest
+from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
+from jaxserve.core.clock import WallClock
+from jaxserve.core.errors import EngineFailedError, InvalidConfigError
+from jaxserve.core.request import Request
+from jaxserve.engine.engine import Engine
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
+from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.testing import ExecutorWrapper, FaultyExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from sharding import DeviceGroups, Stage, StagePlan, make_groups
+from sharding import DeviceGroups, Stage, StagePlan, make_groups, make_mesh
 
 NUM_LAYERS = 3
 # Pages on demand, so that a small pool preempts; several iterations of a decode step.
@@ -90,3 +98,131 @@ def test_groups_answer_alike(wanted, groups):
         rt.check_integrity()
         stats = rt.stats()
     assert stats.num_preemptions > 0 and stats.num_pages_handed_over > 0
+
+
+SMALL = OPTIONS | dict(policy=POLICY)
+ONE_EACH = make_groups(encode=1, decode=1)
+
+
+def test_pages_of_eight_bits_and_their_scales():
+    """Their KV heads go from four shards to two, in a scanned model, as they are on one device."""
+    model = _model(layer_layout="scanned")
+    options = OPTIONS | dict(kv_dtype="int8")
+    with Runtime(model, **options) as rt:
+        wanted = _samples(rt.generate(PROMPTS, PARAMS))
+    groups = make_groups(encode=4, decode=2)
+    with Runtime(model, mesh=groups, policy=POLICY, warmup=False, **options) as rt:
+        assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
+
+
+def test_requests_go_on_while_weights_pages_and_others_change(wanted):
+    """Cancellations, another pool, other weights and other batch sizes, without a compilation."""
+    seen = WrapAll(partial(SlowExecutor, step_s=0.0))
+    options = SMALL | dict(strict=True, wrap_executor=seen, mesh=ONE_EACH)
+    with Runtime(_model(), **options) as rt:
+        (slow,) = seen.executors
+        before = rt.stats().pool_bytes
+        slow.step_s = 0.01
+        pending = [rt.submit(p, each) for p, each in zip(PROMPTS, PARAMS, strict=True)]
+        for each in pending[1::3]:
+            rt.cancel(each.request_id)
+        rt.resize_kv(_memory(ONE_EACH, 14))
+        assert [group.config.num_pages for group in slow.groups] == [14, 14]
+        slow.step_s = 0.0
+        found = [each.result() for each in pending]
+        for index in set(range(len(PROMPTS))) - set(range(1, len(PROMPTS), 3)):
+            assert _samples([found[index]]) == [wanted[index]]
+        rt.check_integrity()
+        assert rt.resize_kv(before) == before
+
+        rt.update_params(nnx.state(_model(seed=1)))
+        assert _samples(rt.generate(PROMPTS, PARAMS)) != wanted
+        rt.update_params(nnx.state(_model()))
+        assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
+        with pytest.raises(InvalidConfigError, match="do not fit this model"):
+            rt.update_params(nnx.state(tiny_llama(num_layers=2)))
+
+        engine = Engine(slow, POLICY, WallClock())
+        sequences = [s for each in _requests() for s in engine.add(each)]
+        for size in (1, 3):
+            for _ in range(8):
+                engine.step()
+            engine.adopt(WAA(encode_batch=size))
+        while engine.has_work:
+            engine.step()
+        assert [tuple(s.output) for s in sequences] == [w for samples in wanted for w in samples]
+
+
+def _requests():
+    return [
+        Request(id=str(i), prompt=prompt, params=params, arrival_s=0.0, seed=params.seed or 0)
+        for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))
+    ]
+
+
+def test_pages_that_do_not_arrive_are_computed_anew(wanted):
+    """The link loses every third plan; answers are the same, and no page is leaked."""
+    faulty = partial(FaultyExecutor, loses_every=3)
+    with Runtime(_model(), mesh=ONE_EACH, wrap_executor=faulty, **SMALL) as rt:
+        assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
+        assert rt.stats().num_handovers_lost > 0
+        rt.check_integrity()
+
+
+class EncodeGroupDies(ExecutorWrapper):
+    """The encode group's devices fail when the first pages are handed over."""
+
+    def submit(self, plan: StepPlan):
+        if plan.handovers:
+            (pool,) = self.inner.groups[0].page_pools
+            pool.replace(jax.jit(_failing)(pool.cache))
+        return self.inner.submit(plan)
+
+
+def _failing(cache):
+    def fail(leaf):
+        raise RuntimeError("the device fell off the bus")
+
+    return jax.tree.map(lambda leaf: jax.pure_callback(fail, leaf, leaf), cache)
+
+
+def test_a_group_that_dies_fails_every_request_with_a_typed_error():
+    """Nothing hangs: what has not ended fails, later requests do at once, and the runtime closes."""
+    with Runtime(_model(), mesh=ONE_EACH, wrap_executor=EncodeGroupDies, **SMALL) as rt:
+        pending = [rt.submit(p, each) for p, each in zip(PROMPTS, PARAMS, strict=True)]
+        errors = [each.result().error for each in pending]
+        assert sum(error is not None for error in errors) > len(PROMPTS) // 2
+        for error in filter(None, errors):
+            assert isinstance(error, EngineFailedError) and "fell off the bus" in str(error)
+        with pytest.raises(EngineFailedError, match="fell off the bus"):
+            rt.submit(PROMPTS[0], PARAMS[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(policy="exegpt_waa_c"), "this mesh is one group; pass mesh=sharding.make_groups"),
+        (dict(policy="exegpt_waa_c", mesh=make_mesh(tensor=2)), "this mesh is one group"),
+        (dict(policy="auto", mesh=ONE_EACH), r"policy='auto' plans for one.*exegpt_waa_c"),
+        (
+            dict(policy="exegpt_waa_c", mesh=ONE_EACH, disk_memory="1MiB"),
+            "keeps no pages on the host",
+        ),
+        (
+            dict(policy="exegpt_waa_c", mesh=make_groups(encode=1, decode=3)),
+            r"use one of \[1, 2, 4, 8\]",
+        ),
+    ],
+    ids=str,
+)
+def test_meshes_and_policies_that_do_not_fit_are_refused(options, message):
+    """The error comes before the compilation and has a remedy."""
+    with pytest.raises(InvalidConfigError, match=message):
+        Runtime(_model(), **options)
+
+
+def test_step_times_of_two_groups_are_refused():
+    """A table is that of one group's devices."""
+    with Runtime(_model(), mesh=ONE_EACH, warmup=False, **SMALL) as rt:
+        with pytest.raises(InvalidConfigError, match="this runtime has two"):
+            rt.plan(1.0, lengths=[(5, 5)])

@@ -10,7 +10,9 @@ import pytest
 from jaxserve import Runtime
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import HandoverError, InvalidConfigError
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost
@@ -28,7 +30,7 @@ from jaxserve.scheduling.preemption.last_in_order import LastInOrder
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.scheduling.retention.tiered import Tiered
-from jaxserve.testing import ExecutorWrapper, Trace, check_policy
+from jaxserve.testing import ExecutorWrapper, FaultyExecutor, Trace, check_policy
 from jaxserve.testing.tiny import tiny_llama
 from jaxserve.workload import WorkloadItem
 
@@ -212,3 +214,49 @@ def test_a_trace_shows_the_groups_beside_each_other():
     for track in names:
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in steps if e["tid"] == track)
         assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(spans))
+
+
+def _serve(trace: Trace, policy: Policy, loses_every: int) -> tuple[Engine, list]:
+    """Serve a trace's requests on groups whose link loses pages."""
+    clock = VirtualClock()
+    simulated = SimulatedExecutor(trace.config, clock, answer_length=trace.answer_length)
+    engine = Engine(FaultyExecutor(simulated, loses_every=loses_every), policy, clock)
+    sequences = [s for request in trace.requests for s in engine.add(request)]
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_integrity()
+    return engine, sequences
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_pages_that_are_lost_are_computed_anew(policy):
+    """Where every other handover is lost, the tokens are right and no page is leaked."""
+    num_lost = 0
+    for seed in range(10):
+        trace = Trace(seed)
+        engine, sequences = _serve(trace, policy, 2)
+        wanted = trace.expected(trace.requests)
+        for each in sequences:
+            if not isinstance(each.error, HandoverError):
+                assert tuple(each.output) == wanted[each.request.id, each.sample_index].output, seed
+        assert engine.scheduler.page_usage().num_owned == 0
+        num_lost += int(engine.scheduler.counters()["num_handovers_lost"])
+    assert num_lost > 20
+
+
+def test_a_link_that_loses_everything_fails_requests_and_no_more():
+    """A request of several tokens fails with a typed error; one of a single token is answered."""
+    clock = VirtualClock()
+    engine = Engine(FaultyExecutor(SimulatedExecutor(CONFIG, clock), loses_every=1), EXEGPT, clock)
+    params = [SamplingParams(max_tokens=num) for num in (1, 5, 5, 1)]
+    requests = [
+        Request(id=str(i), prompt=(1, 2, 3), params=each, arrival_s=0.0)
+        for i, each in enumerate(params)
+    ]
+    sequences = [s for request in requests for s in engine.add(request)]
+    while engine.has_work:
+        engine.step()
+    assert [s.finish_reason for s in sequences] == ["length", "error", "error", "length"]
+    with pytest.raises(HandoverError, match="request 1: .* in 3 attempts"):
+        raise sequences[1].error
+    assert engine.scheduler.page_usage().num_owned == 0
