@@ -7,7 +7,6 @@ Exit codes: 0 done, 1 failure (of a request of a batch, memory, the cache), 2 ba
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +31,6 @@ from jaxserve.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from jaxserve.fleet import Fleet
     from jaxserve.runtime import Runtime, Service
-    from sharding import StagePlan
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -139,6 +137,14 @@ Stages = Annotated[
         text="Cut the model into stages of LAYERSxDEVICES, e.g. 20x2,10x1 or just 20,10.",
     ),
 ]
+Groups = Annotated[
+    str | None,
+    _runtime(
+        "--groups",
+        text="Devices for prompts / devices for answers, e.g. 1/4 or, with stages, 2/20x2,10x1; "
+        "needs --policy exegpt_waa_c.",
+    ),
+]
 DataParallel = Annotated[
     int,
     _runtime("--data-parallel", text="Replicas in this process, each on its own devices."),
@@ -243,6 +249,7 @@ def _open_fleet(
     *,
     quiet: bool,
     stages: str | None = None,
+    groups: str | None = None,
     data_parallel: int = 1,
     **given: Any,
 ) -> Fleet:
@@ -251,10 +258,10 @@ def _open_fleet(
 
     from jaxserve.fleet import Fleet
 
-    if stages is not None or data_parallel != 1:
+    if stages is not None or groups is not None or data_parallel != 1:
         raise InvalidConfigError(
-            f"--replicas {replicas} cannot be combined with --stages or --data-parallel; pass "
-            "--tensor-parallel to split each replica, or omit --replicas"
+            f"--replicas {replicas} cannot be combined with --stages, --groups or --data-parallel; "
+            "pass --tensor-parallel to split each replica, or omit --replicas"
         )
     if jax.distributed.is_initialized():
         raise InvalidConfigError(
@@ -270,12 +277,14 @@ def _open_runtime(
     quiet: bool,
     tensor_parallel: int = 1,
     stages: str | None = None,
+    groups: str | None = None,
     data_parallel: int = 1,
     **given: Any,
 ) -> Runtime:
     """Return the runtime; a process that follows serves the leader first, then exits."""
     import jax
 
+    from jaxserve.cli.meshes import device_groups, stage_plan
     from jaxserve.runtime import Runtime
     from sharding import make_mesh
 
@@ -283,8 +292,15 @@ def _open_runtime(
     try:
         if stages is not None and data_parallel != 1:
             raise ValueError("--stages and --data-parallel cannot be combined; pass one of them")
-        if stages is not None:
-            given["mesh"] = _stage_plan(stages, tensor_parallel)
+        if groups is not None and (stages is not None or data_parallel * tensor_parallel != 1):
+            raise ValueError(
+                "--groups says how each group is split, and cannot be combined with --stages, "
+                "--tensor-parallel or --data-parallel; pass one of them"
+            )
+        if groups is not None:
+            given["mesh"] = device_groups(groups)
+        elif stages is not None:
+            given["mesh"] = stage_plan(stages, tensor_parallel)
         elif (data_parallel, tensor_parallel) != (1, 1) or num_processes > 1:
             mesh = given["mesh"] = make_mesh(data=data_parallel, tensor=tensor_parallel)
             if num_processes > 1 and mesh.size != jax.device_count():
@@ -303,19 +319,6 @@ def _open_runtime(
             rt.follow()
         raise typer.Exit
     return rt
-
-
-def _stage_plan(text: str, tensor_parallel: int) -> StagePlan:
-    """Parse e.g. "20x2,10x1"; a stage without a number of devices has `tensor_parallel`."""
-    from sharding import StagePlan
-
-    if not re.fullmatch(r"\d+(x\d+)?(,\d+(x\d+)?)*", text):
-        raise ValueError(f"stages={text!r} is not understood; pass e.g. 20x2,10x1 or 15,15")
-    stages = [stage.split("x") for stage in text.split(",")]
-    return StagePlan.of(
-        [int(layers) for layers, *_ in stages],
-        tensor=[int(shards[0]) if shards else tensor_parallel for _, *shards in stages],
-    )
 
 
 def describe(error: JaxserveError) -> str:

@@ -75,6 +75,12 @@ def _file(folder: Path, text: str) -> str:
         (("hi", "--data-parallel", "4096"), "", "needs 4096 devices"),
         (("hi", "--replicas", "0"), "", "InvalidConfigError: replicas=0"),
         (("hi", "--replicas", "2", "--stages", "1,1"), "", "cannot be combined with --stages"),
+        (("hi", "--groups", "1"), "", "groups='1' is not understood"),
+        (("hi", "--groups", "1/0"), "", "tensor=0 is not allowed"),
+        (("hi", "--groups", "4096/2x1,1"), "", "needs 4096 devices"),
+        (("hi", "--groups", "1/1", "--stages", "1,1"), "", "cannot be combined with --stages"),
+        (("hi", "--groups", "1/1"), "", "policy='auto' plans for one"),
+        (("hi", "--replicas", "2", "--groups", "1/1"), "", "cannot be combined with --stages"),
         (("hi", "--replicas", "2", "--record", "run"), "", "a fleet does not record"),
         (("hi", "--replicas", "2", "--disk-memory", "1MB"), "", "would write to one folder"),
         (("hi", "--max-tokens", "many"), "", "--max-tokens"),
@@ -100,6 +106,15 @@ def test_bad_input_of_generate(tmp_path, arguments, text, said):
     assert said in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_prompts_and_answers_on_separate_devices(model):
+    """Both groups are split as the option says; the answer is that of one device."""
+    common = ("generate", "hello", "--ignore-eos", "--max-tokens", "5", "--model", model, *SMALL)
+    alone = _run(*common)
+    groups = _run(*common, "--policy", "exegpt_waa_m", "--groups", "2/1,1x2")
+    assert (alone.exit_code, groups.exit_code) == (0, 0), groups.stderr
+    assert alone.stdout == groups.stdout and alone.stdout.strip()
 
 
 def test_generate_answers_in_order(model, tmp_path):

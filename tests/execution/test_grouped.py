@@ -187,7 +187,7 @@ def _failing(cache):
 
 
 def test_a_group_that_dies_fails_every_request_with_a_typed_error():
-    """Nothing hangs: what has not ended fails, later requests do at once, and the runtime closes."""
+    """Nothing hangs: what has not ended fails, and so do later requests; the runtime closes."""
     with Runtime(_model(), mesh=ONE_EACH, wrap_executor=EncodeGroupDies, **SMALL) as rt:
         pending = [rt.submit(p, each) for p, each in zip(PROMPTS, PARAMS, strict=True)]
         errors = [each.result().error for each in pending]
