@@ -24,6 +24,7 @@ def bench(
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random prompts.")] = 0,
     model: opt.Model = opt.DEFAULT_MODEL,
     policy: opt.Policy = "auto",
+    latency_bound: opt.LatencyBound = None,
     load: opt.Load = "auto",
     dtype: opt.DType = None,
     kv_memory: opt.KvMemory = None,
@@ -57,6 +58,7 @@ def bench(
         with opt.open_service(
             model,
             policy=policy,
+            latency_bound=latency_bound,
             load=load,
             dtype=dtype,
             kv_memory=kv_memory,

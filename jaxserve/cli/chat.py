@@ -44,6 +44,7 @@ def chat(
     stop: opt.Stop = None,
     model: opt.Model = opt.DEFAULT_MODEL,
     policy: opt.Policy = "auto",
+    latency_bound: opt.LatencyBound = None,
     load: opt.Load = "auto",
     dtype: opt.DType = None,
     kv_memory: opt.KvMemory = None,
@@ -88,6 +89,7 @@ def chat(
         with opt.open_service(
             model,
             policy=policy,
+            latency_bound=latency_bound,
             load=load,
             dtype=dtype,
             kv_memory=kv_memory,

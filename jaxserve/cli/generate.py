@@ -70,6 +70,7 @@ def generate(
     ] = None,
     model: opt.Model = opt.DEFAULT_MODEL,
     policy: opt.Policy = "auto",
+    latency_bound: opt.LatencyBound = None,
     load: opt.Load = "auto",
     dtype: opt.DType = None,
     kv_memory: opt.KvMemory = None,
@@ -120,6 +121,7 @@ def generate(
             opt.open_service(
                 model,
                 policy=policy,
+                latency_bound=latency_bound,
                 load=load,
                 dtype=dtype,
                 kv_memory=kv_memory,

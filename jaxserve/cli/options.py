@@ -87,6 +87,13 @@ Model = Annotated[
 Policy = Annotated[
     str, _runtime("--policy", text="Scheduling preset, such as auto, orca, exegpt_rra.")
 ]
+LatencyBound = Annotated[
+    float | None,
+    _runtime(
+        "--latency-bound",
+        text="For --policy exegpt: seconds that a long answer (99th percentile) may take.",
+    ),
+]
 Load = Annotated[str, _runtime("--load", text="auto, or random for random weights.")]
 DType = Annotated[str | None, _runtime("--dtype", text="dtype of weights and KV, e.g. bfloat16.")]
 KvMemory = Annotated[str | None, _runtime("--kv-memory", text="Size of the KV pool, e.g. 2GiB.")]

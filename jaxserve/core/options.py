@@ -24,6 +24,8 @@ class RuntimeOptions:
 
     Attributes:
       policy: name of a preset, or a `jaxserve.scheduling.policy.Policy`.
+      latency_bound: for policy "exegpt", seconds that an answer of the 99th-percentile length may
+        take from its admission to its end; None for the most throughput.
       kv_memory: memory of the page pool, in bytes or as "4GiB"; by default all that is left.
       kv_dtype: dtype of the pages, by default the model's. Pages in one of `KV_DTYPES` are
         approximate, and take half the memory of bfloat16 and little more than a quarter of
@@ -66,6 +68,7 @@ class RuntimeOptions:
     """
 
     policy: Any = "auto"
+    latency_bound: float | None = None
     kv_memory: int | str | None = None
     kv_dtype: str | None = None
     host_memory: int | str | None = None
@@ -117,6 +120,12 @@ class RuntimeOptions:
                 raise InvalidConfigError(
                     f"{name}={value!r} is not allowed; pass a whole number of at least 1"
                 )
+        bound = self.latency_bound
+        if bound is not None and (not isinstance(bound, (int, float)) or not bound > 0):
+            raise InvalidConfigError(
+                f"latency_bound={bound!r} is not allowed; pass a number of seconds above 0, or "
+                "omit it for the most throughput"
+            )
         for name in ("kv_memory", "host_memory", "disk_memory"):
             size = getattr(self, name)
             if size is not None and (name, size) != ("host_memory", 0):

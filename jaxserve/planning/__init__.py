@@ -4,6 +4,7 @@ from jaxserve.planning.group_costs import GroupCosts
 from jaxserve.planning.origin import Origin
 from jaxserve.planning.profiler import measure
 from jaxserve.planning.roofline import DeviceRoofs, ModelShape, RooflineCost
+from jaxserve.planning.saved_times import find_step_times, keep_step_times
 from jaxserve.planning.simulator import Simulation, simulate
 from jaxserve.planning.step_times import StepTimes
 
@@ -15,6 +16,8 @@ __all__ = [
     "RooflineCost",
     "Simulation",
     "StepTimes",
+    "find_step_times",
+    "keep_step_times",
     "measure",
     "simulate",
 ]

@@ -78,6 +78,11 @@ class Origin:
             if own.get(name) != others.get(name)
         ]
 
+    @property
+    def identity(self) -> str:
+        """Text that is equal for origins without `differences`."""
+        return json.dumps(self._compared(), sort_keys=True)
+
     def _compared(self) -> dict[str, Any]:
         model = {f"model.{name}": value for name, value in self.model.items()}
         device = {f"device.{name}": value for name, value in self.device.items()}

@@ -26,6 +26,8 @@ class Report:
 
     Attributes:
       steps, requests: the records, oldest first. Times are on the engine's clock.
+      policy: the policy's name; with the schedule that replaced its iteration shape, if one did.
+      schedule: figures of the schedule in force, see `Plan.figures`; None without one.
       num_pages: pages of all replicas' pools, without null pages.
       kernels: the implementation of each operation and shape in this process, with the reason.
       num_prefix_queried: tokens of prompts, in full pages, that were looked up in the prefix cache.
@@ -39,13 +41,15 @@ class Report:
         *,
         policy: str,
         num_pages: int,
+        schedule: dict[str, Any] | None = None,
         kernels: tuple[Choice, ...] = (),
         num_prefix_queried: int = 0,
         num_prefix_hit: int = 0,
     ):
         self.steps = steps
         self.requests = requests
-        self.policy = policy
+        self.policy = policy if schedule is None else f"{policy} ({schedule['schedule']})"
+        self.schedule = schedule
         self.num_pages = num_pages
         self.kernels = kernels
         self.num_prefix_queried = num_prefix_queried
@@ -67,6 +71,7 @@ class Report:
         pages = over_replicas(self.steps, lambda step: step.pages_owned)
         return {
             "policy": self.policy,
+            **({} if self.schedule is None else {"plan": self.schedule}),
             "num_requests": len(self.requests),
             "prompt_tokens": sum(request.num_prompt_tokens for request in self.requests),
             "output_tokens": num_output,

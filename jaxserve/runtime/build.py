@@ -145,13 +145,17 @@ def build_parts(
         )
         origin = Origin.of(decoder.config, places[0].params, replicas.first.executor.config)
         maintenance = Maintenance(replicas, origin, clock, options)
+        planner = Planner(replicas, maintenance, observed)
+        if_one_fails.callback(planner.close)
+        if leads and policy.is_planned:
+            planner.start(options.latency_bound)
         return Parts(
             group=group,
             replicas=replicas,
             intake=intake,
             conversations=Conversations(journal, client, tokenizer, decoder.config.vocab_size),
             maintenance=maintenance,
-            planner=Planner(replicas, maintenance, observed),
+            planner=planner,
             forecaster=forecaster,
             opened=if_one_fails.pop_all(),
             weights_bytes=nbytes(used) * (1 if places[0].decode is None else 2),
@@ -182,6 +186,11 @@ def check_early(
         raise InvalidConfigError(
             f"mesh has two device groups, {mesh}, and policy={policy.name!r} plans for one; pass "
             'policy="exegpt_waa_c", or a mesh of one group (sharding.make_mesh)'
+        )
+    if options.latency_bound is not None and not policy.is_planned:
+        raise InvalidConfigError(
+            f"latency_bound={options.latency_bound!r} is kept by policy 'exegpt' only, and policy="
+            f"{policy.name!r} was given; pass policy='exegpt', or call rt.plan(latency_bound)"
         )
     _check_disk(options, policy)
     if group is None or group.is_leader:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final, get_args
 
+from jaxserve.core.assets import cache_folder
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
@@ -16,9 +18,11 @@ from jaxserve.execution.build import resized, warm_up
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
-from jaxserve.planning import Origin, StepTimes, measure
+from jaxserve.planning import Origin, StepTimes, find_step_times, keep_step_times, measure
 from jaxserve.runtime.replicas import Replicas
 from sharding import split_replicas
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -113,9 +117,7 @@ class Maintenance:
         """See `Runtime.load_step_times`."""
         self._check_one_group()
         times = StepTimes.load(Path(path), expected=self._origin)
-        with self._replicas.paused("keep"):
-            self._value_pages_by(times.chunk_cost())
-        self._times = times
+        self._use(times)
         return times
 
     def step_times(self) -> StepTimes:
@@ -124,6 +126,33 @@ class Maintenance:
         See `Runtime.measure_step_times`.
         """
         return self._times or self.measure_step_times(rounds=2)
+
+    def kept_step_times(self) -> StepTimes:
+        """Return step times of the cache folder; measure and keep them there if it has none.
+
+        One round is measured, which is the shortest that has every shape. If the file cannot be
+        written, a warning says so, and the next start measures again.
+
+        Raises:
+          RuntimeClosedError, EngineFailedError
+        """
+        folder = cache_folder() / "profiles"
+        kept = find_step_times(folder, self._origin)
+        if kept is not None:
+            self._use(kept)
+            return kept
+        _log.info("measuring step times once for this model, device and configuration")
+        times = self.measure_step_times(rounds=1)
+        try:
+            _log.info("step times are kept in %s", keep_step_times(folder, times))
+        except OSError as error:
+            _log.warning("step times cannot be kept (%s); the next start measures again", error)
+        return times
+
+    def _use(self, times: StepTimes) -> None:
+        with self._replicas.paused("keep"):
+            self._value_pages_by(times.chunk_cost())
+        self._times = times
 
     def _resize(self, kv_bytes: int) -> None:
         """Resize every replica's pool, and compile for the new size.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.planning import StepTimes
+from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.plan import Plan
 from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.planner import Planner
@@ -22,12 +24,15 @@ class Planned(abc.ABC):
 
     def plan(
         self,
-        latency_bound: float,
+        latency_bound: float = math.inf,
         *,
+        first_token_bound: float | None = None,
+        token_bound: float | None = None,
         lengths: Sequence[tuple[int, int]] | None = None,
         adopt: bool = True,
+        adapt: bool = True,
     ) -> Plan:
-        """Find the schedule with the most throughput under a latency bound, and serve by it.
+        """Find the schedule with the most throughput under latency bounds, and serve by it.
 
         The schedule is round-robin allocation (RRA) of ExeGPT: encode B_E prompts, decode N_D
         iterations, again (sections 4.1 and 5.1 of the paper). No request is lost or preempted by
@@ -42,12 +47,18 @@ class Planned(abc.ABC):
         Args:
           latency_bound: seconds that an answer of the 99th-percentile length may take from its
             admission to its end; `math.inf` for no bound. Time in the queue is not included.
+          first_token_bound: seconds from its admission to its first token; None for no bound.
+          token_bound: mean seconds per token after the first; None for no bound.
           lengths: prompt and output tokens of each of some answers; by default those of the newest
             answers of this runtime.
           adopt: False to compute the plan only.
+          adapt: search again when the lengths of the newest answers differ from those of the plan
+            (`planning.schedules.adaptation`), and adopt what is found. A bound that no schedule
+            keeps any more is then missed as little as possible, and a warning says so. False to
+            keep the schedule until the next call.
 
         Raises:
-          InfeasibleBoundError: no schedule keeps the bound; `lowest` has the lowest feasible one.
+          InfeasibleBoundError: no schedule keeps the bounds; `lowest` has the lowest feasible ones.
             The present schedule stays.
           InvalidConfigError: no answer has ended yet and `lengths` is missing, or an argument is
             not allowed.
@@ -55,7 +66,12 @@ class Planned(abc.ABC):
           ProcessGroupError: this process follows.
           RuntimeClosedError, EngineFailedError
         """
-        return self._planner.plan(latency_bound, lengths, adopt)
+        bounds = LatencyBounds(
+            latency_s=latency_bound,
+            first_token_s=math.inf if first_token_bound is None else first_token_bound,
+            token_s=math.inf if token_bound is None else token_bound,
+        )
+        return self._planner.plan(bounds, lengths, adopt=adopt, adapt=adapt)
 
     def measure_step_times(self, *, rounds: int = 2) -> StepTimes:
         """Time every shape of step that a replica has compiled, for `planning.simulate`.

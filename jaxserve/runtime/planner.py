@@ -1,16 +1,21 @@
-"""Plans under a latency bound, from observed lengths and measured step times."""
+"""Plans under latency bounds, from observed lengths and measured step times."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import final
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion, Request
-from jaxserve.planning.schedules.plan import Plan, plan_rra
+from jaxserve.planning import StepTimes
+from jaxserve.planning.schedules.adaptation import Adaptation, AnswerLength, task_of
+from jaxserve.planning.schedules.estimates import LatencyBounds
+from jaxserve.planning.schedules.pilot import answer_lengths
+from jaxserve.planning.schedules.plan import Plan, RRAPlanner, lengths_of
+from jaxserve.runtime.adapter import Adapter
 from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.replicas import Replicas
 
@@ -27,49 +32,117 @@ class ObservedLengths:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._newest: deque[tuple[int, int]] = deque(maxlen=_MAX_OBSERVED)
+        self._newest: deque[AnswerLength] = deque(maxlen=_MAX_OBSERVED)
+        self._listener: Callable[[Sequence[AnswerLength]], None] | None = None
 
     def append(self, request: Request, completion: Completion, /) -> None:
-        num_prompt = len(completion.prompt_token_ids)
-        lengths = [
-            (num_prompt, len(sample.token_ids))
-            for sample in completion.samples
-            if sample.finish_reason in ("stop", "length") and sample.token_ids
-        ]
+        lengths = answer_lengths(completion)
         with self._lock:
             self._newest.extend(lengths)
+        if self._listener is not None:
+            self._listener(lengths)
 
-    def newest(self) -> tuple[tuple[int, int], ...]:
-        """Return (prompt tokens, output tokens) of the newest answers, oldest first."""
+    def newest(self) -> tuple[AnswerLength, ...]:
+        """Return the lengths of the newest answers, in the order of their ends."""
         with self._lock:
             return tuple(self._newest)
+
+    def tell(self, listener: Callable[[Sequence[AnswerLength]], None]) -> None:
+        """Call `listener` with the lengths of later answers, on the engine's thread."""
+        self._listener = listener
 
 
 @final
 class Planner:
-    """Finds schedules for the replicas of a runtime, and adopts them."""
+    """Finds schedules for the replicas of a runtime, has them adopt them, and adapts them."""
 
     def __init__(self, replicas: Replicas, maintenance: Maintenance, observed: ObservedLengths):
         self._replicas = replicas
         self._maintenance = maintenance
         self._observed = observed
+        self._adapter = Adapter(replicas)
+        observed.tell(self._adapter.put)
+
+    @property
+    def in_force(self) -> Plan | None:
+        """The plan that the replicas carry out; None without one."""
+        return self._adapter.in_force
+
+    @property
+    def num_adopted(self) -> int:
+        """Plans that the replicas have adopted."""
+        return self._adapter.num_adopted
+
+    def start(self, latency_bound: float | None) -> None:
+        """Plan by itself as soon as lengths are known; measure step times first if there are none.
+
+        Args:
+          latency_bound: see `RuntimeOptions`.
+        """
+        planner = self._planner(self._maintenance.kept_step_times())
+        bounds = LatencyBounds(latency_s=math.inf if latency_bound is None else latency_bound)
+        self._adapter.adopt(None, Adaptation(planner, bounds))
 
     def plan(
-        self, latency_bound: float, lengths: Sequence[tuple[int, int]] | None, adopt: bool
+        self,
+        bounds: LatencyBounds,
+        lengths: Sequence[tuple[int, int]] | None,
+        *,
+        adopt: bool,
+        adapt: bool,
     ) -> Plan:
         """See `Runtime.plan`."""
         self._replicas.check_leads()
         self._replicas.check_may_wait()
-        used = self._observed.newest() if lengths is None else lengths
-        if lengths is None and not used:
+        observed = self._observed.newest()
+        if lengths is None and not observed:
             raise InvalidConfigError(
                 "no answer has ended in this runtime, so no lengths are known; pass lengths=[("
                 "prompt tokens, output tokens), ...], or plan after some requests"
             )
-        times = self._maintenance.step_times()
-        plan = plan_rra(times, self._replicas.first.executor.config, used, latency_bound)
+        planner = self._planner(self._maintenance.step_times())
+        if lengths is None:
+            used = observed
+            task = task_of(used)
+        else:
+            task = lengths_of(lengths)
+            used = [
+                AnswerLength(admitted_s=-math.inf, num_prompt=prompt, num_output=output)
+                for prompt, output in lengths
+            ]
+        plan = planner.plan(task, bounds, num_lengths=len(used))
         if adopt:
-            iteration = plan.iteration()
-            for replica in self._replicas.all:
-                replica.loop.ask(partial(replica.engine.adopt, iteration))
+            self._adopt(planner, plan, used, adapt=adapt, is_given=lengths is not None)
         return plan
+
+    def close(self) -> None:
+        """Stop adapting."""
+        self._adapter.close()
+
+    def _adopt(
+        self,
+        planner: RRAPlanner,
+        plan: Plan,
+        used: Sequence[AnswerLength],
+        *,
+        adapt: bool,
+        is_given: bool,
+    ) -> None:
+        if not adapt:
+            self._adapter.adopt(plan, None)
+            return
+        running = self._adapter.running()
+        begins_s = -math.inf
+        if is_given:
+            # Answers that run now tell nothing of lengths that the caller gave.
+            known = (*self._observed.newest(), *running)
+            begins_s = max((answer.admitted_s for answer in known), default=-math.inf)
+            running = []
+        adaptation = Adaptation(
+            planner, plan.bounds, plan=plan, answers=[*used, *running], begins_s=begins_s
+        )
+        self._adapter.adopt(plan, adaptation)
+
+    def _planner(self, times: StepTimes) -> RRAPlanner:
+        # The page pool may be resized later.
+        return RRAPlanner.measured(times, lambda: self._replicas.first.executor.config)

@@ -21,6 +21,7 @@ from jaxserve.engine.request_log import RequestLog
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import GroupRole, ModelExecutor
 from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.planning.schedules.plan import Plan
 from jaxserve.report import Report
 from jaxserve.scheduling.lengths.outlook import Outlook
 from jaxserve.scheduling.lengths.tracker import first_prediction
@@ -191,8 +192,12 @@ class Replicas:
         for replica in self.all:
             replica.loop.ask(replica.engine.scheduler.check_integrity)
 
-    def report(self) -> Report:
-        """Return steps in the order of submission, and requests in the order of their ends."""
+    def report(self, plan: Plan | None = None) -> Report:
+        """Return steps in the order of submission, and requests in the order of their ends.
+
+        Args:
+          plan: the schedule in force, if one was planned.
+        """
         recorders = [replica.engine.recorder for replica in self.all]
         steps = heapq.merge(*(r.steps for r in recorders), key=lambda step: step.submitted_s)
         requests = heapq.merge(
@@ -202,6 +207,7 @@ class Replicas:
             tuple(steps),
             tuple(requests),
             policy=self.first.engine.scheduler.policy.name,
+            schedule=None if plan is None else plan.figures(),
             num_pages=sum(replica.executor.config.num_pages - 1 for replica in self.all),
             kernels=dispatch.choices(),
             num_prefix_queried=sum(r.engine.stats.num_prefix_queried for r in self.all),

@@ -263,6 +263,7 @@ class Runtime(Planned):
         """Return a snapshot of the counters."""
         return RuntimeStats.of(
             self._replicas,
+            self._planner,
             weights_bytes=self._weights_bytes,
             predicting_s=0.0 if self._forecaster is None else self._forecaster.seconds,
         )
@@ -279,7 +280,7 @@ class Runtime(Planned):
 
     def report(self) -> Report:
         """Return the report so far: figures, a table, JSON, a trace, a picture."""
-        return self._replicas.report()
+        return self._replicas.report(self._planner.in_force)
 
     def check_integrity(self) -> None:
         """Check that the counts of pages and slots are consistent, between two steps, for tests.

@@ -7,10 +7,12 @@ from dataclasses import dataclass, fields, replace
 from typing import final
 
 from jaxserve.engine.stats import EngineStats
+from jaxserve.planning.schedules.plan import Plan
+from jaxserve.runtime.planner import Planner
 from jaxserve.runtime.replicas import Replicas
 
 # Fields of `RuntimeStats` that are equal for all replicas and are not summed.
-_SIZES = {"num_pages", "page_size", "pool_bytes", "weights_bytes", "step_bytes"}
+_SIZES = {"num_pages", "page_size", "pool_bytes", "weights_bytes", "step_bytes", "plan"}
 
 
 @final
@@ -23,6 +25,8 @@ class RuntimeStats:
 
     Attributes:
       predicting_s: seconds that the prediction of lengths took on the submitting threads.
+      num_plans: schedules that were adopted (`Runtime.plan`, policy "exegpt").
+      plan: the schedule in force, its bounds, and what is expected of it; None without one.
     """
 
     num_steps: int
@@ -56,9 +60,13 @@ class RuntimeStats:
     pool_bytes: int
     weights_bytes: int
     step_bytes: int
+    num_plans: int = 0
+    plan: Plan | None = None
 
     @classmethod
-    def of(cls, replicas: Replicas, *, weights_bytes: int, predicting_s: float) -> RuntimeStats:
+    def of(
+        cls, replicas: Replicas, planner: Planner, *, weights_bytes: int, predicting_s: float
+    ) -> RuntimeStats:
         """Return the counters of all replicas of a runtime.
 
         Args:
@@ -80,6 +88,8 @@ class RuntimeStats:
             pool_bytes=first.pool_size.pool_bytes,
             weights_bytes=weights_bytes,
             step_bytes=first.pool_size.step_bytes,
+            num_plans=planner.num_adopted,
+            plan=planner.in_force,
         )
 
     @classmethod

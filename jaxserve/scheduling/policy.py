@@ -250,6 +250,10 @@ class IterationShape(Protocol[_State]):
 class Policy:
     """A named combination of the five choices.
 
+    Attributes:
+      is_planned: whether a runtime replaces the iteration shape by schedules that it finds itself,
+        once it knows lengths and step times (`docs/latency_bounds.md`).
+
     Raises:
       InvalidConfigError: several device groups, and KV that would stay behind in one of them.
     """
@@ -260,6 +264,7 @@ class Policy:
     iteration: IterationShape[Any]
     retention: Retention
     preemption: Preemption = LastInOrder()
+    is_planned: bool = False
 
     def __post_init__(self) -> None:
         keeps = self.retention.keeps_pages or self.preemption.keeps_state

@@ -80,6 +80,17 @@ PRESETS: dict[str, Policy] = {
         ),
         # Ours.
         Policy("auto", Expected(), FCFS(), Unified(), Tiered(), LongestRemaining()),
+        # As auto, until lengths and step times are known; then a runtime plans an RRA schedule for
+        # its latency bound, and adapts it. A simulation runs it as auto.
+        Policy(
+            "exegpt",
+            Expected(),
+            FCFS(),
+            Unified(),
+            Tiered(),
+            LongestRemaining(),
+            is_planned=True,
+        ),
     )
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,9 @@ LEAST_ANSWERS = 64
 _INTERVAL = 32
 # Newest answers that are remembered. More make no better plan.
 _MOST = 4096
+# Share of the answers that may be longer than every ended one, where a plan is made from lengths
+# that are not all whole.
+_MOST_UNKNOWN = 0.02
 # Another schedule is adopted if it serves this much more, or misses its bounds by as much less. A
 # smaller gain is within the estimates' error.
 _GAIN = 1.02
@@ -132,7 +136,9 @@ class Adaptation:
         changed = _changed(known, newest)
         if changed is None and self.plan is not None and len(newest) < len(known):
             return None
-        lengths = [*known, *newest][-_MOST:] if changed is None else changed
+        lengths = _newest([*known, *newest], _MOST) if changed is None else changed
+        if not _is_known(lengths):
+            return None
         task = task_of(lengths)
         self.num_searches += 1
         try:
@@ -154,6 +160,7 @@ class Adaptation:
         now = sorted((*self._since, *now), key=lambda answer: answer.admitted_s)
         known = [answer for answer in self._known if answer.has_ended]
         known += [answer for answer in now if answer.admitted_s <= last_s]
+        known.sort(key=lambda answer: answer.admitted_s)
         return known, [answer for answer in now if answer.admitted_s > last_s]
 
     def _adopted(self, plan: Plan, task: TaskLengths) -> Plan | None:
@@ -182,13 +189,39 @@ def _changed(
     known_prompts, known_outputs = _lifetimes(known)
     worst, changed, size = 1.0, None, LEAST_ANSWERS
     while size < 2 * len(newest):
-        window = list(newest[-size:])
+        window = _newest(newest, size)
         prompts, outputs = _lifetimes(window)
         found = max(drift(known_prompts, prompts), drift(known_outputs, outputs))
-        if found > worst:
+        if found > worst and _is_known(window):
             worst, changed = found, window
         size *= 2
     return changed
+
+
+def _newest(answers: Sequence[AnswerLength], num: int) -> list[AnswerLength]:
+    """Return at least `num` answers, those admitted last; answers come in order of admission.
+
+    Answers that were admitted together stay together: of these the short ones end first, and no
+    other order may decide which of them count.
+    """
+    if len(answers) <= num:
+        return list(answers)
+    first = bisect.bisect_left(answers, answers[-num].admitted_s, key=lambda each: each.admitted_s)
+    return list(answers[first:])
+
+
+def _is_known(answers: Sequence[AnswerLength]) -> bool:
+    """Return whether nearly all is known of the answers' lengths, so that they make a plan.
+
+    Nothing is known of how far answers go that are longer than every ended one, except what was
+    predicted.
+    """
+    others = [answer for answer in answers if answer.has_ended or answer.estimate is None]
+    if not any(answer.has_ended for answer in others):
+        return not others
+    longest = max(answer.num_output for answer in others if answer.has_ended)
+    probabilities = kaplan_meier(_lifetimes(others)[1])
+    return bool(probabilities[longest + 1 :].sum() <= _MOST_UNKNOWN)
 
 
 def task_of(answers: Sequence[AnswerLength]) -> TaskLengths:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Any, final
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, InvalidConfigError
@@ -92,6 +92,26 @@ class Plan:
             threshold=THRESHOLD,
         )
 
+    def figures(self) -> dict[str, Any]:
+        """Return the schedule, its bounds and what is expected, as values of JSON."""
+        schedule = self.schedule
+        return {
+            "schedule": f"RRA {schedule.encode_batch}x{schedule.num_decodes}",
+            "encode_batch": schedule.encode_batch,
+            "num_decodes": schedule.num_decodes,
+            "decode_batch": schedule.decode_batch,
+            "bounds": self.bounds.finite(),
+            "keeps_bounds": self.keeps_bounds,
+            "lowest": self.lowest,
+            "latency_s": self.latency_s,
+            "first_token_s": self.first_token_s,
+            "token_s": self.token_s,
+            "answers_per_s": self.answers_per_s,
+            "tokens_per_s": self.tokens_per_s,
+            "max_answer_tokens": self.max_answer_tokens,
+            "num_lengths": self.num_lengths,
+        }
+
     def summary(self) -> str:
         """Return the schedule and its bounds in a line."""
         given = ", ".join(f"{name} {s:.3g} s" for name, s in self.bounds.finite().items())
@@ -132,16 +152,17 @@ class RRAPlanner:
     layouts: tuple[Layout, ...] | None = None
 
     @classmethod
-    def measured(cls, times: StepTimes, config: EngineConfig) -> RRAPlanner:
+    def measured(cls, times: StepTimes, config: Callable[[], EngineConfig]) -> RRAPlanner:
         """Return the planner of an engine with measured step times.
 
         Args:
-          config: the engine's present configuration; its slots and page pool limit the schedule.
+          config: returns the engine's present configuration, whose slots and page pool limit the
+            schedule.
         """
 
         def deploy(lengths: TaskLengths, num_decodes: int | None) -> Deployment:
             means = lengths.inputs.mean, lengths.outputs.less_one().mean
-            return measured_deployment(times, config, *means, num_decodes=num_decodes)
+            return measured_deployment(times, config(), *means, num_decodes=num_decodes)
 
         return cls(deploy=deploy)
 
@@ -240,7 +261,7 @@ def plan_rra(
     bounds = LatencyBounds(
         latency_s=latency_bound_s, first_token_s=first_token_bound_s, token_s=token_bound_s
     )
-    planner = RRAPlanner.measured(times, config)
+    planner = RRAPlanner.measured(times, lambda: config)
     return planner.plan(lengths_of(lengths), bounds, num_lengths=len(lengths))
 
 

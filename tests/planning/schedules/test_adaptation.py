@@ -24,7 +24,7 @@ from jaxserve.workload import WorkloadItem
 from predictor import LengthBuckets
 from tests.planning.schedules.step_times import CONFIG, like_a_small_model
 
-PLANNER = RRAPlanner.measured(like_a_small_model(), CONFIG)
+PLANNER = RRAPlanner.measured(like_a_small_model(), lambda: CONFIG)
 
 
 def _answers(num: int, longest: int, seed: int, begin_s: float = 0.0) -> list[AnswerLength]:
@@ -87,7 +87,7 @@ def test_other_lengths_change_the_schedule_soon(longest: int):
 
 
 def test_a_bound_that_becomes_infeasible_is_said_once(caplog: pytest.LogCaptureFixture):
-    """The nearest schedule serves; one warning says so, and another when the bound is kept again."""
+    """The nearest schedule serves; a warning says so, and another when the bound is kept again."""
     adaptation = _adaptation(_answers(300, 40, seed=0), 1.0)
     assert adaptation.plan is not None and adaptation.plan.keeps_bounds
     with caplog.at_level(logging.WARNING):

@@ -185,7 +185,7 @@ def test_an_infeasible_bound_has_a_nearest_schedule():
     """It is that with the lowest latency, and says which bounds would be feasible."""
     lengths = _lengths(200, seed=5)
     lowest_s = _lowest_s(lengths)
-    planner = RRAPlanner.measured(like_a_small_model(), CONFIG)
+    planner = RRAPlanner.measured(like_a_small_model(), lambda: CONFIG)
     bounds = LatencyBounds(latency_s=0.5 * lowest_s)
     plan = planner.nearest(lengths_of(lengths), bounds, num_lengths=200)
     assert plan.latency_s == pytest.approx(lowest_s, rel=0.02) and not plan.keeps_bounds
@@ -199,7 +199,7 @@ def test_an_infeasible_bound_has_a_nearest_schedule():
 def test_a_plan_is_expected_to_do_other_things_with_other_lengths():
     """Longer answers take longer under the same schedule; equal lengths change nothing."""
     lengths = _lengths(200, seed=5)
-    planner = RRAPlanner.measured(like_a_small_model(), CONFIG)
+    planner = RRAPlanner.measured(like_a_small_model(), lambda: CONFIG)
     plan = _plan(lengths, 1.5 * _lowest_s(lengths))
     same = planner.expected(plan, lengths_of(lengths), num_lengths=200)
     assert replace(same, search_s=plan.search_s) == plan

@@ -1,0 +1,125 @@
+"""The thread that keeps a runtime's schedule in step with the lengths of its answers."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import final
+
+from jaxserve.core.errors import JaxserveError
+from jaxserve.planning.schedules.adaptation import Adaptation, AnswerLength, unfinished
+from jaxserve.planning.schedules.plan import Plan
+from jaxserve.runtime.replicas import Replicas
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class Adapter:
+    """A thread that searches for schedules beside the engines, and has all replicas adopt them.
+
+    A search takes tenths of a second of this thread. The engines serve on meanwhile, and adopt a
+    schedule between two steps. The thread starts with the first adaptation.
+
+    Attributes:
+      num_adopted: plans that were adopted, those of `adopt` included.
+    """
+
+    def __init__(self, replicas: Replicas):
+        self.num_adopted = 0
+        self._replicas = replicas
+        self._ended: queue.SimpleQueue[Sequence[AnswerLength] | None] = queue.SimpleQueue()
+        # Held while a plan is adopted, so that replicas never have different ones.
+        self._lock = threading.Lock()
+        self._in_force: Plan | None = None
+        self._adaptation: Adaptation | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    @property
+    def in_force(self) -> Plan | None:
+        """The plan that the replicas carry out; None before there is one.
+
+        Its figures are those expected with the newest lengths, if it is adapted.
+        """
+        adaptation = self._adaptation
+        if adaptation is not None and adaptation.plan is not None and self._in_force is not None:
+            return adaptation.plan
+        return self._in_force
+
+    def put(self, lengths: Sequence[AnswerLength]) -> None:
+        """Take in ended answers, without blocking; any thread may call it."""
+        if self._adaptation is not None and lengths:
+            self._ended.put(lengths)
+
+    def running(self) -> list[AnswerLength]:
+        """Return the answers of all replicas that were admitted and go on.
+
+        Raises:
+          RuntimeClosedError, EngineFailedError
+        """
+        found: list[AnswerLength] = []
+        for replica in self._replicas.all:
+            found += replica.loop.ask(partial(unfinished, replica.engine.scheduler))
+        return found
+
+    def adopt(self, plan: Plan | None, adaptation: Adaptation | None) -> None:
+        """Have the replicas carry out a plan, and follow the lengths from now on.
+
+        Args:
+          plan: None to go on as before until the adaptation finds one.
+          adaptation: None to leave the plan as it is.
+
+        Raises:
+          RuntimeClosedError, EngineFailedError
+        """
+        with self._lock:
+            if plan is not None:
+                self._carry_out(plan)
+            self._adaptation = adaptation
+            if adaptation is not None and self._thread is None and not self._is_closed:
+                self._thread = threading.Thread(
+                    target=self._run, name="jaxserve-adapter", daemon=True
+                )
+                self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread; return when it has ended."""
+        with self._lock:
+            self._is_closed = True
+            self._adaptation = None
+        self._ended.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _carry_out(self, plan: Plan) -> None:
+        iteration = plan.iteration()
+        for replica in self._replicas.all:
+            replica.loop.ask(partial(replica.engine.adopt, iteration))
+        self._in_force = plan
+        self.num_adopted += 1
+
+    # ---- on its own thread ----
+
+    def _run(self) -> None:
+        try:
+            while (ended := self._ended.get()) is not None:
+                adaptation = self._adaptation
+                if adaptation is not None and adaptation.observe(ended):
+                    self._revise(adaptation)
+        except JaxserveError as error:  # closed, or an engine failed
+            _log.info("the schedule is adapted no more: %s", error)
+        except Exception:
+            _log.exception("the schedule is adapted no more; the present one stays")
+        self._adaptation = None
+
+    def _revise(self, adaptation: Adaptation) -> None:
+        plan = adaptation.revised(self.running())
+        with self._lock:
+            # Another plan may have been asked for during the search.
+            if plan is not None and self._adaptation is adaptation:
+                self._carry_out(plan)
+                _log.info("adopted %s", plan.summary())

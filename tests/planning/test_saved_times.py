@@ -1,0 +1,41 @@
+"""Step times in a folder are found by their origin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from jaxserve.planning import StepTimes, find_step_times, keep_step_times
+from tests.planning.step_times import made_up
+
+
+def test_step_times_are_found_by_their_origin(tmp_path: Path):
+    """Those of another device and damaged files are passed over; the newest of an origin counts."""
+    times = made_up()
+    assert find_step_times(tmp_path / "missing", times.origin) is None
+    other = replace(times, origin=replace(times.origin, device={"platform": "an abacus"}))
+    assert keep_step_times(tmp_path, other) != keep_step_times(tmp_path, times)
+    (tmp_path / "steps-damaged.json").write_text("{")
+    assert _found(tmp_path, times) == times
+    assert _found(tmp_path, other) == other
+    newer = replace(times, edit_s=0.75)
+    keep_step_times(tmp_path, newer)
+    assert _found(tmp_path, times) == newer
+    third = replace(times.origin, device={"platform": "a slide rule"})
+    assert find_step_times(tmp_path, third) is None
+
+
+def test_another_pool_or_version_is_no_other_origin(tmp_path: Path):
+    """Step times hold for any size of the page pool, and for other versions of the software."""
+    times = made_up()
+    keep_step_times(tmp_path, times)
+    config = replace(times.origin.config, num_pages=77)
+    same = replace(times.origin, config=config, versions={"jax": "1"})
+    assert find_step_times(tmp_path, same) is not None
+
+
+def _found(folder: Path, times: StepTimes) -> StepTimes:
+    """Return what is found for the origin of `times`, with that origin: JSON has no tuples."""
+    found = find_step_times(folder, times.origin)
+    assert found is not None
+    return replace(found, origin=times.origin)

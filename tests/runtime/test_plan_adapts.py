@@ -1,0 +1,110 @@
+"""A runtime's schedule follows the lengths of its answers; the preset `exegpt` plans by itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
+
+PROMPTS = random_prompts(70, longest=20)
+SHORT = [SamplingParams(max_tokens=2 + i % 3, ignore_eos=True) for i in range(len(PROMPTS))]
+LONG = [SamplingParams(max_tokens=16 + i % 9, ignore_eos=True) for i in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the step times that a runtime of the preset measured at its start."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXSERVE_CACHE", str(folder))
+        with Runtime(tiny_llama(), policy="exegpt", **OPTIONS) as rt:
+            assert rt.stats().num_steps == 0 and rt.stats().plan is None
+    [path] = (folder / "profiles").glob("steps-*.json")
+    assert json.loads(path.read_text())["decode_s"]
+    return folder
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end_s, "nothing changed in a minute"
+        time.sleep(0.02)
+
+
+def test_the_preset_plans_by_itself(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """After 64 answers the schedule is RRA's; stats and report name it, its bound and figures."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(cache))
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
+        answers = [one.token_ids for one in rt.generate(PROMPTS, LONG)]
+    with Runtime(tiny_llama(), policy="exegpt", latency_bound=50, **OPTIONS) as rt:
+        assert rt.stats().plan is None and rt.report().policy == "exegpt"
+        assert [one.token_ids for one in rt.generate(PROMPTS, LONG)] == answers
+        _until(lambda: rt.stats().plan is not None)
+        plan = rt.stats().plan
+        assert plan is not None and plan.latency_bound_s == 50 and plan.keeps_bounds
+        assert plan.num_lengths >= 64 and rt.stats().num_plans == 1
+        assert rt.report().policy.startswith("exegpt (RRA ")
+        assert rt.report().figures()["plan"]["answers_per_s"] == plan.answers_per_s
+        assert [one.token_ids for one in rt.generate(PROMPTS, LONG)] == answers
+        rt.check_integrity()
+
+
+def test_a_plan_follows_the_lengths_while_requests_run(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Longer answers than planned, with cancellations: another schedule, and the same tokens.
+
+    The bound becomes infeasible, which is said, and serving goes on.
+    """
+    monkeypatch.setenv("JAXSERVE_CACHE", str(cache))
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
+        answers = [one.token_ids for one in rt.generate(PROMPTS, LONG)]
+    [path] = (cache / "profiles").glob("steps-*.json")
+    with Runtime(tiny_llama(), **OPTIONS) as rt, caplog.at_level(logging.WARNING):
+        rt.load_step_times(path)
+        rt.generate(PROMPTS, SHORT)
+        free = rt.plan(adopt=False)
+        plan = rt.plan(1.5 * free.latency_s)
+        assert rt.stats().num_plans == 1 and plan.keeps_bounds
+        pending = [rt.submit(*each) for each in zip(PROMPTS, LONG, strict=True)]
+        cancelled = [rt.submit(PROMPTS[0], SamplingParams(max_tokens=60)) for _ in range(10)]
+        for each in cancelled[::2]:
+            each.cancel()
+        assert [each.result(120).token_ids for each in pending] == answers
+        assert len([each.result(120) for each in cancelled]) == 10
+        while rt.stats().num_plans == 1:
+            rt.generate(PROMPTS, LONG)
+        now = rt.stats().plan
+        assert now is not None and now.max_answer_tokens > plan.max_answer_tokens
+        if not now.keeps_bounds:
+            assert now.lowest["latency_s"] > plan.latency_bound_s
+            assert "no schedule keeps the bounds" in caplog.text
+        assert [one.token_ids for one in rt.generate(PROMPTS, LONG)] == answers
+        rt.check_integrity()
+
+
+def test_a_plan_that_is_not_adapted_stays(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """With adapt=False no answers change the schedule."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(cache))
+    with Runtime(tiny_llama(), policy="exegpt", **OPTIONS) as rt:
+        plan = rt.plan(math.inf, lengths=[(10, 2)], adapt=False)
+        rt.generate(PROMPTS, LONG)
+        rt.generate(PROMPTS, LONG)
+        assert rt.stats().plan == plan and rt.stats().num_plans == 1
+
+
+def test_a_bound_needs_a_policy_that_keeps_it():
+    """The option is refused with another policy, and when it is not above 0."""
+    with pytest.raises(InvalidConfigError, match="policy='exegpt'"):
+        Runtime(tiny_llama(), latency_bound=2.0, **OPTIONS)
+    with pytest.raises(InvalidConfigError, match="latency_bound=-1"):
+        Runtime(tiny_llama(), policy="exegpt", latency_bound=-1, **OPTIONS)
