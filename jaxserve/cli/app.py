@@ -11,6 +11,7 @@ from jaxserve.cli.chat import chat
 from jaxserve.cli.conversations import conversations_app
 from jaxserve.cli.generate import generate
 from jaxserve.cli.models import models_app
+from jaxserve.cli.plan import plan
 from jaxserve.cli.predictor import predictor_app
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(bench)
+app.command()(plan)
 app.add_typer(conversations_app, name="conversations")
 app.add_typer(models_app, name="models")
 app.add_typer(predictor_app, name="predictor")

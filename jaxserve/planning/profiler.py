@@ -187,12 +187,16 @@ class _Bench:
 
     def _body_shapes(self, size: int) -> list[_Shape]:
         """Return shapes with many short prompts, few long prompts, and ends of the longest."""
+        most = self.config.max_context - 1
         longest = max(1, self.config.max_context // 2)
+        # Slots of short contexts may hold fewer tokens than the largest size has.
+        num_tokens = min(size, self.config.max_slots * most)
         few = min(self.config.max_slots, -(-size // longest))
         many = min(self.config.max_slots, max(few, size // _SHORT_TOKENS))
         shapes: dict[int, _Shape] = {}
-        for num_rows, start in ((many, 0), (few, 0), (few, self.config.max_context - longest - 1)):
-            lengths = [len(part) for part in np.array_split(np.arange(size), num_rows)]
+        for num_rows, at in ((many, 0), (few, 0), (few, most - longest)):
+            lengths = [len(part) for part in np.array_split(np.arange(num_tokens), num_rows)]
+            start = min(at, most - lengths[0])
             positions = sum(n * start + n * (n + 1) // 2 for n in lengths if n > 1)
             shape = _Shape("body", size, positions, partial(self._body, lengths, start))
             shapes.setdefault(positions, shape)

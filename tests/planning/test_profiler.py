@@ -28,10 +28,18 @@ CONFIGS = [
         token_buckets=(2, 5),
         num_host_pages=1,
     ),
+    EngineConfig(
+        page_size=8,
+        num_pages=9,
+        max_slots=2,
+        max_context=20,
+        max_step_tokens=64,
+        num_host_pages=1,
+    ),
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["roomy", "two pages", "one slot"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["roomy", "two pages", "one slot", "few tokens"])
 def test_finds_the_cost_that_was_simulated(config):
     """The table measured on a simulated device is the one with which it was simulated."""
     true, clock = made_up(config), VirtualClock()

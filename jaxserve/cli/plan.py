@@ -1,0 +1,279 @@
+"""`jaxserve plan`: the schedule with the most throughput under a latency bound, and others."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxserve.cli import options as opt
+from jaxserve.cli import plan_tables
+from jaxserve.cli.training import AsJson, show_wide
+from jaxserve.core.errors import InvalidConfigError
+
+if TYPE_CHECKING:
+    from jaxserve.planning.schedules import TaskLengths
+    from jaxserve.planning.schedules.frontier import ScheduleSearch
+
+_SCHEDULE = "Schedule"
+_SIMULATED = "Simulated cluster"
+
+
+def _option(*names: str, text: str, panel: str = _SCHEDULE, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+def plan(
+    latency_bound: Annotated[
+        list[float] | None,
+        _option(
+            *("--latency-bound", "-b"),
+            text="Seconds that an answer of the 99th-percentile length may take; may be given "
+            "several times. [default: none]",
+            show_default=False,
+        ),
+    ] = None,
+    first_token_bound: Annotated[
+        float, _option("--first-token-bound", text="Seconds to the first token.")
+    ] = math.inf,
+    token_bound: Annotated[
+        float, _option("--token-bound", text="Seconds per output token, on average.")
+    ] = math.inf,
+    task: Annotated[
+        str | None, _option("--task", text="Lengths of a task of ExeGPT: S, T, G, C1 or C2.")
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        _option(
+            "--lengths",
+            text="Lengths from a file: one written by --record, or pairs of prompt and output "
+            "tokens as CSV or JSON.",
+        ),
+    ] = None,
+    num_bounds: Annotated[
+        int, _option("--num-bounds", text="Bounds to search for on the frontier, at most.")
+    ] = 16,
+    picture: Annotated[
+        Path | None, _option("--picture", text="Draw the frontier in this PNG, SVG or PDF file.")
+    ] = None,
+    as_json: AsJson = False,
+    cluster: Annotated[
+        str | None,
+        _option(
+            "--cluster",
+            text="Plan for a cluster of these devices by their rooflines: A40, A100, H100, H200. "
+            "--model is then one of ExeGPT's, such as OPT-13B.",
+            panel=_SIMULATED,
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None,
+        _option("--devices", text="Devices of the cluster. [default: all of it]", panel=_SIMULATED),
+    ] = None,
+    model: opt.Model = opt.DEFAULT_MODEL,
+    load: opt.Load = "auto",
+    dtype: opt.DType = None,
+    kv_memory: opt.KvMemory = None,
+    kv_dtype: opt.KvDType = None,
+    max_slots: opt.MaxSlots = None,
+    max_context: opt.MaxContext = None,
+    tensor_parallel: opt.TensorParallel = 1,
+    profile: Annotated[
+        Path | None,
+        _option(
+            "--profile",
+            text="Step times that `StepTimes.save` wrote. [default: those in the cache folder]",
+            panel="Runtime",
+        ),
+    ] = None,
+    measure_again: Annotated[
+        bool,
+        _option(
+            "--measure-again",
+            text="Measure step times even if they are in the cache folder.",
+            panel="Runtime",
+        ),
+    ] = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Find the schedules with the most throughput under latency bounds.
+
+    It prints the frontier of throughput and latency, the schedule that is chosen for each bound,
+    and what its neighbours would give. Step times are measured once and kept in the cache folder.
+    """
+    with opt.exit_codes():
+        _check_picture(picture)
+        from jaxserve.planning.schedules import LatencyBounds
+
+        task_lengths, what = _lengths(task, lengths)
+        asked = latency_bound or [math.inf]
+        fixed = LatencyBounds(first_token_s=first_token_bound, token_s=token_bound)
+        for bound_s in asked:
+            replace(fixed, latency_s=bound_s)  # refuses what is not allowed before it measures
+        if cluster is not None:
+            schedules, where = _on_cluster(model, cluster, devices, task_lengths)
+        elif devices is not None:
+            raise InvalidConfigError(f"--devices {devices} needs --cluster; pass both or neither")
+        else:
+            schedules, where = _on_engine(
+                task_lengths,
+                profile,
+                measure_again=measure_again,
+                model=model,
+                quiet=quiet,
+                load=load,
+                dtype=dtype,
+                kv_memory=kv_memory,
+                kv_dtype=kv_dtype,
+                max_slots=max_slots,
+                max_context=max_context,
+                tensor_parallel=tensor_parallel,
+            )
+        about = {
+            "model": model,
+            "devices": where,
+            "lengths": what,
+            "mean_input_tokens": task_lengths.inputs.mean,
+            "mean_output_tokens": task_lengths.outputs.mean,
+            "long_output_tokens": task_lengths.outputs.percentile(task_lengths.level),
+        }
+        _show(schedules, fixed, asked, about, num_bounds, picture, as_json=as_json, quiet=quiet)
+
+
+def _show(
+    schedules: ScheduleSearch,
+    fixed: Any,
+    asked: Sequence[float],
+    about: dict[str, Any],
+    num_bounds: int,
+    picture: Path | None,
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Search, and print and draw what was found."""
+    from jaxserve.planning.schedules.frontier import frontier_of, neighbours_of
+
+    chosen = {bound_s: schedules.best(replace(fixed, latency_s=bound_s)) for bound_s in asked}
+    frontier = frontier_of(
+        schedules, num_bounds=num_bounds, asked=asked, bounds=fixed, progress=not quiet
+    )
+    beside = {bound_s: neighbours_of(schedules, outcome) for bound_s, outcome in chosen.items()}
+    if picture is not None:
+        from jaxserve.report.frontier import draw_frontier
+
+        title = f"{about['model']} on {about['devices']}, {about['lengths']}"
+        with _writing(picture):
+            draw_frontier(frontier, chosen, title=title).figure.savefig(picture, dpi=150)
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    **about,
+                    "chosen": [
+                        {
+                            "latency_bound_s": bound_s if math.isfinite(bound_s) else None,
+                            **outcome.figures(),
+                            "neighbours": {
+                                name: other.figures() for name, other in beside[bound_s].items()
+                            },
+                        }
+                        for bound_s, outcome in chosen.items()
+                    ],
+                    "frontier": [
+                        {"latency_bound_s": bound_s, **outcome.figures()}
+                        for bound_s, outcome in frontier.points
+                    ],
+                }
+            )
+        )
+        return
+    typer.echo(plan_tables.summary(about))
+    show_wide(plan_tables.frontier_table(frontier, chosen))
+    for bound_s, outcome in chosen.items():
+        show_wide(plan_tables.neighbours_table(bound_s, outcome, beside[bound_s]))
+    if picture is not None:
+        typer.echo(f"drawn in {picture}")
+
+
+def _lengths(task: str | None, path: Path | None) -> tuple[TaskLengths, str]:
+    """Return the lengths that the options give, and what they are."""
+    from jaxserve.planning.schedules import LengthDistribution, TaskLengths
+    from jaxserve.workload.length_pairs import read_lengths
+    from jaxserve.workload.tasks import TASKS
+
+    if (task is None) == (path is None):
+        raise InvalidConfigError("pass lengths in exactly one way: --task or --lengths")
+    if path is not None:
+        inputs, outputs = zip(*read_lengths(path), strict=True)
+        known = TaskLengths(
+            LengthDistribution.of_samples(inputs), LengthDistribution.of_samples(outputs)
+        )
+        return known, f"{len(inputs)} answers of {path.name}"
+    if task not in TASKS:
+        raise InvalidConfigError(f"--task {task!r} is unknown; pass one of {', '.join(TASKS)}")
+    return TaskLengths.of_task(TASKS[task]), f"task {task}"
+
+
+def _on_cluster(
+    model: str, name: str, num_devices: int | None, lengths: TaskLengths
+) -> tuple[ScheduleSearch, str]:
+    """Return the schedules of a model on a simulated cluster."""
+    from jaxserve.planning.schedules import CLUSTERS, MODELS, Deployment, RooflineLayerCost
+    from jaxserve.planning.schedules.frontier import ClusterSearch
+
+    if name not in CLUSTERS:
+        raise InvalidConfigError(
+            f"--cluster {name!r} is unknown; pass one of {', '.join(CLUSTERS)}"
+        )
+    if model not in MODELS:
+        raise InvalidConfigError(
+            f"--model {model!r} has no shape for --cluster; pass one of {', '.join(MODELS)}"
+        )
+    shape, cluster = MODELS[model], CLUSTERS[name]
+    if num_devices is not None:
+        cluster = cluster.of(num_devices)
+    cost = RooflineLayerCost(shape, cluster)
+    deployment = Deployment(model=shape, cluster=cluster, cost=cost)
+    return ClusterSearch(deployment, lengths), f"{cluster.num_devices} {name} (rooflines)"
+
+
+def _on_engine(
+    lengths: TaskLengths, profile: Path | None, **settings: Any
+) -> tuple[ScheduleSearch, str]:
+    """Return the schedules of one engine on this machine."""
+    from jaxserve.cli.profiles import step_times
+    from jaxserve.planning.schedules.frontier import EngineSearch
+
+    times, config = step_times(profile, lengths, **settings)
+    device = times.origin.device
+    where = f"{device['count']} {device['kind']} ({device['host_cpu']})"
+    return EngineSearch(times, config, lengths), where
+
+
+def _check_picture(picture: Path | None) -> None:
+    if picture is None:
+        return
+    if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise InvalidConfigError(
+            f"--picture {picture} is not allowed; pass a file that ends in .png, .svg or .pdf"
+        )
+    with _writing(picture):
+        if not picture.parent.is_dir():
+            raise FileNotFoundError(f"the folder {picture.parent} does not exist")
+
+
+@contextmanager
+def _writing(picture: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InvalidConfigError(
+            f"cannot write --picture {picture}: {error}; name a file in a writable folder"
+        ) from error

@@ -1,0 +1,131 @@
+"""The tables of `jaxserve plan`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from jaxserve.planning.schedules import Schedule
+    from jaxserve.planning.schedules.frontier import Frontier, Outcome
+
+_NAMES = {"rra": "RRA", "waa_c": "WAA-C", "waa_m": "WAA-M"}
+
+
+def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table:
+    """Return a row for each point of the frontier; those that are chosen are marked.
+
+    The control is N_D of RRA, and B_m of WAA. Stages are as in `stages_of`.
+    """
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title="best schedule for each latency bound", title_justify="left", box=box.SIMPLE_HEAD
+    )
+    table.add_column("")
+    table.add_column("from bound", justify="right")
+    table.add_column("policy")
+    for name in ("B_E", "control", "B_D"):
+        table.add_column(name, justify="right")
+    table.add_column("stages", no_wrap=True)
+    for name in ("answers/s", "tokens/s", "p99 answer", "first token", "per token"):
+        table.add_column(name, justify="right")
+    marked = [outcome.schedule for outcome in chosen.values()]
+    for bound_s, outcome in frontier.points:
+        schedule, estimates = outcome.schedule, outcome.estimates
+        is_marked = schedule in marked
+        table.add_row(
+            ">" if is_marked else "",
+            seconds(bound_s),
+            _NAMES[outcome.policy.value],
+            str(schedule.encode_batch),
+            f"{control_name(outcome)} {outcome.control}",
+            f"{schedule.decode_batch:.1f}",
+            stages_of(schedule),
+            f"{estimates.throughput:.4g}",
+            f"{outcome.tokens_per_s:.4g}",
+            seconds(float(estimates.latency_s)),
+            seconds(float(estimates.first_token_s)),
+            seconds(float(estimates.token_s)),
+            style="bold green" if is_marked else None,
+        )
+    return table
+
+
+def neighbours_table(bound_s: float, chosen: Outcome, neighbours: Mapping[str, Outcome]) -> Table:
+    """Return the chosen schedule of a bound, and one row for each neighbour."""
+    from rich import box
+    from rich.table import Table
+
+    bound = f"bound {seconds(bound_s)}" if math.isfinite(bound_s) else "no bound"
+    table = Table(title=f"chosen for {bound}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("schedule")
+    for name in ("B_E", control_name(chosen), "answers/s", "", "p99 answer", "first token"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for name, outcome in {"chosen": chosen, **neighbours}.items():
+        estimates = outcome.estimates
+        change = float(estimates.throughput / chosen.estimates.throughput - 1)
+        table.add_row(
+            name,
+            str(outcome.schedule.encode_batch),
+            str(outcome.control),
+            f"{estimates.throughput:.4g}",
+            "" if name == "chosen" else f"{change:+.1%}",
+            seconds(float(estimates.latency_s)),
+            seconds(float(estimates.first_token_s)),
+            remark(bound_s, outcome),
+            style="bold green" if name == "chosen" else None,
+        )
+    return table
+
+
+def remark(bound_s: float, outcome: Outcome) -> str:
+    """Return why a schedule cannot be chosen for a bound, if it cannot."""
+    if not outcome.estimates.fits:
+        return "does not fit in memory"
+    return "misses the bound" if outcome.estimates.latency_s > bound_s else ""
+
+
+def control_name(outcome: Outcome) -> str:
+    """Return the name of the policy's own variable."""
+    return "N_D" if outcome.policy.value == "rra" else "B_m"
+
+
+def stages_of(schedule: Schedule) -> str:
+    """Return the stages as LAYERSxDEVICES; WAA's encode group comes first, then ">"."""
+    encode = [s for s in schedule.stages if s.num_encode_layers and not s.num_decode_layers]
+    decode = [s for s in schedule.stages if s.num_decode_layers]
+    groups = [
+        _counted([f"{s.num_encode_layers}x{s.num_devices}" for s in encode]),
+        _counted([f"{s.num_decode_layers}x{s.num_devices}" for s in decode]),
+    ]
+    return " > ".join(group for group in groups if group)
+
+
+def seconds(value: float) -> str:
+    """Return seconds as text with three digits."""
+    if not math.isfinite(value):
+        return "none"
+    if value < 0.1:
+        return f"{1000 * value:.3g} ms"
+    return f"{value:.3g} s" if value < 1000 else f"{value:.0f} s"
+
+
+def summary(about: Mapping[str, Any]) -> str:
+    """Return a line on the model, the devices, and the lengths."""
+    return (
+        f"{about['model']} on {about['devices']}; {about['lengths']}: prompts of "
+        f"{about['mean_input_tokens']:.4g} tokens and answers of {about['mean_output_tokens']:.4g} "
+        f"on average, 99th percentile {about['long_output_tokens']}"
+    )
+
+
+def _counted(names: list[str]) -> str:
+    runs = [(name, len(list(same))) for name, same in groupby(names)]
+    return ",".join(name if num == 1 else f"{num}*{name}" for name, num in runs)

@@ -1,0 +1,349 @@
+"""The throughput-latency frontier: the best schedule for each of several latency bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, final
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.planning.schedules.candidate import shortest
+from jaxserve.planning.schedules.configuration import Points, Policy, Schedule
+from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
+from jaxserve.planning.schedules.lengths import TaskLengths
+from jaxserve.planning.schedules.measured_cost import measured_deployment
+from jaxserve.planning.schedules.rra import RRATimeline
+from jaxserve.planning.schedules.search import Choice, maximise, search, timelines_of
+from jaxserve.planning.schedules.timeline import Deployment, Timeline
+from jaxserve.planning.step_times import StepTimes
+
+# Configurations drawn for the background of a picture, per timeline.
+_NUM_DRAWN = 1500
+# A gap is closed at this share of the most throughput, times the logarithm of the latencies' ratio.
+_CLOSED = 1e-4
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A schedule, and what it is expected to do.
+
+    Attributes:
+      estimates: of this schedule, each a scalar.
+      tokens_per_s: throughput in output tokens.
+    """
+
+    schedule: Schedule
+    estimates: Estimates
+    tokens_per_s: float
+
+    @property
+    def policy(self) -> Policy:
+        return self.schedule.layout.policy
+
+    @property
+    def control(self) -> int:
+        """The policy's own variable: N_D of RRA, B_m of WAA; see `Points`."""
+        schedule = self.schedule
+        return schedule.num_decodes if self.policy is Policy.RRA else schedule.num_micro_batches
+
+    def figures(self) -> dict[str, Any]:
+        """Return the schedule and its figures as values of JSON."""
+        schedule, estimates = self.schedule, self.estimates
+        return {
+            "policy": self.policy.value,
+            "encode_batch": schedule.encode_batch,
+            "num_decodes": schedule.num_decodes,
+            "num_micro_batches": schedule.num_micro_batches,
+            "decode_batch": schedule.decode_batch,
+            "stages": [
+                [stage.num_devices, stage.num_encode_layers, stage.num_decode_layers]
+                for stage in schedule.stages
+            ],
+            "answers_per_s": float(estimates.throughput),
+            "tokens_per_s": self.tokens_per_s,
+            "latency_s": float(estimates.latency_s),
+            "first_token_s": float(estimates.first_token_s),
+            "token_s": float(estimates.token_s),
+            "fits": bool(estimates.fits),
+        }
+
+
+class ScheduleSearch(Protocol):
+    """The schedules of one model on its devices, for requests of given lengths."""
+
+    @property
+    def lengths(self) -> TaskLengths: ...
+
+    @property
+    def timelines(self) -> tuple[Timeline, ...]: ...
+
+    def best(self, bounds: LatencyBounds) -> Outcome:
+        """Return the schedule with the highest throughput under the bounds.
+
+        Raises:
+          InfeasibleBoundError, DeviceMemoryError: see `search`.
+        """
+        ...
+
+    def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
+        """Return what `schedule` would do with another B_E and N_D or B_m.
+
+        None if there is no such configuration. One that exceeds memory has `fits` False.
+        """
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class ClusterSearch:
+    """A `ScheduleSearch` of RRA, WAA-C and WAA-M on a cluster, by the costs of its layers."""
+
+    deployment: Deployment
+    lengths: TaskLengths
+
+    @property
+    def timelines(self) -> tuple[Timeline, ...]:
+        return timelines_of(self.deployment, self.lengths)
+
+    def best(self, bounds: LatencyBounds) -> Outcome:
+        choice = search(self.deployment, self.lengths, bounds)
+        return _outcome(choice.schedule, choice.estimates, self.lengths)
+
+    def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
+        for timeline in self.timelines:
+            if schedule.layout in timeline.layouts:
+                return _estimated(timeline, schedule, encode_batch, control, self.lengths)
+        raise InvalidConfigError(
+            f"the layout {schedule.layout} is not one of this cluster; pass a schedule that `best` "
+            "returned"
+        )
+
+
+@final
+@dataclass(frozen=True)
+class EngineSearch:
+    """A `ScheduleSearch` of RRA on one engine, by its measured step times; see `plan_rra`.
+
+    Args:
+      config: the engine's present configuration; its slots and page pool limit the schedules.
+
+    Raises:
+      InvalidConfigError: see `check_context`.
+    """
+
+    times: StepTimes
+    config: EngineConfig
+    lengths: TaskLengths
+
+    def __post_init__(self) -> None:
+        check_context(self.lengths, self.config)
+
+    @property
+    def timelines(self) -> tuple[Timeline, ...]:
+        return (RRATimeline(self._deployment(None), self.lengths),)
+
+    def best(self, bounds: LatencyBounds) -> Outcome:
+        choice: Choice = search(self._deployment(None), self.lengths, bounds)
+        # The search allows every round one decode loop too many; this N_D has an exact number.
+        schedule = choice.schedule
+        found = self.estimated(schedule, schedule.encode_batch, schedule.num_decodes)
+        assert found is not None  # it is the configuration of a schedule
+        return found
+
+    def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
+        timeline = RRATimeline(self._deployment(max(1, control)), self.lengths)
+        return _estimated(timeline, schedule, encode_batch, control, self.lengths)
+
+    def _deployment(self, num_decodes: int | None) -> Deployment:
+        return measured_deployment(
+            self.times,
+            self.config,
+            self.lengths.inputs.mean,
+            self.lengths.outputs.less_one().mean,
+            num_decodes=num_decodes,
+        )
+
+
+def check_context(lengths: TaskLengths, config: EngineConfig) -> None:
+    """Check that an engine can serve requests of these lengths.
+
+    Raises:
+      InvalidConfigError: the longest prompt and answer together exceed the engine's context.
+    """
+    longest_input, longest_output = lengths.inputs.max_length, lengths.outputs.max_length
+    if longest_input + longest_output > config.max_context:
+        raise InvalidConfigError(
+            f"lengths of up to {longest_input} prompt and {longest_output} output tokens do not "
+            f"fit in a context of {config.max_context}; pass shorter lengths or a larger "
+            "max_context"
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Frontier:
+    """The most throughput for each latency bound.
+
+    Attributes:
+      points: (bound in seconds, best schedule), bounds ascending. Several bounds with the same
+        schedule are one point, with the smallest of them. Beyond the last one, the last schedule
+        stays the best.
+      drawn: (answers per second, latency_s) of configurations drawn at random that fit in memory,
+        float [configurations, 2]; a background for pictures.
+    """
+
+    points: tuple[tuple[float, Outcome], ...]
+    drawn: np.ndarray
+
+    @property
+    def lowest_s(self) -> float:
+        """The lowest feasible bound."""
+        return self.points[0][0]
+
+
+def frontier_of(
+    schedules: ScheduleSearch,
+    *,
+    num_bounds: int = 16,
+    asked: Sequence[float] = (),
+    bounds: LatencyBounds | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> Frontier:
+    """Return the frontier from the lowest feasible bound to no bound at all.
+
+    Between two bounds whose schedules are known, the throughput is only known to lie between
+    theirs. Each search halves, on a logarithmic scale, the gap that leaves the largest rectangle
+    open. So there are few bounds where the frontier is flat.
+
+    Args:
+      num_bounds: most bounds to search for, besides those asked for.
+      asked: further latency bounds, each of which must be feasible.
+      bounds: other bounds that every schedule must keep; its `latency_s` is not used.
+      seed: of the configurations that are drawn.
+      progress: show a bar on stderr if the searches take over two seconds.
+
+    Raises:
+      InfeasibleBoundError: an asked bound, or one of `bounds`, is not feasible.
+      DeviceMemoryError: no schedule fits in memory.
+      InvalidConfigError: `num_bounds` is below 2.
+    """
+    if num_bounds < 2:
+        raise InvalidConfigError(f"num_bounds={num_bounds} is not allowed; pass at least 2")
+    fixed = replace(bounds or LatencyBounds(), latency_s=math.inf)
+
+    def best(bound_s: float) -> tuple[float, Outcome]:
+        return bound_s, schedules.best(replace(fixed, latency_s=bound_s))
+
+    known = [best(bound_s) for bound_s in sorted({*asked} - {math.inf})]
+    _, most = best(math.inf)
+    lowest_s = _lowest_s(schedules, fixed) * (1 + 1e-9)
+    slowest_s = max(float(most.estimates.latency_s), lowest_s)
+    known = sorted([*known, best(lowest_s), (slowest_s, most)], key=lambda point: point[0])
+    searches = range(num_bounds - 2)
+    for _ in tqdm(searches, desc="searching", leave=False, delay=2, disable=not progress):
+        area, bound_s = max(map(_open_between, known, known[1:]))
+        if area <= _CLOSED * float(most.estimates.throughput):
+            break
+        known = sorted([*known, best(bound_s)], key=lambda point: point[0])
+    return Frontier(
+        points=tuple(_distinct(known)),
+        drawn=_drawn(schedules.timelines, np.random.default_rng(seed)),
+    )
+
+
+def neighbours_of(schedules: ScheduleSearch, outcome: Outcome) -> dict[str, Outcome]:
+    """Return the schedules with B_E, or the policy's own variable, one step up and down.
+
+    Only those that exist, by name, such as "B_E - 1" and "N_D + 1".
+    """
+    control = "N_D" if outcome.policy is Policy.RRA else "B_m"
+    batch, found = outcome.schedule.encode_batch, {}
+    for step, sign in ((-1, "-"), (1, "+")):
+        found[f"B_E {sign} 1"] = schedules.estimated(
+            outcome.schedule, batch + step, outcome.control
+        )
+    for step, sign in ((-1, "-"), (1, "+")):
+        found[f"{control} {sign} 1"] = schedules.estimated(
+            outcome.schedule, batch, outcome.control + step
+        )
+    return {name: beside for name, beside in found.items() if beside is not None}
+
+
+def _open_between(
+    lower: tuple[float, Outcome], upper: tuple[float, Outcome]
+) -> tuple[float, float]:
+    """Return the area between two points where the frontier is not known, and where to halve it.
+
+    The upper schedule is the best from its own latency on, up to its bound.
+    """
+    begin_s, end_s = lower[0], float(upper[1].estimates.latency_s)
+    if end_s <= begin_s:
+        return 0.0, begin_s
+    gap = float(upper[1].estimates.throughput - lower[1].estimates.throughput)
+    return gap * math.log(end_s / begin_s), math.sqrt(begin_s * end_s)
+
+
+def _lowest_s(schedules: ScheduleSearch, fixed: LatencyBounds) -> float:
+    """Return the lowest latency of a schedule that keeps the other bounds."""
+    score = shortest("latency_s")
+    best = maximise(
+        schedules.timelines,
+        lambda figures: np.where(fixed.met(figures), score(figures), 0.0),
+    )
+    return 1.0 / best.score
+
+
+def _distinct(points: Sequence[tuple[float, Outcome]]) -> Iterator[tuple[float, Outcome]]:
+    """Yield the points whose schedule is not that of the point before."""
+    before = None
+    for bound_s, outcome in points:
+        if outcome.schedule != before:
+            yield bound_s, outcome
+        before = outcome.schedule
+
+
+def _drawn(timelines: Sequence[Timeline], rng: np.random.Generator) -> np.ndarray:
+    """Return throughput and latency of configurations, with B_E and N_D spread over magnitudes."""
+    found = []
+    for timeline in timelines:
+        batch, control = (
+            np.exp(rng.uniform(0, np.log(most + 1), _NUM_DRAWN)).astype(int).clip(1, most)
+            for most in (timeline.max_encode_batch, timeline.max_control)
+        )
+        layout = rng.integers(0, len(timeline.layouts), _NUM_DRAWN)
+        estimates = timeline.estimate(Points(layout, batch, control))
+        fits = estimates.fits
+        found.append(np.stack([estimates.throughput[fits], estimates.latency_s[fits]], axis=1))
+    return np.concatenate(found)
+
+
+def _estimated(
+    timeline: Timeline, schedule: Schedule, encode_batch: int, control: int, lengths: TaskLengths
+) -> Outcome | None:
+    is_inside = 1 <= encode_batch <= timeline.max_encode_batch
+    if not (is_inside and 1 <= control <= _most(timeline, schedule)):
+        return None
+    point = Points.one(timeline.layouts.index(schedule.layout), encode_batch, control)
+    return _outcome(timeline.schedule(point), timeline.estimate(point)[0], lengths)
+
+
+def _most(timeline: Timeline, schedule: Schedule) -> int:
+    """Return the largest N_D, or the decode group's stages, beyond which B_m changes nothing."""
+    if schedule.layout.policy is Policy.RRA:
+        return timeline.max_control
+    return sum(stage.num_decode_layers > 0 for stage in schedule.stages)
+
+
+def _outcome(schedule: Schedule, estimates: Estimates, lengths: TaskLengths) -> Outcome:
+    return Outcome(
+        schedule=schedule,
+        estimates=estimates,
+        tokens_per_s=float(estimates.throughput) * lengths.outputs.mean,
+    )

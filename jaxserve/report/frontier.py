@@ -1,0 +1,115 @@
+"""The picture of a throughput-latency frontier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from jaxserve.planning.schedules.configuration import Policy
+from jaxserve.planning.schedules.frontier import Frontier, Outcome
+from jaxserve.report.picture import Picture
+
+_INK = "#767676"
+# Okabe and Ito's palette, which colour-blind readers tell apart.
+_COLOURS = {Policy.RRA: "#0072B2", Policy.WAA_C: "#D55E00", Policy.WAA_M: "#009E73"}
+_MARKERS = {Policy.RRA: "o", Policy.WAA_C: "s", Policy.WAA_M: "D"}
+_NAMES = {Policy.RRA: "RRA", Policy.WAA_C: "WAA-C", Policy.WAA_M: "WAA-M"}
+
+
+def draw_frontier(
+    frontier: Frontier, chosen: Mapping[float, Outcome] | None = None, *, title: str = ""
+) -> Picture:
+    """Draw the most throughput for each latency bound, over schedules drawn at random.
+
+    Args:
+      chosen: latency bound in seconds -> the schedule that was chosen for it; these are marked.
+      title: of the picture, such as model and lengths.
+    """
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    chosen = chosen or {}
+    lowest_s, highest_s = _range_s(frontier, chosen)
+    _draw_drawn(axes, frontier, highest_s)
+    _draw_stairs(axes, frontier, highest_s)
+    top = max(float(outcome.estimates.throughput) for _, outcome in frontier.points)
+    axes.set_xscale("log")
+    # Labels are above the highest step, one below the other.
+    axes.set(xlim=(lowest_s / 1.25, highest_s), ylim=(0, (1.1 + 0.14 * len(chosen)) * top))
+    for i, (bound_s, outcome) in enumerate(sorted(chosen.items())):
+        _draw_chosen(axes, bound_s, outcome, at=0.98 - 0.11 * i)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    is_narrow = highest_s / lowest_s < 100
+    few = FuncFormatter(lambda x, _: f"{x:g}" if str(f"{x:e}")[0] in "235" else "")
+    axes.xaxis.set_minor_formatter(few if is_narrow else NullFormatter())
+    axes.set_xlabel("latency of an answer of the 99th-percentile length (s)", color=_INK)
+    axes.set_ylabel("answers per second", color=_INK)
+    if title:
+        axes.set_title(title, loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_INK)
+    axes.tick_params(which="both", colors=_INK, labelsize=9)
+    axes.legend(loc="lower right", fontsize=9, labelcolor=_INK, facecolor="white", edgecolor="none")
+    return Picture(figure)
+
+
+def _range_s(frontier: Frontier, chosen: Mapping[float, Outcome]) -> tuple[float, float]:
+    """Return the shortest and the longest latency that the picture shows."""
+    bounds = [bound_s for bound_s in chosen if np.isfinite(bound_s)]
+    ends = [float(outcome.estimates.latency_s) for _, outcome in frontier.points]
+    return min(frontier.lowest_s, *ends), 1.6 * max(*ends, *bounds, 0.0)
+
+
+def _draw_drawn(axes: Any, frontier: Frontier, highest_s: float) -> None:
+    shown = frontier.drawn[frontier.drawn[:, 1] <= highest_s]
+    axes.scatter(
+        shown[:, 1], shown[:, 0], s=8, color="0.80", linewidths=0, label="other schedules", zorder=1
+    )
+
+
+def _draw_stairs(axes: Any, frontier: Frontier, highest_s: float) -> None:
+    latencies = [float(outcome.estimates.latency_s) for _, outcome in frontier.points]
+    answers = [float(outcome.estimates.throughput) for _, outcome in frontier.points]
+    axes.step(
+        [*latencies, highest_s], [*answers, answers[-1]],
+        where="post", color=_INK, linewidth=1.2, alpha=0.7, zorder=2,
+    )  # fmt: skip
+    axes.fill_between(
+        [*latencies, highest_s], [*answers, answers[-1]],
+        step="post", color=_COLOURS[Policy.RRA], alpha=0.06, linewidth=0, zorder=0,
+    )  # fmt: skip
+    for policy in Policy:
+        own = [i for i, (_, outcome) in enumerate(frontier.points) if outcome.policy is policy]
+        if own:
+            axes.plot(
+                [latencies[i] for i in own], [answers[i] for i in own],
+                _MARKERS[policy], color=_COLOURS[policy], markersize=5.5, zorder=3,
+                label=f"best, {_NAMES[policy]}",
+            )  # fmt: skip
+
+
+def _draw_chosen(axes: Any, bound_s: float, outcome: Outcome, *, at: float) -> None:
+    """Mark a schedule, and say what it is at a height `at` as a share of the axes."""
+    latency_s = float(outcome.estimates.latency_s)
+    answers = float(outcome.estimates.throughput)
+    colour = _COLOURS[outcome.policy]
+    where_s = bound_s if np.isfinite(bound_s) else latency_s
+    axes.axvline(where_s, color=colour, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
+    axes.plot(
+        latency_s, answers, _MARKERS[outcome.policy],
+        markersize=13, markerfacecolor="none", markeredgecolor=colour, markeredgewidth=2, zorder=4,
+    )  # fmt: skip
+    control = "N_D" if outcome.policy is Policy.RRA else "B_m"
+    bound = f"bound {bound_s:.3g} s" if np.isfinite(bound_s) else "no bound"
+    low, high = axes.get_xlim()
+    is_left = np.log(where_s / low) < 0.5 * np.log(high / low)
+    axes.annotate(
+        f"{bound}: {_NAMES[outcome.policy]}, $B_E$ {outcome.schedule.encode_batch}, "
+        f"${control}$ {outcome.control}\n{answers:.3g} answers/s, {latency_s:.3g} s",
+        (where_s, at), (6 if is_left else -6, 0),
+        xycoords=axes.get_xaxis_transform(), textcoords="offset points",
+        ha="left" if is_left else "right", va="top", fontsize=9, color=colour, zorder=5,
+    )  # fmt: skip

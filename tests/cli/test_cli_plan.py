@@ -1,0 +1,141 @@
+"""`jaxserve plan`, for simulated clusters and for a tiny model on this machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxserve.cli import app
+
+SIMULATED = (
+    "plan",
+    "--model",
+    "OPT-13B",
+    "--cluster",
+    "A40",
+    "--devices",
+    "4",
+    "--num-bounds",
+    "3",
+)
+SMALL = ("--load", "random", "--max-slots", "1", "--max-context", "32", "--quiet")
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A folder with only a configuration: weights are random."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return str(folder)
+
+
+@pytest.fixture
+def lengths(tmp_path) -> str:
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt,output\n" + "".join(f"{4 + i % 9},{1 + i % 13}\n" for i in range(60)))
+    return str(path)
+
+
+def _run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_a_simulated_cluster_is_planned_at_once(tmp_path):
+    """The frontier, the chosen schedules and their neighbours are printed, and drawn on request."""
+    picture = tmp_path / "frontier.png"
+    done = _run(*SIMULATED, "--task", "S", "-b", "5", "-b", "inf", "--picture", str(picture))
+    assert done.exit_code == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    for text in ("OPT-13B on 4 A40", "task S", "WAA-C", "2*20x1 > 40x2", "chosen for bound 5 s"):
+        assert text in said, text
+    assert "chosen for no bound" in said and "misses the bound" in said and "B_E + 1" in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_has_the_frontier_the_choice_and_its_neighbours():
+    """One JSON object has every figure; the bound that was asked for is kept."""
+    done = _run(*SIMULATED, "--task", "S", "-b", "5", "--json", "--quiet")
+    said = json.loads(done.stdout)
+    (chosen,) = said["chosen"]
+    assert chosen["latency_bound_s"] == 5 >= chosen["latency_s"] and chosen["fits"]
+    assert {"B_E - 1", "B_E + 1"} <= set(chosen["neighbours"])
+    most = said["frontier"][-1]["answers_per_s"]
+    assert said["frontier"][0]["answers_per_s"] < chosen["answers_per_s"] < most
+    tight = _run(*SIMULATED, "--task", "S", "--first-token-bound", "0.3", "--json", "--quiet")
+    (within,) = json.loads(tight.stdout)["chosen"]
+    assert within["latency_bound_s"] is None
+    assert within["first_token_s"] <= 0.3 < said["frontier"][-1]["first_token_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ((), 2, "exactly one way: --task or --lengths"),
+        (("--task", "S", "--lengths", "x"), 2, "exactly one way"),
+        (("--task", "X"), 2, "--task 'X' is unknown; pass one of S, T, G, C1, C2"),
+        (("--lengths", "no-such-file"), 2, "cannot read lengths"),
+        (("--task", "S", "-b", "0"), 2, "latency_s=0.0 is not allowed"),
+        (("--task", "S", "-b", "soon"), 2, "-b"),
+        (("--task", "S", "-b", "0.1"), 1, "InfeasibleBoundError: no schedule keeps latency_s=0.1"),
+        (("--task", "S", "--num-bounds", "1"), 2, "num_bounds=1 is not allowed"),
+        (("--task", "S", "--devices", "0"), 2, "num_devices=0"),
+        (("--task", "S", "--model", "GPT3-175B"), 1, "DeviceMemoryError"),
+        (("--task", "S", "--cluster", "A4"), 2, "--cluster 'A4' is unknown; pass one of A40"),
+        (("--task", "S", "--model", "smollm2-135m"), 2, "has no shape for --cluster"),
+        (("--task", "S", "--picture", "frontier.txt"), 2, "ends in .png, .svg or .pdf"),
+        (("--task", "S", "--picture", "no-such-folder/f.png"), 2, "cannot write --picture"),
+    ],
+)
+def test_bad_input(arguments, code, said):
+    """Bad input ends with one sentence and an exit code, without a traceback."""
+    done = _run(*SIMULATED, "--quiet", *arguments)
+    assert done.exit_code == code
+    assert said in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_devices_belong_to_a_cluster():
+    """A number of devices without a simulated cluster is refused."""
+    done = _run("plan", "--task", "S", "--devices", "4")
+    assert done.exit_code == 2 and "needs --cluster" in done.stderr
+
+
+def test_an_engine_is_measured_once(model, lengths, tmp_path, monkeypatch):
+    """The first call measures and keeps step times, the next one reads them; both agree."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
+    asked = ("plan", "--model", model, "--lengths", lengths, "--num-bounds", "3", *SMALL)
+    first = _run(*asked, "--json")
+    assert first.exit_code == 0, first.stderr
+    (kept,) = (tmp_path / "cache" / "profiles").iterdir()
+    written = kept.stat().st_mtime_ns
+    again = _run(*asked, "--json")
+    assert json.loads(again.stdout) == json.loads(first.stdout)
+    assert kept.stat().st_mtime_ns == written
+    said = json.loads(first.stdout)
+    assert said["lengths"] == "60 answers of lengths.csv"
+    assert said["chosen"][0]["policy"] == "rra"
+    # A damaged file that is named is refused.
+    kept.write_text("{}")
+    named = _run(*asked, "--profile", str(kept))
+    assert (named.exit_code, named.stdout) == (1, "")
+    assert "InvalidProfileError" in named.stderr
+
+
+def test_lengths_must_fit_the_engine(model, tmp_path, monkeypatch):
+    """Lengths beyond the context are refused before step times are measured."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
+    done = _run("plan", "--model", model, "--task", "S", *SMALL)
+    assert done.exit_code == 2 and "do not fit in a context of 32" in done.stderr
+    assert not (tmp_path / "cache" / "profiles").exists()
