@@ -12,6 +12,7 @@ from jaxserve.cli.conversations import conversations_app
 from jaxserve.cli.generate import generate
 from jaxserve.cli.models import models_app
 from jaxserve.cli.predictor import predictor_app
+from jaxserve.cli.serve import serve
 
 app = typer.Typer(
     name="jaxserve",
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(bench)
 app.add_typer(conversations_app, name="conversations")
 app.add_typer(models_app, name="models")
