@@ -34,8 +34,8 @@ class _App(FastAPI):
     """An application whose OpenAPI document lacks FastAPI's own answer to a bad body."""
 
     def __init__(self, backend: Backend, **options: Any):
+        self.backend = backend
         super().__init__(**options)
-        self.extra["backend"] = backend
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document."""

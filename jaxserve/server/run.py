@@ -157,8 +157,8 @@ def serve(
       InvalidConfigError: the address cannot be used.
       JaxserveError: the service cannot be created; raised by `open_service`.
     """
-    listener = listener or listen(options)
     server = _server(options)
+    listener = listener or listen(options)
     loading = _Loading(server, open_service, on_ready)
     try:
         loading.start()
@@ -178,8 +178,8 @@ def running(service: Service, options: ServerOptions) -> Iterator[str]:
     Raises:
       InvalidConfigError: the address cannot be used.
     """
-    listener = listen(options)
     server = _server(options)
+    listener = listen(options)
     thread = threading.Thread(
         target=server.run, args=([listener],), name="jaxserve-server", daemon=True
     )

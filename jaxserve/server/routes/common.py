@@ -42,7 +42,7 @@ def documented(*statuses: int, stream: bool = False) -> dict[int | str, dict[str
 
 
 def _backend(http: Request) -> Backend:
-    return http.app.extra["backend"]
+    return http.app.backend
 
 
 Here = Annotated[Backend, Depends(_backend)]
