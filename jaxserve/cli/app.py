@@ -13,6 +13,7 @@ from jaxserve.cli.generate import generate
 from jaxserve.cli.models import models_app
 from jaxserve.cli.plan import plan
 from jaxserve.cli.predictor import predictor_app
+from jaxserve.cli.serve import serve
 
 app = typer.Typer(
     name="jaxserve",
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(bench)
 app.command()(plan)
 app.add_typer(conversations_app, name="conversations")

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.request import Completion, FinishReason, Request, Sample, Timing
+from jaxserve.core.request import (
+    Completion,
+    FinishReason,
+    Request,
+    Sample,
+    Timing,
+    TokenLogprob,
+)
 from jaxserve.engine.text import StreamDecoder, TextAssembler
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Phase
@@ -19,12 +26,17 @@ from jaxserve.scheduling.sequence import Sequence as Running
 @final
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """New text and tokens of one sample from one step."""
+    """New text and tokens of one sample from one step.
+
+    Attributes:
+      logprobs: those of `token_ids`; None if the request did not ask for them.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     sample_index: int = 0
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 _log = logging.getLogger(__name__)
@@ -136,8 +148,21 @@ class Answer:
         reason = sequence.finish_reason if ended else None
         if text or new or ended:
             self._notify(
-                Piece(text=text, token_ids=tuple(new), sample_index=i, finish_reason=reason)
+                Piece(
+                    text=text,
+                    token_ids=tuple(new),
+                    sample_index=i,
+                    finish_reason=reason,
+                    logprobs=self._logprobs(sequence, len(new)),
+                )
             )
+
+    def _logprobs(self, sequence: Running, num_new: int) -> tuple[TokenLogprob, ...] | None:
+        """Return the log-probabilities of the last `num_new` delivered tokens, if asked for."""
+        if self.request.params.logprobs is None:
+            return None
+        end = self._num_delivered[sequence.sample_index]
+        return tuple(sequence.scores.output[end - num_new : end])
 
     def _notify(self, piece: Piece) -> None:
         if self._sink is None:

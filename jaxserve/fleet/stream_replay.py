@@ -70,7 +70,8 @@ class StreamReplay:
         shown.num_characters = max(shown.num_characters, given.num_characters)
         self._has_ended[i] = piece.finish_reason is not None
         if tokens or text or self._has_ended[i]:
-            self._pass_on(replace(piece, text=text, token_ids=tokens))
+            logprobs = None if piece.logprobs is None else piece.logprobs[len(known) :]
+            self._pass_on(replace(piece, text=text, token_ids=tokens, logprobs=logprobs))
 
     def end(self, completion: Completion) -> None:
         """End the samples that have not ended, with the reasons in the completion."""

@@ -1,0 +1,187 @@
+"""`jaxserve serve`, which answers OpenAI's API over HTTP."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxserve.cli import options as opt
+from jaxserve.core.errors import InvalidConfigError, MissingExtraError
+
+_SERVER = "Server"
+_KEY_VARIABLE = "JAXSERVE_API_KEY"
+
+
+def _server(name: str, text: str) -> Any:
+    return typer.Option(name, help=text, rich_help_panel=_SERVER)
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="A name (see `jaxserve models list`), folder or GGUF file.")
+    ] = opt.DEFAULT_MODEL,
+    host: Annotated[str, _server("--host", "Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, _server("--port", "Port to listen on; 0 takes a free one.")] = 8000,
+    served_name: Annotated[
+        str | None,
+        _server("--served-model-name", "The model's name for clients; by default MODEL."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        _server(
+            "--api-key-file",
+            f"File of API keys, one a line. ${_KEY_VARIABLE} is another key.",
+        ),
+    ] = None,
+    max_body: Annotated[
+        str, _server("--max-body", "Largest body of a request, e.g. 16MiB.")
+    ] = "16MiB",
+    max_prompt_tokens: Annotated[
+        int | None, _server("--max-prompt-tokens", "Longest prompt.")
+    ] = None,
+    max_samples: Annotated[
+        int, _server("--max-samples", "Most samples of a request, over its prompts.")
+    ] = 128,
+    max_waiting: Annotated[
+        int, _server("--max-waiting", "Requests that may wait; others get 429.")
+    ] = 1024,
+    max_connections: Annotated[
+        int, _server("--max-connections", "Connections; others get 503.")
+    ] = 4096,
+    header_timeout: Annotated[
+        float, _server("--header-timeout", "Seconds for the head of a request.")
+    ] = 10.0,
+    body_timeout: Annotated[
+        float, _server("--body-timeout", "Seconds for the body of a request.")
+    ] = 60.0,
+    request_timeout: Annotated[
+        float, _server("--request-timeout", "Seconds for an answer; 0 for no limit.")
+    ] = 3600.0,
+    drain_timeout: Annotated[
+        float, _server("--drain-timeout", "Seconds for open answers after SIGTERM; 0 for no limit.")
+    ] = 0.0,
+    log_requests: Annotated[
+        bool, _server("--log-requests/--no-log-requests", "A line of JSON for each request.")
+    ] = True,
+    log_prompts: Annotated[
+        bool, _server("--log-prompts", "Write prompts to these lines too.")
+    ] = False,
+    policy: opt.Policy = "auto",
+    load: opt.Load = "auto",
+    dtype: opt.DType = None,
+    kv_memory: opt.KvMemory = None,
+    kv_dtype: opt.KvDType = None,
+    host_memory: opt.HostMemory = None,
+    disk_memory: opt.DiskMemory = None,
+    disk_folder: opt.DiskFolder = None,
+    predictor: opt.Predictor = None,
+    probe: opt.Probe = None,
+    max_slots: opt.MaxSlots = None,
+    max_context: opt.MaxContext = None,
+    tensor_parallel: opt.TensorParallel = 1,
+    stages: opt.Stages = None,
+    data_parallel: opt.DataParallel = 1,
+    replicas: opt.Replicas = 1,
+    coordinator: opt.Coordinator = None,
+    num_processes: opt.NumProcesses = None,
+    process_id: opt.ProcessId = None,
+    record: opt.Record = None,
+    journal: Annotated[
+        Path | None, opt.journal("Keep conversations in this file; without it, in memory.")
+    ] = None,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Serve a model over HTTP, with the API of OpenAI.
+
+    The server listens at once, and /ready says 503 until the model is loaded. SIGTERM or Ctrl-C
+    lets accepted requests end; a second one ends at once.
+    """
+    with opt.exit_codes():
+        try:
+            from jaxserve import server
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(error.name or "fastapi", "serve", "jaxserve serve") from error
+        from jaxserve.core.sizes import parse_bytes
+
+        options = server.ServerOptions(
+            model_name=served_name or model,
+            host=host,
+            port=port,
+            api_keys=_api_keys(api_key_file),
+            max_body_bytes=parse_bytes(max_body),
+            max_prompt_tokens=max_prompt_tokens,
+            max_samples=max_samples,
+            max_waiting=max_waiting,
+            max_connections=max_connections,
+            header_timeout_s=header_timeout,
+            body_timeout_s=body_timeout,
+            request_timeout_s=request_timeout or None,
+            drain_timeout_s=drain_timeout or None,
+            log_requests=log_requests,
+            log_prompts=log_prompts,
+        )
+        if not server.is_loopback(host) and not options.api_keys:
+            typer.echo(
+                f"warning: everyone who can reach {host}:{port} can use this server; pass "
+                "--api-key-file, or --host 127.0.0.1",
+                err=True,
+            )
+
+        def open_service() -> Any:
+            return opt.open_service(
+                model,
+                policy=policy,
+                load=load,
+                dtype=dtype,
+                kv_memory=kv_memory,
+                kv_dtype=kv_dtype,
+                host_memory=host_memory,
+                disk_memory=disk_memory,
+                disk_folder=disk_folder,
+                predictor=predictor,
+                probe=probe,
+                max_slots=max_slots,
+                max_context=max_context,
+                tensor_parallel=tensor_parallel,
+                stages=stages,
+                data_parallel=data_parallel,
+                replicas=replicas,
+                record=record,
+                conversations=journal,
+                quiet=quiet,
+            )
+
+        if not opt.join(coordinator, num_processes, process_id):
+            open_service()  # it follows the leader, and then exits
+        listener = server.listen(options)
+        address = f"http://{host}:{listener.getsockname()[1]}"
+        typer.echo(f"listening on {address}; loading {model}", err=True)
+        server.serve(
+            options,
+            open_service,
+            listener=listener,
+            on_ready=lambda: typer.echo(f"ready on {address}", err=True),
+        )
+
+
+def _api_keys(path: Path | None) -> tuple[str, ...]:
+    """Return the keys in a file, one a line, and that in the environment."""
+    keys = [os.environ[_KEY_VARIABLE]] if os.environ.get(_KEY_VARIABLE) else []
+    if path is not None:
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidConfigError(
+                f"--api-key-file {path} cannot be read: {error}; pass a text file with a key on "
+                "each line"
+            ) from error
+        given = [line for line in lines if line and not line.startswith("#")]
+        if not given:
+            raise InvalidConfigError(
+                f"--api-key-file {path} has no key; put one on each line, or omit the option"
+            )
+        keys += given
+    return tuple(keys)

@@ -1,0 +1,15 @@
+"""The HTTP server: OpenAI's API over a `Service`, of which `Runtime` and `Fleet` are two.
+
+It needs the extra `serve`. `jaxserve serve` starts it; `running` serves in a thread:
+
+    from jaxserve.server import ServerOptions, running
+
+    with Runtime.from_pretrained("smollm2-135m") as rt:
+        with running(rt, ServerOptions(model_name="smollm2-135m")) as url:
+            ...
+"""
+
+from jaxserve.server.options import ServerOptions
+from jaxserve.server.run import is_loopback, listen, running, serve
+
+__all__ = ["ServerOptions", "is_loopback", "listen", "running", "serve"]

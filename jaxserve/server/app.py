@@ -1,0 +1,126 @@
+"""The ASGI application: endpoints, errors and the published schema.
+
+FastAPI is used over Starlette alone because it derives the OpenAPI document from the same types
+that check the requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from jaxserve import __version__
+from jaxserve.core.errors import JaxserveError
+from jaxserve.server.backend import Backend
+from jaxserve.server.errors import Kind, RefusedError, body_of, headers_of, invalid, kind_of
+from jaxserve.server.exchange import ClientGoneError
+from jaxserve.server.guard import AccessLog, BodyTimer, KeyGuard
+from jaxserve.server.routes import chat, completions, operation, tokens
+
+_log = logging.getLogger(__name__)
+
+# No client sees it, and the access log says what happened (nginx' status for it).
+_CLIENT_GONE = 499
+
+
+class _App(FastAPI):
+    """An application whose OpenAPI document lacks FastAPI's own answer to a bad body."""
+
+    def __init__(self, backend: Backend, **options: Any):
+        self.backend = backend
+        super().__init__(**options)
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document."""
+        if self.openapi_schema is None:
+            schema = super().openapi()
+            for path in schema["paths"].values():
+                for operation_ in path.values():
+                    operation_["responses"].pop("422", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                schema["components"]["schemas"].pop(name, None)
+        return super().openapi()
+
+
+def make_app(backend: Backend) -> FastAPI:
+    """Return the application that serves a backend."""
+    options = backend.options
+    middleware = [
+        Middleware(AccessLog, options),
+        *([Middleware(KeyGuard, options.api_keys)] if options.api_keys else []),
+        Middleware(BodyTimer, options.body_timeout_s),
+    ]
+    app = _App(
+        backend,
+        title="jaxserve",
+        version=__version__,
+        description="The API of OpenAI for text models, and endpoints for operation.",
+        docs_url=None,  # they load scripts of other sites
+        redoc_url=None,
+        middleware=middleware,
+        max_body_size=options.max_body_bytes,
+        exception_handlers={
+            JaxserveError: _answer_error,
+            RequestValidationError: _answer_bad_body,
+            HTTPException: _answer_http_error,
+            ClientGoneError: _answer_nobody,
+            Exception: _answer_defect,
+        },
+    )
+    for routes in (chat, completions, tokens, operation):
+        app.include_router(routes.router)
+    return app
+
+
+def _response(error: JaxserveError) -> Response:
+    return JSONResponse(
+        body_of(error), status_code=kind_of(error).status, headers=headers_of(error)
+    )
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, JaxserveError)
+    if kind_of(error).status == 500:
+        _log.error("a request failed", exc_info=error)
+    return _response(error)
+
+
+async def _answer_bad_body(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"] if part != "body"]
+    field = ".".join(where)
+    if first["type"] == "json_invalid":
+        return _response(invalid(f"the body is not JSON: {first['ctx']['error']}"))
+    if first["type"] == "extra_forbidden":
+        return _response(
+            invalid(f"the field {field} is not supported by this server; leave it out", field)
+        )
+    if first["type"] == "literal_error":
+        expected = first["ctx"]["expected"]
+        return _response(invalid(f"{field} has to be {expected} on this server", field))
+    return _response(invalid(f"{field or 'the body'}: {first['msg']}", field or None))
+
+
+async def _answer_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = Kind(error.status_code, "invalid_request_error")
+    response = _response(RefusedError(str(error.detail), kind))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _answer_nobody(_: Request, __: Exception) -> Response:
+    return Response(status_code=_CLIENT_GONE)
+
+
+async def _answer_defect(_: Request, error: Exception) -> Response:
+    _log.error("a request failed", exc_info=error)
+    return _response(JaxserveError("the server failed; its log says why"))

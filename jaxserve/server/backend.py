@@ -1,0 +1,151 @@
+"""The service behind the server, the phase that the server is in, and the open requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, final
+
+from jaxserve.core.errors import JaxserveError
+from jaxserve.runtime import Service
+from jaxserve.server.errors import RefusedError, failed, too_busy, unavailable, unknown_model
+from jaxserve.server.mailbox import Mailbox
+from jaxserve.server.options import ServerOptions
+
+Phase = Literal["loading", "ready", "draining", "failed"]
+
+# Seconds after which a client may ask a server again that is loading or draining.
+_RETRY_S = 5.0
+# Requests whose ends are counted for the rate at which requests end.
+_NUM_RATED = 64
+
+
+@final
+class OpenRequest:
+    """A request of the service that has not ended; it waits until it has a token."""
+
+    __slots__ = ("has_begun",)
+
+    def __init__(self) -> None:
+        self.has_begun = False
+
+
+@final
+class Backend:
+    """The service, and the admission of requests. All methods are called on the event loop.
+
+    Args:
+      retry_after_s: estimate of the seconds after which a request that finds the queue full may
+        succeed; by default it is derived from the rate at which requests ended last.
+    """
+
+    def __init__(self, options: ServerOptions, *, retry_after_s: Callable[[], float] | None = None):
+        self.options = options
+        self.created_s = int(time.time())
+        self.mailbox: Mailbox | None = None
+        self.max_model_len: int | None = None
+        self.phase: Phase = "loading"
+        self.num_waiting = 0
+        self.num_running = 0
+        self._service: Service | None = None
+        self._retry_after_s = retry_after_s
+        self._ends_s: deque[float] = deque(maxlen=_NUM_RATED)
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    def serve(self, service: Service, max_prompt_tokens: int) -> None:
+        """Be ready, with this service, unless the server is being shut down already.
+
+        Args:
+          max_prompt_tokens: length of the longest prompt that leaves room for one token.
+        """
+        self._service = service
+        self.max_model_len = max_prompt_tokens + 1
+        self.mailbox = Mailbox(asyncio.get_running_loop())
+        if self.phase == "loading":
+            self.phase = "ready"
+
+    def fail(self) -> None:
+        """Refuse all requests, since the service could not be created or has failed."""
+        self.phase = "failed"
+
+    def drain(self) -> None:
+        """Refuse new requests; those that were accepted go on."""
+        self.phase = "draining"
+
+    async def until_idle(self) -> None:
+        """Wait until no accepted request is open."""
+        await self._is_idle.wait()
+
+    def ready_service(self) -> Service:
+        """Return the service.
+
+        Raises:
+          RefusedError: the server is loading, draining, or has failed.
+        """
+        if self.phase == "failed":
+            raise failed()
+        if self._service is None or self.phase != "ready":
+            raise unavailable(self.phase, _RETRY_S)
+        return self._service
+
+    def check_model(self, name: str | None) -> None:
+        """Check that a request names the model that is served, if it names one.
+
+        Raises:
+          RefusedError: it names another.
+        """
+        if name is not None and name != self.options.model_name:
+            raise unknown_model(name, self.options.model_name)
+
+    # ---- open requests ----
+
+    def check_room(self, count: int) -> None:
+        """Check that the queue has room for more requests.
+
+        Raises:
+          RefusedError: it has not; says when to come again.
+        """
+        if self.num_waiting + count > self.options.max_waiting:
+            raise self._too_busy()
+
+    def begin(self) -> OpenRequest:
+        """Count a new request as waiting."""
+        self.num_waiting += 1
+        self._is_idle.clear()
+        return OpenRequest()
+
+    def has_token(self, request: OpenRequest) -> None:
+        """Count a request as running, which has a token now."""
+        if not request.has_begun:
+            request.has_begun = True
+            self.num_waiting -= 1
+            self.num_running += 1
+
+    def end(self, request: OpenRequest) -> None:
+        """Count a request no longer. Call it once."""
+        if request.has_begun:
+            self.num_running -= 1
+            self._ends_s.append(time.monotonic())
+        else:
+            self.num_waiting -= 1
+        if not self.num_waiting and not self.num_running:
+            self._is_idle.set()
+
+    def _too_busy(self) -> RefusedError:
+        wait_s = None
+        if self._retry_after_s is not None:
+            try:
+                wait_s = self._retry_after_s()
+            except JaxserveError:  # the service is closed or has failed: the next request says so
+                wait_s = None
+        return too_busy(self.num_waiting, self._by_rate_s() if wait_s is None else wait_s)
+
+    def _by_rate_s(self) -> float:
+        """Return the seconds in which an eighth of the queue ends, by the rate of the last ends."""
+        if len(self._ends_s) < 2 or self._ends_s[-1] == self._ends_s[0]:
+            return 1.0
+        each_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
+        return min(60.0, max(1.0, each_s * self.num_waiting / 8))

@@ -1,0 +1,167 @@
+"""The table of typed errors and HTTP statuses, and the bodies of errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from jaxserve.core import errors
+from jaxserve.core.errors import JaxserveError
+from jaxserve.server.schema.base import ErrorDetail, ErrorReply
+
+
+@final
+@dataclass(frozen=True)
+class Kind:
+    """How an error is answered.
+
+    Attributes:
+      status: of HTTP.
+      type: `error.type` of the body.
+      code: `error.code` of the body.
+      may_retry: whether the same request may succeed later. OpenAI's clients retry 408, 409, 429
+        and 5xx on their own unless the answer forbids it.
+    """
+
+    status: int
+    type: str
+    code: str | None = None
+    may_retry: bool = False
+
+
+_INVALID = "invalid_request_error"
+_SERVER = "server_error"
+
+# The entry of the nearest base class counts.
+STATUSES: Mapping[type[JaxserveError], Kind] = {
+    errors.InvalidRequestError: Kind(400, _INVALID),
+    errors.PromptTooLongError: Kind(400, _INVALID, "context_length_exceeded"),
+    errors.EmptyPromptError: Kind(400, _INVALID, "empty_prompt"),
+    errors.TokenOutOfRangeError: Kind(400, _INVALID, "token_out_of_range"),
+    errors.InvalidSamplingParamsError: Kind(400, _INVALID, "invalid_sampling_params"),
+    errors.InvalidConfigError: Kind(400, _INVALID),
+    errors.UnknownConversationError: Kind(404, _INVALID, "conversation_not_found"),
+    errors.ConversationBusyError: Kind(409, "conflict_error", "conversation_busy", True),
+    errors.ConversationConflictError: Kind(409, "conflict_error", "conversation_conflict"),
+    errors.OtherModelError: Kind(409, "conflict_error", "other_model"),
+    errors.TurnTimeoutError: Kind(504, "timeout_error", "request_timeout"),
+    errors.TurnCancelledError: Kind(503, _SERVER, "cancelled", True),
+    errors.InfeasibleBoundError: Kind(503, _SERVER, "infeasible_bound"),
+    errors.RuntimeClosedError: Kind(503, _SERVER, "shutting_down", True),
+    errors.ReplicaDiedError: Kind(503, _SERVER, "replica_died", True),
+    errors.NumericalError: Kind(500, _SERVER, "numerical_error"),
+    errors.MissingExtraError: Kind(501, _SERVER, "missing_extra"),
+    JaxserveError: Kind(500, _SERVER, "internal_error"),
+}
+
+
+class RefusedError(JaxserveError):
+    """A request that the server refuses for a reason of HTTP or of its own limits.
+
+    Attributes:
+      kind: how it is answered.
+      param: field of the body that is at fault.
+      retry_after_s: seconds after which the request may succeed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        kind: Kind,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ):
+        super().__init__(message)
+        self.kind = kind
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+def invalid(message: str, param: str | None = None) -> RefusedError:
+    """Return the error for a field that cannot be honoured."""
+    return RefusedError(message, Kind(400, _INVALID), param=param)
+
+
+def unknown_model(given: str, served: str) -> RefusedError:
+    """Return the error for a model that is not served."""
+    return RefusedError(
+        f"the model {given!r} does not exist here; this server has {served!r}",
+        Kind(404, _INVALID, "model_not_found"),
+        param="model",
+    )
+
+
+def bad_key() -> RefusedError:
+    """Return the error for a missing or wrong API key."""
+    return RefusedError(
+        "the API key is missing or wrong; send one of the server's keys as 'Authorization: Bearer "
+        "KEY'",
+        Kind(401, "authentication_error", "invalid_api_key"),
+    )
+
+
+def too_busy(num_waiting: int, retry_after_s: float) -> RefusedError:
+    """Return the error for a request beyond the bound of the queue."""
+    return RefusedError(
+        f"{num_waiting} requests are waiting, which is this server's limit; try again in "
+        f"{math.ceil(retry_after_s)} s",
+        Kind(429, "rate_limit_error", "queue_full", True),
+        retry_after_s=retry_after_s,
+    )
+
+
+def unavailable(phase: str, retry_after_s: float) -> RefusedError:
+    """Return the error of a server that is not ready."""
+    return RefusedError(
+        f"the server is {phase}; try again in {math.ceil(retry_after_s)} s",
+        Kind(503, _SERVER, phase, True),
+        retry_after_s=retry_after_s,
+    )
+
+
+def failed() -> RefusedError:
+    """Return the error of a server whose model could not be loaded or has failed."""
+    return RefusedError(
+        "the model could not be loaded or has failed; the server's log says why. Restart it",
+        Kind(500, _SERVER, "failed"),
+    )
+
+
+def timed_out(timeout_s: float) -> RefusedError:
+    """Return the error for an answer that was not complete in time."""
+    return RefusedError(
+        f"the answer was not complete after {timeout_s:g} s and was cancelled; ask for fewer "
+        "tokens, or raise the server's --request-timeout",
+        Kind(504, "timeout_error", "request_timeout"),
+    )
+
+
+def kind_of(error: JaxserveError) -> Kind:
+    """Return how an error is answered."""
+    if isinstance(error, RefusedError):
+        return error.kind
+    return next(STATUSES[base] for base in type(error).__mro__ if base in STATUSES)
+
+
+def body_of(error: JaxserveError) -> dict[str, Any]:
+    """Return the body of an error's answer."""
+    kind = kind_of(error)
+    param = error.param if isinstance(error, RefusedError) else None
+    detail = ErrorDetail(message=str(error), type=kind.type, param=param, code=kind.code)
+    return ErrorReply(error=detail).model_dump()
+
+
+def headers_of(error: JaxserveError) -> dict[str, str]:
+    """Return the headers of an error's answer."""
+    kind = kind_of(error)
+    headers = {}
+    if kind.status >= 500 or kind.status in (408, 409, 429):
+        headers["x-should-retry"] = "true" if kind.may_retry else "false"
+    if isinstance(error, RefusedError) and error.retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if kind.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return headers

@@ -1,0 +1,273 @@
+"""One HTTP request's way through the service: its prompts are submitted, its pieces come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar, final
+
+from anyio import to_thread
+from starlette.requests import Request as HttpRequest
+
+from jaxserve.core.errors import EngineFailedError, PromptTooLongError, RuntimeClosedError
+from jaxserve.core.request import Completion
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Piece
+from jaxserve.runtime import Service
+from jaxserve.runtime.pending import Pending
+from jaxserve.server.backend import Backend, OpenRequest
+from jaxserve.server.errors import invalid, timed_out
+
+_T = TypeVar("_T")
+
+# Seconds for which a stream waits before it sends its status: an error before then has its own.
+STATUS_S = 5.0
+# Seconds without a piece after which a stream sends a comment, so that proxies keep it open.
+PING_S = 15.0
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection, so nothing is left to answer."""
+
+
+@final
+@dataclass(frozen=True)
+class Job:
+    """One prompt, as token ids."""
+
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0
+
+
+@final
+class Exchange:
+    """The requests of the service that answer one HTTP request. Use it on the event loop.
+
+    Attributes:
+      jobs: the prompts, in the order of the request; known after `start`.
+    """
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        self._service = backend.ready_service()
+        self._timeout_s = backend.options.request_timeout_s
+        self.jobs: Sequence[Job] = ()
+        self._pending: list[Pending] = []
+        self._open: dict[int, OpenRequest] = {}
+        self._pieces: list[tuple[int, Piece]] = []
+        self._news = asyncio.Event()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._next_ping: asyncio.TimerHandle | None = None
+        self._has_expired = False
+        self._is_closed = False
+
+    async def start(self, make_jobs: Callable[[Service], Sequence[Job]]) -> None:
+        """Make the prompts and submit them, on another thread, since tokenizing takes time.
+
+        Raises:
+          JaxserveError: a prompt cannot be served, or the server has no room for it.
+        """
+        backend = self._backend
+        backend.check_room(1)
+        if self._timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            self._expiry = loop.call_later(self._timeout_s, self._expire)
+        # Counted from here on, so that a server that drains waits for it.
+        self._open = {0: backend.begin()}
+        try:
+            self.jobs = await to_thread.run_sync(make_jobs, self._service)
+            self._check()
+            backend.check_room(len(self.jobs) - 1)
+            self._open.update({i: backend.begin() for i in range(1, len(self.jobs))})
+            await to_thread.run_sync(self._submit)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self) -> None:
+        options = self._backend.options
+        num_samples = sum(job.params.n for job in self.jobs)
+        if num_samples > options.max_samples:
+            raise invalid(
+                f"{num_samples} samples were asked for, and this server allows "
+                f"{options.max_samples} in one request; lower n, or send fewer prompts",
+                "n",
+            )
+        most = options.max_prompt_tokens
+        longest = max(len(job.prompt) for job in self.jobs)
+        if most is not None and longest > most:
+            raise PromptTooLongError(
+                f"the prompt has {longest} tokens, and this server allows {most}; shorten it"
+            )
+
+    def _submit(self) -> None:
+        mailbox = self._backend.mailbox
+        assert mailbox is not None
+        for i, job in enumerate(self.jobs):
+            pending = self._service.submit(
+                job.prompt,
+                job.params,
+                priority=job.priority,
+                on_piece=lambda piece, i=i: mailbox.post(partial(self._take, i, piece)),
+            )
+            self._pending.append(pending)
+            pending.future.add_done_callback(
+                lambda future, i=i: mailbox.post(partial(self._finish, i, future))
+            )
+
+    async def until_begun(self, timeout_s: float = STATUS_S) -> None:
+        """Wait for the first piece, or for some seconds.
+
+        Raises:
+          JaxserveError: a request failed without a piece.
+        """
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), timeout_s)
+        try:
+            self._check_time()
+            if not self._open and not any(piece.token_ids for _, piece in self._pieces):
+                self._results()
+        except BaseException:
+            self.close()
+            raise
+
+    async def pieces(self) -> AsyncGenerator[list[tuple[int, Piece]]]:
+        """Yield the pieces that have come, each with the index of its prompt, until the end.
+
+        A client that reads slowly gets fewer, larger groups. A group without pieces says that none
+        has come for `PING_S` seconds.
+
+        Raises:
+          JaxserveError: a request failed or took too long; raised after its pieces.
+        """
+        self._ping()
+        try:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                taken, self._pieces = self._pieces, []
+                if taken or self._open:
+                    yield merged(taken)
+                self._check_time()
+                if not self._open and not self._pieces:
+                    break
+            self._results()
+        finally:
+            self.close()
+
+    async def completions(self) -> list[Completion]:
+        """Wait for the end of all requests, and return their completions.
+
+        Raises:
+          JaxserveError: a request failed or took too long.
+        """
+        try:
+            while self._open:
+                await self._news.wait()
+                self._news.clear()
+                self._check_time()
+            return self._results()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Cancel the requests that have not ended. Call it when the client has gone."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for timer in (self._expiry, self._next_ping):
+            if timer is not None:
+                timer.cancel()
+        for pending in self._pending:
+            if not pending.future.done():
+                pending.cancel()
+        while self._open:
+            self._backend.end(self._open.popitem()[1])
+
+    # ---- on the event loop, from the mailbox ----
+
+    def _take(self, index: int, piece: Piece) -> None:
+        if self._is_closed:
+            return
+        if piece.token_ids and index in self._open:
+            self._backend.has_token(self._open[index])
+        self._pieces.append((index, piece))
+        self._news.set()
+
+    def _finish(self, index: int, future: Future[Completion]) -> None:
+        if index in self._open:
+            self._backend.end(self._open.pop(index))
+        self._news.set()
+
+    def _expire(self) -> None:
+        self._has_expired = True
+        self._news.set()
+
+    def _ping(self) -> None:
+        self._news.set()
+        if not self._is_closed:
+            self._next_ping = asyncio.get_running_loop().call_later(PING_S, self._ping)
+
+    def _check_time(self) -> None:
+        if self._has_expired and self._open:
+            assert self._timeout_s is not None
+            raise timed_out(self._timeout_s)
+
+    def _results(self) -> list[Completion]:
+        completions = [pending.future.result() for pending in self._pending]
+        for completion in completions:
+            if completion.error is not None:
+                if isinstance(completion.error, EngineFailedError):
+                    self._backend.fail()
+                raise completion.error
+            if any(sample.finish_reason == "cancelled" for sample in completion.samples):
+                raise RuntimeClosedError("the server was stopped before the answer was complete")
+        return completions
+
+
+def merged(pieces: Sequence[tuple[int, Piece]]) -> list[tuple[int, Piece]]:
+    """Return one piece for each sample; ends that are errors are raised, not shown."""
+    found: dict[tuple[int, int], Piece] = {}
+    for index, piece in pieces:
+        if piece.finish_reason in ("error", "cancelled"):
+            continue
+        key = (index, piece.sample_index)
+        found[key] = _joined(found[key], piece) if key in found else piece
+    return [(index, piece) for (index, _), piece in found.items()]
+
+
+def _joined(first: Piece, second: Piece) -> Piece:
+    return replace(
+        second,
+        text=first.text + second.text,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=None if second.logprobs is None else (first.logprobs or ()) + second.logprobs,
+    )
+
+
+async def unless_gone(http: HttpRequest, work: Awaitable[_T]) -> _T:
+    """Wait for work, and cancel it if the client closes the connection before.
+
+    Raises:
+      ClientGoneError: the client has gone.
+    """
+
+    async def until_gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()

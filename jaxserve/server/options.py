@@ -1,0 +1,73 @@
+"""The options of the server, validated before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from jaxserve.core.errors import InvalidConfigError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of the HTTP server; see docs/serving.md.
+
+    Attributes:
+      model_name: the name in `/v1/models` and in answers.
+      host, port: address to listen on; port 0 takes a free one.
+      api_keys: keys of which a client must send one (`Authorization: Bearer KEY`); empty for none.
+      max_body_bytes: largest body of a request.
+      max_prompt_tokens: longest prompt; None for the model's limit.
+      max_samples: largest number of samples of a request, over all its prompts.
+      max_waiting: number of accepted requests without a token above which others get 429.
+      max_connections: number of connections above which others get 503.
+      header_timeout_s: seconds in which the head of a request must arrive.
+      body_timeout_s: seconds in which the body of a request must arrive.
+      keep_alive_s: seconds that an idle connection stays open.
+      request_timeout_s: seconds after which an answer that has not ended is cancelled; None for no
+        limit.
+      drain_timeout_s: seconds that running requests have after SIGTERM; None for no limit.
+      log_requests: write a line of JSON for each request to stdout.
+      log_prompts: write bodies of requests to that line too.
+    """
+
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 16 << 20
+    max_prompt_tokens: int | None = None
+    max_samples: int = 128
+    max_waiting: int = 1024
+    max_connections: int = 4096
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    keep_alive_s: float = 30.0
+    request_timeout_s: float | None = 3600.0
+    drain_timeout_s: float | None = None
+    log_requests: bool = True
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_samples", "max_waiting", "max_connections"):
+            if getattr(self, name) < 1:
+                raise InvalidConfigError(
+                    f"{name}={getattr(self, name)} is not allowed; pass at least 1"
+                )
+        if not 0 <= self.port <= 65535:
+            raise InvalidConfigError(
+                f"port={self.port} is not allowed; pass 0 to 65535, where 0 takes a free port"
+            )
+        for name in (
+            "header_timeout_s",
+            "body_timeout_s",
+            "keep_alive_s",
+            "request_timeout_s",
+            "drain_timeout_s",
+        ):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0:
+                raise InvalidConfigError(f"{name}={seconds} is not allowed; pass more than 0")
+        if any(not key or not key.isascii() or not key.isprintable() for key in self.api_keys):
+            raise InvalidConfigError("an API key is empty or not printable ASCII; replace it")

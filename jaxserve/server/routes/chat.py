@@ -1,0 +1,149 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import cast, final
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.core.request import Completion
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Piece
+from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.runtime import Service
+from jaxserve.server import params as params_of
+from jaxserve.server import scores
+from jaxserve.server.events import EventStream, Replies, json_response
+from jaxserve.server.exchange import Exchange, Job, unless_gone
+from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
+from jaxserve.server.schema.base import FinishReason, Usage
+from jaxserve.server.schema.chat import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatReply,
+    ChatRequest,
+    ChunkChoice,
+    Delta,
+    as_template_message,
+)
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatReply,
+    responses=documented(*ANSWERING, stream=True),
+    tags=["answers"],
+)
+async def chat(body: ChatRequest, http: Request, backend: Here) -> Response:
+    """Answer a chat."""
+    backend.check_model(body.model)
+    tokenizer = need_tokenizer(backend.ready_service())
+    exchange = Exchange(backend)
+    params = params_of.of_chat(body)
+    answer = _Chat(body, params, exchange, backend.options.model_name, tokenizer)
+    await unless_gone(http, exchange.start(answer.jobs))
+    if body.stream:
+        await unless_gone(http, exchange.until_begun())
+        return EventStream(answer.chunks())
+    return json_response(answer.reply((await unless_gone(http, exchange.completions()))[0]))
+
+
+@final
+@dataclass
+class _Chat:
+    """The answer to one chat."""
+
+    body: ChatRequest
+    params: SamplingParams
+    exchange: Exchange
+    model: str
+    tokenizer: Tokenizer
+
+    def __post_init__(self) -> None:
+        self.id = new_id("chatcmpl")
+        self.created = now_s()
+
+    def jobs(self, _: Service) -> list[Job]:
+        """Return the one prompt."""
+        messages = [as_template_message(message) for message in self.body.messages]
+        prompt = self.tokenizer.apply_chat_template(messages)
+        return [Job(prompt, self.params, self.body.priority or 0)]
+
+    def reply(self, completion: Completion) -> ChatReply:
+        """Return the whole answer."""
+        choices = [
+            ChatChoice(
+                index=i,
+                message=AnswerMessage(content=sample.text),
+                logprobs=None
+                if sample.logprobs is None
+                else scores.of_chat(sample.logprobs, self.tokenizer),
+                finish_reason=cast(FinishReason, sample.finish_reason),
+                token_ids=list(sample.token_ids) if self.body.return_token_ids else None,
+            )
+            for i, sample in enumerate(completion.samples)
+        ]
+        prompt = completion.prompt_token_ids
+        return ChatReply(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=Usage.of(len(prompt), sum(len(s.token_ids) for s in completion.samples)),
+            prompt_logprobs=None
+            if completion.prompt_logprobs is None
+            else scores.of_prompt(completion.prompt_logprobs, self.tokenizer),
+            prompt_token_ids=list(prompt) if self.body.return_token_ids else None,
+        )
+
+    async def chunks(self) -> Replies:
+        """Yield the chunks of a streamed answer."""
+        options, prompt = self.body.stream_options, self.exchange.jobs[0].prompt
+        num_tokens = 0
+        async with aclosing(self.exchange.pieces()) as groups:
+            for i in range(self.params.n):
+                first = Delta(role="assistant", content="")
+                yield self._chunk(
+                    [ChunkChoice(index=i, delta=first)],
+                    prompt_token_ids=prompt if self.body.return_token_ids else None,
+                )
+            async for group in groups:
+                if not group:
+                    yield "waiting"
+                for _, piece in group:
+                    num_tokens += len(piece.token_ids)
+                    yield self._chunk([self._choice(piece)])
+        if options is not None and options.include_usage:
+            yield self._chunk([], usage=Usage.of(len(prompt), num_tokens))
+
+    def _choice(self, piece: Piece) -> ChunkChoice:
+        ended = piece.finish_reason is not None
+        return ChunkChoice(
+            index=piece.sample_index,
+            delta=Delta(content=None if ended and not piece.text else piece.text),
+            logprobs=scores.of_chat(piece.logprobs, self.tokenizer) if piece.logprobs else None,
+            finish_reason=cast(FinishReason, piece.finish_reason),
+            token_ids=list(piece.token_ids) if self.body.return_token_ids else None,
+        )
+
+    def _chunk(
+        self,
+        choices: list[ChunkChoice],
+        usage: Usage | None = None,
+        prompt_token_ids: list[int] | None = None,
+    ) -> ChatChunk:
+        return ChatChunk(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=usage,
+            prompt_token_ids=prompt_token_ids,
+        )

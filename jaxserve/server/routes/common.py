@@ -1,0 +1,71 @@
+"""What the endpoints share: the backend, ids, documented errors."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Annotated, Any
+
+from fastapi import Depends
+from starlette.requests import Request
+
+from jaxserve.core.errors import InvalidRequestError
+from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.runtime import Service
+from jaxserve.server.backend import Backend
+from jaxserve.server.schema.base import ErrorReply
+
+_MEANINGS = {
+    400: "The request cannot be served as given.",
+    401: "The API key is missing or wrong.",
+    404: "The model or the conversation does not exist.",
+    409: "The conversation is being answered, or belongs to another model.",
+    413: "The body is larger than the server allows.",
+    429: "The queue is full.",
+    500: "The server failed.",
+    503: "The server is loading or shutting down.",
+    504: "The answer was not complete in time.",
+}
+READING = (400, 401, 404, 413, 503)
+ANSWERING = (400, 401, 404, 413, 429, 500, 503, 504)
+
+
+def documented(*statuses: int, stream: bool = False) -> dict[int | str, dict[str, Any]]:
+    """Return the documentation of an endpoint's errors, and of its events."""
+    found: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorReply, "description": _MEANINGS[status]} for status in statuses
+    }
+    if stream:
+        events = {"text/event-stream": {"schema": {"type": "string"}}}
+        found[200] = {"content": events, "description": "JSON, or events with `stream`."}
+    return found
+
+
+def _backend(http: Request) -> Backend:
+    return http.app.backend
+
+
+Here = Annotated[Backend, Depends(_backend)]
+
+
+def new_id(prefix: str) -> str:
+    """Return a unique id of an answer."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def now_s() -> int:
+    """Return the seconds since 1970."""
+    return int(time.time())
+
+
+def need_tokenizer(service: Service) -> Tokenizer:
+    """Return the tokenizer.
+
+    Raises:
+      InvalidRequestError: the model has none.
+    """
+    if service.tokenizer is None:
+        raise InvalidRequestError(
+            "this model is served without a tokenizer; send token ids to /inference/v1/generate"
+        )
+    return service.tokenizer

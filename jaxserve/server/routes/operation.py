@@ -1,0 +1,62 @@
+"""`/v1/models`, `/health`, `/ready` and `/version`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from jaxserve import __version__
+from jaxserve.server.errors import failed, unknown_model
+from jaxserve.server.events import json_response
+from jaxserve.server.routes.common import Here, documented
+from jaxserve.server.schema.models import ModelCard, ModelList, StateReply, VersionReply
+
+router = APIRouter()
+
+
+def _card(backend: Here) -> ModelCard:
+    return ModelCard(
+        id=backend.options.model_name,
+        created=backend.created_s,
+        max_model_len=backend.max_model_len,
+    )
+
+
+@router.get("/v1/models", response_model=ModelList, responses=documented(401), tags=["models"])
+async def list_models(backend: Here) -> Response:
+    """Return the model that is served, also while it is being loaded."""
+    return json_response(ModelList(data=[_card(backend)]))
+
+
+@router.get(
+    "/v1/models/{model:path}",
+    response_model=ModelCard,
+    responses=documented(401, 404),
+    tags=["models"],
+)
+async def retrieve_model(model: str, backend: Here) -> Response:
+    """Return one model."""
+    if model != backend.options.model_name:
+        raise unknown_model(model, backend.options.model_name)
+    return json_response(_card(backend))
+
+
+@router.get("/health", response_model=StateReply, responses=documented(500), tags=["operation"])
+async def health(backend: Here) -> Response:
+    """Say whether the process is alive: 500 if the model could not be loaded or has failed."""
+    if backend.phase == "failed":
+        raise failed()
+    return json_response(StateReply(status=backend.phase))
+
+
+@router.get("/ready", response_model=StateReply, responses=documented(503), tags=["operation"])
+async def ready(backend: Here) -> Response:
+    """Say whether requests are accepted: 503 while the model is loaded, and from SIGTERM on."""
+    backend.ready_service()
+    return json_response(StateReply(status=backend.phase))
+
+
+@router.get("/version", response_model=VersionReply, tags=["operation"])
+async def version() -> Response:
+    """Return the version of jaxserve."""
+    return json_response(VersionReply(version=__version__))

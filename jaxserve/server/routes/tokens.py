@@ -1,0 +1,163 @@
+"""`/tokenize`, `/detokenize`, and `/inference/v1/generate`: tokens in and out."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any, cast
+
+from anyio import to_thread
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.core.request import Completion, TokenLogprob
+from jaxserve.server import params as params_of
+from jaxserve.server.errors import invalid
+from jaxserve.server.events import EventStream, Replies, json_response
+from jaxserve.server.exchange import Exchange, Job, unless_gone
+from jaxserve.server.routes.common import (
+    ANSWERING,
+    READING,
+    Here,
+    documented,
+    need_tokenizer,
+    new_id,
+)
+from jaxserve.server.schema.base import Usage
+from jaxserve.server.schema.chat import as_template_message
+from jaxserve.server.schema.tokens import (
+    DetokenizeReply,
+    DetokenizeRequest,
+    GenerateChoice,
+    GenerateReply,
+    GenerateRequest,
+    TokenizeReply,
+    TokenizeRequest,
+    TopToken,
+)
+from jaxserve.server.scores import finite, text_of
+
+router = APIRouter()
+
+
+@router.post(
+    "/tokenize", response_model=TokenizeReply, responses=documented(*READING), tags=["tokens"]
+)
+async def tokenize(body: TokenizeRequest, backend: Here) -> Response:
+    """Return the token ids of a text or a chat."""
+    backend.check_model(body.model)
+    service = backend.ready_service()
+    tokenizer = need_tokenizer(service)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("pass exactly one of prompt and messages", "prompt")
+    for name in ("add_special_tokens",) if body.messages else ("add_generation_prompt",):
+        if getattr(body, name) is not None:
+            raise invalid(f"{name} has no effect on this kind of prompt; leave it out", name)
+
+    def encode() -> list[int]:
+        if body.messages is None:
+            return tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
+        messages = [as_template_message(message) for message in body.messages]
+        add = body.add_generation_prompt is not False
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=add)
+
+    found = await to_thread.run_sync(encode)
+    texts = [text_of(token, tokenizer) for token in found] if body.return_token_strs else None
+    return json_response(
+        TokenizeReply(
+            tokens=found, count=len(found), max_model_len=backend.max_model_len, token_strs=texts
+        )
+    )
+
+
+@router.post(
+    "/detokenize", response_model=DetokenizeReply, responses=documented(*READING), tags=["tokens"]
+)
+async def detokenize(body: DetokenizeRequest, backend: Here) -> Response:
+    """Return the text of token ids."""
+    backend.check_model(body.model)
+    service = backend.ready_service()
+    tokenizer = need_tokenizer(service)
+    bad = [token for token in body.tokens if token >= service.vocab_size]
+    if bad:
+        raise invalid(
+            f"token id {bad[0]} is outside the vocabulary of {service.vocab_size}", "tokens"
+        )
+    text = await to_thread.run_sync(lambda: tokenizer.decode(body.tokens, False))
+    return json_response(DetokenizeReply(prompt=text))
+
+
+@router.post(
+    "/inference/v1/generate",
+    response_model=GenerateReply,
+    responses=documented(*ANSWERING, stream=True),
+    tags=["answers"],
+)
+async def generate(body: GenerateRequest, http: Request, backend: Here) -> Response:
+    """Continue token ids with token ids, for instance for the rollouts of a trainer."""
+    backend.check_model(body.model)
+    exchange = Exchange(backend)
+    params = params_of.of_generate(body)
+    job = Job(body.token_ids, params, body.priority or 0)
+    reply_id, model = new_id("gen"), backend.options.model_name
+    await unless_gone(http, exchange.start(lambda _: [job]))
+    if body.stream:
+        await unless_gone(http, exchange.until_begun())
+        return EventStream(_chunks(exchange, reply_id, model))
+    (completion,) = await unless_gone(http, exchange.completions())
+    return json_response(_reply(completion, reply_id, model))
+
+
+def _reply(completion: Completion, reply_id: str, model: str) -> GenerateReply:
+    choices = [
+        _choice(i, sample.token_ids, sample.logprobs, sample.finish_reason)
+        for i, sample in enumerate(completion.samples)
+    ]
+    found = completion.prompt_logprobs
+    num_output = sum(len(sample.token_ids) for sample in completion.samples)
+    return GenerateReply(
+        request_id=reply_id,
+        model=model,
+        choices=choices,
+        prompt_logprobs=None
+        if found is None
+        else [None if score is None else finite(score.logprob) for score in found],
+        usage=Usage.of(len(completion.prompt_token_ids), num_output),
+    )
+
+
+async def _chunks(exchange: Exchange, reply_id: str, model: str) -> Replies:
+    num_tokens = 0
+    async with aclosing(exchange.pieces()) as groups:
+        async for group in groups:
+            if not group:
+                yield "waiting"
+            for _, piece in group:
+                num_tokens += len(piece.token_ids)
+                choice = _choice(
+                    piece.sample_index, piece.token_ids, piece.logprobs, piece.finish_reason
+                )
+                yield GenerateReply(request_id=reply_id, model=model, choices=[choice])
+    usage = Usage.of(len(exchange.jobs[0].prompt), num_tokens)
+    yield GenerateReply(request_id=reply_id, model=model, choices=[], usage=usage)
+
+
+def _choice(
+    index: int,
+    token_ids: tuple[int, ...],
+    scores: tuple[TokenLogprob, ...] | None,
+    finish_reason: Any,
+) -> GenerateChoice:
+    tops = None
+    if scores is not None and any(score.top for score in scores):
+        tops = [
+            [TopToken(token_id=token, logprob=finite(logprob)) for token, logprob in score.top]
+            for score in scores
+        ]
+    return GenerateChoice(
+        index=index,
+        token_ids=list(token_ids),
+        logprobs=None if scores is None else [finite(score.logprob) for score in scores],
+        top_logprobs=tops,
+        finish_reason=cast(Any, finish_reason),
+    )

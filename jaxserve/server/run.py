@@ -1,0 +1,238 @@
+"""The process: listens at once, loads the model meanwhile, drains on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import math
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, final
+
+import uvicorn
+
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.runtime import Service
+from jaxserve.server.app import make_app
+from jaxserve.server.backend import Backend
+from jaxserve.server.options import ServerOptions
+from jaxserve.server.protocol import TimedProtocol
+
+_log = logging.getLogger(__name__)
+
+# Bytes of the head of a request.
+_MAX_HEAD_BYTES = 64 << 10
+
+
+@final
+class _Server(uvicorn.Server):
+    """A server that drains on the first signal and ends on the second."""
+
+    def __init__(self, config: uvicorn.Config, backend: Backend):
+        super().__init__(config)
+        self.backend = backend
+        self.has_begun = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self.has_begun.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.force_exit:
+            self._abort()
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Not appended to uvicorn's list: it would raise the signal again after the drain, and the
+        # process would end as if it had been killed.
+        self.end()
+
+    def post(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Make a call on the event loop; do nothing if the server has ended."""
+        self.has_begun.wait()
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    def end(self) -> None:
+        """Drain, and then end; at the second call, end at once. May be called on any thread."""
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        if self._draining is None and self.backend.phase == "ready":
+            _log.info("draining: accepted requests go on, new ones are refused")
+            self.backend.drain()
+            self._draining = asyncio.ensure_future(self._exit_when_idle())
+        else:
+            self._abort()
+
+    def _abort(self) -> None:
+        self.force_exit = self.should_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    async def _exit_when_idle(self) -> None:
+        try:
+            async with asyncio.timeout(self.backend.options.drain_timeout_s):
+                await self.backend.until_idle()
+        except TimeoutError:
+            _log.warning("the time to drain is over; open requests are cancelled")
+            self._abort()
+        self.should_exit = True
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a server on this address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(options: ServerOptions) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+      InvalidConfigError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    except OSError as error:
+        raise InvalidConfigError(
+            f"{options.host}:{options.port} cannot be used: {error.strerror or error}; pass "
+            "another --host or --port"
+        ) from error
+
+
+def _server(options: ServerOptions) -> _Server:
+    backend = Backend(options)
+    config = uvicorn.Config(
+        make_app(backend),
+        http=TimedProtocol.with_timeout(options.header_timeout_s),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=options.max_connections,
+        timeout_graceful_shutdown=None
+        if options.drain_timeout_s is None
+        else math.ceil(options.drain_timeout_s),
+        timeout_keep_alive=int(max(1, options.keep_alive_s)),
+        h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+    )
+    return _Server(config, backend)
+
+
+def serve(
+    options: ServerOptions,
+    open_service: Callable[[], Service],
+    *,
+    listener: socket.socket | None = None,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until SIGINT or SIGTERM. Call it on the main thread.
+
+    The server listens at once, and `/ready` says 503 until `open_service` has returned. The first
+    signal lets accepted requests end; the second cancels them.
+
+    Args:
+      open_service: returns the service, which is closed at the end; called on another thread.
+      listener: socket to listen on, from `listen`.
+      on_ready: called when the service is ready.
+
+    Raises:
+      InvalidConfigError: the address cannot be used.
+      JaxserveError: the service cannot be created; raised by `open_service`.
+    """
+    server = _server(options)
+    listener = listener or listen(options)
+    loading = _Loading(server, open_service, on_ready)
+    try:
+        loading.start()
+        server.run(sockets=[listener])
+    finally:
+        listener.close()
+        loading.close()
+
+
+@contextmanager
+def running(service: Service, options: ServerOptions) -> Iterator[str]:
+    """Serve a service on a thread within the block, and yield the address ("http://...").
+
+    For tests and notebooks. The block's end lets accepted requests end; it does not close the
+    service.
+
+    Raises:
+      InvalidConfigError: the address cannot be used.
+    """
+    server = _server(options)
+    listener = listen(options)
+    thread = threading.Thread(
+        target=server.run, args=([listener],), name="jaxserve-server", daemon=True
+    )
+    thread.start()
+    try:
+        _publish(server, service)
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        yield f"http://{host}:{listener.getsockname()[1]}"
+    finally:
+        server.end()
+        thread.join()
+        listener.close()
+
+
+def _publish(server: _Server, service: Service) -> None:
+    """Let the server answer with a service, from the event loop's next iteration on."""
+    # A fleet reads its tokenizer at the first access, which may take seconds.
+    _ = service.tokenizer
+    server.post(server.backend.serve, service, service.conversations.client.max_prompt_tokens)
+
+
+@final
+class _Loading:
+    """A thread that creates the service while the server already listens."""
+
+    def __init__(
+        self, server: _Server, open_service: Callable[[], Service], on_ready: Callable[[], None]
+    ):
+        self._server = server
+        self._open_service = open_service
+        self._on_ready = on_ready
+        self._service: Service | None = None
+        self._error: BaseException | None = None
+        # A daemon: loading cannot be interrupted, and a signal has to end the process.
+        self._thread = threading.Thread(target=self._run, name="jaxserve-loading", daemon=True)
+
+    def start(self) -> None:
+        """Begin to load."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close the service, or raise the error that prevented it."""
+        if self._service is not None:
+            self._service.close()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._service = self._open_service()
+            _publish(self._server, self._service)
+            self._on_ready()
+        except BaseException as error:
+            self._error = error
+            self._server.post(self._server.backend.fail)
+            self._server.end()

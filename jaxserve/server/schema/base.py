@@ -1,0 +1,138 @@
+"""What all bodies share: strict types, and the sampling fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from jaxserve.core.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+
+MAX_UINT32 = 2**32 - 1
+MAX_INT32 = 2**31 - 1
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
+
+
+def optional(description: str | None = None) -> Any:
+    """Return a field of an answer that is left out where it is None."""
+    return Field(None, description=description, exclude_if=lambda value: value is None)
+
+
+class Strict(BaseModel):
+    """The body of a request: an unknown field, or a value of another type, is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Reply(BaseModel):
+    """The body of an answer."""
+
+
+class ErrorDetail(Reply):
+    """An error in the format of OpenAI's API."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(Reply):
+    """The body of every answer with a status of 400 or more."""
+
+    error: ErrorDetail
+
+
+class StreamOptions(Strict):
+    """Options of a streamed answer."""
+
+    include_usage: bool | None = Field(
+        None, description="Send a last chunk with the numbers of tokens."
+    )
+
+
+class Usage(Reply):
+    """Numbers of tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int) -> Usage:
+        """Return the usage with its total."""
+        return cls(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+        )
+
+
+class Choosing(Strict):
+    """How tokens are chosen and when an answer ends; see `SamplingParams`."""
+
+    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; default 1.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_INT32, description="0 and -1 keep all tokens.")
+    min_p: float | None = Field(None, ge=0, lt=1)
+    presence_penalty: float | None = Field(None, ge=-100, le=100)
+    frequency_penalty: float | None = Field(None, ge=-100, le=100)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[str, Annotated[float, Field(ge=-1e9, le=1e9)]] | None = Field(
+        None,
+        max_length=MAX_LOGIT_BIAS,
+        description="Token id -> number added to its logit.",
+        json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}},
+    )
+    seed: int | None = Field(None, ge=0, le=MAX_UINT32)
+    stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+
+class Asking(Choosing):
+    """The fields of a request that are the same for chats and completions."""
+
+    model: str | None = Field(None, description="The name in `/v1/models`; optional.")
+    n: int | None = Field(None, ge=1, le=1024, description="Number of samples.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Written to the access log.")
+    priority: int | None = Field(
+        None, ge=-MAX_INT32, le=MAX_INT32, description="Under a priority order, higher goes first."
+    )
+    return_token_ids: bool | None = Field(
+        None, description="Add the token ids of the prompt and of each choice to the answer."
+    )
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ScoredToken(Reply):
+    """A token and its natural log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = Field(description="UTF-8; null for a part of a character.")
+
+
+class ScoredChoice(ScoredToken):
+    """A token of the answer, and the likeliest tokens at its position."""
+
+    top_logprobs: list[ScoredToken]
+
+
+class PromptLogprob(Reply):
+    """The log-probability of a token of the prompt, in vLLM's format."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]

@@ -1,0 +1,177 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from jaxserve.core.sampling_params import MAX_LOGPROBS
+from jaxserve.server.schema.base import (
+    MAX_INT32,
+    Asking,
+    FinishReason,
+    PromptLogprobs,
+    Reply,
+    ScoredChoice,
+    Strict,
+    Usage,
+    optional,
+)
+
+
+class TextPart(Strict):
+    """A part of a message. This server reads text only."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | list[TextPart]
+
+
+class CalledFunction(Strict):
+    """The function of a call in an earlier answer; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call of a function in an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class InstructionMessage(Strict):
+    """What the answer has to obey. Templates know "system", which "developer" becomes."""
+
+    role: Literal["system", "developer"]
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(Strict):
+    """What the user says."""
+
+    role: Literal["user"]
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(Strict):
+    """An earlier answer."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: str | None = None
+    refusal: None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+
+
+class ToolMessage(Strict):
+    """The result of a call."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+
+
+Message = Annotated[
+    InstructionMessage | UserMessage | AssistantMessage | ToolMessage,
+    Field(discriminator="role"),
+]
+
+
+class ChatRequest(Asking):
+    """A chat, and how its next message is generated."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
+    max_tokens: int | None = Field(
+        None, ge=1, le=MAX_INT32, description="The former name of max_completion_tokens."
+    )
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    store: Literal[False] | None = Field(None, description="Answers are not stored.")
+    safety_identifier: str | None = Field(None, description="Written to the access log.")
+
+
+class Logprobs(Reply):
+    """The log-probabilities of a message's tokens."""
+
+    content: list[ScoredChoice]
+    refusal: None = None
+
+
+class AnswerMessage(Reply):
+    """The message that was generated."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+
+
+class ChatChoice(Reply):
+    """One sample."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason
+    token_ids: list[int] | None = optional()
+
+
+class ChatReply(Reply):
+    """The answer to a chat."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = optional()
+    prompt_token_ids: list[int] | None = optional()
+
+
+class Delta(Reply):
+    """What a chunk adds to a message."""
+
+    role: Literal["assistant"] | None = optional()
+    content: str | None = optional()
+
+
+class ChunkChoice(Reply):
+    """What a chunk adds to one sample."""
+
+    index: int
+    delta: Delta
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | None = optional()
+
+
+class ChatChunk(Reply):
+    """One event of a streamed answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = optional()
+    prompt_token_ids: list[int] | None = optional()
+
+
+def as_template_message(message: Any) -> dict[str, Any]:
+    """Return a message as chat templates read it: one text, and the role "system"."""
+    given = message.model_dump(exclude_none=True)
+    role = "system" if message.role == "developer" else message.role
+    content = message.content
+    if not isinstance(content, str):
+        content = "".join(part.text for part in content or ())
+    return {**given, "role": role, "content": content}

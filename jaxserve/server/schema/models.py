@@ -1,0 +1,36 @@
+"""`/v1/models`, `/health`, `/ready` and `/version`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxserve.server.schema.base import Reply
+
+
+class ModelCard(Reply):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "jaxserve"
+    max_model_len: int | None = None
+
+
+class ModelList(Reply):
+    """All models, of which this server has one."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class StateReply(Reply):
+    """What the server is doing."""
+
+    status: Literal["loading", "ready", "draining", "failed"]
+
+
+class VersionReply(Reply):
+    """The version of jaxserve."""
+
+    version: str

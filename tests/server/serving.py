@@ -1,0 +1,62 @@
+"""A tiny model behind the HTTP server, in this process."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import openai
+
+from jaxserve import Runtime
+from jaxserve.server import ServerOptions, running
+from jaxserve.testing import OPTIONS, SlowExecutor, letter_tokenizer, tiny_llama
+
+NAME = "tiny"
+CHAT: Any = [{"role": "user", "content": "hi"}]
+
+
+@contextmanager
+def runtime(*, step_s: float = 0.0, **options: Any) -> Iterator[Runtime]:
+    """Yield a tiny model's runtime, whose steps take at least `step_s` seconds."""
+    wrap = (lambda executor: SlowExecutor(executor, step_s)) if step_s else None
+    with Runtime(
+        tiny_llama(), tokenizer=letter_tokenizer(), wrap_executor=wrap, **{**OPTIONS, **options}
+    ) as rt:
+        yield rt
+
+
+@contextmanager
+def server(rt: Runtime, **options: Any) -> Iterator[str]:
+    """Serve a runtime, and yield the address."""
+    given = {"model_name": NAME, "port": 0, "log_requests": False, **options}
+    with running(rt, ServerOptions(**given)) as url:
+        yield url
+
+
+def client(url: str, key: str = "none") -> openai.OpenAI:
+    """Return the official client, which does not retry."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def post(url: str, path: str, body: Any, **headers: str) -> httpx2.Response:
+    """Send a body: bytes as they are, and others as JSON."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = {"content-type": "application/json", **headers}
+    return httpx2.post(url + path, content=content, headers=sent, timeout=60)
+
+
+def connect(url: str) -> socket.socket:
+    """Return a plain connection to a server."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """Return the data of a stream's events, without the last, which says that it is complete."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
