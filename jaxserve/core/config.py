@@ -44,6 +44,8 @@ class EngineConfig:
       num_host_pages: pages of host memory for KV that leaves the device.
       restore: when pages are copied back from the host, see `RuntimeOptions`.
       kv_dtype: dtype of the pages, see `RuntimeOptions`; None for the model's dtype.
+      has_encoder: the model is an encoder-decoder: the encoder computes a prompt in one step, and
+        it fills whole pages.
     """
 
     page_size: int = 32
@@ -59,6 +61,7 @@ class EngineConfig:
     num_host_pages: int = 0
     kv_dtype: str | None = None
     restore: str = "on_admission"
+    has_encoder: bool = False
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_slots", "max_context", "max_decode_iterations"):
@@ -121,8 +124,14 @@ class EngineConfig:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Maximum number of prompt tokens; one output token must fit beside them."""
-        return self.max_length - 1
+        """Maximum number of prompt tokens; one output token must fit beside them.
+
+        An encoder's prompt must fit in a step, too, and a start token follows its pages.
+        """
+        if not self.has_encoder:
+            return self.max_length - 1
+        in_pages = (self.max_length - 2) // self.page_size * self.page_size
+        return min(self.max_step_tokens, in_pages)
 
 
 def fine_slot_buckets(max_slots: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, final
 
@@ -21,7 +22,8 @@ class Request:
 
     Attributes:
       id: unique within an engine.
-      prompt: token ids, at least one.
+      prompt: token ids, at least one. For an encoder-decoder model: the tokens that the encoder
+        reads, padding, and the token that answers begin with.
       params: validated sampling parameters.
       arrival_s: time of submission on the engine's clock.
       priority: under the priority order, higher priorities run first.
@@ -31,6 +33,9 @@ class Request:
       prediction: predicted output length, if there is one.
       stop_token_ids: `params.stop_token_ids` and, unless ignored, the model's end tokens.
       seed: `params.seed`, or a seed drawn by the runtime.
+      num_encoded: leading tokens of the prompt that the encoder computes as a whole, with their
+        padding, which fill whole pages; 0 for a model without an encoder.
+      num_padding: those at their end that nothing sees.
     """
 
     id: str
@@ -43,6 +48,18 @@ class Request:
     deadline_s: float | None = None
     conversation_id: str | None = None
     prediction: LengthPrediction | None = None
+    num_encoded: int = 0
+    num_padding: int = 0
+
+    @property
+    def encoder_prompt(self) -> tuple[int, ...]:
+        """The tokens that the encoder reads; empty for a model without an encoder."""
+        return self.prompt[: self.num_encoded - self.num_padding]
+
+    @property
+    def given_prompt(self) -> tuple[int, ...]:
+        """The prompt as it was given, without what an encoder-decoder model adds."""
+        return self.encoder_prompt or self.prompt
 
     def end_length(self, max_length: int, sample_index: int) -> int:
         """Return the number of prompt and output tokens at which a sample ends at the latest.
@@ -53,6 +70,30 @@ class Request:
         if forced is None:
             return max_length
         return min(max_length, len(self.prompt) + forced[sample_index])
+
+
+def padded_to_pages(tokens: Sequence[int], page_size: int) -> tuple[int, ...]:
+    """Return the tokens of an encoder's prompt with padding, which fills its last page."""
+    return (*tokens, *(0,) * (-len(tokens) % page_size))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class EncoderPrompts:
+    """What an encoder-decoder model adds to the tokens that its encoder reads.
+
+    Attributes:
+      start_token_id: the token that answers begin with.
+      page_size: tokens of a page; the decoder's tokens begin with one.
+    """
+
+    start_token_id: int
+    page_size: int
+
+    def around(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
+        """Return `Request.prompt`, `num_encoded` and `num_padding` for the encoder's tokens."""
+        padded = padded_to_pages(tokens, self.page_size)
+        return (*padded, self.start_token_id), len(padded), len(padded) - len(tokens)
 
 
 def drawn_seed(seed: int, number: int) -> int:

@@ -126,7 +126,7 @@ class Answer:
         timing = Timing(arrival_s=self.request.arrival_s, finished_s=now_s)
         if not self.future.done():
             self.future.set_result(
-                failed_completion(self.request.id, self.request.prompt, error, timing)
+                failed_completion(self.request.id, self.request.given_prompt, error, timing)
             )
         self._notify(Piece(text="", token_ids=(), finish_reason="error"))
 
@@ -179,7 +179,7 @@ class Answer:
         positions = range(len(self.request.prompt))
         return Completion(
             request_id=self.request.id,
-            prompt_token_ids=self.request.prompt,
+            prompt_token_ids=self.request.given_prompt,
             samples=tuple(self._sample(sequence) for sequence in self.sequences),
             timing=_timing(self.request, self.sequences),
             prompt_logprobs=tuple(first.scores.prompt.get(p) for p in positions)

@@ -123,7 +123,9 @@ class Recorder:
             kind = "decode loop"
             padding = plan.num_iterations * (plan.window_size - len(plan.rows))
         else:
-            padding = bucket(plan.num_tokens, self._config.token_buckets) - plan.num_tokens
+            encoded, buckets = plan.num_encoded, self._config.token_buckets
+            batches = (encoded, plan.num_tokens - encoded)
+            padding = sum(bucket(size, buckets) - size for size in batches if size)
         self._in_flight[plan.index] = StepRecord(
             index=plan.index,
             kind=kind,

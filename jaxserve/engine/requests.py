@@ -14,7 +14,7 @@ from jaxserve.core.errors import (
     PromptTooLongError,
     TokenOutOfRangeError,
 )
-from jaxserve.core.request import Request, drawn_seed
+from jaxserve.core.request import EncoderPrompts, Request, drawn_seed
 from jaxserve.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.workload import WorkloadItem
@@ -66,6 +66,7 @@ class RequestBuilder:
       max_prompt_tokens: returns the length of the longest prompt that leaves room for one output
         token, which changes when the page pool is resized.
       seed: seed of requests that do not set one.
+      encoder: what an encoder-decoder model adds to prompts; None for other models.
     """
 
     def __init__(
@@ -76,12 +77,14 @@ class RequestBuilder:
         vocab_size: int,
         max_prompt_tokens: Callable[[], int],
         seed: int,
+        encoder: EncoderPrompts | None = None,
     ):
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
         self._max_prompt_tokens = max_prompt_tokens
         self._seed = seed
+        self._encoder = encoder
         self._numbers = itertools.count()
 
     def build(
@@ -109,8 +112,10 @@ class RequestBuilder:
         if not isinstance(priority, int):
             raise InvalidRequestError(f"priority={priority!r} is not allowed; pass a whole number")
         stop_token_ids = self._check_params(params)
-        tokens = self._tokens(prompt)
-        self._check_tokens(tokens)
+        tokens = self.prompt_tokens(prompt)
+        num_encoded = num_padding = 0
+        if self._encoder is not None:
+            tokens, num_encoded, num_padding = self._encoder.around(tokens)
         return Request(
             id=request_id if request_id is not None else f"{_OWN_IDS}{number}",
             prompt=tokens,
@@ -121,7 +126,19 @@ class RequestBuilder:
             priority=priority,
             deadline_s=deadline_s,
             conversation_id=conversation_id,
+            num_encoded=num_encoded,
+            num_padding=num_padding,
         )
+
+    def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the tokens of a prompt that can be served.
+
+        Raises:
+          InvalidRequestError: the prompt cannot be served; one of its subclasses.
+        """
+        tokens = self._tokens(prompt)
+        self._check_tokens(tokens)
+        return tokens
 
     def build_item(self, item: WorkloadItem, arrival_s: float) -> Request:
         """Return the request of a workload's item, which arrives at `arrival_s`.
@@ -181,6 +198,12 @@ class RequestBuilder:
                 f"{self._vocab_size}; ids range from 0 to {self._vocab_size - 1}"
             )
         most = self._max_prompt_tokens()
+        if len(tokens) > most and self._encoder is not None:
+            raise PromptTooLongError(
+                f"the prompt has {len(tokens)} tokens; at most {most} fit in one step of the "
+                "encoder and leave room for an answer. Shorten it, or raise max_step_tokens, "
+                "max_context or kv_memory (Runtime.resize_kv)"
+            )
         if len(tokens) > most:
             raise PromptTooLongError(
                 f"the prompt has {len(tokens)} tokens; at most {most} leave "
@@ -200,6 +223,11 @@ class RequestBuilder:
             raise InvalidSamplingParamsError(
                 f"stop={params.stop!r} needs a tokenizer and this runtime has none; use "
                 "stop_token_ids"
+            )
+        if params.prompt_logprobs is not None and self._encoder is not None:
+            raise InvalidSamplingParamsError(
+                f"prompt_logprobs={params.prompt_logprobs}: the prompt of an encoder-decoder model "
+                "has no log-probabilities, since its encoder predicts no tokens; leave it out"
             )
         eos = () if params.ignore_eos else self._eos_token_ids
         stop_token_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))

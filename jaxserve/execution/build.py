@@ -359,7 +359,7 @@ def _engine_config(
         num_pages=num_pages,
         max_slots=max_slots,
         max_context=min(
-            options.max_context or model_config.max_position_embeddings,
+            options.max_context or model_config.default_context,
             model_config.max_position_embeddings,
         ),
         max_step_tokens=max_step_tokens,
@@ -369,6 +369,7 @@ def _engine_config(
         num_host_pages=num_host_pages,
         kv_dtype=options.kv_dtype,
         restore=options.restore or defaults.restore,
+        has_encoder=model_config.has_encoder,
     )
 
 

@@ -15,6 +15,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.compilations import CompilationCounter
 from jaxserve.execution.device_slots import DeviceSlots
+from jaxserve.execution.encoding import encode_prompts
 from jaxserve.execution.handle import DeviceHandle, PromptPart
 from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
 from jaxserve.execution.protocol import GroupRole
@@ -96,6 +97,10 @@ class DeviceExecutor:
             if config.num_host_pages and config.num_incoming_pages:
                 name = f"mixed step with pages, {num_tokens} tokens"
                 steps.append((name, partial(self._warm_incoming, num_tokens)))
+            if config.has_encoder:
+                steps.append(
+                    (f"encoder, {num_tokens} tokens", partial(self._warm_encoder, num_tokens))
+                )
         for variant in Variant:
             name = variant.name.lower()
             for num_rows in reversed(variant.sizes(config.head_buckets)):
@@ -130,6 +135,11 @@ class DeviceExecutor:
             if plan.is_decode_loop:
                 return self._decode(plan, needs)
             return self._mixed(plan, needs, late)
+
+    def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """See `ModelExecutor`."""
+        self._raise_if_closed()
+        return encode_prompts(self._programs, self._params, prompts)
 
     def fitted(self, params: Any) -> Any:
         """See `ModelExecutor`."""
@@ -239,7 +249,11 @@ class DeviceExecutor:
         return min(self.config.num_incoming_pages, len(plan.swaps_in))
 
     def _mixed(self, plan: StepPlan, needs: SamplingNeeds, late: PageCopies) -> DeviceHandle:
-        order = sampling_first(plan.rows)
+        if prompts := [row for row in plan.rows if row.encodes]:
+            encoded = self._encode(pack_rows(self.config, prompts)[0])
+            if len(prompts) == len(plan.rows) and not late:
+                return DeviceHandle(plan, needs, encoded, (), np.empty(0, np.int32))
+        order = [i for i in sampling_first(plan.rows) if not plan.rows[i].encodes]
         rows = [plan.rows[i] for i in order]
         batch, starts = pack_rows(self.config, rows)
         hidden, row_hidden, tapped = self._body(batch, self._incoming(late) if late else None)
@@ -256,9 +270,17 @@ class DeviceExecutor:
             self._programs.probe_params,
             variant=needs.variant,
         )
-        output_rows = np.full(len(rows), -1, np.int32)
+        output_rows = np.full(len(plan.rows), -1, np.int32)
         output_rows[order[:num_sampling]] = np.arange(num_sampling)
         return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows, prompt_parts)
+
+    def _encode(self, batch: MixedBatch) -> jax.Array:
+        """Encode whole prompts, write their keys and values, and return the encoder's output."""
+        programs, params, slots = self._programs, self._params, self._slots.state
+        encoded = programs.encode(params, programs.prompts_of(slots, batch))
+        cache = programs.write_encoded(params, self._pages.cache, slots, batch, encoded)
+        self._pages.cache = cache
+        return encoded
 
     def _incoming(self, copies: PageCopies) -> IncomingPages:
         return self._pages.incoming(copies, self.config.num_incoming_pages)
@@ -305,6 +327,9 @@ class DeviceExecutor:
         batch, _ = pack_rows(self.config, (), num_tokens)
         hidden, _, _ = self._body(batch, None)
         self._programs.prompt_logprobs(self._params, self._slots.state, hidden, batch)
+
+    def _warm_encoder(self, num_tokens: int) -> None:
+        self._encode(pack_rows(self.config, (), num_tokens)[0])
 
     def _warm_incoming(self, num_tokens: int) -> None:
         batch, _ = pack_rows(self.config, (), num_tokens)
@@ -358,7 +383,8 @@ class DeviceExecutor:
         out, back = ((NULL_PAGE, to_nobody),), ((to_nobody, NULL_PAGE),)
         swap_s = seconds(lambda: self._pages.swap(out * PAGES_A_CALL, back * PAGES_A_CALL))
         num_tokens = self.config.token_buckets[-1]
-        prompt_s = seconds(lambda: self._warm_body(num_tokens))
+        compute = self._warm_encoder if self.config.has_encoder else self._warm_body
+        prompt_s = seconds(lambda: compute(num_tokens))
         token_s = prompt_s / num_tokens
         self.swap_costs = SwapCosts(
             page_s=swap_s / 2 / PAGES_A_CALL,

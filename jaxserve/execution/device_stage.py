@@ -83,6 +83,19 @@ class DeviceStage:
             )
         return hidden, row_hidden
 
+    def encode(self, batch: MixedBatch) -> jax.Array:
+        """Return the encoder's output for whole prompts, [T, E]. Only on the first stage."""
+        programs = self.programs
+        with programs.place.in_force():
+            return programs.encode(self.params, programs.prompts_of(self.slots.state, batch))
+
+    def write_encoded(self, batch: MixedBatch, encoded: jax.Array) -> None:
+        """Write the keys and values of the encoder's output for this stage's layers."""
+        with self.programs.place.in_force():
+            self.pages.cache = self.programs.write_encoded(
+                *(self.params, self.pages.cache, self.slots.state, batch, self._moved(encoded))
+            )
+
     def decode(self, rows: Sequence[Row], window: range, inputs: jax.Array | None) -> jax.Array:
         """Return this stage's output for the newest tokens of a window's slots, [R, E].
 

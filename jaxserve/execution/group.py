@@ -11,10 +11,12 @@ import abc
 import enum
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, final
+
+import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError, ProcessGroupError, RuntimeClosedError
@@ -108,6 +110,12 @@ class GroupExecutor(abc.ABC):
 
     def finish_warmup(self) -> None:
         self._executor.finish_warmup()
+
+    def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        raise ProcessGroupError(
+            f"{self._group.num_processes} processes serve the model, and encoder outputs are read "
+            "on one alone; encode on a runtime whose mesh is within this process"
+        )
 
     def fitted(self, params: Any) -> Any:
         return self._executor.fitted(params)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.memory.disk_tier import HostMemory
@@ -156,6 +158,17 @@ class ModelExecutor(Executor, Protocol):
     @property
     def device(self) -> Any:
         """The jax.Device of this process whose memory limits the page cache."""
+        ...
+
+    def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Return the encoder's output for each prompt, float32 [tokens, embed], now.
+
+        Only for a model with an encoder; prompts have at most `max_step_tokens` tokens together.
+
+        Raises:
+          ProcessGroupError: several processes serve the model.
+          RuntimeClosedError: the executor was closed.
+        """
         ...
 
     def fitted(self, params: Any) -> Any:

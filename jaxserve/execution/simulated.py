@@ -257,7 +257,9 @@ class SimulatedExecutor:
                     decoded[-1] += attended
                 else:
                     prefilled += attended
-                if self._reads_context:
+                if row.encodes:
+                    self._encode(slot, row)
+                elif self._reads_context:
                     self._write(slot, start, row.num_tokens)
                 if left[index]:
                     left[index] -= 1
@@ -328,6 +330,18 @@ class SimulatedExecutor:
             context = _mix(context, slot.tokens[position])
             page, offset = self._cell(slot, position)
             self._cells[page, offset] = context
+
+    def _encode(self, slot: _Slot, row: Row) -> None:
+        """Write hashes of the whole prompt at each of its positions, padding included."""
+        request = slot.request
+        if (row.start, row.num_tokens) != (0, len(request.encoder_prompt)):
+            raise AssertionError("an encoder's prompt is cut")
+        whole = 1
+        for token in slot.tokens[: row.num_tokens]:
+            whole = _mix(whole, token)
+        for position in range(request.num_encoded if self._reads_context else 0):
+            page, offset = self._cell(slot, position)
+            self._cells[page, offset] = _mix(whole, position)
 
     def _read_all(self, slot: _Slot) -> int:
         """Return a hash of all cells of the context."""

@@ -15,6 +15,7 @@ import numpy as np
 from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.compilations import CompilationCounter
 from jaxserve.execution.device_stage import DeviceStage
+from jaxserve.execution.encoding import encode_prompts
 from jaxserve.execution.handle import DeviceHandle, PromptPart
 from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.protocol import GroupRole
@@ -114,6 +115,11 @@ class StagedExecutor:
             needs = self._stages[-1].slots.needs(plan.rows)
             return self._decode(plan, needs) if plan.is_decode_loop else self._mixed(plan, needs)
 
+    def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """See `ModelExecutor`."""
+        self._raise_if_closed()
+        return encode_prompts(self._stages[0].programs, self._stages[0].params, prompts)
+
     def fitted(self, params: Any) -> list[Any]:
         """See `ModelExecutor`. The result has one entry per stage."""
         self._raise_if_closed()
@@ -190,14 +196,17 @@ class StagedExecutor:
         # If a row returns prompt log-probabilities, the step is one batch, so that their spans are
         # those of the step.
         wants_prompts = any(row.wants_prompt_logprobs for row in plan.rows)
-        batches = [list(enumerate(plan.rows))]
+        prompts = [row for row in plan.rows if row.encodes]
+        marker: Any = self._encode(pack_rows(self.config, prompts)[0]) if prompts else None
+        if prompts and len(prompts) == len(plan.rows):
+            return DeviceHandle(plan, needs, marker, (), np.empty(0, np.int32))
+        batches = [[(i, row) for i, row in enumerate(plan.rows) if not row.encodes]]
         if not wants_prompts:
             smallest = self.config.token_buckets[0]
             batches = list(_cut(batches[0], self._micro_batches, smallest))
         outputs: list[Outputs] = []
         output_rows = np.full(len(plan.rows), -1, np.int32)
         prompt_part = None
-        marker: Any = None
         num_outputs = 0
         for batch in batches:
             batch = [batch[i] for i in sampling_first([row for _, row in batch])]
@@ -219,6 +228,13 @@ class StagedExecutor:
                 num_outputs += len(index)
         marker = outputs[-1].tokens if outputs else marker
         return DeviceHandle(plan, needs, marker, outputs, output_rows, prompt_part)
+
+    def _encode(self, batch: Any) -> jax.Array:
+        """Encode whole prompts on the first stage, and write what each stage's layers see."""
+        encoded = self._stages[0].encode(batch)
+        for stage in self._stages:
+            stage.write_encoded(batch, encoded)
+        return encoded
 
     def _decode(self, plan: StepPlan, needs: SamplingNeeds) -> DeviceHandle:
         whole = decode_window(self.config, plan, needs.variant)
@@ -302,6 +318,10 @@ class StagedExecutor:
                 for num in reversed(config.token_buckets)
             ),
         ]
+        if config.has_encoder:
+            for num in reversed(config.token_buckets):
+                step = partial(self._encode, pack_rows(config, (), num)[0])
+                steps.append((f"encoder, {num} tokens", step))
         for variant in Variant:
             name = variant.name.lower()
             for num in reversed(variant.sizes(config.head_buckets)):

@@ -16,10 +16,15 @@ class PageKeys:
     """Keys of the full pages of a token sequence: each hashes everything up to its page's end.
 
     Equal keys mean equal tokens from the first on, in this process and in any other.
+
+    Args:
+      whole: tokens that every key depends on, since an encoder computes them as a whole.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, whole: Sequence[int] = ()) -> None:
+        self._whole = whole
         self._identity = b""
+        self._root = b""
         self._keys: list[bytes] = []
 
     def of(self, tokens: Sequence[int], page_size: int, identity: bytes) -> Sequence[bytes]:
@@ -29,15 +34,24 @@ class PageKeys:
           identity: of the model and its weights.
         """
         if identity != self._identity:
-            self._identity = identity
+            self._identity = self._root = identity
             self._keys = []
+            if self._whole:
+                self._root = _key(self._whole, identity)
         keys = self._keys
-        last = keys[-1] if keys else identity
+        last = keys[-1] if keys else self._root
         for start in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
-            page = array("q", tokens[start : start + page_size])
-            last = blake2b(page.tobytes(), digest_size=_KEY_BYTES, key=last).digest()
+            last = _key(tokens[start : start + page_size], last)
             keys.append(last)
         return keys[: len(tokens) // page_size]
+
+    def anew(self) -> PageKeys:
+        """Return keys for a sequence that begins anew with the same prompt."""
+        return PageKeys(self._whole)
+
+
+def _key(tokens: Sequence[int], before: bytes) -> bytes:
+    return blake2b(array("q", tokens).tobytes(), digest_size=_KEY_BYTES, key=before).digest()
 
 
 @final

@@ -145,7 +145,7 @@ class CrossAttention(nnx.Module):
     wo    [kv_heads, group, head_dim, embed]
     bq, bkv, bo                               where the config has them
 
-    No family has it yet; an encoder-decoder block puts it between attention and MLP.
+    `CrossBlock` puts it between attention and MLP.
     """
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, final
 
@@ -25,7 +25,10 @@ _HEADS, _PAGES = P(None, TENSOR), P(None, None, TENSOR)
 @final
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("positions", "page", "offset", "rows", "plan", "adapter"),
+    data_fields=(
+        *("positions", "page", "offset", "rows", "plan", "adapter"),
+        *("cross_rows", "distance_bias"),
+    ),
     meta_fields=("max_query_length", "implementation"),
 )
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class AttentionBatch:
       implementation: the implementation of attention, and of the write where one has this name;
         None for the platform's choice.
       adapter: the adapter of each token, -1 for none; None where no token has one.
+      cross_rows: which of the encoder's keys each token sees; None for models without an encoder.
+      distance_bias: of `paged_attention`, for all layers; None for models without one.
     """
 
     positions: Int32[Array, " tokens"]
@@ -52,6 +57,8 @@ class AttentionBatch:
     plan: Plan | None = None
     implementation: Any = None
     adapter: Int32[Array, " tokens"] | None = None
+    cross_rows: Rows | None = None
+    distance_bias: Float32[Array, "q_heads distances"] | None = None
 
 
 @final
@@ -133,10 +140,11 @@ class KVCache:
             qkv = _copied_heads(qkv, copies)
         attend = over_tensor(
             partial(_write_and_read, **options),
-            in_specs=(_HEADS, P(), _PAGES, P(), P()),
+            in_specs=(_HEADS, P(), _PAGES, P(), P(), P(TENSOR)),
             out_specs=(_HEADS, _PAGES),
         )
-        out, part = attend(qkv, rope, self.buffer(buffer), jnp.asarray(index), batch)
+        bias, batch = batch.distance_bias, replace(batch, distance_bias=None, cross_rows=None)
+        out, part = attend(qkv, rope, self.buffer(buffer), jnp.asarray(index), batch, bias)
         return out, self.with_buffer(buffer, part)
 
     def write(
@@ -215,10 +223,11 @@ def _write_and_read(
     cache: KVCache,  # of one buffer
     layer: Int32[Array, ""],  # in the buffer
     batch: AttentionBatch,
+    distance_bias: Float32[Array, "q_heads distances"] | None,
     **options: Any,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVCache]:
     q, cache = _write(qkv, rope, cache, layer, batch)
-    return _read(q, cache, layer, batch, **options), cache
+    return _read(q, cache, layer, batch, distance_bias=distance_bias, **options), cache
 
 
 def _write(

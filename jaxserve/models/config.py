@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -33,6 +33,8 @@ class DecoderConfig:
       rope: the rotary embedding; None for learned positions.
       local_rope: the rotary embedding of layers with a sliding window, if it differs.
       sliding_windows: the window of each layer, tokens; None is full attention, the default.
+      decoder_start_token_id: the token that an encoder-decoder model's answers begin with; None for
+        a model without an encoder.
     """
 
     vocab_size: int
@@ -59,6 +61,7 @@ class DecoderConfig:
     rope: Rope | None = None
     local_rope: Rope | None = None
     sliding_windows: tuple[int | None, ...] = ()
+    decoder_start_token_id: int | None = None
 
     def __post_init__(self) -> None:
         if not self.sliding_windows:
@@ -105,6 +108,28 @@ class DecoderConfig:
     def is_uniform(self) -> bool:
         """Whether all layers have the same window and rotary embedding, as a scan requires."""
         return len(set(zip(self.sliding_windows, self.layer_ropes, strict=True))) == 1
+
+    @property
+    def default_context(self) -> int:
+        """The context of a runtime whose options do not say one, tokens."""
+        return self.max_position_embeddings
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether an encoder reads the prompt, which a decoder answers."""
+        return self.decoder_start_token_id is not None
+
+    @property
+    def down_dtype(self) -> str | None:
+        """The dtype of the last weight of an MLP, if it is another than `dtype`."""
+        return None
+
+    def fitted_to(self, tensors: Collection[str]) -> Self:
+        """Return the configuration of a checkpoint with these tensors, by their names.
+
+        For what config.json does not say.
+        """
+        return self
 
     def part(self, layers: range) -> Self:
         """Return the configuration of a part of the model, with some of the layers."""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol, final
 
 import jax
@@ -87,6 +88,13 @@ class PagedContext:
             soft_cap=soft_cap,
         )
         return out
+
+    def cross(self) -> CrossContext:
+        """Return the context of cross attention in the same layer, to read from."""
+        batch = self._batch
+        assert batch.cross_rows is not None, "a batch of a model without an encoder"
+        batch = replace(batch, rows=batch.cross_rows, cross_rows=None, distance_bias=None)
+        return CrossContext(self._layer, batch, self.cache)
 
 
 @final

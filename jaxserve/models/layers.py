@@ -72,10 +72,10 @@ class GatedMLP(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
-        self.activation = config.activation
+        self.activation, self.down_dtype = config.activation, config.down_dtype
         embed, mlp = config.hidden_size, config.intermediate_size
         self.gate_up = new.weight(("embed", None, "mlp"), (embed, 2, mlp))
-        self.down = new.weight(("mlp", "embed"), (mlp, embed))
+        self.down = new.with_dtype(config.down_dtype).weight(("mlp", "embed"), (mlp, embed))
         has_bias = config.mlp_bias
         self.bgate_up = new.zeros((None, "mlp"), (2, mlp)) if has_bias else None
         self.bdown = new.zeros(("embed",), (embed,)) if has_bias else None
@@ -86,7 +86,7 @@ class GatedMLP(nnx.Module):
         # [tokens, 2, mlp]
         both = Linear(self.gate_up, self.bgate_up)(x, context.adapter)
         gated = ACTIVATIONS[self.activation](both[:, 0]) * both[:, 1]
-        return Linear(self.down, self.bdown)(gated, context.adapter)
+        return _down(self, gated, context)
 
 
 @final
@@ -99,10 +99,10 @@ class TwoLayerMLP(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
-        self.activation = config.activation
+        self.activation, self.down_dtype = config.activation, config.down_dtype
         embed, mlp = config.hidden_size, config.intermediate_size
         self.up = new.weight(("embed", "mlp"), (embed, mlp))
-        self.down = new.weight(("mlp", "embed"), (mlp, embed))
+        self.down = new.with_dtype(config.down_dtype).weight(("mlp", "embed"), (mlp, embed))
         has_bias = config.mlp_bias
         self.bup = new.zeros(("mlp",), (mlp,)) if has_bias else None
         self.bdown = new.zeros(("embed",), (embed,)) if has_bias else None
@@ -111,7 +111,15 @@ class TwoLayerMLP(nnx.Module):
         self, x: Float[Array, "tokens embed"], context: LayerContext
     ) -> Float[Array, "tokens embed"]:
         x = ACTIVATIONS[self.activation](Linear(self.up, self.bup)(x, context.adapter))
-        return Linear(self.down, self.bdown)(x, context.adapter)
+        return _down(self, x, context)
+
+
+def _down(
+    mlp: GatedMLP | TwoLayerMLP, x: Float[Array, "tokens mlp"], context: LayerContext
+) -> Float[Array, "tokens embed"]:
+    """Return the last product of an MLP."""
+    x = x if mlp.down_dtype is None else x.astype(mlp.down_dtype)
+    return Linear(mlp.down, mlp.bdown)(x, context.adapter)
 
 
 class Block(nnx.Module):

@@ -47,7 +47,7 @@ def load_params(
     source = _with_prefix(source, family.prefix)
     flat = nnx.to_flat_state(abstract_state)
     table = family.weights(config)
-    plan = {path: _Parameter(path, variable, table, config) for path, variable in flat}
+    plan = {path: _Parameter(path, variable, table) for path, variable in flat}
     _check(plan, source, family, config)
     places = None if shardings is None else dict(nnx.to_flat_state(shardings))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -102,16 +102,15 @@ class _Parameter:
         path: Path,
         variable: nnx.Variable,
         table: Mapping[str, Weight],
-        config: DecoderConfig,
     ):
         self.shape: tuple[int, ...] = variable.get_value().shape
         self.weight = table[".".join(str(part) for part in path if not isinstance(part, int))]
-        in_block = path[0] == "blocks"
-        self._stacked = in_block and not isinstance(path[1], int)
+        inside = path[path.index("blocks") + 1 :] if "blocks" in path else ()
+        self._stacked = bool(inside) and not isinstance(inside[0], int)
         if self._stacked:
-            self._layers: tuple[int | None, ...] = tuple(range(config.num_layers))
+            self._layers: tuple[int | None, ...] = tuple(range(self.shape[0]))
         else:
-            self._layers = (path[1],) if in_block else (None,)
+            self._layers = (inside[0],) if inside else (None,)
 
     def needed(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Return names and shapes of the tensors that fill the parameter."""

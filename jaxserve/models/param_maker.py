@@ -22,14 +22,27 @@ class ParamMaker:
     Args:
       rngs: for random weights; None makes zeros in their place.
       layers: number of layers that are stacked along a first axis; None for one layer alone.
+      has_own_dtype: the dtype is not that of the model's configuration.
     """
 
     def __init__(
-        self, rngs: nnx.Rngs | None, dtype: jax.typing.DTypeLike, layers: int | None = None
+        self,
+        rngs: nnx.Rngs | None,
+        dtype: jax.typing.DTypeLike,
+        layers: int | None = None,
+        *,
+        has_own_dtype: bool = False,
     ):
         self._rngs = rngs
         self._dtype = dtype
         self._layers = layers
+        self._metadata: dict[str, Any] = {"has_own_dtype": True} if has_own_dtype else {}
+
+    def with_dtype(self, dtype: jax.typing.DTypeLike | None) -> ParamMaker:
+        """Return a maker of the same parameters in another dtype; itself where it is None."""
+        if dtype is None:
+            return self
+        return ParamMaker(self._rngs, dtype, self._layers, has_own_dtype=True)
 
     def ones(self, axes: Axes, shape: Shape) -> nnx.Param:
         axes, shape = self._stacked(axes, shape)
@@ -77,7 +90,7 @@ class ParamMaker:
         else:
             value = jax.random.normal(self._rngs.params(), shape, self._dtype)
             value = value * jnp.asarray(fan_in**-0.5, self._dtype)
-        return nnx.Param(value, logical_axes=axes, **metadata)
+        return nnx.Param(value, logical_axes=axes, **metadata, **self._metadata)
 
     def _stacked(self, axes: Axes, shape: Shape) -> tuple[Axes, Shape]:
         if self._layers is None:

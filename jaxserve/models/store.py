@@ -108,7 +108,9 @@ def load_model(
         tokenizer, ends = _folder_tokenizer(path)
         if load == "random":
             return _random(resolved.name, config, seed, how, tokenizer, ends, path)
-        graphdef, params = _converted(config, SafetensorsSource(path), how)
+        source = SafetensorsSource(path)
+        config = config.fitted_to(source.shapes().keys())
+        graphdef, params = _converted(config, source, how)
         return _loaded(resolved.name, config, graphdef, params, tokenizer, ends, path)
     if load == "random":
         source = GGUFSource(path)

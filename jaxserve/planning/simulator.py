@@ -13,7 +13,7 @@ from tqdm import tqdm
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.prediction import LengthPrediction
-from jaxserve.core.request import Completion
+from jaxserve.core.request import Completion, EncoderPrompts
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.recorder import RequestRecord, StepRecord
@@ -103,6 +103,9 @@ def simulate(
         eos_token_ids=(),
         vocab_size=_ANY_TOKEN,
         max_prompt_tokens=lambda: config.max_prompt_tokens,
+        encoder=EncoderPrompts(start_token_id=0, page_size=config.page_size)
+        if config.has_encoder
+        else None,
         seed=0,
     )
     clients = _Clients(builder, follow_up)

@@ -16,6 +16,7 @@ from jaxserve.core.assets import cache_folder
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.request import EncoderPrompts
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.engine.requests import RequestBuilder
@@ -135,6 +136,7 @@ def build_parts(
             vocab_size=decoder.config.vocab_size,
             max_prompt_tokens=lambda: replicas.max_prompt_tokens,
             seed=options.seed,
+            encoder=_encoder_prompts(decoder.config, options.page_size),
         )
         intake = Intake(requests, replicas, tokenizer, clock, forecaster)
         client = ServiceTurnClient(
@@ -160,6 +162,11 @@ def build_parts(
             opened=if_one_fails.pop_all(),
             weights_bytes=nbytes(used) * (1 if places[0].decode is None else 2),
         )
+
+
+def _encoder_prompts(model_config: Any, page_size: int) -> EncoderPrompts | None:
+    start = model_config.decoder_start_token_id
+    return None if start is None else EncoderPrompts(start_token_id=start, page_size=page_size)
 
 
 def check_early(

@@ -117,7 +117,7 @@ class Forecaster:
             return []
         begin_s = time.perf_counter()
         try:
-            prompts = [self._tokenizer.decode(request.prompt) for request in requests]
+            prompts = [self._tokenizer.decode(request.given_prompt) for request in requests]
             predicted = self._predictor.predict(prompts)
             calibration = self._predictor.calibration
             return [
@@ -145,7 +145,7 @@ class Forecaster:
             return
         for sample in completion.samples:
             if sample.finish_reason in ("stop", "length"):
-                prompt = self._tokenizer.decode(request.prompt)
+                prompt = self._tokenizer.decode(request.given_prompt)
                 self.learner.observe(prompt, len(sample.token_ids), _likeliest(request))
 
     def close(self) -> None:

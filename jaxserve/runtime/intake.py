@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidRequestError
+from jaxserve.core.errors import InvalidRequestError, UnsupportedModelError
 from jaxserve.core.request import Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, PieceSink, failed_completion
-from jaxserve.engine.requests import Prompt, RequestBuilder
+from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
+from jaxserve.execution.encoding import in_steps
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime.forecaster import Forecaster
 from jaxserve.runtime.pending import Batch, Pending
@@ -88,6 +90,25 @@ class Intake:
                 refused[index] = Pending.ended(failed_completion("refused", (), error, timing))
         accepted = iter(self._hand_over(requests))
         return [refused.get(i) or next(accepted) for i in range(len(batch.prompts))]
+
+    def encode(self, prompts: Any) -> Any:
+        """See `Runtime.encode`."""
+        replicas = self._replicas.all
+        config = replicas[0].executor.config
+        if not config.has_encoder:
+            raise UnsupportedModelError(
+                "this model has no encoder; encode() is for encoder-decoder models such as T5"
+            )
+        self._replicas.check_leads()
+        self._replicas.check_may_wait()
+        batch, single = as_batch(prompts)
+        tokens = [self._requests.prompt_tokens(prompt) for prompt in batch]
+        found = []
+        # One step at a time, so that running requests go on in between.
+        for index, some in enumerate(in_steps(tokens, config.max_step_tokens)):
+            replica = replicas[index % len(replicas)]
+            found += replica.loop.ask(partial(replica.executor.encode, some))
+        return found[0] if single else found
 
     def _hand_over(
         self, requests: Sequence[Request], on_piece: PieceSink | None = None

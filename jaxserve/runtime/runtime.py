@@ -232,6 +232,27 @@ class Runtime(Planned):
         params, submit = params or SamplingParams(), self._intake.submit
         return aread(lambda sink: submit(prompt, params, on_piece=sink), params.n)
 
+    def encode(self, prompts: Any) -> Any:
+        """Return the encoder's output for one prompt, or a batch, of an encoder-decoder model.
+
+        Steps of running requests go on between the encoder's. Nothing is cached.
+
+        Args:
+          prompts: a prompt or a list of them, as in `generate`; each at most
+            `config.max_prompt_tokens` tokens, with those that the tokenizer adds.
+
+        Returns:
+          float32 [tokens, hidden_size] for a prompt, after the encoder's last norm; a list of them
+          for a list.
+
+        Raises:
+          UnsupportedModelError: the model has no encoder.
+          InvalidRequestError: a prompt cannot be encoded, so none is; a subclass of it.
+          ProcessGroupError: several processes serve the model.
+          RuntimeClosedError, EngineFailedError
+        """
+        return self._intake.encode(prompts)
+
     def cancel(self, request_id: str) -> None:
         """End a request with the tokens so far; do nothing if it has ended or is unknown."""
         self._replicas.cancel(request_id)

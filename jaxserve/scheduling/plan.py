@@ -40,6 +40,7 @@ class Row:
 
     Attributes:
       max_new_tokens: 0 for a row that does not sample.
+      encodes: the encoder computes the row, a whole prompt without its padding.
     """
 
     slot: int
@@ -48,6 +49,7 @@ class Row:
     num_tokens: int
     max_new_tokens: int
     wants_prompt_logprobs: bool = False
+    encodes: bool = False
 
     @property
     def samples(self) -> bool:
@@ -129,6 +131,11 @@ class StepPlan:
     @property
     def num_pages_handed_over(self) -> int:
         return sum(len(handover.pages) for handover in self.handovers)
+
+    @property
+    def num_encoded(self) -> int:
+        """Tokens that the encoder computes, in programs of its own."""
+        return sum(row.num_tokens for row in self.rows if row.encodes)
 
     @property
     def num_tokens(self) -> int:

@@ -173,7 +173,9 @@ class StepBuilder(Protocol):
         """Add the sequence's next `num_tokens` tokens to a mixed step.
 
         Takes pages, preempting later sequences where they lack; False when the sequence itself
-        had to be preempted.
+        had to be preempted. An encoder's prompt is never cut: it is added whole, whatever
+        `num_tokens` says. Where it does not fit, this is False and no tokens are left in the step;
+        the first prompt of a step always fits.
         """
         ...
 

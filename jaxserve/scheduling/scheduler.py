@@ -151,7 +151,7 @@ class Scheduler:
                 request=request,
                 sample_index=index,
                 max_length=limit,
-                kv=self._kv.new(),
+                kv=self._kv.new(request.encoder_prompt),
                 primary=samples[0] if samples else None,
             )
             self._next_key += 1

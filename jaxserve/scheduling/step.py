@@ -60,6 +60,7 @@ class Step:
         self._is_decode_loop = False
         self._has_preempted = False
         self._is_short = False
+        self._is_full = False
         self._compacts = True
         self._min_rows = 0
         self._window: tuple[int, int] | None = None
@@ -103,7 +104,13 @@ class Step:
 
     @property
     def num_tokens_left(self) -> int:
-        return self.config.max_step_tokens - sum(end - start for start, end in self._spans)
+        if self._is_full:
+            return 0
+        return max(0, self.config.max_step_tokens - self._num_tokens)
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(end - start for start, end in self._spans)
 
     def expected_ends(self, num_iterations: int) -> Seq[float] | None:
         forecast = self._lengths.forecast(self.decoding)
@@ -135,14 +142,39 @@ class Step:
 
     def add_row(self, sequence: Sequence, num_tokens: int) -> bool:
         assert sequence.kv.group == self._group, "the KV is in another group's memory"
-        num_rows_left = self.config.max_slots - len(self.sequences)
-        spans = sequence.kv.next_spans(num_tokens, num_rows_left)
+        spans = self._next_spans(sequence, num_tokens)
         if sequence.slot is None or not spans or not sequence.may_grow:
             return False
         if not self._secure(sequence, spans[-1][1]):
             return False
         self._advance(sequence, spans)
         return True
+
+    def _next_spans(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
+        """Return [start, end) of the next tokens to compute, no row over an encoder prompt's end.
+
+        An encoder computes its prompt whole. The first such prompt of a step always fits, since
+        programs of its own compute it; any other must fit beside the step's rows. Where it does
+        not, the step takes no more tokens, so that no later sequence passes this one.
+        """
+        num_encoded = sequence.request.num_encoded
+        num_rows_left = self.config.max_slots - len(self.sequences)
+        if sequence.kv.num_computed >= num_encoded:
+            return sequence.kv.next_spans(num_tokens, num_rows_left)
+        if not num_rows_left:
+            return []
+        if self._num_tokens + num_encoded > self.config.max_step_tokens and self._encodes:
+            self._is_full = True
+            return []
+        (_, end), *rest = sequence.kv.next_spans(max(num_tokens, num_encoded), num_rows_left)
+        spans = [(0, num_encoded), (num_encoded, end), *rest]
+        return [span for span in spans if span[0] < span[1]][:num_rows_left]
+
+    @property
+    def _encodes(self) -> bool:
+        """Whether an encoder computes some row of the step."""
+        pairs = zip(self.sequences, self._spans, strict=True)
+        return any(start < sequence.request.num_encoded for sequence, (start, _) in pairs)
 
     def add_decoding(self) -> None:
         for sequence in self._with_room_to_decode():
@@ -241,6 +273,9 @@ class Step:
     def _row(self, sequence: Sequence, span: tuple[int, int], max_new_tokens: int) -> Row:
         assert sequence.slot is not None
         start, end = span
+        encodes = start < sequence.request.num_encoded
+        if encodes:
+            end -= sequence.request.num_padding
         return Row(
             slot=sequence.slot,
             sequence_key=sequence.key,
@@ -250,6 +285,7 @@ class Step:
             wants_prompt_logprobs=(
                 sequence.wants_prompt_logprobs and start < sequence.prompt_length - 1
             ),
+            encodes=encodes,
         )
 
     def _advance(self, sequence: Sequence, spans: Seq[tuple[int, int]]) -> None:

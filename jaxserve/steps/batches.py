@@ -75,6 +75,7 @@ def attention_batch(
     rows: Rows,
     plan: Plan | None,
     max_query_length: int | None = None,
+    cross_rows: Rows | None = None,
 ) -> AttentionBatch:
     """Return the attention batch of the tokens; invalid ones write to the null page.
 
@@ -83,6 +84,7 @@ def attention_batch(
       rows: the rows that the tokens belong to.
       plan: the plan of a kernel that needs one; None otherwise.
       max_query_length: the largest of all rows; None where it is not known before the step.
+      cross_rows: the rows of cross attention; None for a model without an encoder.
     """
     return AttentionBatch(
         positions=positions,
@@ -92,6 +94,7 @@ def attention_batch(
         plan=plan,
         max_query_length=max_query_length,
         implementation=config.attention,
+        cross_rows=cross_rows,
     )
 
 

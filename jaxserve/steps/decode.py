@@ -12,11 +12,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.models.attention import causal_rows
 from jaxserve.models.batch import KVCache
 from jaxserve.models.decoder import Tap
 from jaxserve.steps import slots as slot_edits
 from jaxserve.steps.batches import Params, attention_batch, tap, tapped
+from jaxserve.steps.encoding import counted_from, visible_rows
 from jaxserve.steps.outputs import Outputs, no_outputs, record, with_reading
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.sampler import sample
@@ -59,7 +59,9 @@ def decode_loop(
             model, window, carry.cache, None, attention_plan, config, where
         )
         sampled = sample(
-            *(model.logits(hidden), window.sampling, window.tokens, window.length), variant=variant
+            *(model.logits(hidden), window.sampling, window.tokens, window.length),
+            variant=variant,
+            first=counted_from(window.encoded, config.page_size),
         )
         window = slot_edits.append(window, index, live, sampled.token, sampled.finite)
         outputs = record(carry.outputs, iteration, live, sampled)
@@ -148,19 +150,23 @@ def _decode_once(
     index = jnp.arange(window.done.shape[0])
     live = ~window.done
     positions = window.length - 1
+    rows, cross_rows = visible_rows(
+        config,
+        window.encoded,
+        query_start=index,
+        query_length=live.astype(jnp.int32),
+        first_position=jnp.where(live, positions, 0),
+        page_table=window.page_table,
+    )
     attention = attention_batch(
         config,
         positions=positions,
         token_pages=window.page_table[index, positions // config.page_size],
         valid=live,
-        rows=causal_rows(
-            query_start=index,
-            query_length=live.astype(jnp.int32),
-            first_position=jnp.where(live, positions, 0),
-            page_table=window.page_table,
-        ),
+        rows=rows,
         plan=attention_plan,
         max_query_length=1,
+        cross_rows=cross_rows,
     )
     inputs = window.tokens[index, positions] if inputs is None else inputs
     return tapped(model, inputs, attention, cache, where)

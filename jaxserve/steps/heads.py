@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.steps import slots as slot_edits
 from jaxserve.steps.batches import Params
+from jaxserve.steps.encoding import counted_from
 from jaxserve.steps.outputs import Outputs, no_outputs, record, with_reading
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.processors import PROCESSORS
@@ -31,6 +33,7 @@ def mixed_head(
     *,
     variant: Variant,
     graphdef: nnx.GraphDef,
+    config: EngineConfig,
     probe: Probe | None,
     processors: Sequence[Processor] = PROCESSORS,
 ) -> tuple[SlotState, Outputs]:
@@ -46,6 +49,7 @@ def mixed_head(
         step_arrays,
         variant=variant,
         graphdef=graphdef,
+        config=config,
         processors=processors,
     )
     if tapped is not None:
@@ -64,6 +68,7 @@ def stage_head(
     *,
     variant: Variant,
     graphdef: nnx.GraphDef,
+    config: EngineConfig,
     processors: Sequence[Processor] = PROCESSORS,
 ) -> tuple[SlotState, Outputs, Int32[Array, " rows"], Bool[Array, " rows"]]:
     """Sample the next token of the rows, append it to their slots and record it.
@@ -86,6 +91,9 @@ def stage_head(
         variant=variant,
         step_arrays=step_arrays,
         processors=processors,
+        first=None
+        if slots.encoded is None
+        else counted_from(slots.encoded[slot], config.page_size),
     )
     slots = slot_edits.append(slots, index, live, sampled.token, sampled.finite)
     return slots, record(outputs, iteration, live, sampled), sampled.token, sampled.finite

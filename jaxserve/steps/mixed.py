@@ -7,7 +7,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.models.attention import causal_rows
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
 from jaxserve.steps.batches import (
@@ -19,6 +18,7 @@ from jaxserve.steps.batches import (
     tapped,
     where_slots_are,
 )
+from jaxserve.steps.encoding import visible_rows
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from jaxserve.steps.slots import SlotState
@@ -57,18 +57,22 @@ def mixed_body(
     positions, slot = positions_and_slots(batch)
     is_padding = batch.token_row >= config.max_slots
     valid = ~is_padding & live[jnp.where(is_padding, 0, batch.token_row)]
+    rows, cross_rows = visible_rows(
+        config,
+        None if slots.encoded is None else slots.encoded[batch.slot],
+        query_start=batch.query_start,
+        query_length=jnp.where(live, batch.query_length, 0),
+        first_position=batch.start,
+        page_table=slots.page_table[batch.slot],
+    )
     attention = attention_batch(
         config,
         positions=positions,
         token_pages=slots.page_table[slot, positions // config.page_size],
         valid=valid,
-        rows=causal_rows(
-            query_start=batch.query_start,
-            query_length=jnp.where(live, batch.query_length, 0),
-            first_position=batch.start,
-            page_table=slots.page_table[batch.slot],
-        ),
+        rows=rows,
         plan=attention_plan,
+        cross_rows=cross_rows,
     )
     inputs = slots.tokens[slot, positions] if inputs is None else inputs
     ends = batch.query_start + jnp.maximum(batch.query_length, 1) - 1

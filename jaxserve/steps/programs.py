@@ -19,7 +19,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.plan import Row
-from jaxserve.steps import decode, heads, mixed
+from jaxserve.steps import decode, encoding, heads, mixed
 from jaxserve.steps.attention_planner import AttentionPlanner
 from jaxserve.steps.batches import MixedBatch, Params
 from jaxserve.steps.outputs import no_outputs
@@ -71,7 +71,7 @@ class Programs:
             out_shardings=(pages, whole, whole, whole),
         )
         self.mixed_head = jax.jit(
-            partial(heads.mixed_head, graphdef=graphdef, probe=probe),
+            read(heads.mixed_head),
             donate_argnames="slots",
             static_argnames="variant",
             out_shardings=whole,
@@ -89,13 +89,18 @@ class Programs:
             out_shardings=(pages, whole),
         )
         self.stage_head = jax.jit(
-            partial(heads.stage_head, graphdef=graphdef),
+            bind(heads.stage_head),
             donate_argnames=("slots", "outputs"),
             static_argnames="variant",
             out_shardings=whole,
         )
         self.stage_append = jax.jit(
             decode.stage_append, donate_argnames="slots", out_shardings=whole
+        )
+        self.prompts_of = jax.jit(encoding.prompts_of, out_shardings=whole)
+        self.encode = jax.jit(partial(encoding.encode, graphdef=graphdef), out_shardings=whole)
+        self.write_encoded = jax.jit(
+            bind(encoding.write_encoded), donate_argnames="cache", out_shardings=pages
         )
         self.no_outputs = jax.jit(no_outputs, static_argnums=(0, 1, 2), out_shardings=whole)
 
@@ -151,6 +156,7 @@ class Programs:
                     variant=variant,
                 ),
             ]
+            lowered += self._encoding_steps(params, cache, slots, batch)
         return [step.compile() for step in lowered]
 
     def step_bytes(self, params: Params, cache: KVCache) -> int:
@@ -193,6 +199,7 @@ class Programs:
                     inputs(rows),
                 ),
             ]
+            lowered += self._encoding_steps(params, cache, slots, batch)
             if samples:
                 _, _, row_hidden, _ = lowered[0].out_info
                 index: Any = np.zeros(rows, np.int32)
@@ -205,6 +212,19 @@ class Programs:
                     )
                 )
         return [step.compile() for step in lowered]
+
+    def _encoding_steps(self, params: Params, cache: Any, slots: Any, batch: Any) -> list[Any]:
+        """The lowered steps of an encoder, and of what the decoder's layers write of its output."""
+        if not self.config.has_encoder:
+            return []
+        dtype = jnp.dtype(self.model_config.dtype)
+        shape = (self.config.max_step_tokens, self.model_config.hidden_size)
+        encoded = jax.ShapeDtypeStruct(shape, dtype, sharding=self.place.whole)
+        steps = [self.write_encoded.lower(params, cache, slots, batch, encoded)]
+        if "encoder" in params:
+            prompts = jax.eval_shape(encoding.prompts_of, slots, batch)
+            steps.append(self.encode.lower(params, prompts))
+        return steps
 
     def _placed(self, cache: KVCache) -> tuple[Any, Any]:
         """Return abstract cache and slots with their shardings."""

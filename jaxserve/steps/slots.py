@@ -39,6 +39,8 @@ class SlotState:
       length: valid tokens.
       max_length: the slot ends when it has this many.
       done: inert: writes to the null page and delivers nothing.
+      encoded: tokens of the prompt that the encoder reads, without padding; None for a model
+        without an encoder.
     """
 
     tokens: Int32[Array, "slots max_context"]
@@ -47,6 +49,7 @@ class SlotState:
     done: Bool[Array, " slots"]
     page_table: Int32[Array, "slots row_pages"]
     sampling: SlotSampling
+    encoded: Int32[Array, " slots"] | None = None
 
 
 def empty_slots(config: EngineConfig) -> SlotState:
@@ -63,6 +66,7 @@ def empty_slots(config: EngineConfig) -> SlotState:
         done=full(True, jnp.bool_),
         page_table=full(0, jnp.int32, config.max_pages_per_sequence),
         sampling=empty_sampling(num),
+        encoded=full(1, jnp.int32) if config.has_encoder else None,
     )
 
 
@@ -158,11 +162,12 @@ def pack_admissions(
 
     index = full(config.max_slots, np.int32)
     tokens = full(0, np.int32, config.max_context)
-    length, max_length = full(0, np.int32), full(0, np.int32)
+    length, max_length, encoded = (full(0, np.int32) for _ in range(3))
     for i, new in enumerate(admissions):
         index[i] = new.slot
         tokens[i, : len(new.tokens)] = new.tokens
         length[i] = len(new.tokens)
+        encoded[i] = len(new.request.encoder_prompt)
         max_length[i] = new.request.end_length(new.max_length, new.sample_index)
     return index, SlotState(
         tokens=tokens,
@@ -171,4 +176,5 @@ def pack_admissions(
         done=full(False, np.bool_),
         page_table=full(0, np.int32, config.max_pages_per_sequence),
         sampling=pack_sampling([(new.request, new.sample_index) for new in admissions], num),
+        encoded=encoded if config.has_encoder else None,
     )

@@ -7,7 +7,7 @@ place of its executor.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, final
 
@@ -53,6 +53,9 @@ class ExecutorWrapper:
 
     def finish_warmup(self) -> None:
         self.inner.finish_warmup()
+
+    def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return self.inner.encode(prompts)
 
     def fitted(self, params: Any) -> Any:
         return self.inner.fitted(params)

@@ -113,7 +113,7 @@ class TraceWriter:
         line = {
             "id": str(request.id),
             "arrival_s": since(request.arrival_s),
-            "prompt_token_ids": request.prompt,
+            "prompt_token_ids": request.given_prompt,
             "params": _changed(replace(request.params, seed=request.seed)),
             "priority": int(request.priority),
             "deadline_s": since(request.deadline_s),

@@ -43,6 +43,7 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
+    distance_bias: Float[Array, "q_heads distances"] | None = None,
     k_scales: Float32[Array, "layers pages kv_heads page_size"] | None = None,
     v_scales: Float32[Array, "layers pages kv_heads page_size"] | None = None,
     max_query_length: int | None = None,
@@ -62,6 +63,8 @@ def paged_attention(
       scale: factor of the logits; 1 / sqrt(head_dim) by default.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap).
       alibi_slopes: float32 [q_heads]; adds slope * (key position - query position).
+      distance_bias: float32 [q_heads, distances]; adds the entry of the distance from the key to
+        the query, or the last entry for longer distances (T5's relative positions).
       k_scales, v_scales: float32 [layers, pages, kv_heads, page_size], the factors of quantized
         pages (int8, float8); both or none.
       max_query_length: static bound on `rows.query_length`. 1 means a decode batch, in which token
@@ -83,6 +86,7 @@ def paged_attention(
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
     _check_shapes(q, k_pages, v_pages, rows, alibi_slopes, max_query_length)
+    _check_bias(q, distance_bias)
     _check_scales(k_pages, k_scales, v_scales)
     return dispatch.call(
         "paged_attention",
@@ -98,6 +102,7 @@ def paged_attention(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
+        distance_bias=distance_bias,
         k_scales=k_scales,
         v_scales=v_scales,
         max_query_length=max_query_length,
@@ -143,6 +148,17 @@ def _check_shapes(
         raise ValueError(
             f"max_query_length=1 needs one token per row, but there are {q.shape[0]} tokens and "
             f"{rows.query_length.shape[0]} rows"
+        )
+
+
+def _check_bias(q: jax.Array, distance_bias: jax.Array | None) -> None:
+    if distance_bias is None:
+        return
+    shape = distance_bias.shape
+    if len(shape) != 2 or shape[0] != q.shape[1] or not shape[1]:
+        raise ValueError(
+            f"distance_bias{shape} does not fit; pass one row per query head, "
+            f"[{q.shape[1]}, distances]"
         )
 
 

@@ -165,11 +165,23 @@ struct Problem {
   int64_t first_page;                // of the layer
   const int32_t *query_start, *query_length, *first_position, *context_length, *page_table;
   const float* slopes;  // [heads], or null
+  const float* biases;  // [heads, distances], or null
   float* out;           // [tokens, heads, head_dim]
   int64_t tokens, heads, kv_heads, group, head_dim, num_pages, page_size, rows, table_width;
   float scale, soft_cap;  // soft_cap 0: none
   int64_t window;         // 0: none
+  int64_t distances;      // of biases; longer ones have the last entry
 };
+
+// The biases of W keys, of which the first is `distance` positions before the query.
+template <int W>
+Float<W> by_distance(const float* biases, int64_t distances, int64_t distance) {
+  if (distance - (W - 1) >= distances - 1) return Float<W>{} + biases[distances - 1];
+  Float<W> x = {};
+  for (int i = 0; i < W; ++i)
+    x[i] = biases[std::clamp<int64_t>(distance - i, 0, distances - 1)];
+  return x;
+}
 
 struct Item {
   int32_t row, kv_head, first, queries;  // first: index in its row of the first query
@@ -256,6 +268,7 @@ void attend(const Problem& p, const Item& item) {
       const int64_t at = position + m / p.group - base;  // of the query, from the block's start
       const int first = p.window ? std::max<int64_t>(begin, at - p.window + 1) : begin;
       const int last = static_cast<int>(std::min<int64_t>(end, at + 1));
+      const float* biases = p.biases ? p.biases + (first_head + m % p.group) * p.distances : nullptr;
       const float slope = p.slopes ? p.slopes[first_head + m % p.group] : 0.0f;
       float* row = logits + m * kBlock;
       Float<W> highest = Float<W>{} + kMasked;
@@ -264,6 +277,7 @@ void attend(const Problem& p, const Item& item) {
         if constexpr (is_scaled) x *= load<W>(block->k_scales + s);
         const Int<W> key = count_from<W>(s, std::make_integer_sequence<int, W>());
         if (p.soft_cap > 0) x = p.soft_cap * hyperbolic_tangent<W>(x / p.soft_cap);
+        if (biases) x += by_distance<W>(biases, p.distances, at - s);
         if (p.slopes) x += slope * __builtin_convertvector(key - static_cast<int32_t>(at), Float<W>);
         if (s < first || s + W > last) x = (key >= first) & (key < last) ? x : Float<W>{} + kMasked;
         store(row + s, x);
@@ -400,7 +414,11 @@ ffi::Error paged_attention(ffi::ThreadPool pool, Tokens q, ffi::AnyBuffer k, ffi
   p.first_position = first_position.typed_data();
   p.context_length = context_length.typed_data();
   p.page_table = page_table.typed_data();
-  p.slopes = slopes.element_count() ? slopes.typed_data() : nullptr;
+  // One number a head is a slope; more are biases.
+  const int64_t a_head = slopes.element_count() / q.dimensions()[1];
+  p.slopes = a_head == 1 ? slopes.typed_data() : nullptr;
+  p.biases = a_head > 1 ? slopes.typed_data() : nullptr;
+  p.distances = a_head;
   p.out = out->typed_data();
   p.tokens = q.dimensions()[0];
   p.heads = q.dimensions()[1];

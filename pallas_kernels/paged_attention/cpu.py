@@ -32,6 +32,7 @@ def paged_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
+    distance_bias: Float[Array, "q_heads distances"] | None,
     k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     max_query_length: int | None,
@@ -48,6 +49,8 @@ def paged_attention(
     if dispatch.is_partitioned():
         raise NotImplementedError("XLA cannot partition it over a mesh")
     _check_types(q, k_pages, v_pages, k_scales)
+    if alibi_slopes is not None and distance_bias is not None:
+        raise NotImplementedError("it adds ALiBi or a bias by distance, not both")
     del plan  # the kernel's threads divide the rows themselves
     if q.shape[2] % 8:
         raise NotImplementedError(f"head_dim must be a multiple of 8, not {q.shape[2]}")
@@ -69,11 +72,25 @@ def paged_attention(
             for x in (start, rows.query_length, rows.first_position, rows.context_length)
         ),
         rows.page_table.astype(jnp.int32),
-        nothing if alibi_slopes is None else alibi_slopes.astype(jnp.float32),
+        _bias(alibi_slopes, distance_bias),
         scale=np.float32(scale),
         soft_cap=np.float32(soft_cap or 0.0),
         window=np.int32(sliding_window or 0),
     )
+
+
+def _bias(
+    alibi_slopes: Float[Array, " q_heads"] | None,
+    distance_bias: Float[Array, "q_heads distances"] | None,
+) -> Float32[Array, " numbers"]:
+    """Return one operand for both: slopes, one a head, or biases, two or more a head."""
+    if alibi_slopes is not None:
+        return alibi_slopes.astype(jnp.float32)
+    if distance_bias is None:
+        return jnp.zeros(0)
+    if distance_bias.shape[1] == 1:
+        distance_bias = jnp.repeat(distance_bias, 2, axis=1)
+    return distance_bias.astype(jnp.float32).reshape(-1)
 
 
 def _check_types(

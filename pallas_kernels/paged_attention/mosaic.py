@@ -34,6 +34,7 @@ def paged_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
+    distance_bias: Float[Array, "q_heads distances"] | None,
     k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     max_query_length: int | None,
@@ -55,6 +56,8 @@ def paged_attention(
         raise NotImplementedError("it needs a plan of the batch; pass plan=")
     if alibi_slopes is not None:
         raise NotImplementedError("it does not support ALiBi")
+    if distance_bias is not None:
+        raise NotImplementedError("it has no bias by distance")
     if scale <= 0.0:
         raise NotImplementedError(f"it needs a positive scale of the logits, not {scale}")
     _check_types(q, k_pages, sliding_window)
@@ -103,6 +106,7 @@ def paged_attention(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         alibi_slopes=None,
+        distance_bias=None,
         k_scales=k_scales,
         v_scales=v_scales,
         max_query_length=max_query_length,

@@ -22,6 +22,7 @@ def paged_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
+    distance_bias: Float[Array, "q_heads distances"] | None,
     k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     max_query_length: int | None,
@@ -57,6 +58,9 @@ def paged_attention(
                     logits = soft_cap * np.tanh(logits / soft_cap)
                 if alibi_slopes is not None:
                     logits = logits + float(alibi_slopes[head]) * (seen - position)
+                if distance_bias is not None:
+                    bias = np.asarray(distance_bias, np.float64)[head]
+                    logits = logits + bias[np.minimum(position - seen, bias.size - 1)]
                 weights = np.exp(logits - logits.max())
                 out[token, head] = (weights / weights.sum()) @ v
     return jnp.asarray(out, q.dtype)

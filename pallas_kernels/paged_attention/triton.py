@@ -37,6 +37,7 @@ def paged_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
+    distance_bias: Float[Array, "q_heads distances"] | None,
     k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     max_query_length: int | None,
@@ -52,6 +53,8 @@ def paged_attention(
     """
     if not interpret:
         gpu.require_triton()
+    if distance_bias is not None:
+        raise NotImplementedError("it has no bias by distance")
     if plan is None:
         raise NotImplementedError("it needs a plan of the batch; pass plan=")
     _check_types(q, k_pages, sliding_window)

@@ -41,6 +41,7 @@ def paged_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
+    distance_bias: Float[Array, "q_heads distances"] | None,
     k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     max_query_length: int | None,
@@ -60,6 +61,9 @@ def paged_attention(
             sliding_window,
             soft_cap,
             None if alibi_slopes is None else alibi_slopes.astype(jnp.float32).reshape(shape),
+            None
+            if distance_bias is None
+            else distance_bias.astype(jnp.float32).reshape(*shape, -1),
             k_scales,
             v_scales,
         ),
@@ -78,6 +82,7 @@ class _Options:
     sliding_window: int | None
     soft_cap: float | None
     alibi_slopes: Float32[Array, "kv_heads group"] | None
+    distance_bias: Float32[Array, "kv_heads group distances"] | None
     k_scales: Float32[Array, "layers pages kv_heads page_size"] | None
     v_scales: Float32[Array, "layers pages kv_heads page_size"] | None
 
@@ -236,6 +241,11 @@ def _attend(
         if options.alibi_slopes is not None:
             slopes = options.alibi_slopes[None, None, :, :, None, None]
             logits += slopes * distance.astype(jnp.float32)
+        if options.distance_bias is not None:
+            last = options.distance_bias.shape[-1] - 1
+            # [kv_heads, group, blocks, pages, queries, page_size]
+            bias = options.distance_bias[:, :, jnp.clip(-distance[:, :, 0, 0], 0, last)]
+            logits += jnp.moveaxis(bias, (0, 1), (2, 3))
         seen = exists[:, :, None, None, None] & (distance <= 0)
         if options.sliding_window is not None:
             seen &= distance > -options.sliding_window

@@ -19,7 +19,7 @@ from jaxserve.memory.relocation import Moves, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
 from jaxserve.scheduling.kv.costs import SwapCosts, copy_s, page_cost
 from jaxserve.scheduling.kv.integrity import check_integrity
-from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager
+from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager, keys_of
 from jaxserve.scheduling.kv.sequence_kv import SequenceKV
 from jaxserve.scheduling.kv.swap_space import SwapSpace
 from jaxserve.scheduling.kv.usage import PageUsage
@@ -135,9 +135,9 @@ class KVManager:
 
     # ---- sequences that begin ----
 
-    def new(self) -> SequenceKV:
-        """Return the state of a sequence without KV."""
-        return SequenceKV(PageTable(self._cache.pool, self.config.page_size))
+    def new(self, whole: Seq[int] = ()) -> SequenceKV:
+        """Return the state of a sequence without KV; `whole` is that of `PageKeys`."""
+        return SequenceKV(PageTable(self._cache.pool, self.config.page_size), keys=PageKeys(whole))
 
     def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many pages a waiting sequence needs that no other owns."""
@@ -256,7 +256,7 @@ class KVManager:
             kv.num_computed = 0
         self._swap_space.drop(sequence)
         if not keeps_output:
-            kv.keys = PageKeys()
+            kv.keys = kv.keys.anew()
 
     # ---- the next plan ----
 
@@ -387,7 +387,7 @@ class KVManager:
         return self._host_memory.fingerprint()
 
     def _keys_of(self, tokens: Seq[int]) -> Seq[bytes]:
-        return PageKeys().of(tokens, self.config.page_size, self._cache.identity)
+        return keys_of(tokens, self.config, self._cache.identity)
 
     # ---- invariants ----
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import final
 
-from jaxserve.memory.cached_page import Branch, CachedPage
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.request import padded_to_pages
+from jaxserve.memory.cached_page import Branch, CachedPage, PageKeys
 from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.prefetch import Prefetch
@@ -121,6 +123,9 @@ class PrefixCacheManager:
                 found.add(page.index)
                 came.add(page.index)
         kv.prefetched.clear()
+        encoded = range(sequence.request.num_encoded // self._page_size)
+        if not found.issuperset(encoded):
+            found.difference_update(encoded)  # it is computed as a whole, to the same values
         kv.begin_with(found, self._page_size)
         if self._keeps:
             self.num_hit_on_disk += len(came & loaded) * self._page_size
@@ -132,7 +137,8 @@ class PrefixCacheManager:
     def _find(self, sequence: Sequence) -> list[CachedPage]:
         if not self._keeps or sequence.wants_prompt_logprobs:
             return []
-        return self._cache.find(self._keys_to_find(sequence))
+        cached = self._cache.find(self._keys_to_find(sequence))
+        return _with_whole_prompt(sequence, cached, self._page_size)
 
     def _keys_to_find(self, sequence: Sequence) -> Seq[bytes]:
         """The newest token is computed in any case: what follows it depends on that."""
@@ -244,6 +250,24 @@ class PrefixCacheManager:
         return sequence.kv.keys.of(sequence.known_tokens, self._page_size, self._cache.identity)
 
 
+def _with_whole_prompt(
+    sequence: Sequence, cached: list[CachedPage], page_size: int
+) -> list[CachedPage]:
+    """Return the cached pages; of an encoder's prompt all or none, since it is computed whole."""
+    num_pages = sequence.request.num_encoded // page_size
+    if sum(page.index < num_pages for page in cached) == num_pages:
+        return cached
+    return [page for page in cached if page.index >= num_pages]
+
+
 def num_shareable(sequence: Sequence, page_size: int) -> int:
     """Full prompt pages, which samples of one request share; at least one token stays."""
     return (sequence.prompt_length - 1) // page_size
+
+
+def keys_of(tokens: Seq[int], config: EngineConfig, identity: bytes) -> Seq[bytes]:
+    """Return the keys of the full pages of a context, or of an encoder's prompt."""
+    if not config.has_encoder:
+        return PageKeys().of(tokens, config.page_size, identity)
+    padded = padded_to_pages(tokens, config.page_size)
+    return PageKeys(tuple(tokens)).of(padded, config.page_size, identity)

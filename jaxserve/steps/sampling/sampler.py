@@ -61,6 +61,7 @@ def sample(
     variant: Variant,
     step_arrays: StepArrays | None = None,
     processors: Sequence[Processor] = PROCESSORS,
+    first: Int32[Array, " rows"] | None = None,
 ) -> Sampled:
     """Choose one token a row. A row's choice depends on nothing outside the row.
 
@@ -74,12 +75,13 @@ def sample(
       step_arrays: arrays that come with this step alone, for the processors that take some; a
         processor whose arrays are missing is left out.
       processors: in the order of application; static.
+      first: the first position that counts for penalties; None for the first of all.
     """
     token, largest = argmax(logits)
     # A maximum may pass over a NaN; a sum never does.
     finite = jnp.isfinite(largest) & ~jnp.isnan(jnp.sum(logits, axis=-1))
     if variant is not Variant.GREEDY:
-        rows = Rows(tokens, length, sampling.prompt_length, sampling.stop_ids)
+        rows = Rows(tokens, length, sampling.prompt_length, sampling.stop_ids, first)
         active = _active(processors, sampling, step_arrays or {})
         edited = _padded(logits)
         if variant is Variant.FULL:

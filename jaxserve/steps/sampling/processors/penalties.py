@@ -50,7 +50,10 @@ class Penalties(LogitsProcessor):
         row = jnp.arange(logits.shape[0])[:, None]
         position = jnp.arange(rows.tokens.shape[1])[None, :]
         nowhere = logits.shape[1]
-        seen = jnp.where(position < rows.length[:, None], rows.tokens, nowhere)
+        counts = position < rows.length[:, None]
+        if rows.first is not None:
+            counts &= position >= rows.first[:, None]
+        seen = jnp.where(counts, rows.tokens, nowhere)
         output = jnp.where(position >= rows.prompt_length[:, None], seen, nowhere)
 
         # Every occurrence writes the same value, so a token seen twice is still penalized once.

@@ -51,12 +51,15 @@ class Rows:
       length: valid tokens, which is the position of the token to choose.
       prompt_length: tokens of the prompt alone.
       stop_ids: tokens that end the row, padded with -1.
+      first: the first position that counts as the row's text: the decoder's, behind the prompt of
+        an encoder; None for the first of all.
     """
 
     tokens: Int32[Array, "rows max_context"]
     length: Int32[Array, " rows"]
     prompt_length: Int32[Array, " rows"]
     stop_ids: Int32[Array, "rows stop_ids"]
+    first: Int32[Array, " rows"] | None = None
 
 
 class Processor(abc.ABC):
