@@ -125,6 +125,10 @@ class GroupedExecutor:
         """See `ModelExecutor`. The result has one entry per group."""
         return [group.fitted(params) for group in self._groups]
 
+    def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """See `ModelExecutor`; by the encode group."""
+        return self._groups[0].encode(prompts)
+
     def update_params(self, params: list[Any]) -> None:
         """See `ModelExecutor`."""
         for group, own in zip(self._groups, params, strict=True):
