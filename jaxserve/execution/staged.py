@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from jaxserve.execution.compilations import CompilationCounter
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.encoding import encode_prompts
 from jaxserve.execution.handle import DeviceHandle, PromptPart
+from jaxserve.execution.micro_batches import micro_batches
 from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.weights import check_same, fitted
@@ -203,7 +204,7 @@ class StagedExecutor:
         batches = [[(i, row) for i, row in enumerate(plan.rows) if not row.encodes]]
         if not wants_prompts:
             smallest = self.config.token_buckets[0]
-            batches = list(_cut(batches[0], self._micro_batches, smallest))
+            batches = list(micro_batches(batches[0], self._micro_batches, smallest))
         outputs: list[Outputs] = []
         output_rows = np.full(len(plan.rows), -1, np.int32)
         prompt_part = None
@@ -388,31 +389,3 @@ class StagedExecutor:
 def _shard_bytes(cache: KVCache) -> int:
     """Return the bytes of a cache on one device."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(cache))
-
-
-def _cut(
-    rows: Sequence[tuple[int, Row]], most: int, smallest: int
-) -> Iterator[list[tuple[int, Row]]]:
-    """Cut rows into at most `most` micro-batches with about the same number of tokens each.
-
-    A row that does not fit is cut in two, of which the second part samples. The order of rows
-    stays, because a row may read KV that an earlier row writes.
-
-    Args:
-      smallest: minimum number of tokens of a micro-batch, except the last.
-    """
-    total = sum(row.num_tokens for _, row in rows)
-    size = max(smallest, -(-total // most))
-    batch: list[tuple[int, Row]] = []
-    left = size
-    for i, row in rows:
-        start, tokens = row.start, row.num_tokens
-        while tokens > left:
-            if left:
-                batch.append((i, Row(row.slot, row.sequence_key, start, left, max_new_tokens=0)))
-            yield batch
-            start, tokens = start + left, tokens - left
-            batch, left = [], size
-        batch.append((i, Row(row.slot, row.sequence_key, start, tokens, row.max_new_tokens)))
-        left -= tokens
-    yield batch
