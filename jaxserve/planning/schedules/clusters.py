@@ -22,6 +22,7 @@ class Cluster:
       handoff_latency_s: seconds of a transfer between stages besides its bytes.
       launch_s: seconds that a stage needs for a pass, besides its layers.
       memory_share: share of device memory for weights, KV and activations.
+      measured_degrees: tensor-parallel degrees whose costs are known; None for all.
     """
 
     roofs: DeviceRoofs
@@ -35,6 +36,7 @@ class Cluster:
     handoff_latency_s: float
     launch_s: float
     memory_share: float = 0.9
+    measured_degrees: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if min(self.num_devices, self.devices_per_machine) < 1:
@@ -52,9 +54,12 @@ class Cluster:
     def degrees(self) -> tuple[int, ...]:
         """Powers of two that divide a machine's devices and the cluster: the degrees to shard by.
 
-        Shards of a layer share a machine.
+        Shards of a layer share a machine. Where degrees were measured, it is those that fit in a
+        machine; devices that are left over are stages of their own.
         """
         inside = min(self.num_devices, self.devices_per_machine)
+        if self.measured_degrees is not None:
+            return tuple(degree for degree in self.measured_degrees if degree <= inside)
         return tuple(
             degree
             for degree in (1, 2, 4, 8, 16)
