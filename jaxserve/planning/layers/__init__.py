@@ -8,7 +8,7 @@ and partial tensor parallelism.
 
 from jaxserve.planning.layers.bench import LayerBench, degrees_of
 from jaxserve.planning.layers.cost import MeasuredLayerCost
-from jaxserve.planning.layers.deployment import layers_deployment, shape_of
+from jaxserve.planning.layers.deployment import free_bytes_of, layers_deployment, shape_of
 from jaxserve.planning.layers.measure import LayerTimer, measure_layers
 from jaxserve.planning.layers.origin import LayerOrigin, LayerSizes
 from jaxserve.planning.layers.profile import LayerProfile
@@ -21,6 +21,7 @@ __all__ = [
     "LayerTimer",
     "MeasuredLayerCost",
     "degrees_of",
+    "free_bytes_of",
     "layers_deployment",
     "measure_layers",
     "shape_of",

@@ -34,7 +34,8 @@ class LayerBench:
       degrees: to time; by default all that `degrees_of` returns.
 
     Raises:
-      InvalidConfigError: a degree does not divide the layer, or is more than the devices.
+      InvalidConfigError: a degree does not divide the layer, or is more than the devices; or the
+        model has an encoder.
     """
 
     def __init__(
@@ -44,6 +45,10 @@ class LayerBench:
         devices: Sequence[Any],
         degrees: Sequence[int] | None = None,
     ):
+        if config.has_encoder:
+            raise InvalidConfigError(
+                "layers of an encoder-decoder model are not measured yet; pass a decoder-only model"
+            )
         allowed = degrees_of(config, devices)
         if degrees is not None and not set(degrees) <= set(allowed):
             raise InvalidConfigError(

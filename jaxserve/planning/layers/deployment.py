@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxserve.execution.memory_plan import free_device_bytes
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.loading import abstract_model
 from jaxserve.planning.layers.cost import MeasuredLayerCost
@@ -16,6 +19,8 @@ from jaxserve.planning.schedules.clusters import Cluster
 from jaxserve.planning.schedules.measured_cost import THRESHOLD
 from jaxserve.planning.schedules.models import LayerShape, TransformerShape
 from jaxserve.planning.schedules.timeline import Deployment
+
+_HOST_SHARE, _SHARE = 0.5, 0.9
 
 
 def shape_of(config: DecoderConfig, kv_dtype: str | None = None) -> TransformerShape:
@@ -43,6 +48,15 @@ def shape_of(config: DecoderConfig, kv_dtype: str | None = None) -> TransformerS
         num_embedding_params=config.vocab_size * config.hidden_size,
         bytes_each=bytes_each,
     )
+
+
+def free_bytes_of(devices: Sequence[Any]) -> float:
+    """Return the memory of each device that weights and KV may take.
+
+    Host devices share half of the free memory. Others have most of their own.
+    """
+    free = free_device_bytes(devices[0])
+    return _HOST_SHARE * free / len(devices) if devices[0].platform == "cpu" else _SHARE * free
 
 
 def layers_deployment(

@@ -162,9 +162,8 @@ class ShardedLayer:
     def _qkv(self, num_tokens: int) -> Array:
         config, mesh = self._config, self._place.mesh
         shape = num_tokens, config.num_kv_heads, config.group + 2, config.head_dim
-        is_split = mesh is not None and config.num_kv_heads % self._place.num_shards == 0
         place: Any = self._place.whole
-        if is_split:
+        if mesh is not None and config.num_kv_heads % self._place.num_shards == 0:
             place = NamedSharding(mesh, PartitionSpec(None, TENSOR))
         return jax.device_put(jnp.ones(shape, config.dtype), place)
 

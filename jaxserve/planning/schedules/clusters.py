@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning.roofline import DeviceRoofs
@@ -73,7 +73,7 @@ class Cluster:
 
 # Compute, memory and PCIe efficiency were fitted to tables 6 and 7 of the paper, which are of
 # OPT 13B on four A40; docs/benchmarks/papers.md shows the fit. The other devices' are taken over.
-_FITTED = {
+_FITTED: dict[str, Any] = {
     "compute_efficiency": 0.70,
     "memory_efficiency": 0.80,
     "peer_efficiency": 0.65,

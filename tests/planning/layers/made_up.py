@@ -19,8 +19,14 @@ class MadeUpTimer:
       fails_after: raises KeyboardInterrupt at the next point after so many; None for never.
     """
 
-    def __init__(self, degrees: Sequence[int] = (1, 2), *, fails_after: int | None = None):
-        self.sizes = SIZES
+    def __init__(
+        self,
+        degrees: Sequence[int] = (1, 2),
+        *,
+        fails_after: int | None = None,
+        sizes: LayerSizes = SIZES,
+    ):
+        self.sizes = sizes
         self.degrees = degrees
         self.has_peers = True
         self.asked: list[tuple[str, int, int]] = []
