@@ -82,7 +82,7 @@ _FITTED: dict[str, Any] = {
     "launch_s": 1e-3,
 }
 # NVLink reaches a larger share of its bandwidth, with less latency; these two were not measured.
-_NVLINK = _FITTED | {"peer_efficiency": 0.75, "sync_latency_s": 10e-6}
+_NVLINK: dict[str, Any] = _FITTED | {"peer_efficiency": 0.75, "sync_latency_s": 10e-6}
 
 # Data sheets: dense 16-bit tensor operations; one direction of each link. Table 2 of the paper for
 # the numbers of devices and the networks of A40 and A100.
