@@ -84,11 +84,21 @@ def plan(
     max_slots: opt.MaxSlots = None,
     max_context: opt.MaxContext = None,
     tensor_parallel: opt.TensorParallel = 1,
+    layers: Annotated[
+        bool,
+        _option(
+            "--layers",
+            text="Plan for this machine's devices by the measured parts of a layer, for every "
+            "policy, with stages and tensor parallelism. Reads no weights.",
+            panel="Runtime",
+        ),
+    ] = False,
     profile: Annotated[
         Path | None,
         _option(
             "--profile",
-            text="Step times that `StepTimes.save` wrote. [default: those in the cache folder]",
+            text="Step times that `StepTimes.save` wrote, or measured layers. [default: those in "
+            "the cache folder]",
             panel="Runtime",
         ),
     ] = None,
@@ -96,7 +106,7 @@ def plan(
         bool,
         _option(
             "--measure-again",
-            text="Measure step times even if they are in the cache folder.",
+            text="Measure even if the cache folder has a profile.",
             panel="Runtime",
         ),
     ] = False,
@@ -105,7 +115,7 @@ def plan(
     """Find the schedules with the most throughput under latency bounds.
 
     It prints the frontier of throughput and latency, the schedule that is chosen for each bound,
-    and what its neighbours would give. Step times are measured once and kept in the cache folder.
+    and what its neighbours would give. What is measured is kept in the cache folder.
     """
     with opt.exit_codes():
         _check_picture(picture)
@@ -116,10 +126,29 @@ def plan(
         fixed = LatencyBounds(first_token_s=first_token_bound, token_s=token_bound)
         for bound_s in asked:
             replace(fixed, latency_s=bound_s)  # refuses what is not allowed before it measures
+        if cluster is not None and layers:
+            raise InvalidConfigError("--cluster and --layers cannot be combined; pass one of them")
+        if layers and tensor_parallel != 1:
+            raise InvalidConfigError(
+                "--layers chooses the degree of tensor parallelism; omit --tensor-parallel"
+            )
         if cluster is not None:
             schedules, where = _on_cluster(model, cluster, devices, task_lengths)
+        elif layers:
+            schedules, where = _on_layers(
+                task_lengths,
+                profile,
+                measure_again=measure_again,
+                model=model,
+                quiet=quiet,
+                num_devices=devices,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                max_slots=max_slots,
+                max_context=max_context,
+            )
         elif devices is not None:
-            raise InvalidConfigError(f"--devices {devices} needs --cluster; pass both or neither")
+            raise InvalidConfigError(f"--devices {devices} needs --cluster or --layers; pass one")
         else:
             schedules, where = _on_engine(
                 task_lengths,
@@ -204,18 +233,16 @@ def _show(
 
 def _lengths(task: str | None, path: Path | None) -> tuple[TaskLengths, str]:
     """Return the lengths that the options give, and what they are."""
-    from jaxserve.planning.schedules import LengthDistribution, TaskLengths
+    from jaxserve.planning.schedules import TaskLengths
+    from jaxserve.planning.schedules.plan import lengths_of
     from jaxserve.workload.length_pairs import read_lengths
     from jaxserve.workload.tasks import TASKS
 
     if (task is None) == (path is None):
         raise InvalidConfigError("pass lengths in exactly one way: --task or --lengths")
     if path is not None:
-        inputs, outputs = zip(*read_lengths(path), strict=True)
-        known = TaskLengths(
-            LengthDistribution.of_samples(inputs), LengthDistribution.of_samples(outputs)
-        )
-        return known, f"{len(inputs)} answers of {path.name}"
+        pairs = read_lengths(path)
+        return lengths_of(pairs), f"{len(pairs)} answers of {path.name}"
     if task not in TASKS:
         raise InvalidConfigError(f"--task {task!r} is unknown; pass one of {', '.join(TASKS)}")
     return TaskLengths.of_task(TASKS[task]), f"task {task}"
@@ -242,6 +269,21 @@ def _on_cluster(
     cost = RooflineLayerCost(shape, cluster)
     deployment = Deployment(model=shape, cluster=cluster, cost=cost)
     return ClusterSearch(deployment, lengths), f"{cluster.num_devices} {name} (rooflines)"
+
+
+def _on_layers(
+    lengths: TaskLengths, profile: Path | None, **settings: Any
+) -> tuple[ScheduleSearch, str]:
+    """Return the schedules of this machine's devices, by measured layers."""
+    import jax
+
+    from jaxserve.cli.profiles import layer_deployment
+    from jaxserve.core.host import cpu_name
+    from jaxserve.planning.schedules.frontier import ClusterSearch
+
+    deployment = layer_deployment(profile, lengths, **settings)
+    where = f"{deployment.cluster.num_devices} {jax.devices()[0].device_kind} ({cpu_name()})"
+    return ClusterSearch(deployment, lengths), f"{where}, by layers"
 
 
 def _on_engine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,13 @@ import typer
 
 from jaxserve.cli import options as opt
 from jaxserve.core.assets import cache_errors, cache_folder
-from jaxserve.core.errors import InvalidProfileError
+from jaxserve.core.errors import InvalidConfigError, InvalidProfileError
 
 if TYPE_CHECKING:
     from jaxserve.core.config import EngineConfig
+    from jaxserve.models.config import DecoderConfig
     from jaxserve.planning import StepTimes
-    from jaxserve.planning.schedules import TaskLengths
+    from jaxserve.planning.schedules import Deployment, TaskLengths
     from jaxserve.runtime import Runtime
 
 
@@ -46,7 +47,7 @@ def step_times(
     from jaxserve.planning.schedules.frontier import check_context
 
     with _opened(model, quiet, settings, warmup=False) as rt:
-        check_context(lengths, rt.config)
+        check_context(lengths, rt.config.max_context)
         if given is not None:
             return rt.load_step_times(given), rt.config
         path = _path(model, rt, settings.get("tensor_parallel", 1))
@@ -61,6 +62,88 @@ def step_times(
         with cache_errors(f"keeping {path.name}"):
             times.save(path)
         return times, rt.config
+
+
+def layer_deployment(
+    given: Path | None,
+    lengths: TaskLengths,
+    *,
+    measure_again: bool,
+    model: str,
+    quiet: bool,
+    num_devices: int | None,
+    dtype: str | None,
+    kv_dtype: str | None,
+    max_slots: int | None,
+    max_context: int | None,
+) -> Deployment:
+    """Return a model on this machine's devices, by measured layers; reads no weights.
+
+    The profile is read from `given`, or from the cache folder, and what it lacks is measured.
+
+    Args:
+      given: a file that is complete; None for the cache folder.
+      num_devices: devices to plan for; None for all.
+
+    Raises:
+      InvalidConfigError: the lengths do not fit, there are fewer devices, or the model has an
+        encoder.
+      InvalidProfileError: `given` is damaged, or was measured on something else.
+    """
+    import jax
+
+    from jaxserve.execution.build import enable_compilation_cache, platform_defaults
+    from jaxserve.planning.layers import (
+        LayerBench,
+        LayerOrigin,
+        LayerProfile,
+        LayerSizes,
+        free_bytes_of,
+        layers_deployment,
+        measure_layers,
+    )
+    from jaxserve.planning.schedules.frontier import check_context
+
+    config = replace(_model_config(model, quiet), dtype=dtype or platform_defaults().dtype)
+    check_context(lengths, config.max_position_embeddings)
+    devices = jax.devices()
+    num = len(devices) if num_devices is None else num_devices
+    if not 1 <= num <= len(devices):
+        raise InvalidConfigError(
+            f"--devices {num} is not allowed; this machine has {len(devices)}. XLA_FLAGS="
+            "--xla_force_host_platform_device_count=8 makes eight host devices"
+        )
+    sizes = LayerSizes.of(config, max_length=max_context, kv_dtype=kv_dtype)
+    if max_slots is not None:
+        sizes = replace(sizes, max_batch=max_slots)
+    origin = LayerOrigin.of(config, devices, sizes)
+    if given is not None:
+        profile = LayerProfile.load(given, expected=origin)
+    else:
+        digest = _digest(asdict(origin))
+        path = cache_folder() / "profiles" / f"layers-{Path(model).stem}-{digest}.json"
+        profile = LayerProfile(origin, path=path)
+        if path.is_file() and not measure_again:
+            try:
+                profile = LayerProfile.load(path, expected=origin)
+            except InvalidProfileError as error:
+                typer.echo(f"measuring again: {error}", err=True)
+        bench = LayerBench(config, sizes, devices)
+        if not profile.is_complete:
+            enable_compilation_cache()
+            with cache_errors(f"keeping {path.name}"):
+                measure_layers(bench, profile, progress=not quiet)
+    return layers_deployment(profile, config, num, free_bytes_of(devices))
+
+
+def _model_config(model: str, quiet: bool) -> DecoderConfig:
+    """Return a model's configuration, without its weights; download a registered model."""
+    from jaxserve.models import registry
+    from jaxserve.models.families import config_from_hf
+
+    if registry.resolve(model).registered is not None:
+        registry.pull(model, progress=not quiet)
+    return config_from_hf(registry.show(model)["config"])
 
 
 def _opened(model: str, quiet: bool, settings: dict[str, Any], *, warmup: bool) -> Any:
@@ -79,5 +162,8 @@ def _path(model: str, rt: Runtime, tensor_parallel: int) -> Path:
         {**asdict(rt.config), "num_pages": 0, "num_host_pages": 0},
         (device.platform, device.device_kind, cpu_name(), tensor_parallel, jax.__version__),
     )
-    digest = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
-    return cache_folder() / "profiles" / f"steps-{Path(model).stem}-{digest}.json"
+    return cache_folder() / "profiles" / f"steps-{Path(model).stem}-{_digest(parts)}.json"
+
+
+def _digest(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]

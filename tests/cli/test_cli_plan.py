@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
 from jaxserve.cli import app
+from jaxserve.models.families import config_from_hf
+from jaxserve.planning.layers import LayerOrigin, LayerProfile, LayerSizes, measure_layers
+from tests.planning.layers.made_up import MadeUpTimer
 
 SIMULATED = (
     "plan",
@@ -94,6 +99,7 @@ def test_json_has_the_frontier_the_choice_and_its_neighbours():
         (("--task", "S", "--model", "GPT3-175B"), 1, "DeviceMemoryError"),
         (("--task", "S", "--cluster", "A4"), 2, "--cluster 'A4' is unknown; pass one of A40"),
         (("--task", "S", "--model", "smollm2-135m"), 2, "has no shape for --cluster"),
+        (("--task", "S", "--layers"), 2, "--cluster and --layers cannot be combined"),
         (("--task", "S", "--picture", "frontier.txt"), 2, "ends in .png, .svg or .pdf"),
         (("--task", "S", "--picture", "no-such-folder/f.png"), 2, "cannot write --picture"),
     ],
@@ -109,7 +115,9 @@ def test_bad_input(arguments, code, said):
 def test_devices_belong_to_a_cluster():
     """A number of devices without a simulated cluster is refused."""
     done = _run("plan", "--task", "S", "--devices", "4")
-    assert done.exit_code == 2 and "needs --cluster" in done.stderr
+    assert done.exit_code == 2 and "needs --cluster or --layers" in done.stderr
+    done = _run("plan", "--task", "S", "--layers", "--tensor-parallel", "2")
+    assert done.exit_code == 2 and "omit --tensor-parallel" in done.stderr
 
 
 def test_an_engine_is_measured_once(model, lengths, tmp_path, monkeypatch):
@@ -139,3 +147,26 @@ def test_lengths_must_fit_the_engine(model, tmp_path, monkeypatch):
     done = _run("plan", "--model", model, "--task", "S", *SMALL)
     assert done.exit_code == 2 and "do not fit in a context of 32" in done.stderr
     assert not (tmp_path / "cache" / "profiles").exists()
+
+
+def test_devices_are_planned_by_measured_layers(model, lengths, tmp_path, monkeypatch):
+    """A file of measured layers gives schedules on devices; one of other sizes is refused."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
+    asked = ("plan", "--model", model, "--lengths", lengths, "--layers", "--num-bounds", "3")
+    small = ("--max-slots", "2", "--max-context", "32", "--quiet", "--json")
+    done = _run(*asked, "--devices", "9", *small)
+    assert done.exit_code == 2 and "--devices 9 is not allowed" in done.stderr
+    config = replace(config_from_hf(CONFIG), dtype="float32")
+    sizes = replace(LayerSizes.of(config, max_length=32), max_batch=2)
+    origin = LayerOrigin.of(config, jax.devices(), sizes)
+    timer = MadeUpTimer((1, 2, 4), sizes=sizes)
+    own = tmp_path / "layers.json"
+    measure_layers(timer, LayerProfile(origin, path=own), progress=False)
+    done = _run(*asked, "--devices", "4", "--profile", str(own), *small)
+    assert done.exit_code == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["devices"].startswith("4 ") and said["devices"].endswith("by layers")
+    assert sum(devices for devices, _, _ in said["chosen"][0]["stages"]) == 4
+    other = _run(*asked, "--profile", str(own), "--max-slots", "3", "--quiet")
+    assert other.exit_code == 1
+    assert "InvalidProfileError" in other.stderr and "sizes.max_batch is 2, not 3" in other.stderr

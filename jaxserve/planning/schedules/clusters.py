@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning.roofline import DeviceRoofs
@@ -22,6 +22,7 @@ class Cluster:
       handoff_latency_s: seconds of a transfer between stages besides its bytes.
       launch_s: seconds that a stage needs for a pass, besides its layers.
       memory_share: share of device memory for weights, KV and activations.
+      measured_degrees: tensor-parallel degrees whose costs are known; None for all.
     """
 
     roofs: DeviceRoofs
@@ -35,6 +36,7 @@ class Cluster:
     handoff_latency_s: float
     launch_s: float
     memory_share: float = 0.9
+    measured_degrees: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if min(self.num_devices, self.devices_per_machine) < 1:
@@ -52,9 +54,12 @@ class Cluster:
     def degrees(self) -> tuple[int, ...]:
         """Powers of two that divide a machine's devices and the cluster: the degrees to shard by.
 
-        Shards of a layer share a machine.
+        Shards of a layer share a machine. Where degrees were measured, it is those that fit in a
+        machine; devices that are left over are stages of their own.
         """
         inside = min(self.num_devices, self.devices_per_machine)
+        if self.measured_degrees is not None:
+            return tuple(degree for degree in self.measured_degrees if degree <= inside)
         return tuple(
             degree
             for degree in (1, 2, 4, 8, 16)
@@ -68,7 +73,7 @@ class Cluster:
 
 # Compute, memory and PCIe efficiency were fitted to tables 6 and 7 of the paper, which are of
 # OPT 13B on four A40; docs/benchmarks/papers.md shows the fit. The other devices' are taken over.
-_FITTED = {
+_FITTED: dict[str, Any] = {
     "compute_efficiency": 0.70,
     "memory_efficiency": 0.80,
     "peer_efficiency": 0.65,
@@ -77,7 +82,7 @@ _FITTED = {
     "launch_s": 1e-3,
 }
 # NVLink reaches a larger share of its bandwidth, with less latency; these two were not measured.
-_NVLINK = _FITTED | {"peer_efficiency": 0.75, "sync_latency_s": 10e-6}
+_NVLINK: dict[str, Any] = _FITTED | {"peer_efficiency": 0.75, "sync_latency_s": 10e-6}
 
 # Data sheets: dense 16-bit tensor operations; one direction of each link. Table 2 of the paper for
 # the numbers of devices and the networks of A40 and A100.

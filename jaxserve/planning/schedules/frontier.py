@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -18,7 +18,7 @@ from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_cost import measured_deployment
 from jaxserve.planning.schedules.rra import RRATimeline
-from jaxserve.planning.schedules.search import Choice, maximise, search, timelines_of
+from jaxserve.planning.schedules.search import maximise, search_among, timelines_of
 from jaxserve.planning.schedules.timeline import Deployment, Timeline
 from jaxserve.planning.step_times import StepTimes
 
@@ -106,13 +106,13 @@ class ClusterSearch:
 
     deployment: Deployment
     lengths: TaskLengths
+    timelines: tuple[Timeline, ...] = field(init=False, repr=False)
 
-    @property
-    def timelines(self) -> tuple[Timeline, ...]:
-        return timelines_of(self.deployment, self.lengths)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "timelines", timelines_of(self.deployment, self.lengths))
 
     def best(self, bounds: LatencyBounds) -> Outcome:
-        choice = search(self.deployment, self.lengths, bounds)
+        choice = search_among(self.timelines, bounds)
         return _outcome(choice.schedule, choice.estimates, self.lengths)
 
     def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
@@ -140,48 +140,40 @@ class EngineSearch:
     times: StepTimes
     config: EngineConfig
     lengths: TaskLengths
+    timelines: tuple[Timeline, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_context(self.lengths, self.config)
-
-    @property
-    def timelines(self) -> tuple[Timeline, ...]:
-        return (RRATimeline(self._deployment(None), self.lengths),)
+        check_context(self.lengths, self.config.max_context)
+        object.__setattr__(self, "timelines", (self._timeline(None),))
 
     def best(self, bounds: LatencyBounds) -> Outcome:
-        choice: Choice = search(self._deployment(None), self.lengths, bounds)
         # The search allows every round one decode loop too many; this N_D has an exact number.
-        schedule = choice.schedule
+        schedule = search_among(self.timelines, bounds).schedule
         found = self.estimated(schedule, schedule.encode_batch, schedule.num_decodes)
         assert found is not None  # it is the configuration of a schedule
         return found
 
     def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
-        timeline = RRATimeline(self._deployment(max(1, control)), self.lengths)
+        timeline = self._timeline(max(1, control))
         return _estimated(timeline, schedule, encode_batch, control, self.lengths)
 
-    def _deployment(self, num_decodes: int | None) -> Deployment:
-        return measured_deployment(
-            self.times,
-            self.config,
-            self.lengths.inputs.mean,
-            self.lengths.outputs.less_one().mean,
-            num_decodes=num_decodes,
-        )
+    def _timeline(self, num_decodes: int | None) -> RRATimeline:
+        means = self.lengths.inputs.mean, self.lengths.outputs.less_one().mean
+        deployment = measured_deployment(self.times, self.config, *means, num_decodes=num_decodes)
+        return RRATimeline(deployment, self.lengths)
 
 
-def check_context(lengths: TaskLengths, config: EngineConfig) -> None:
-    """Check that an engine can serve requests of these lengths.
+def check_context(lengths: TaskLengths, max_context: int) -> None:
+    """Check that requests of these lengths can be served.
 
     Raises:
-      InvalidConfigError: the longest prompt and answer together exceed the engine's context.
+      InvalidConfigError: the longest prompt and answer together exceed the longest context.
     """
     longest_input, longest_output = lengths.inputs.max_length, lengths.outputs.max_length
-    if longest_input + longest_output > config.max_context:
+    if longest_input + longest_output > max_context:
         raise InvalidConfigError(
             f"lengths of up to {longest_input} prompt and {longest_output} output tokens do not "
-            f"fit in a context of {config.max_context}; pass shorter lengths or a larger "
-            "max_context"
+            f"fit in a context of {max_context}; pass shorter lengths or a larger max_context"
         )
 
 

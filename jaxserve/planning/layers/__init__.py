@@ -1,0 +1,28 @@
+"""The profiler of layers (ExeGPT, section 3): what the parts of one layer cost on real devices.
+
+`measure_layers` times attention apart from the rest of a layer, for every tensor-parallel degree,
+and what synchronisation, transfers between stages, and KV between groups cost. The `LayerProfile`
+is a `LayerCost` (`MeasuredLayerCost`), so that `schedules.search` covers RRA and WAA with stages
+and partial tensor parallelism.
+"""
+
+from jaxserve.planning.layers.bench import LayerBench, degrees_of
+from jaxserve.planning.layers.cost import MeasuredLayerCost
+from jaxserve.planning.layers.deployment import free_bytes_of, layers_deployment, shape_of
+from jaxserve.planning.layers.measure import LayerTimer, measure_layers
+from jaxserve.planning.layers.origin import LayerOrigin, LayerSizes
+from jaxserve.planning.layers.profile import LayerProfile
+
+__all__ = [
+    "LayerBench",
+    "LayerOrigin",
+    "LayerProfile",
+    "LayerSizes",
+    "LayerTimer",
+    "MeasuredLayerCost",
+    "degrees_of",
+    "free_bytes_of",
+    "layers_deployment",
+    "measure_layers",
+    "shape_of",
+]

@@ -1,0 +1,249 @@
+"""Layer costs from measured layers, for `schedules.search`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import final
+
+import numpy as np
+
+from jaxserve.core.errors import InvalidProfileError
+from jaxserve.planning.layers import profile as parts
+from jaxserve.planning.layers.profile import LayerProfile, curve, decode_curve
+from jaxserve.planning.schedules.costs import Numbers, Phase
+
+
+@final
+class Line:
+    """Seconds over a positive number: linear between points, and raised where measured ones fall.
+
+    Beyond the last point seconds grow in proportion, or with a power of it.
+    """
+
+    def __init__(self, points: Mapping[int, float], *, power: float = 1.0):
+        self.at = np.array(sorted(points), np.float64)
+        self.seconds = np.maximum.accumulate([points[at] for at in sorted(points)])
+        self._power = power
+
+    def __call__(self, at: Numbers) -> np.ndarray:
+        beyond = np.maximum(np.asarray(at, np.float64) / self.at[-1], 1.0) ** self._power
+        return np.interp(at, self.at, self.seconds) * beyond
+
+
+@final
+class MeasuredLayerCost:
+    """A `LayerCost` of a decoder-only model on real devices, from a `LayerProfile`.
+
+    Every curve has the seconds of an empty pass, which are taken off and counted once a stage
+    (`launch_s`). A pass of more tokens than were measured takes several passes, and one of more
+    sequences likewise. Prompts beyond the longest length cost with its square.
+
+    The rest of a layer is measured with its sums over shards. These are taken off again, so that
+    the sum of both is what was measured and rises with the number of tokens.
+
+    Not in the profile, and 0 here: the embedding, the host's planning, edits of slots. Devices are
+    measured while the others idle. So host devices that share cores are slower than this when
+    several stages are busy.
+
+    Args:
+      num_layers: layers of the model, whose KV is handed over.
+
+    Raises:
+      InvalidProfileError: the profile lacks curves of one device, as that of an interrupted
+        measurement may.
+    """
+
+    batching_pays = False
+
+    def __init__(self, profile: LayerProfile, num_layers: int):
+        self._profile = profile
+        self._num_layers = num_layers
+        self.degrees = profile.degrees
+        if 1 not in self.degrees:
+            raise InvalidProfileError(
+                "the profile lacks curves of a layer on one device; measure again, which goes on "
+                "from what is there"
+            )
+        self.launch_s = self._seconds(parts.LAUNCH, 1)[1]
+
+    def attention_s(
+        self, phase: Phase, batch: Numbers, length: Numbers, degree: Numbers
+    ) -> np.ndarray:
+        if phase is Phase.DECODE:
+            return self._by_degree(degree, lambda d: self._decodes[d](batch, length))
+        return self._by_degree(degree, lambda d: self._prompts[d](batch, length))
+
+    def rest_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+        whole_s = self._by_degree(degree, lambda d: self._rest[d](num_tokens))
+        return np.maximum(whole_s - self.sync_s(phase, num_tokens, degree), 0.0)
+
+    def sync_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+        return self._by_degree(degree, lambda d: 2.0 * self._sums[d](num_tokens))
+
+    def join_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+        return np.zeros(np.broadcast(num_tokens, degree).shape)
+
+    def head_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+        return self._by_degree(degree, lambda d: self._head[d](num_tokens))
+
+    def handoff_s(self, num_tokens: Numbers, *, is_across: bool) -> np.ndarray:
+        """See `LayerCost`. All devices are in one machine, so nothing is across."""
+        return self._handoff(num_tokens)
+
+    def handover_s(self, num_tokens: Numbers, num_devices: Numbers) -> np.ndarray:
+        return self._num_layers * self._handover(num_tokens) / np.asarray(num_devices)
+
+    # ---- curves ----
+
+    def _by_degree(self, degree: Numbers, seconds: Callable[[int], np.ndarray]) -> np.ndarray:
+        unknown = np.setdiff1d(degree, self.degrees)
+        if len(unknown):
+            raise InvalidProfileError(
+                f"tensor-parallel degrees {unknown.tolist()} were not measured; measured are "
+                f"{list(self.degrees)}"
+            )
+        found = seconds(1)
+        for one in self.degrees[1:]:
+            found = np.where(np.equal(degree, one), seconds(one), found)
+        return found + np.zeros(np.shape(degree))
+
+    def _seconds(self, part: str, degree: int) -> dict[int, float]:
+        return self._profile.seconds.get(curve(part, degree), {})
+
+    def _line(self, part: str, degree: int, *, power: float = 1.0) -> Line:
+        return Line(self._without_launch(self._seconds(part, degree), degree), power=power)
+
+    def _without_launch(self, points: Mapping[int, float], degree: int) -> dict[int, float]:
+        launch_s = self._seconds(parts.LAUNCH, degree)[1]
+        return {at: max(0.0, seconds - launch_s) for at, seconds in points.items()}
+
+    @cached_property
+    def _rest(self) -> dict[int, Line]:
+        return {degree: self._line(parts.REST, degree) for degree in self.degrees}
+
+    @cached_property
+    def _head(self) -> dict[int, Line]:
+        return {degree: self._line(parts.HEAD, degree) for degree in self.degrees}
+
+    @cached_property
+    def _sums(self) -> dict[int, Line]:
+        """Seconds of a sum; 0 for one device."""
+        return {
+            degree: self._line(parts.SUMS, degree) if degree > 1 else Line({1: 0.0})
+            for degree in self.degrees
+        }
+
+    @cached_property
+    def _handoff(self) -> Line:
+        """Seconds of a transfer; 0 for a single device, which has nowhere to send."""
+        return Line(self._seconds(parts.HANDOFF, 1) or {1: 0.0})
+
+    @cached_property
+    def _handover(self) -> Line:
+        return Line(self._seconds(parts.HANDOVER, 1) or {1: 0.0})
+
+    @cached_property
+    def _prompts(self) -> dict[int, Prompts]:
+        max_tokens = int(self._profile.origin.sizes["max_tokens"])
+        return {
+            degree: Prompts(
+                alone=self._line(parts.PROMPT, degree, power=2.0),
+                full=self._full_pass(degree, max_tokens),
+                max_tokens=max_tokens,
+            )
+            for degree in self.degrees
+        }
+
+    def _full_pass(self, degree: int, max_tokens: int) -> Line:
+        """Return the seconds of max_tokens / length prompts, from those of whole ones."""
+        points = self._without_launch(self._seconds(parts.PROMPTS, degree), degree)
+        return Line(
+            {at: s * max_tokens / at / max(1, max_tokens // at) for at, s in points.items()}
+        )
+
+    @cached_property
+    def _decodes(self) -> dict[int, Surface]:
+        return {
+            degree: Surface(
+                {
+                    batch: self._without_launch(
+                        self._profile.seconds[decode_curve(batch, degree)], degree
+                    )
+                    for batch in self._seconds(parts.DECODE, degree)
+                }
+            )
+            for degree in self.degrees
+        }
+
+
+@final
+class Prompts:
+    """Seconds of attention of prompts: one of them, and what each further one adds.
+
+    Args:
+      alone: of one prompt, over its length.
+      full: of `max_tokens` tokens in prompts, over their length.
+    """
+
+    def __init__(self, alone: Line, full: Line, max_tokens: int):
+        self._alone = alone
+        self._half = max_tokens / 2
+        # What fills a pass is nearly straight over the length, and what a prompt adds is not: so
+        # it is computed at every length up to where a pass holds one prompt alone.
+        lengths = np.arange(1, max(1, max_tokens // 2) + 1)
+        num_further = np.maximum(max_tokens / lengths - 1, 1.0)
+        further_s = np.maximum(full(lengths) - alone(lengths), 0.0) / num_further
+        self._further = Line(
+            dict(zip(lengths.tolist(), further_s.tolist(), strict=True)), power=2.0
+        )
+
+    def __call__(self, batch: Numbers, length: Numbers) -> np.ndarray:
+        alone_s = self._alone(length)
+        # A long prompt takes a pass of its own.
+        long_s = np.where(np.greater(length, self._half), alone_s, 0.0)
+        further_s = np.maximum(self._further(length), long_s)
+        return alone_s + np.maximum(np.subtract(batch, 1.0), 0.0) * further_s
+
+
+@final
+class Surface:
+    """Seconds of a batch of a length: linear in both between measured batches and lengths.
+
+    Measured seconds that fall with one of the two are raised. Beyond the measured ones, they grow
+    in proportion.
+
+    Args:
+      curves: batch -> length -> seconds.
+    """
+
+    def __init__(self, curves: Mapping[int, Mapping[int, float]]):
+        self._batches = np.array(sorted(curves), np.float64)
+        self._lengths = np.array(sorted({at for c in curves.values() for at in c}), np.float64)
+        rows = [Line(curves[batch])(self._lengths) for batch in sorted(curves)]
+        self._seconds = np.maximum.accumulate(np.stack(rows), axis=0)
+
+    def __call__(self, batch: Numbers, length: Numbers) -> np.ndarray:
+        batch, length = np.broadcast_arrays(
+            np.asarray(batch, np.float64), np.asarray(length, np.float64)
+        )
+        row, down = _place(self._batches, batch)
+        column, right = _place(self._lengths, length)
+        next_row = np.minimum(row + 1, len(self._batches) - 1)
+        next_column = np.minimum(column + 1, len(self._lengths) - 1)
+
+        def at_row(which: np.ndarray) -> np.ndarray:
+            low, high = self._seconds[which, column], self._seconds[which, next_column]
+            return low + right * (high - low)
+
+        inside = at_row(row) + down * (at_row(next_row) - at_row(row))
+        beyond_batch = np.maximum(batch / self._batches[-1], 1.0)
+        return inside * beyond_batch * np.maximum(length / self._lengths[-1], 1.0)
+
+
+def _place(points: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the point below each number, and the share of the way to the next one."""
+    below = np.clip(np.searchsorted(points, at, side="right") - 1, 0, len(points) - 1)
+    above = np.minimum(below + 1, len(points) - 1)
+    width = np.where(above > below, points[above] - points[below], 1.0)
+    return below, np.clip((at - points[below]) / width, 0.0, 1.0)

@@ -1,0 +1,107 @@
+"""A model on measured devices, for the search of schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.execution.memory_plan import free_device_bytes
+from jaxserve.models.config import DecoderConfig
+from jaxserve.models.loading import abstract_model
+from jaxserve.planning.layers.cost import MeasuredLayerCost
+from jaxserve.planning.layers.profile import LayerProfile
+from jaxserve.planning.roofline import DeviceRoofs
+from jaxserve.planning.schedules.clusters import Cluster
+from jaxserve.planning.schedules.measured_cost import THRESHOLD
+from jaxserve.planning.schedules.models import LayerShape, TransformerShape
+from jaxserve.planning.schedules.timeline import Deployment
+
+_HOST_SHARE, _SHARE = 0.5, 0.9
+
+
+def shape_of(config: DecoderConfig, kv_dtype: str | None = None) -> TransformerShape:
+    """Return the sizes of a model, with the parameters of its first layer counted.
+
+    Args:
+      kv_dtype: dtype of the KV cache; None for the model's.
+    """
+    _, params = abstract_model(config.part(range(1)))
+    block = sum(leaf.size for leaf in jax.tree.leaves(params["blocks"]))
+    bytes_each = jnp.dtype(config.dtype).itemsize
+    kv_bytes = jnp.dtype(kv_dtype or config.dtype).itemsize
+    layer = LayerShape(
+        hidden_size=config.hidden_size,
+        attention_width=config.num_heads * config.head_dim,
+        # In elements of the model's dtype, which `TransformerShape` takes KV to have.
+        kv_width=-(-config.num_kv_heads * config.head_dim * kv_bytes // bytes_each),
+        num_params=block,
+    )
+    return TransformerShape(
+        encode_layer=layer,
+        num_encode_layers=config.num_layers,
+        decode_layer=layer,
+        num_decode_layers=config.num_layers,
+        num_embedding_params=config.vocab_size * config.hidden_size,
+        bytes_each=bytes_each,
+    )
+
+
+def free_bytes_of(devices: Sequence[Any]) -> float:
+    """Return the memory of each device that weights and KV may take.
+
+    Host devices share half of the free memory. Others have most of their own.
+    """
+    free = free_device_bytes(devices[0])
+    return _HOST_SHARE * free / len(devices) if devices[0].platform == "cpu" else _SHARE * free
+
+
+def layers_deployment(
+    profile: LayerProfile, config: DecoderConfig, num_devices: int, memory_bytes: float
+) -> Deployment:
+    """Return a model on the measured devices, as one machine.
+
+    All sequences together are at most as many as the largest measured batch, as an engine's slots
+    are. Batches may exceed their mean by `THRESHOLD`, and phases last longer by as much.
+
+    Args:
+      num_devices: the first of the devices that were measured.
+      memory_bytes: memory of each of them for weights and KV.
+
+    Raises:
+      InvalidProfileError: see `MeasuredLayerCost`.
+      InvalidConfigError: `num_devices` is below 1.
+    """
+    cost = MeasuredLayerCost(profile, config.num_layers)
+    cluster = Cluster(
+        roofs=DeviceRoofs(
+            flops=math.inf,
+            memory_bytes_per_s=math.inf,
+            link_bytes_per_s=math.inf,
+            memory_bytes=memory_bytes,
+        ),
+        num_devices=num_devices,
+        devices_per_machine=max(1, num_devices),
+        network_bytes_per_s=math.inf,
+        compute_efficiency=1.0,
+        memory_efficiency=1.0,
+        peer_efficiency=1.0,
+        sync_latency_s=0.0,
+        handoff_latency_s=0.0,
+        launch_s=cost.launch_s,
+        memory_share=1.0,
+        measured_degrees=cost.degrees,
+    )
+    max_sequences = profile.sizes.max_batch
+    return Deployment(
+        model=shape_of(config, profile.sizes.kv_dtype),
+        cluster=cluster,
+        cost=cost,
+        max_encode_batch=max_sequences,
+        max_sequences=max(1.0 + 1e-9, max_sequences / (1 + THRESHOLD)),
+        encode_margin=THRESHOLD,
+        decode_margin=THRESHOLD,
+    )

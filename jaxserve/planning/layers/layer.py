@@ -1,0 +1,276 @@
+"""One decoder layer on the devices of a tensor-parallel degree, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import cycle
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int32
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.execution.weights import sharded
+from jaxserve.models.attention import causal_rows
+from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
+from jaxserve.models.config import DecoderConfig
+from jaxserve.models.loading import abstract_model, random_params
+from jaxserve.models.rope import rope_tables
+from jaxserve.planning.layers.origin import LayerSizes
+from jaxserve.planning.layers.timing import seconds_of
+from jaxserve.scheduling.plan import Row
+from jaxserve.steps.attention_planner import AttentionPlanner
+from jaxserve.steps.packing import pack_rows
+from jaxserve.steps.placement import Placement
+from jaxserve.steps.sampling.largest import argmax
+from pallas_kernels.paged_attention import Plan
+from sharding import make_mesh
+from sharding.shards import TENSOR, over_tensor, sum_over_tensor
+
+# Copies of a layer's weights, so that caches do not hold what other layers would have displaced.
+_WEIGHTS_BYTES = 256 << 20
+_MAX_COPIES = 32
+_KV_BYTES = 256 << 20
+
+
+@final
+class ShardedLayer:
+    """A layer with random weights, its KV cache, and the model's head, on some devices.
+
+    Args:
+      config: of a model with one layer.
+      devices: as many as there are shards.
+    """
+
+    def __init__(self, config: DecoderConfig, sizes: LayerSizes, devices: Sequence[Any]):
+        self._config = config
+        self._sizes = sizes
+        params = jax.device_put(random_params(config, 0), devices[0])
+        if len(devices) > 1:
+            params = sharded(params, make_mesh(tensor=len(devices), devices=devices), config)
+        self._params = params
+        self._place = Placement.like(jax.tree.leaves(params)[0].sharding)
+        graphdef, _ = abstract_model(config)
+        block_def, block = nnx.split(nnx.merge(graphdef, params).blocks[0])
+        self._blocks = _copies_of(block)
+        place, group = self._place.whole, config.group
+
+        def rest(block: Any, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
+            return nnx.merge(block_def, block)(x, _WithoutAttention(group))
+
+        def head(params: Any, x: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
+            _, largest = argmax(nnx.merge(graphdef, params).logits(x))
+            return x + 1e-9 * largest[:, None].astype(x.dtype)
+
+        def sums(x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
+            num = self._place.num_shards
+            every = PartitionSpec()
+            shard = partial(sum_over_tensor, num_shards=num)
+            return over_tensor(shard, in_specs=every, out_specs=every)(x) / num
+
+        def attend(qkv: Array, tables: Any, batch: AttentionBatch, cache: KVCache) -> Any:
+            out, cache = cache.attend(
+                *(0, qkv, tables, batch),
+                sliding_window=config.sliding_windows[0],
+                scale=config.attention_scale,
+                soft_cap=config.attention_soft_cap,
+            )
+            return out, cache
+
+        self._rest = jax.jit(rest, out_shardings=place)
+        self._head = jax.jit(head, out_shardings=place)
+        self._sums = jax.jit(sums, out_shardings=place)
+        self._launch = jax.jit(lambda x: x + 1, out_shardings=place)
+        self._attend = jax.jit(attend, donate_argnums=3)
+        self._gathered = jax.jit(lambda cache, ids: jax.tree.map(lambda x: x[:, ids], cache))
+        self._scattered = jax.jit(
+            lambda cache, ids, new: cache.with_pages(0, ids, new), donate_argnums=0
+        )
+        self._cache = self._new_cache(self._num_pages)
+        self._planner = AttentionPlanner.of(self._engine_config(), config, self._place)
+
+    # ---- seconds of the parts, by the names of `layers.profile` ----
+
+    def launch_s(self, at: int) -> float:
+        """Return the seconds of an empty pass."""
+        return self._time(self._launch, self._ones(at))
+
+    def rest_s(self, num_tokens: int) -> float:
+        """Return the seconds of the layer without its attention, with its sums over shards."""
+        blocks = cycle(self._blocks)
+        return self._time(lambda x: self._rest(next(blocks), x), self._ones(num_tokens))
+
+    def sums_s(self, num_tokens: int) -> float:
+        """Return the seconds of one sum of activations over the shards."""
+        return self._time(self._sums, self._ones(num_tokens))
+
+    def head_s(self, num_rows: int) -> float:
+        """Return the seconds of logits and greedy choice."""
+        return self._time(partial(self._head, self._params), self._ones(num_rows))
+
+    def attention_s(self, num_queries: Sequence[int], lengths: Sequence[int]) -> float:
+        """Return the seconds of attention of the newest queries of sequences of these lengths."""
+        with self._place.in_force():
+            batch = self._attention_batch(num_queries, lengths)
+            rope, tables = self._config.layer_ropes[0], None
+            if rope is not None:
+                tables = jax.device_put(
+                    rope_tables(batch.positions, self._config.head_dim, rope), self._place.whole
+                )
+            attend = partial(self._attend, self._qkv(sum(num_queries)), tables, batch)
+            seconds, (_, self._cache) = seconds_of(
+                lambda out_and_cache: attend(out_and_cache[1]), (None, self._cache)
+            )
+        return seconds
+
+    def handoff_s(self, num_tokens: int, other: Any) -> float:
+        """Return the seconds to send activations to another device."""
+        (here,) = self._place.whole.device_set
+
+        def there_and_back(x: Array) -> Array:
+            return jax.device_put(jax.block_until_ready(jax.device_put(x, other)), here)
+
+        return self._time(there_and_back, self._ones(num_tokens)) / 2
+
+    def handover_s(self, num_tokens: int, other: Any) -> float:
+        """Return the seconds to copy the layer's pages of so many tokens to another device."""
+        num_pages = -(-num_tokens // self._sizes.page_size)
+        pages = self._pages(1, num_pages)[0].astype(np.int32)
+        here, there = jnp.asarray(pages), jax.device_put(np.arange(1, num_pages + 1), other)
+
+        def hand_over(cache: KVCache) -> KVCache:
+            sent = jax.device_put(self._gathered(self._cache, here), other)
+            return self._scattered(cache, there.astype(jnp.int32), sent)
+
+        return self._time(hand_over, jax.device_put(self._new_cache(num_pages + 1), other))
+
+    def _time(self, call: Any, start: Any) -> float:
+        with self._place.in_force():
+            return seconds_of(call, start)[0]
+
+    # ---- arguments ----
+
+    def _ones(self, num_tokens: int) -> Array:
+        shape = num_tokens, self._config.hidden_size
+        return jax.device_put(jnp.ones(shape, self._config.dtype), self._place.whole)
+
+    def _qkv(self, num_tokens: int) -> Array:
+        config, mesh = self._config, self._place.mesh
+        shape = num_tokens, config.num_kv_heads, config.group + 2, config.head_dim
+        place: Any = self._place.whole
+        if mesh is not None and config.num_kv_heads % self._place.num_shards == 0:
+            place = NamedSharding(mesh, PartitionSpec(None, TENSOR))
+        return jax.device_put(jnp.ones(shape, config.dtype), place)
+
+    def _attention_batch(
+        self, num_queries: Sequence[int], lengths: Sequence[int]
+    ) -> AttentionBatch:
+        queries, length = np.asarray(num_queries), np.asarray(lengths)
+        page_size = self._sizes.page_size
+        table = self._pages(len(length), -(-self._sizes.max_length // page_size))
+        row = np.repeat(np.arange(len(length)), queries)
+        starts = np.cumsum(queries) - queries
+        positions = (length - queries)[row] + np.arange(len(row)) - starts[row]
+
+        def whole(x: np.ndarray) -> Array:
+            return jax.device_put(x.astype(np.int32), self._place.whole)
+
+        return AttentionBatch(
+            positions=whole(positions),
+            page=whole(table[row, positions // page_size]),
+            offset=whole(positions % page_size),
+            rows=causal_rows(
+                query_start=whole(starts),
+                query_length=whole(queries),
+                first_position=whole(length - queries),
+                page_table=whole(table),
+            ),
+            max_query_length=1 if (queries == 1).all() else None,
+            plan=self._plan(queries, length),
+        )
+
+    def _plan(self, queries: np.ndarray, length: np.ndarray) -> Plan | None:
+        """Return the plan of rows, for kernels that work through one."""
+        if self._planner is None:
+            return None
+        rows = [
+            Row(i, i, start, num, 0)
+            for i, (start, num) in enumerate(
+                zip((length - queries).tolist(), queries.tolist(), strict=True)
+            )
+        ]
+        if (queries == 1).all():
+            return self._planner.decode(rows, range(len(rows)))
+        batch, _ = pack_rows(self._engine_config(), rows, int(queries.sum()))
+        return self._planner.mixed(batch)
+
+    # ---- pages ----
+
+    def _pages(self, num_rows: int, num_pages: int) -> np.ndarray:
+        """Return a page table; sequences share pages where the pool is too small."""
+        most = self._num_pages - 1
+        return (1 + np.arange(num_rows * num_pages) % most).reshape(num_rows, num_pages)
+
+    @property
+    def _num_pages(self) -> int:
+        sizes = self._sizes
+        wanted = sizes.max_batch * -(-sizes.max_length // sizes.page_size)
+        pages = jax.tree.leaves(jax.eval_shape(lambda: self._empty(1)))
+        page_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in pages)
+        return 1 + max(1, min(wanted, _KV_BYTES // page_bytes))
+
+    def _empty(self, num_pages: int) -> KVCache:
+        dtype = self._sizes.kv_dtype or self._config.dtype
+        shards = self._place.num_shards
+        return empty_cache(
+            self._config, num_pages, self._sizes.page_size, dtype, "unrolled", shards
+        )
+
+    def _new_cache(self, num_pages: int) -> KVCache:
+        return jax.jit(partial(self._empty, num_pages), out_shardings=self._place.pages)()
+
+    def _engine_config(self) -> EngineConfig:
+        sizes = self._sizes
+        return EngineConfig(
+            page_size=sizes.page_size,
+            num_pages=self._num_pages,
+            max_slots=max(sizes.max_batch, sizes.max_tokens),
+            max_context=sizes.max_length,
+            max_step_tokens=max(sizes.max_tokens, sizes.max_batch),
+            kv_dtype=sizes.kv_dtype,
+        )
+
+
+@final
+class _WithoutAttention:
+    """A `LayerContext` in which a query sees its own key and value alone, for next to nothing."""
+
+    adapter: Int32[Array, " tokens"] | None = None
+
+    def __init__(self, group: int):
+        self._group = group
+
+    def attend(
+        self,
+        qkv: Float[Array, "tokens kv_heads columns head_dim"],
+        *,
+        scale: float | None,
+        soft_cap: float | None,
+    ) -> Float[Array, "tokens q_heads head_dim"]:
+        """See `LayerContext`. Keys and values take part, so that they are computed."""
+        group = self._group
+        own = qkv[:, :, group] + qkv[:, :, group + 1]
+        out = qkv[:, :, :group] + jnp.asarray(1e-6, qkv.dtype) * own[:, :, None]
+        return out.reshape(len(qkv), -1, qkv.shape[-1])
+
+
+def _copies_of(block: Any) -> list[Any]:
+    """Return a block's parameters, several times in memory."""
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(block))
+    num = min(_MAX_COPIES, max(1, -(-_WEIGHTS_BYTES // num_bytes)))
+    return [block, *(jax.tree.map(jnp.copy, block) for _ in range(num - 1))]

@@ -1,0 +1,172 @@
+"""Measurement of a layer's parts: which points, in which order, for how long."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, final
+
+from tqdm import tqdm
+
+from jaxserve.planning.layers import profile as parts
+from jaxserve.planning.layers.adaptive import Range, sample
+from jaxserve.planning.layers.origin import LayerSizes
+from jaxserve.planning.layers.profile import LayerProfile, curve, decode_curve, ranges_of
+
+_log = logging.getLogger(__name__)
+
+TOLERANCE = 0.1
+BUDGET_S = 90.0
+# Share of a degree's time after which its batches to decode are fixed, and their lengths are timed.
+_FIRST_SHARE = 0.6
+
+
+class LayerTimer(Protocol):
+    """What times a layer's parts.
+
+    Attributes:
+      degrees: tensor-parallel degrees that it can time.
+      has_peers: whether there is a second device, for transfers.
+    """
+
+    @property
+    def sizes(self) -> LayerSizes: ...
+
+    @property
+    def degrees(self) -> Sequence[int]: ...
+
+    @property
+    def has_peers(self) -> bool: ...
+
+    def seconds(self, part: str, degree: int, at: int) -> float:
+        """Return the seconds of a part, one of the names in `layers.profile`."""
+        ...
+
+    def decode_s(self, degree: int, batch: int, length: int) -> float:
+        """Return the seconds of the attention of a decoding batch of one length."""
+        ...
+
+
+def measure_layers(
+    timer: LayerTimer,
+    profile: LayerProfile,
+    *,
+    tolerance: float = TOLERANCE,
+    budget_s: float = BUDGET_S,
+    progress: bool = True,
+    now: Callable[[], float] = time.monotonic,
+) -> LayerProfile:
+    """Measure what `profile` lacks, and save it after every point.
+
+    An interrupted measurement goes on from the points that were saved. Degrees are measured one
+    after the other, each in its share of the time that is left: the ends and middles of its curves
+    in any case, further points where curves bend. A degree for which no time is left is not begun,
+    and the profile is not complete then; the next call goes on with it.
+
+    Args:
+      timer: of the profile's model and devices.
+      tolerance: error of linear interpolation from which on a curve gets more points.
+      budget_s: seconds to share out.
+      progress: show a bar on stderr.
+    """
+    begun_s = now()
+    with tqdm(
+        desc="timing layers", unit=" points", leave=False, disable=not progress, delay=1
+    ) as bar:
+        measurement = _Measurement(timer, profile, bar)
+        for degree in timer.degrees:
+            measurement.expect(ranges_of(timer.sizes, degree, has_peers=timer.has_peers))
+        for i, degree in enumerate(timer.degrees):
+            left_s = begun_s + budget_s - now()
+            if left_s <= 0 and i > 0 and not profile.has(degree):
+                _log.warning(
+                    "no time is left to time layers on %d devices; measure again to go on", degree
+                )
+                return profile
+            share_s = max(0.0, left_s) / (len(timer.degrees) - i)
+            _measure_degree(timer, degree, measurement, tolerance, share_s, now)
+    profile.end()
+    return profile
+
+
+def _measure_degree(
+    timer: LayerTimer,
+    degree: int,
+    measurement: _Measurement,
+    tolerance: float,
+    budget_s: float,
+    now: Callable[[], float],
+) -> None:
+    begun_s = now()
+    # A layer's cheapest pass: what is small beside it needs no accuracy.
+    least_s = measurement.seconds(curve(parts.REST, degree), 1)
+
+    def goes_on(share: float) -> bool:
+        return measurement.is_known or now() - begun_s < share * budget_s
+
+    found = sample(
+        ranges_of(timer.sizes, degree, has_peers=timer.has_peers),
+        measurement.seconds,
+        tolerance=tolerance,
+        least=least_s,
+        goes_on=lambda: goes_on(_FIRST_SHARE),
+    )
+    batches = [
+        Range(decode_curve(batch, degree), 1, timer.sizes.max_length)
+        for batch in found[curve(parts.DECODE, degree)]
+    ]
+    measurement.expect(batches)
+    sample(
+        batches,
+        measurement.seconds,
+        tolerance=tolerance,
+        least=least_s,
+        goes_on=lambda: goes_on(1.0),
+    )
+
+
+@final
+class _Measurement:
+    """Values of points: those that the profile has, and those that are measured now."""
+
+    def __init__(self, timer: LayerTimer, profile: LayerProfile, bar: tqdm):
+        self._timer = timer
+        self._profile = profile
+        self._bar = bar
+        self._was_known = True
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the newest point came from the profile, so that it took no time."""
+        return self._was_known
+
+    def expect(self, ranges: Sequence[Range]) -> None:
+        """Count the points that these curves need at least, for the bar's estimate."""
+        fewest = sum(3 if each.high > each.low else 1 for each in ranges)
+        self._bar.total = (self._bar.total or 0) + fewest
+        self._bar.refresh()
+
+    def seconds(self, name: str, at: int) -> float:
+        known = self._profile.seconds.get(name, {}).get(at)
+        self._was_known = known is not None
+        if known is None:
+            self._bar.set_postfix_str(f"{name} {at}", refresh=False)
+            known = self._measured(name, at)
+            self._profile.add(name, at, known)
+        self._bar.total = max(self._bar.total or 0, self._bar.n + 1)
+        self._bar.update()
+        return known
+
+    def _measured(self, name: str, at: int) -> float:
+        part, _, degree = name.partition("@")
+        kind, _, batch = part.partition(" ")
+        if kind != parts.DECODE:
+            return self._timer.seconds(part, int(degree), at)
+        longest = self._timer.sizes.max_length
+        if not batch:
+            return self._timer.decode_s(int(degree), at, longest)
+        whole = self._profile.seconds[curve(parts.DECODE, int(degree))]
+        if at == longest:  # measured as a point of the curve over batches
+            return whole[int(batch)]
+        return self._timer.decode_s(int(degree), int(batch), at)

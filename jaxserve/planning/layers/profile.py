@@ -1,0 +1,161 @@
+"""Measured seconds of the parts of a layer, saved after every point."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from jaxserve.core.errors import InvalidProfileError
+from jaxserve.planning.layers.adaptive import Range
+from jaxserve.planning.layers.origin import LayerOrigin, LayerSizes
+
+# Curves of a degree, over the unit in brackets; ExeGPT's profiler (section 3) measures the same.
+LAUNCH = "launch"  # an empty pass [1]
+REST = "rest"  # a layer without its attention, with its sums over shards [tokens]
+SUMS = "sums"  # the sums over shards alone [tokens]
+PROMPT = "prompt"  # attention of one prompt [its tokens]
+PROMPTS = "prompts"  # attention of as many prompts as a pass holds [tokens of each]
+DECODE = "decode"  # attention of a batch at the longest length [sequences]
+HEAD = "head"  # logits and the choice of tokens [sequences]
+# Curves of degree 1 that have two devices.
+HANDOFF = "handoff"  # activations to the next stage [tokens]
+HANDOVER = "handover"  # KV of one layer to another group [tokens]
+
+
+def curve(part: str, degree: int) -> str:
+    """Return the name of a part's curve for a tensor-parallel degree."""
+    return f"{part}@{degree}"
+
+
+def decode_curve(batch: int, degree: int) -> str:
+    """Return the name of the curve over lengths of a decoding batch."""
+    return curve(f"{DECODE} {batch}", degree)
+
+
+def ranges_of(sizes: LayerSizes, degree: int, *, has_peers: bool) -> list[Range]:
+    """Return the curves of a degree, without those over lengths of decoding batches.
+
+    Args:
+      has_peers: whether there is a second device, for transfers.
+    """
+    most = {
+        REST: sizes.max_tokens,
+        PROMPT: sizes.max_length,
+        PROMPTS: max(1, min(sizes.max_tokens // 2, sizes.max_length)),
+        DECODE: sizes.max_batch,
+        HEAD: sizes.max_batch,
+        LAUNCH: 1,
+    }
+    if degree > 1:
+        most[SUMS] = sizes.max_tokens
+    elif has_peers:
+        most |= {HANDOFF: sizes.max_tokens, HANDOVER: sizes.max_tokens}
+    return [Range(curve(part, degree), 1, high) for part, high in most.items()]
+
+
+@final
+@dataclass
+class LayerProfile:
+    """Seconds by curve and point, and where they were measured.
+
+    Attributes:
+      path: the file that is written after every point; None for none.
+      seconds: curve -> point -> seconds.
+      is_complete: whether the measurement ended, rather than being interrupted.
+    """
+
+    origin: LayerOrigin
+    path: Path | None = None
+    seconds: dict[str, dict[int, float]] = field(default_factory=dict)
+    is_complete: bool = False
+
+    @property
+    def sizes(self) -> LayerSizes:
+        return LayerSizes(**self.origin.sizes)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The tensor-parallel degrees whose curves all have their ends."""
+        begun = {int(name.rpartition("@")[2]) for name in self.seconds}
+        return tuple(sorted(degree for degree in begun if self._has_ends(degree)))
+
+    def _has_ends(self, degree: int) -> bool:
+        ranges = ranges_of(self.sizes, degree, has_peers=self.origin.device["count"] > 1)
+        for batch in self.seconds.get(curve(DECODE, degree), {}):
+            ranges.append(Range(decode_curve(batch, degree), 1, self.sizes.max_length))
+        return all(
+            {each.low, each.high} <= self.seconds.get(each.name, {}).keys() for each in ranges
+        )
+
+    @property
+    def num_points(self) -> int:
+        return sum(len(points) for points in self.seconds.values())
+
+    def has(self, degree: int) -> bool:
+        """Return whether the measurement of a degree has begun."""
+        return any(name.endswith(f"@{degree}") for name in self.seconds)
+
+    def add(self, name: str, at: int, seconds: float) -> None:
+        """Record a point, and save the profile."""
+        self.seconds.setdefault(name, {})[at] = seconds
+        self.save()
+
+    def end(self) -> None:
+        """Record that nothing is left to measure, and save the profile."""
+        self.is_complete = True
+        self.save()
+
+    def save(self) -> None:
+        """Write the file, if there is one, in one step: a reader never sees half of it."""
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = {
+            "origin": asdict(self.origin),
+            "seconds": self.seconds,
+            "is_complete": self.is_complete,
+        }
+        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(whole) + "\n", encoding="utf-8")
+        os.replace(temporary, self.path)
+
+    @classmethod
+    def load(cls, path: Path, *, expected: LayerOrigin | None = None) -> LayerProfile:
+        """Read what `save` wrote.
+
+        Raises:
+          InvalidProfileError: the file has no layer profile, or its origin is not `expected`.
+        """
+        try:
+            whole = json.loads(path.read_text(encoding="utf-8"))
+            profile = cls(
+                origin=LayerOrigin(**whole["origin"]),
+                path=path,
+                seconds={
+                    name: {int(at): _checked(s) for at, s in points.items()}
+                    for name, points in whole["seconds"].items()
+                },
+                is_complete=bool(whole["is_complete"]),
+            )
+            profile.degrees  # noqa: B018 - refuses sizes and names of curves that are not valid
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidProfileError(
+                f"{path} does not hold measured layers ({type(error).__name__}: {error}); remove "
+                "it, or pass a file that jaxserve wrote"
+            ) from error
+        differences = [] if expected is None else expected.differences(profile.origin)
+        if differences:
+            raise InvalidProfileError(
+                f"{path} was measured on something else: {'; '.join(differences)}; measure again"
+            )
+        return profile
+
+
+def _checked(seconds: Any) -> float:
+    if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds < 0:
+        raise ValueError(f"{seconds!r} is not a number of seconds")
+    return float(seconds)

@@ -1,0 +1,69 @@
+"""A timer of made-up layers, and the origin of their profile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from jaxserve.planning.layers import LayerOrigin, LayerProfile, LayerSizes
+from jaxserve.planning.layers import profile as parts
+
+SIZES = LayerSizes(max_tokens=256, max_batch=16, max_length=512)
+
+
+class MadeUpTimer:
+    """Straight lines that all differ, shared by shards; a prompt costs with its square.
+
+    Args:
+      fails_after: raises KeyboardInterrupt at the next point after so many; None for never.
+    """
+
+    def __init__(
+        self,
+        degrees: Sequence[int] = (1, 2),
+        *,
+        fails_after: int | None = None,
+        sizes: LayerSizes = SIZES,
+    ):
+        self.sizes = sizes
+        self.degrees = degrees
+        self.has_peers = True
+        self.asked: list[tuple[str, int, int]] = []
+        self._fails_after = fails_after
+
+    def seconds(self, part: str, degree: int, at: int) -> float:
+        self._count(part, degree, at)
+        if part == parts.PROMPT:
+            return 0.5 + at**2 / 1000 / degree
+        if part == parts.PROMPTS:
+            return 0.5 + (self.sizes.max_tokens // at) * at**2 / 1000 / degree
+        base, slope = {
+            parts.LAUNCH: (0.5, 0.0),
+            parts.REST: (1.5 + 2 * 0.25 * (degree > 1), 0.5 / degree),
+            parts.SUMS: (0.5 + 0.25, 0.0),
+            parts.HEAD: (1.0, 0.25 / degree),
+            parts.HANDOFF: (0.125, 0.0625),
+            parts.HANDOVER: (0.25, 0.125),
+        }[part]
+        return base + slope * at
+
+    def decode_s(self, degree: int, batch: int, length: int) -> float:
+        self._count("decode", degree, batch)
+        return 0.5 + batch * (1 + length / 100) / degree
+
+    def _count(self, part: str, degree: int, at: int) -> None:
+        if self._fails_after is not None and len(self.asked) >= self._fails_after:
+            raise KeyboardInterrupt
+        self.asked.append((part, degree, at))
+
+
+def made_up_profile(path: Any = None, **device: Any) -> LayerProfile:
+    """Return an empty profile of made-up layers; `device` replaces fields of the origin's."""
+    origin = LayerOrigin(
+        model={"num_layers": 4},
+        device={"platform": "cpu", "kind": "abacus", "count": 4},
+        sizes=asdict(SIZES),
+        versions={"jax": "0"},
+    )
+    return LayerProfile(replace(origin, device={**origin.device, **device}), path=path)

@@ -1,0 +1,56 @@
+"""The parts of a real layer are timed on one device and on shards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.planning.layers import (
+    LayerBench,
+    LayerOrigin,
+    LayerProfile,
+    LayerSizes,
+    MeasuredLayerCost,
+    degrees_of,
+    measure_layers,
+)
+from jaxserve.planning.schedules import Phase
+from jaxserve.testing.tiny import tiny_llama
+
+SIZES = LayerSizes(max_tokens=16, max_batch=2, max_length=32, page_size=8)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_a_tiny_layer_is_measured_on_one_and_two_devices(tmp_path, kv_dtype):
+    """Every curve has times above 0, and they make up a cost; the file belongs to its devices."""
+    config, devices = tiny_llama().config, jax.devices()[:2]
+    sizes = replace(SIZES, kv_dtype=kv_dtype)
+    degrees = (1, 2) if kv_dtype is None else (1,)
+    bench = LayerBench(config, sizes, devices, degrees)
+    origin = LayerOrigin.of(config, devices, sizes)
+    path = tmp_path / "layers.json"
+    measure_layers(bench, LayerProfile(origin, path=path), budget_s=0.0, progress=False)
+    if kv_dtype is None:  # no time was left for the second degree
+        measure_layers(
+            bench, LayerProfile.load(path, expected=origin), tolerance=9.0, progress=False
+        )
+    profile = LayerProfile.load(path, expected=origin)
+    assert profile.degrees == degrees
+    assert all(s > 0 for points in profile.seconds.values() for s in points.values())
+    cost = MeasuredLayerCost(profile, config.num_layers)
+    assert cost.rest_s(Phase.ENCODE, 16.0, 1) > 0
+    assert cost.handover_s(16.0, 1) > 0 and cost.handoff_s(16.0, is_across=False) > 0
+    assert LayerOrigin.of(config, devices[:1], sizes).differences(origin)
+
+
+def test_degrees_divide_the_heads():
+    """Four query heads and two KV heads go on one, two and four devices."""
+    config = tiny_llama().config
+    assert degrees_of(config, jax.devices()[:8]) == (1, 2, 4)
+    with pytest.raises(InvalidConfigError, match=r"degrees \[3\] are not allowed.*\[1, 2, 4\]"):
+        LayerBench(config, SIZES, jax.devices()[:8], (3,))
+    with pytest.raises(InvalidConfigError, match="max_batch=0"):
+        replace(SIZES, max_batch=0)
