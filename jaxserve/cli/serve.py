@@ -63,6 +63,9 @@ def serve(
     drain_timeout: Annotated[
         float, _server("--drain-timeout", "Seconds for open answers after SIGTERM; 0 for no limit.")
     ] = 0.0,
+    metrics_prefix: Annotated[
+        str, _server("--metrics-prefix", 'First part of metrics\' names; "vllm" is usual too.')
+    ] = "jaxserve",
     log_requests: Annotated[
         bool, _server("--log-requests/--no-log-requests", "A line of JSON for each request.")
     ] = True,
@@ -120,6 +123,7 @@ def serve(
             body_timeout_s=body_timeout,
             request_timeout_s=request_timeout or None,
             drain_timeout_s=drain_timeout or None,
+            metrics_prefix=metrics_prefix,
             log_requests=log_requests,
             log_prompts=log_prompts,
         )
@@ -131,7 +135,7 @@ def serve(
             )
 
         def open_service() -> Any:
-            return opt.open_service(
+            service: Any = opt.open_service(
                 model,
                 policy=policy,
                 load=load,
@@ -153,6 +157,7 @@ def serve(
                 conversations=journal,
                 quiet=quiet,
             )
+            return service, service.outlook if replicas == 1 else None  # a fleet has none
 
         if not opt.join(coordinator, num_processes, process_id):
             open_service()  # it follows the leader, and then exits

@@ -27,6 +27,8 @@ class RuntimeStats:
       predicting_s: seconds that the prediction of lengths took on the submitting threads.
       num_plans: schedules that were adopted (`Runtime.plan`, policy "exegpt").
       plan: the schedule in force, its bounds, and what is expected of it; None without one.
+      num_pages_owned, num_pages_usable: pages of the device that sequences own now, and that they
+        can own, over all replicas.
     """
 
     num_steps: int
@@ -54,6 +56,8 @@ class RuntimeStats:
     planning_s: float
     penalty_s: float
     predicting_s: float
+    num_pages_owned: int
+    num_pages_usable: int
     num_pages: int
     max_pages_owned: int
     page_size: int
@@ -78,9 +82,12 @@ class RuntimeStats:
         stats = [replica.engine.stats for replica in replicas.all]
         counters = {name: sum(getattr(each, name) for each in stats) for name in names}
         counters["max_pages_owned"] = max(each.max_pages_owned for each in stats)
+        usages = [replica.engine.scheduler.page_usage() for replica in replicas.all]
         first = replicas.first
         return cls(
             **counters,
+            num_pages_owned=sum(usage.num_owned for usage in usages),
+            num_pages_usable=sum(usage.num_usable for usage in usages),
             num_compilations=sum(r.executor.num_compilations for r in replicas.all),
             predicting_s=predicting_s,
             num_pages=first.executor.config.num_pages,

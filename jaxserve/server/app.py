@@ -21,7 +21,7 @@ from jaxserve.core.errors import JaxserveError
 from jaxserve.server.backend import Backend
 from jaxserve.server.errors import Kind, RefusedError, body_of, headers_of, invalid, kind_of
 from jaxserve.server.exchange import ClientGoneError
-from jaxserve.server.guard import AccessLog, BodyTimer, KeyGuard
+from jaxserve.server.guard import AccessLog, BodyReader, KeyGuard
 from jaxserve.server.routes import chat, completions, operation, tokens
 
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def make_app(backend: Backend) -> FastAPI:
     middleware = [
         Middleware(AccessLog, options),
         *([Middleware(KeyGuard, options.api_keys)] if options.api_keys else []),
-        Middleware(BodyTimer, options.body_timeout_s),
+        Middleware(BodyReader, options.max_body_bytes, options.body_timeout_s),
     ]
     app = _App(
         backend,
@@ -65,7 +65,6 @@ def make_app(backend: Backend) -> FastAPI:
         docs_url=None,  # they load scripts of other sites
         redoc_url=None,
         middleware=middleware,
-        max_body_size=options.max_body_bytes,
         exception_handlers={
             JaxserveError: _answer_error,
             RequestValidationError: _answer_bad_body,
@@ -92,8 +91,11 @@ async def _answer_error(_: Request, error: Exception) -> Response:
     return _response(error)
 
 
-async def _answer_bad_body(_: Request, error: Exception) -> Response:
+async def _answer_bad_body(http: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
+    # A page of another site can send other types without the browser's asking this server.
+    if "json" not in http.headers.get("content-type", ""):
+        return _response(invalid("the body is not JSON; send 'content-type: application/json'"))
     first = error.errors()[0]
     where = [str(part) for part in first["loc"] if part != "body"]
     field = ".".join(where)

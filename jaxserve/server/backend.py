@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, final
 
+from anyio import to_thread
+
 from jaxserve.core.errors import JaxserveError
-from jaxserve.runtime import Service
-from jaxserve.server.errors import RefusedError, failed, too_busy, unavailable, unknown_model
+from jaxserve.runtime import RuntimeStats, Service
+from jaxserve.scheduling.lengths.outlook import Outlook
+from jaxserve.server.errors import failed, too_busy, unavailable, unknown_model
 from jaxserve.server.mailbox import Mailbox
+from jaxserve.server.metrics import Metrics
 from jaxserve.server.options import ServerOptions
 
 Phase = Literal["loading", "ready", "draining", "failed"]
@@ -20,6 +25,10 @@ Phase = Literal["loading", "ready", "draining", "failed"]
 _RETRY_S = 5.0
 # Requests whose ends are counted for the rate at which requests end.
 _NUM_RATED = 64
+# Seconds for which an estimate of the waiting time is kept.
+_ESTIMATE_S = 1.0
+
+OutlookOf = Callable[[], Mapping[str, Outlook]]
 
 
 @final
@@ -34,15 +43,11 @@ class OpenRequest:
 
 @final
 class Backend:
-    """The service, and the admission of requests. All methods are called on the event loop.
+    """The service, and the admission of requests. All methods are called on the event loop."""
 
-    Args:
-      retry_after_s: estimate of the seconds after which a request that finds the queue full may
-        succeed; by default it is derived from the rate at which requests ended last.
-    """
-
-    def __init__(self, options: ServerOptions, *, retry_after_s: Callable[[], float] | None = None):
+    def __init__(self, options: ServerOptions):
         self.options = options
+        self.metrics = Metrics(options.model_name, options.metrics_prefix, self._stats)
         self.created_s = int(time.time())
         self.mailbox: Mailbox | None = None
         self.max_model_len: int | None = None
@@ -50,17 +55,24 @@ class Backend:
         self.num_waiting = 0
         self.num_running = 0
         self._service: Service | None = None
-        self._retry_after_s = retry_after_s
+        self._outlook: OutlookOf | None = None
+        self._estimate_s = 1.0
+        self._estimated_s = -math.inf
         self._ends_s: deque[float] = deque(maxlen=_NUM_RATED)
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
-    def serve(self, service: Service, max_prompt_tokens: int) -> None:
+    def serve(
+        self, service: Service, max_prompt_tokens: int, outlook: OutlookOf | None = None
+    ) -> None:
         """Be ready, with this service, unless the server is being shut down already.
 
         Args:
           max_prompt_tokens: length of the longest prompt that leaves room for one token.
+          outlook: estimates when waiting requests begin (`Runtime.outlook`). Without it, the rate
+            at which requests ended last says when a client may come again.
         """
+        self._outlook = outlook
         self._service = service
         self.max_model_len = max_prompt_tokens + 1
         self.mailbox = Mailbox(asyncio.get_running_loop())
@@ -102,19 +114,20 @@ class Backend:
 
     # ---- open requests ----
 
-    def check_room(self, count: int) -> None:
+    async def check_room(self, count: int) -> None:
         """Check that the queue has room for more requests.
 
         Raises:
           RefusedError: it has not; says when to come again.
         """
-        if self.num_waiting + count > self.options.max_waiting:
-            raise self._too_busy()
+        if count and self.num_waiting + count > self.options.max_waiting:
+            raise too_busy(self.num_waiting, await self._retry_after_s())
 
     def begin(self) -> OpenRequest:
         """Count a new request as waiting."""
         self.num_waiting += 1
         self._is_idle.clear()
+        self.metrics.set_open(self.num_waiting, self.num_running)
         return OpenRequest()
 
     def has_token(self, request: OpenRequest) -> None:
@@ -123,6 +136,7 @@ class Backend:
             request.has_begun = True
             self.num_waiting -= 1
             self.num_running += 1
+            self.metrics.set_open(self.num_waiting, self.num_running)
 
     def end(self, request: OpenRequest) -> None:
         """Count a request no longer. Call it once."""
@@ -131,17 +145,39 @@ class Backend:
             self._ends_s.append(time.monotonic())
         else:
             self.num_waiting -= 1
+        self.metrics.set_open(self.num_waiting, self.num_running)
         if not self.num_waiting and not self.num_running:
             self._is_idle.set()
 
-    def _too_busy(self) -> RefusedError:
-        wait_s = None
-        if self._retry_after_s is not None:
-            try:
-                wait_s = self._retry_after_s()
-            except JaxserveError:  # the service is closed or has failed: the next request says so
-                wait_s = None
-        return too_busy(self.num_waiting, self._by_rate_s() if wait_s is None else wait_s)
+    def _stats(self) -> RuntimeStats | None:
+        """Return the service's counters; None while there are none."""
+        if self._service is None:
+            return None
+        try:
+            return self._service.stats()
+        except JaxserveError:  # it is closed, or has failed
+            return None
+
+    async def _retry_after_s(self) -> float:
+        """Return an estimate of the seconds until a waiting request begins.
+
+        It is kept for a second, because it is asked for most often when the engine is busiest.
+        """
+        now_s = time.monotonic()
+        if now_s > self._estimated_s + _ESTIMATE_S:
+            self._estimated_s = now_s
+            self._estimate_s = await self._by_outlook_s() or self._by_rate_s()
+        return self._estimate_s
+
+    async def _by_outlook_s(self) -> float | None:
+        if self._outlook is None:
+            return None
+        try:
+            found = await to_thread.run_sync(self._outlook)
+        except JaxserveError:  # closed or failed: the next request says so
+            return None
+        waits = [each.begins_in_s for each in found.values() if each.begins_in_s]
+        return max(1.0, min(waits)) if waits else None
 
     def _by_rate_s(self) -> float:
         """Return the seconds in which an eighth of the queue ends, by the rate of the last ends."""

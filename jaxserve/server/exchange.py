@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,6 +22,7 @@ from jaxserve.runtime import Service
 from jaxserve.runtime.pending import Pending
 from jaxserve.server.backend import Backend, OpenRequest
 from jaxserve.server.errors import invalid, timed_out
+from jaxserve.server.guard import note, notes_here
 
 _T = TypeVar("_T")
 
@@ -60,6 +62,9 @@ class Exchange:
         self._pending: list[Pending] = []
         self._open: dict[int, OpenRequest] = {}
         self._pieces: list[tuple[int, Piece]] = []
+        self._num_prompt = self._num_output = 0
+        self._notes = notes_here()
+        self._last_s: dict[tuple[int, int], float] = {}
         self._news = asyncio.Event()
         self._expiry: asyncio.TimerHandle | None = None
         self._next_ping: asyncio.TimerHandle | None = None
@@ -73,7 +78,7 @@ class Exchange:
           JaxserveError: a prompt cannot be served, or the server has no room for it.
         """
         backend = self._backend
-        backend.check_room(1)
+        await backend.check_room(1)
         if self._timeout_s is not None:
             loop = asyncio.get_running_loop()
             self._expiry = loop.call_later(self._timeout_s, self._expire)
@@ -82,7 +87,7 @@ class Exchange:
         try:
             self.jobs = await to_thread.run_sync(make_jobs, self._service)
             self._check()
-            backend.check_room(len(self.jobs) - 1)
+            await backend.check_room(len(self.jobs) - 1)
             self._open.update({i: backend.begin() for i in range(1, len(self.jobs))})
             await to_thread.run_sync(self._submit)
         except BaseException:
@@ -188,6 +193,7 @@ class Exchange:
                 pending.cancel()
         while self._open:
             self._backend.end(self._open.popitem()[1])
+            self._backend.metrics.aborted()
 
     # ---- on the event loop, from the mailbox ----
 
@@ -196,13 +202,26 @@ class Exchange:
             return
         if piece.token_ids and index in self._open:
             self._backend.has_token(self._open[index])
+            self._note_gap(index, piece)
         self._pieces.append((index, piece))
         self._news.set()
 
     def _finish(self, index: int, future: Future[Completion]) -> None:
         if index in self._open:
             self._backend.end(self._open.pop(index))
+            completion = future.result()
+            self._backend.metrics.ended(completion, self.jobs[index].params)
+            self._num_prompt += len(completion.prompt_token_ids)
+            self._num_output += sum(len(sample.token_ids) for sample in completion.samples)
+            note(self._notes, prompt_tokens=self._num_prompt, completion_tokens=self._num_output)
         self._news.set()
+
+    def _note_gap(self, index: int, piece: Piece) -> None:
+        """Measure the time between tokens, which is that of a piece over its tokens."""
+        now_s, key = time.monotonic(), (index, piece.sample_index)
+        if key in self._last_s:
+            self._backend.metrics.between_tokens(now_s - self._last_s[key], len(piece.token_ids))
+        self._last_s[key] = now_s
 
     def _expire(self) -> None:
         self._has_expired = True

@@ -1,4 +1,4 @@
-"""ASGI middleware: API keys, time for bodies, request ids and the access log."""
+"""ASGI middleware: API keys, limits of bodies, request ids and the access log."""
 
 from __future__ import annotations
 
@@ -21,15 +21,22 @@ from jaxserve.server.errors import Kind, RefusedError, bad_key, body_of, headers
 from jaxserve.server.options import ServerOptions
 
 # Paths that need no key: they are probed by machines and tell nothing about requests.
-OPEN_PATHS = frozenset(("/health", "/ready", "/version"))
+OPEN_PATHS = frozenset(("/health", "/ready", "/version", "/metrics"))
 
 # Fields that an endpoint adds to the line of its request in the access log.
 _notes: ContextVar[dict[str, Any] | None] = ContextVar("notes", default=None)
 
 
-def note(**fields: Any) -> None:
-    """Add fields to the line of the present request in the access log; None is left out."""
-    notes = _notes.get()
+Notes = dict[str, Any] | None
+
+
+def notes_here() -> Notes:
+    """Return the fields that endpoints add to the present request's line in the access log."""
+    return _notes.get()
+
+
+def note(notes: Notes, **fields: Any) -> None:
+    """Add fields to a line of the access log; None is left out."""
     if notes is not None:
         notes.update((name, value) for name, value in fields.items() if value is not None)
 
@@ -61,33 +68,56 @@ class KeyGuard:
 
 
 @final
-class BodyTimer:
-    """Refuses requests whose body does not arrive in time."""
+class BodyReader:
+    """Reads the whole body before the application runs, within limits of size and time."""
 
-    def __init__(self, app: ASGIApp, timeout_s: float):
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float):
         self._app = app
+        self._max_bytes = max_bytes
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        end_s = time.monotonic() + self._timeout_s
-        is_complete = False
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                first = await self._read(scope, receive)
+        except TimeoutError:
+            await _refuse(self._too_slow(), scope, receive, send)
+            return
+        except RefusedError as error:
+            await _refuse(error, scope, receive, send)
+            return
+        messages = [first]
 
-        async def receive_in_time() -> Message:
-            nonlocal is_complete
-            if is_complete:  # what follows is the disconnect, which may take as long as it likes
-                return await receive()
-            try:
-                async with asyncio.timeout(max(0.0, end_s - time.monotonic())):
-                    message = await receive()
-            except TimeoutError:
-                raise self._too_slow() from None
-            is_complete = not message.get("more_body", False)
-            return message
+        async def receive_again() -> Message:
+            return messages.pop() if messages else await receive()
 
-        await self._app(scope, receive_in_time, send)
+        await self._app(scope, receive_again, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> Message:
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdigit() and int(announced) > self._max_bytes:
+            raise self._too_large()
+        parts, num_bytes = [], 0
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+            parts.append(message.get("body", b""))
+            num_bytes += len(parts[-1])
+            if num_bytes > self._max_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return {"type": "http.request", "body": b"".join(parts), "more_body": False}
+
+    def _too_large(self) -> RefusedError:
+        return RefusedError(
+            f"the body is larger than the {self._max_bytes} bytes that this server allows; send "
+            "less, or raise --max-body",
+            Kind(413, "invalid_request_error", "body_too_large"),
+        )
 
     def _too_slow(self) -> RefusedError:
         return RefusedError(

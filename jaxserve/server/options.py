@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import final
 
@@ -28,6 +29,7 @@ class ServerOptions:
       request_timeout_s: seconds after which an answer that has not ended is cancelled; None for no
         limit.
       drain_timeout_s: seconds that running requests have after SIGTERM; None for no limit.
+      metrics_prefix: first part of the names in `/metrics`, e.g. "vllm" for existing dashboards.
       log_requests: write a line of JSON for each request to stdout.
       log_prompts: write bodies of requests to that line too.
     """
@@ -46,6 +48,7 @@ class ServerOptions:
     keep_alive_s: float = 30.0
     request_timeout_s: float | None = 3600.0
     drain_timeout_s: float | None = None
+    metrics_prefix: str = "jaxserve"
     log_requests: bool = True
     log_prompts: bool = False
 
@@ -55,6 +58,10 @@ class ServerOptions:
                 raise InvalidConfigError(
                     f"{name}={getattr(self, name)} is not allowed; pass at least 1"
                 )
+        if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
+            raise InvalidConfigError(
+                f"metrics_prefix={self.metrics_prefix!r} is not allowed; pass letters, digits and _"
+            )
         if not 0 <= self.port <= 65535:
             raise InvalidConfigError(
                 f"port={self.port} is not allowed; pass 0 to 65535, where 0 takes a free port"

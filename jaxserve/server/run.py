@@ -18,11 +18,13 @@ import uvicorn
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.runtime import Service
 from jaxserve.server.app import make_app
-from jaxserve.server.backend import Backend
+from jaxserve.server.backend import Backend, OutlookOf
 from jaxserve.server.options import ServerOptions
 from jaxserve.server.protocol import TimedProtocol
 
 _log = logging.getLogger(__name__)
+
+Opened = tuple[Service, OutlookOf | None]
 
 # Bytes of the head of a request.
 _MAX_HEAD_BYTES = 64 << 10
@@ -138,7 +140,7 @@ def _server(options: ServerOptions) -> _Server:
 
 def serve(
     options: ServerOptions,
-    open_service: Callable[[], Service],
+    open_service: Callable[[], Opened],
     *,
     listener: socket.socket | None = None,
     on_ready: Callable[[], None] = lambda: None,
@@ -149,7 +151,8 @@ def serve(
     signal lets accepted requests end; the second cancels them.
 
     Args:
-      open_service: returns the service, which is closed at the end; called on another thread.
+      open_service: returns the service, which is closed at the end, and its `outlook` if it has
+        one (see `Backend.serve`); called on another thread.
       listener: socket to listen on, from `listen`.
       on_ready: called when the service is ready.
 
@@ -169,11 +172,16 @@ def serve(
 
 
 @contextmanager
-def running(service: Service, options: ServerOptions) -> Iterator[str]:
+def running(
+    service: Service, options: ServerOptions, *, outlook: OutlookOf | None = None
+) -> Iterator[str]:
     """Serve a service on a thread within the block, and yield the address ("http://...").
 
     For tests and notebooks. The block's end lets accepted requests end; it does not close the
     service.
+
+    Args:
+      outlook: see `Backend.serve`.
 
     Raises:
       InvalidConfigError: the address cannot be used.
@@ -185,7 +193,7 @@ def running(service: Service, options: ServerOptions) -> Iterator[str]:
     )
     thread.start()
     try:
-        _publish(server, service)
+        _publish(server, service, outlook)
         host = f"[{options.host}]" if ":" in options.host else options.host
         yield f"http://{host}:{listener.getsockname()[1]}"
     finally:
@@ -194,11 +202,12 @@ def running(service: Service, options: ServerOptions) -> Iterator[str]:
         listener.close()
 
 
-def _publish(server: _Server, service: Service) -> None:
+def _publish(server: _Server, service: Service, outlook: OutlookOf | None) -> None:
     """Let the server answer with a service, from the event loop's next iteration on."""
     # A fleet reads its tokenizer at the first access, which may take seconds.
     _ = service.tokenizer
-    server.post(server.backend.serve, service, service.conversations.client.max_prompt_tokens)
+    most = service.conversations.client.max_prompt_tokens
+    server.post(server.backend.serve, service, most, outlook)
 
 
 @final
@@ -206,7 +215,7 @@ class _Loading:
     """A thread that creates the service while the server already listens."""
 
     def __init__(
-        self, server: _Server, open_service: Callable[[], Service], on_ready: Callable[[], None]
+        self, server: _Server, open_service: Callable[[], Opened], on_ready: Callable[[], None]
     ):
         self._server = server
         self._open_service = open_service
@@ -229,8 +238,8 @@ class _Loading:
 
     def _run(self) -> None:
         try:
-            self._service = self._open_service()
-            _publish(self._server, self._service)
+            self._service, outlook = self._open_service()
+            _publish(self._server, self._service, outlook)
             self._on_ready()
         except BaseException as error:
             self._error = error

@@ -19,6 +19,7 @@ from jaxserve.server import params as params_of
 from jaxserve.server import scores
 from jaxserve.server.events import EventStream, Replies, json_response
 from jaxserve.server.exchange import Exchange, Job, unless_gone
+from jaxserve.server.guard import note, notes_here
 from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
 from jaxserve.server.schema.base import FinishReason, Usage
 from jaxserve.server.schema.chat import (
@@ -44,6 +45,7 @@ router = APIRouter()
 async def chat(body: ChatRequest, http: Request, backend: Here) -> Response:
     """Answer a chat."""
     backend.check_model(body.model)
+    note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
     tokenizer = need_tokenizer(backend.ready_service())
     exchange = Exchange(backend)
     params = params_of.of_chat(body)

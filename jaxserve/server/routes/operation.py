@@ -1,13 +1,15 @@
-"""`/v1/models`, `/health`, `/ready` and `/version`."""
+"""`/v1/models`, `/health`, `/ready`, `/version` and `/metrics`."""
 
 from __future__ import annotations
 
+from anyio import to_thread
 from fastapi import APIRouter
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from jaxserve import __version__
 from jaxserve.server.errors import failed, unknown_model
 from jaxserve.server.events import json_response
+from jaxserve.server.metrics import CONTENT_TYPE
 from jaxserve.server.routes.common import Here, documented
 from jaxserve.server.schema.models import ModelCard, ModelList, StateReply, VersionReply
 
@@ -60,3 +62,15 @@ async def ready(backend: Here) -> Response:
 async def version() -> Response:
     """Return the version of jaxserve."""
     return json_response(VersionReply(version=__version__))
+
+
+@router.get(
+    "/metrics",
+    response_class=PlainTextResponse,
+    responses={200: {"description": "Metrics in the text format of Prometheus."}},
+    tags=["operation"],
+)
+async def metrics(backend: Here) -> Response:
+    """Return the metrics of the server and of the engine."""
+    content = await to_thread.run_sync(backend.metrics.exposition)
+    return Response(content, media_type=CONTENT_TYPE)

@@ -1,0 +1,223 @@
+"""Metrics for Prometheus, under the names of vLLM's, with a prefix of choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jaxserve.core.request import Completion
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.runtime import RuntimeStats
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_FIRST_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 20)
+_TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+_REQUEST_S = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 480)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_SAMPLES = (1, 2, 5, 10, 20, 50, 100)
+
+_LABELS = ("model_name", "engine")
+# vLLM's words for the reasons of an end.
+_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+
+
+@final
+class Metrics:
+    """The metrics of one server. Counts of requests are its own, and times the engine's.
+
+    Args:
+      stats: returns the counters of the service; None while there are none.
+    """
+
+    def __init__(self, model_name: str, prefix: str, stats: Callable[[], RuntimeStats | None]):
+        self._registry = CollectorRegistry()
+        values = (model_name, "0")
+        self._registry.register(_EngineCollector(prefix, values, stats))
+
+        def make(kind: Any, name: str, text: str, **options: Any) -> Any:
+            metric = kind(f"{prefix}:{name}", text, _LABELS, registry=self._registry, **options)
+            return metric.labels(*values)
+
+        def seconds(name: str, text: str, buckets: tuple[float, ...] = _REQUEST_S) -> Any:
+            return make(Histogram, f"{name}_seconds", text, buckets=buckets)
+
+        self._running = make(Gauge, "num_requests_running", "Requests that have a token.")
+        self._waiting = make(Gauge, "num_requests_waiting", "Requests without a token yet.")
+        self._prompt = make(Counter, "prompt_tokens", "Tokens of prompts of ended requests.")
+        self._output = make(Counter, "generation_tokens", "Tokens of answers of ended requests.")
+        self._first_s = seconds("time_to_first_token", "From arrival to the first token.", _FIRST_S)
+        self._gap_s = seconds("inter_token_latency", "Between tokens of an answer.", _TOKEN_S)
+        self._each_s = seconds(
+            "request_time_per_output_token", "Mean of an answer's tokens but the first.", _TOKEN_S
+        )
+        self._latency_s = seconds("e2e_request_latency", "From arrival to end.")
+        self._queue_s = seconds("request_queue_time", "From arrival to admission.")
+        self._prefill_s = seconds("request_prefill_time", "From admission to the first token.")
+        self._decode_s = seconds("request_decode_time", "From the first token to the end.")
+        self._inference_s = seconds("request_inference_time", "From admission to the end.")
+        self._prompts = make(
+            Histogram, "request_prompt_tokens", "Tokens of a prompt.", buckets=_TOKENS
+        )
+        self._outputs = make(
+            Histogram, "request_generation_tokens", "Tokens of an answer.", buckets=_TOKENS
+        )
+        self._n = make(Histogram, "request_params_n", "Samples asked for.", buckets=_SAMPLES)
+        self._max_tokens = make(
+            Histogram, "request_params_max_tokens", "Limits of answers.", buckets=_TOKENS
+        )
+        ends = Counter(
+            f"{prefix}:request_success",
+            "Ended requests by the reason of the end.",
+            (*_LABELS, "finished_reason"),
+            registry=self._registry,
+        )
+        self._ends = {reason: ends.labels(*values, word) for reason, word in _REASONS.items()}
+
+    def exposition(self) -> bytes:
+        """Return all metrics in the text format. It may wait for the service."""
+        return generate_latest(self._registry)
+
+    def set_open(self, num_waiting: int, num_running: int) -> None:
+        """Set the numbers of requests that have not ended."""
+        self._waiting.set(num_waiting)
+        self._running.set(num_running)
+
+    def between_tokens(self, seconds: float, num_tokens: int) -> None:
+        """Count the time in which a step brought an answer some tokens."""
+        for _ in range(num_tokens):
+            self._gap_s.observe(seconds / num_tokens)
+
+    def aborted(self) -> None:
+        """Count a request that was cancelled."""
+        self._ends["cancelled"].inc()
+
+    def ended(self, completion: Completion, params: SamplingParams) -> None:
+        """Count a request that has ended."""
+        self._ends[completion.finish_reason].inc()
+        if completion.error is not None:
+            return
+        num_prompt = len(completion.prompt_token_ids)
+        num_output = sum(len(sample.token_ids) for sample in completion.samples)
+        self._prompt.inc(num_prompt)
+        self._output.inc(num_output)
+        self._prompts.observe(num_prompt)
+        self._outputs.observe(num_output)
+        self._n.observe(params.n)
+        if params.max_tokens is not None:
+            self._max_tokens.observe(params.max_tokens)
+        self._observe_times(completion)
+
+    def _observe_times(self, completion: Completion) -> None:
+        times = completion.timing
+        if None in (times.admitted_s, times.first_token_s, times.finished_s):
+            return
+        assert times.admitted_s is not None
+        assert times.first_token_s is not None
+        assert times.finished_s is not None
+        decode_s = times.finished_s - times.first_token_s
+        self._first_s.observe(times.first_token_s - times.arrival_s)
+        self._latency_s.observe(times.finished_s - times.arrival_s)
+        self._queue_s.observe(times.admitted_s - times.arrival_s)
+        self._prefill_s.observe(times.first_token_s - times.admitted_s)
+        self._decode_s.observe(decode_s)
+        self._inference_s.observe(times.finished_s - times.admitted_s)
+        most = max(len(sample.token_ids) for sample in completion.samples)
+        if most > 1:
+            self._each_s.observe(decode_s / (most - 1))
+
+
+@final
+class _EngineCollector(Collector):
+    """The counters of the service at the time of a scrape."""
+
+    def __init__(
+        self, prefix: str, values: tuple[str, ...], stats: Callable[[], RuntimeStats | None]
+    ):
+        self._prefix = prefix
+        self._values = values
+        self._stats = stats
+
+    def describe(self) -> list[Metric]:
+        """Return no names, so that registration does not ask the service."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics; none while there is no service."""
+        stats = self._stats()
+        if stats is None:
+            return
+        usage = stats.num_pages_owned / max(1, stats.num_pages_usable)
+        yield self._family(GaugeMetricFamily, "kv_cache_usage_perc", "Used part of the KV.", usage)
+        yield self._config(stats)
+        page_bytes = stats.pool_bytes // max(1, stats.num_pages)
+        counts: dict[str, tuple[str, float]] = {
+            "num_preemptions": ("Sequences sent back to wait.", stats.num_preemptions),
+            "prefix_cache_queries": ("Prompt tokens looked up.", stats.num_prefix_queried),
+            "prefix_cache_hits": ("Looked up tokens that were cached.", stats.num_prefix_hit),
+            "prefix_cache_evicted": ("Looked up tokens evicted before.", stats.num_evicted_tokens),
+            "reservations_outgrown": (
+                "Preempted sequences that were longer than predicted.",
+                stats.num_outgrown,
+            ),
+            "length_estimates_refined": ("Estimates that a probe changed.", stats.num_refined),
+            "recomputed_tokens": ("Tokens computed again.", stats.num_recomputed),
+            "engine_steps": ("Steps of the device.", stats.num_steps),
+            "computed_tokens": ("Tokens computed.", stats.num_tokens),
+            "padding_tokens": ("Tokens computed for idle slots.", stats.num_padding_tokens),
+            "compilations": ("Compilations.", stats.num_compilations),
+            "engine_busy_seconds": ("Seconds with work.", stats.busy_s),
+            "host_gap_seconds": ("Seconds with work and an idle device.", stats.host_gap_s),
+            "planning_seconds": ("Seconds of planning.", stats.planning_s),
+            "predicting_seconds": ("Seconds of predicting lengths.", stats.predicting_s),
+        }
+        for name, (text, count) in counts.items():
+            yield self._family(CounterMetricFamily, name, text, count)
+        on_device = stats.num_prefix_hit - stats.num_prefix_hit_on_host
+        yield self._by(
+            "prefix_cache_tier_hits",
+            "Tokens found in each tier.",
+            "tier",
+            {
+                "device": on_device - stats.num_prefix_hit_on_disk,
+                "host": stats.num_prefix_hit_on_host,
+                "disk": stats.num_prefix_hit_on_disk,
+            },
+        )
+        yield self._by(
+            "kv_moved_bytes",
+            "Bytes of pages copied between device and host.",
+            "direction",
+            {
+                "to_host": stats.num_pages_out * page_bytes,
+                "to_device": stats.num_pages_in * page_bytes,
+            },
+        )
+
+    def _family(self, kind: Any, name: str, text: str, value: float) -> Metric:
+        family = kind(f"{self._prefix}:{name}", text, labels=_LABELS)
+        family.add_metric(self._values, value)
+        return family
+
+    def _by(self, name: str, text: str, label: str, counts: dict[str, float]) -> Metric:
+        family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, label))
+        for value, count in counts.items():
+            family.add_metric((*self._values, value), count)
+        return family
+
+    def _config(self, stats: RuntimeStats) -> Metric:
+        labels = (*_LABELS, "block_size", "num_gpu_blocks")
+        family = GaugeMetricFamily(f"{self._prefix}:cache_config_info", "Sizes.", labels=labels)
+        family.add_metric((*self._values, str(stats.page_size), str(stats.num_pages)), 1)
+        return family

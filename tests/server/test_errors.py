@@ -1,0 +1,106 @@
+"""Errors as the official client's classes, and the table of statuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from jaxserve.core import errors
+from jaxserve.server.errors import STATUSES, kind_of
+from tests.server.serving import CHAT, NAME, client, post, runtime, server
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with runtime() as rt, server(rt, max_body_bytes=20_000, max_samples=8) as url:
+        yield url
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_logprobs": 2}, "needs logprobs=true"),
+        ({"stream_options": {"include_usage": True}}, "needs stream=true"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "contradict"),
+        ({"n": 2, "temperature": 0}, "identical samples"),
+        ({"n": 9}, "allows 8"),
+        ({"logit_bias": {"x": 1}}, "not a token id"),
+        ({"logit_bias": {"97": 1}}, "outside the vocabulary"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens=9"),
+        ({"stream": True, "prompt_logprobs": 1}, "cannot be streamed"),
+        ({"audio": {"voice": "x", "format": "mp3"}}, "audio is not supported"),
+        ({"store": True}, "store has to be False"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 200}]}, "the prompt has"),
+    ],
+)
+def test_bad_requests_say_what_is_wrong(url: str, fields: dict[str, Any], said: str):
+    """A field that cannot be honoured is a BadRequestError that names it."""
+    with client(url) as ai, pytest.raises(openai.BadRequestError) as caught:
+        ai.chat.completions.create(
+            model=NAME, messages=fields.get("messages", CHAT), extra_body=fields
+        )
+    assert said in str(caught.value)
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_unknown_model_and_path(url: str):
+    """Both are 404 in OpenAI's format; a wrong method is 405."""
+    with client(url) as ai, pytest.raises(openai.NotFoundError) as caught:
+        ai.chat.completions.create(model="other", messages=CHAT)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    assert post(url, "/v1/nothing", {}).json()["error"]["type"] == "invalid_request_error"
+    assert post(url, "/health", {}).status_code == 405
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"nul", b"\xff\xfe", b'{"messages": "\\ud800"}', b"[" * 10_000],
+    ids=["empty", "cut", "list", "word", "utf8", "surrogate", "deep"],
+)
+def test_malformed_bodies_are_400(url: str, body: bytes):
+    """What is not a JSON object of valid UTF-8 is a bad request, and the server goes on."""
+    answer = post(url, "/v1/chat/completions", body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_lone_surrogates_are_400(url: str):
+    """A prompt that is not Unicode is refused, as a text and in a chat."""
+    assert post(url, "/v1/completions", {"prompt": "\ud800"}).status_code == 400
+    said = [{"role": "user", "content": "\ud800"}]
+    assert post(url, "/v1/chat/completions", {"messages": said}).status_code == 400
+
+
+def test_large_bodies_are_413(url: str):
+    """A body beyond the limit is refused, whether its length is announced or not."""
+    body = b'{"prompt": "' + b"x" * 30_000 + b'"}'
+    for headers in ({}, {"transfer-encoding": "chunked"}):
+        answer = post(url, "/v1/completions", body, **headers)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_every_error_has_a_status():
+    """Every typed error of the library has an entry in the table, by itself or by a base."""
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.JaxserveError):
+            found = next(STATUSES[base] for base in kind.__mro__ if base in STATUSES)
+            is_request = issubclass(kind, errors.InvalidRequestError)
+            assert (found.status == 400) == (is_request or name == "InvalidConfigError"), name
+
+
+def test_entry_of_the_nearest_base_counts():
+    """A subclass without an entry is answered as its base."""
+    error = errors.ConversationTooLongError("id", 1, 2, 3)
+    assert kind_of(error).code == "context_length_exceeded"
+    assert kind_of(errors.ModelCacheError("x")).status == 500

@@ -1,0 +1,234 @@
+"""Keys, limits, the queue, disconnects, timeouts, metrics and the access log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve import Runtime
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.server import ServerOptions, is_loopback
+from tests.server.serving import CHAT, NAME, client, connect, post, runtime, server
+
+LONG: dict[str, Any] = {"prompt": "a", "max_tokens": 100, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Runtime]:
+    """A runtime whose long answers take seconds."""
+    with runtime(step_s=0.05, max_decode_iterations=1) as rt:
+        yield rt
+
+
+def _metrics(url: str) -> dict[str, float]:
+    """Return the values of all metrics; those with labels of their own have them in the name."""
+    text = httpx2.get(url + "/metrics").text
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            own = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            found[sample.name + ("" if not own else str(sorted(own.values())))] = sample.value
+    return found
+
+
+def _wait(is_true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_keys_are_needed(slow: Runtime):
+    """With keys, a request without one of them is an AuthenticationError; probes need none."""
+    with server(slow, api_keys=("first", "second")) as url:
+        for key in ("first", "second"):
+            with client(url, key) as ai:
+                assert ai.models.list().data
+        for key in ("third", "firs", "first2"):
+            with client(url, key) as ai, pytest.raises(openai.AuthenticationError):
+                ai.models.list()
+        assert httpx2.get(url + "/v1/models").status_code == 401
+        for path in ("/health", "/ready", "/version", "/metrics"):
+            assert httpx2.get(url + path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"port": 70_000}, "port=70000"),
+        ({"max_waiting": 0}, "max_waiting=0"),
+        ({"header_timeout_s": 0}, "header_timeout_s=0"),
+        ({"api_keys": ("a b\n",)}, "API key"),
+        ({"metrics_prefix": "a:b"}, "metrics_prefix"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], said: str):
+    """An option that is not allowed raises at once."""
+    with pytest.raises(InvalidConfigError, match=said):
+        ServerOptions(model_name=NAME, **options)
+
+
+def test_loopback():
+    """Addresses that only this machine reaches are known."""
+    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True] * 3
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "host")] == [False] * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_cancels(slow: Runtime, stream: bool):
+    """A client that closes its connection ends its request, whether it streams or waits."""
+    with server(slow) as url:
+        body = json.dumps({**LONG, "stream": stream}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        sent = head + b"content-length: %d\r\n\r\n" % len(body)
+        with connect(url) as connection:
+            connection.sendall(sent + body)
+            _wait(lambda: _metrics(url)["jaxserve:num_requests_running"] == 1)
+            gone_s = time.monotonic()
+        _wait(lambda: not slow.outlook())
+        assert time.monotonic() - gone_s < 2.0  # an answer of 100 tokens takes 5 s
+        found = _metrics(url)
+        assert found["jaxserve:num_requests_running"] == 0
+        assert found["jaxserve:request_success_total['abort']"] == 1
+
+
+def test_full_queue_is_429(slow: Runtime):
+    """Beyond the bound a client is told when to come again, and accepted requests are answered."""
+
+    async def ask(url: str) -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0) as ai:
+            asked: Any = {"model": NAME, "prompt": "a", "max_tokens": 20, "temperature": 0}
+            return await asyncio.gather(
+                *(ai.completions.create(**asked) for _ in range(12)), return_exceptions=True
+            )
+
+    with server(slow, max_waiting=2) as url:
+        answers = asyncio.run(ask(url))
+    refused = [one for one in answers if isinstance(one, openai.RateLimitError)]
+    assert refused and len(refused) < 12
+    assert all(int(one.response.headers["retry-after"]) >= 1 for one in refused)
+    assert len({one.choices[0].text for one in answers if one not in refused}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_timeout(slow: Runtime, stream: bool):
+    """An answer that takes too long is cancelled with an error, which clients do not retry."""
+    with server(slow, request_timeout_s=0.4) as url, client(url) as ai:
+        with pytest.raises(openai.APIError, match=r"after 0\.4 s"):
+            made: Any = ai.completions.create(model=NAME, prompt="a", max_tokens=100, stream=stream)
+            list(made)
+        _wait(lambda: not slow.outlook())
+
+
+def test_late_heads_and_bodies(slow: Runtime):
+    """A connection whose head does not come is closed, and a body that does not come is 408."""
+    with server(slow, header_timeout_s=0.3, body_timeout_s=0.3) as url:
+        for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"):
+            with connect(url) as connection:
+                connection.sendall(sent)
+                assert connection.recv(100) == b""
+        with connect(url) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+            connection.sendall(b"content-length: 100\r\n\r\n{")
+            assert connection.recv(100).startswith(b"HTTP/1.1 408")
+        assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_header_floods_are_refused(slow: Runtime):
+    """A head of more than 64 KiB is refused, and the server goes on."""
+    with server(slow) as url:
+        with connect(url) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\n" + b"x-a: " + b"y" * 100_000)
+            assert connection.recv(100).startswith(b"HTTP/1.1 400")
+        assert httpx2.get(url + "/health").status_code == 200
+
+
+def test_drain_drops_nothing(slow: Runtime):
+    """From the end's beginning new requests get 503, and accepted ones their whole answers."""
+    answers: list[Any] = []
+    with server(slow) as url:
+        ended = threading.Event()
+
+        def ask() -> None:
+            answers.append(post(url, "/v1/completions", {**LONG, "max_tokens": 30}))
+            ended.set()
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        _wait(lambda: _metrics(url)["jaxserve:num_requests_running"] == 1)
+    thread.join()
+    assert answers[0].status_code == 200
+    assert answers[0].json()["usage"]["completion_tokens"] == 30
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(url + "/health")
+
+
+def test_metrics(slow: Runtime):
+    """Metrics have vLLM's names, counts and sums of the requests, and the engine's counters."""
+    with server(slow, metrics_prefix="vllm") as url:
+        post(url, "/v1/completions", {"prompt": "abc", "max_tokens": 4, "n": 2})
+        post(url, "/v1/completions", {"prompt": "abcd", "max_tokens": 4, "stream": True})
+        found = _metrics(url)
+    assert found["vllm:prompt_tokens_total"] == 7
+    assert found["vllm:generation_tokens_total"] == 12
+    assert found["vllm:request_success_total['length']"] == 2
+    assert found["vllm:num_requests_waiting"] == found["vllm:num_requests_running"] == 0
+    assert 0 <= found["vllm:kv_cache_usage_perc"] <= 1
+    assert found["vllm:inter_token_latency_seconds_count"] == 9
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+        assert found[f"vllm:{name}_seconds_count"] == 2
+    assert found["vllm:engine_steps_total"] > 0
+    assert found["vllm:prefix_cache_tier_hits_total['device']"] >= 0
+
+
+def test_access_log(slow: Runtime, capsys: pytest.CaptureFixture[str]):
+    """A line of JSON tells of each request, without its prompt unless that is asked for."""
+    body = {"prompt": "secret", "max_tokens": 1}
+    for log_prompts in (False, True):
+        with server(slow, log_requests=True, log_prompts=log_prompts) as url:
+            post(url, "/v1/completions", {**body, "user": "me"}, **{"x-request-id": "mine"})
+            httpx2.get(url + "/health")
+        (line,) = capsys.readouterr().out.splitlines()
+        told = json.loads(line)
+        assert (told["path"], told["status"], told["request_id"]) == (
+            "/v1/completions",
+            200,
+            "mine",
+        )
+        assert (told["user"], told["prompt_tokens"], told["completion_tokens"]) == ("me", 6, 1)
+        assert ("secret" in line) == log_prompts
+
+
+def test_request_id_is_returned(slow: Runtime):
+    """Every answer has an id, the client's own if it sent one."""
+    with server(slow) as url:
+        mine = httpx2.get(url + "/v1/models", headers={"x-request-id": "abc"})
+        assert mine.headers["x-request-id"] == "abc"
+        assert httpx2.get(url + "/v1/models").headers["x-request-id"].startswith("req-")
+
+
+def test_concurrent_chats_share_nothing(slow: Runtime):
+    """Chats that run at once get the answers that they get alone."""
+    with server(slow) as url, client(url) as ai:
+        asked: Any = {"model": NAME, "messages": CHAT, "max_tokens": 5, "temperature": 0}
+        alone = ai.chat.completions.create(**asked).choices[0].message.content
+        found: list[str] = []
+
+        def ask() -> None:
+            found.append(ai.chat.completions.create(**asked).choices[0].message.content)
+
+        threads = [threading.Thread(target=ask) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [alone] * 6
