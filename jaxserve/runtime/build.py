@@ -27,6 +27,7 @@ from jaxserve.execution.weights import sharded
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.page_files import PageFiles
 from jaxserve.models.parts import planned_stages
+from jaxserve.models.quantisation import Quantisation, Quantiser
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.planning import Origin
 from jaxserve.runtime.forecaster import Forecaster, load_probe
@@ -98,6 +99,11 @@ def build_parts(
     decoder = cast(Any, model)
     clock = WallClock()
     used = own_params if params is None else params
+    quantisation, quantiser = Quantisation.of(options), None
+    if quantisation is not None:
+        check_quantised(options, mesh)
+        quantiser = Quantiser(model, quantisation)
+        graphdef, used = nnx.split(quantiser.model(used))
     group = processes_of(mesh, used)
     check_early(options, policy, group)
     claim(group)
@@ -143,7 +149,7 @@ def build_parts(
             progress=options.progress,
         )
         origin = Origin.of(decoder.config, places[0].params, replicas.first.executor.config)
-        maintenance = Maintenance(replicas, origin, clock, options)
+        maintenance = Maintenance(replicas, origin, clock, options, quantiser)
         return Parts(
             group=group,
             replicas=replicas,
@@ -175,6 +181,15 @@ def check_early(options: RuntimeOptions, policy: Policy, group: ProcessGroup | N
         if options.record is not None:
             check_is_free(options.record)
         check_journal(options.conversations)
+
+
+def check_quantised(options: RuntimeOptions, mesh: Mesh | StagePlan | None) -> None:
+    """Raise InvalidConfigError for a model in stages, whose parts have dense weights only."""
+    if isinstance(mesh, StagePlan) or (mesh is not None and mesh.shape.get("stage", 1) > 1):
+        raise InvalidConfigError(
+            f"quantize={options.quantize!r} is not supported for a model that is cut into stages; "
+            "pass a mesh without stages (tensor, data), or omit quantize"
+        )
 
 
 # ---- replicas on their devices ----
