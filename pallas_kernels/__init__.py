@@ -8,16 +8,20 @@ from pallas_kernels.kv_write import RopeTables, apply_rope, kv_write, quantize, 
 from pallas_kernels.matmul import matmul
 from pallas_kernels.page_copy import gather_pages, move_pages, scatter_pages
 from pallas_kernels.paged_attention import Rows, paged_attention
+from pallas_kernels.quantised_matmul import PackedMatrix, dequantise, quantised_matmul
 
 __all__ = [
+    "PackedMatrix",
     "RopeTables",
     "Rows",
     "apply_rope",
+    "dequantise",
     "gather_pages",
     "kv_write",
     "matmul",
     "move_pages",
     "paged_attention",
+    "quantised_matmul",
     "quantize",
     "rotate_and_write",
     "scatter_pages",

@@ -32,25 +32,28 @@ _NATIVE = {"x86_64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu
 
 _logger = logging.getLogger(__name__)
 _lock = threading.Lock()
-# (source, symbol) -> the name of its FFI target, or the error that prevents one.
-_targets: dict[tuple[Path, str], str | NotImplementedError] = {}
+# (source, symbol, flags) -> the name of its FFI target, or the error that prevents one.
+_targets: dict[tuple[Path, str, tuple[str, ...]], str | NotImplementedError] = {}
 
 
-def cpu_target(source: Path, symbol: str) -> str:
+def cpu_target(source: Path, symbol: str, flags: tuple[str, ...] = ()) -> str:
     """Return the XLA FFI target (platform "cpu") of the handler `symbol` of a C++ file.
 
     The first call in a process loads the library, compiles it if the cache does not have it, and
     registers it. Later calls return the same name or raise the same error.
+
+    Args:
+      flags: more flags of the compiler, such as those of another instruction set.
 
     Raises:
       NotImplementedError: there is no compiler, it failed, or its library cannot be loaded; the
         reason is also logged once, as a warning.
     """
     with _lock:
-        key = (source, symbol)
+        key = (source, symbol, flags)
         if key not in _targets:
             try:
-                _targets[key] = _register(*load_symbol(source, symbol), symbol)
+                _targets[key] = _register(*load_symbol(source, symbol, flags), symbol)
             except (NotImplementedError, OSError) as error:
                 _logger.warning("%s cannot be used: %s", source.name, error)
                 _targets[key] = NotImplementedError(str(error))
@@ -60,7 +63,7 @@ def cpu_target(source: Path, symbol: str) -> str:
     return target
 
 
-def load_symbol(source: Path, symbol: str) -> tuple[Path, Any]:
+def load_symbol(source: Path, symbol: str, flags: tuple[str, ...] = ()) -> tuple[Path, Any]:
     """Return the library of a C++ file and its function `symbol`.
 
     A library that does not load is compiled again once.
@@ -68,12 +71,12 @@ def load_symbol(source: Path, symbol: str) -> tuple[Path, Any]:
     Raises:
       NotImplementedError: see `compile_library`, or the new library does not load either.
     """
-    library = compile_library(source)
+    library = compile_library(source, flags)
     try:
         return library, getattr(ctypes.CDLL(str(library)), symbol)
     except (OSError, AttributeError) as error:
         _logger.warning("%s; compiling %s again", error, source.name)
-    library = compile_library(source, force=True)
+    library = compile_library(source, flags, force=True)
     try:
         # Another spelling of the path: for a known path, the loader returns the library it has.
         return library, getattr(ctypes.CDLL(f"{library.parent}/./{library.name}"), symbol)
@@ -81,12 +84,13 @@ def load_symbol(source: Path, symbol: str) -> tuple[Path, Any]:
         raise NotImplementedError(f"{library} cannot be loaded: {error}") from error
 
 
-def compile_library(source: Path, *, force: bool = False) -> Path:
+def compile_library(source: Path, more_flags: tuple[str, ...] = (), *, force: bool = False) -> Path:
     """Return the compiled library of a C++ file, from the cache folder if it is there and intact.
 
     Safe for concurrent processes: each compiles into its own file and renames it into place.
 
     Args:
+      more_flags: see `cpu_target`.
       force: compile even if the cache has an intact library.
 
     Raises:
@@ -95,7 +99,7 @@ def compile_library(source: Path, *, force: bool = False) -> Path:
     """
     compiler = _find_compiler()
     native = _NATIVE.get(platform.machine())
-    flags = (*_FLAGS, *((native,) if native else ()))
+    flags = (*_FLAGS, *((native,) if native else ()), *more_flags)
     inputs = (
         *(path.read_text() for path in (source, *sorted(_INCLUDE.glob("*.h")))),
         *(compiler, _compiler_version(compiler, os.stat(compiler).st_mtime_ns), *flags),

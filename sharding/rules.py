@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 # These are replicated when their size is not a multiple of the mesh axis's: fewer KV heads than
-# shards, and vocabularies such as GPT-2's 50257.
-REPLICATED_IF_UNEVEN = ("kv_heads", "vocab")
+# shards, vocabularies such as GPT-2's 50257, and the groups and panels of a weight in few bits.
+REPLICATED_IF_UNEVEN = ("kv_heads", "vocab", "groups", "panels")
 
 # Logical axis -> mesh axis; None means replicated.
 DEFAULT_RULES: Mapping[str, str | None] = MappingProxyType(
@@ -24,6 +24,8 @@ DEFAULT_RULES: Mapping[str, str | None] = MappingProxyType(
         "mlp": "tensor",
         "experts": "tensor",
         "layers": None,
+        "groups": "tensor",
+        "panels": "tensor",
     }
 )
 

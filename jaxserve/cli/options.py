@@ -103,6 +103,17 @@ KvDType = Annotated[
         "--kv-dtype", text="dtype of the KV pool, if not that of --dtype: int8 or float8_e4m3fn."
     ),
 ]
+Quantize = Annotated[
+    str | None,
+    _runtime("--quantize", text="Weights in few bits: int8 or int4. [default: --dtype]"),
+]
+QuantizeEmbeddings = Annotated[
+    str | None,
+    _runtime(
+        "--quantize-embeddings",
+        text="Embedding and head with --quantize: int8, int4 or none. [default: int8]",
+    ),
+]
 HostMemory = Annotated[
     str | None,
     _runtime("--host-memory", text="Host memory for KV that leaves the device, e.g. 8GiB, or 0."),

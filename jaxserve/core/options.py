@@ -13,6 +13,10 @@ from jaxserve.core.sizes import parse_bytes
 # Dtypes of quantized pages, which have one scale per token and head.
 KV_DTYPES = ("int8", "float8_e4m3fn")
 
+# Formats of weights, and of the embedding and the head.
+QUANTIZE = ("int8", "int4")
+QUANTIZE_EMBEDDINGS = ("int8", "int4", "none")
+
 # When pages are copied back from the host.
 RESTORES = ("on_admission", "prefetch", "per_layer", "both")
 
@@ -30,6 +34,10 @@ class RuntimeOptions:
       kv_dtype: dtype of the pages, by default the model's. Pages in one of `KV_DTYPES` are
         approximate, and take half the memory of bfloat16 and little more than a quarter of
         float32's.
+      quantize: format of the layers' weights, one of `QUANTIZE`; by default the model's dtype.
+        docs/quantisation.md says what each costs.
+      quantize_embeddings: format of the embedding and the head where `quantize` is given, one of
+        `QUANTIZE_EMBEDDINGS`; "none" leaves them as they are.
       host_memory: host memory for pages that leave the device, those of preempted sequences
         included, in bytes or as "4GiB"; 0 for none. By default as much as the page pool, if that
         is under a quarter of the free host memory.
@@ -71,6 +79,8 @@ class RuntimeOptions:
     latency_bound: float | None = None
     kv_memory: int | str | None = None
     kv_dtype: str | None = None
+    quantize: str | None = None
+    quantize_embeddings: str = "int8"
     host_memory: int | str | None = None
     restore: str | None = None
     disk_memory: int | str | None = None
@@ -137,6 +147,16 @@ class RuntimeOptions:
             raise InvalidConfigError(
                 f"kv_dtype={self.kv_dtype!r} is not supported; pass one of {KV_DTYPES}, or omit it "
                 "for the model's dtype"
+            )
+        if self.quantize not in (None, *QUANTIZE):
+            raise InvalidConfigError(
+                f"quantize={self.quantize!r} is not supported; pass one of {QUANTIZE}, or omit it "
+                "for the model's dtype"
+            )
+        if self.quantize_embeddings not in QUANTIZE_EMBEDDINGS:
+            raise InvalidConfigError(
+                f"quantize_embeddings={self.quantize_embeddings!r} is not supported; pass one of "
+                f"{QUANTIZE_EMBEDDINGS}"
             )
         if self.restore not in (None, *RESTORES):
             raise InvalidConfigError(

@@ -59,7 +59,7 @@ class MixtureOfExperts(nnx.Module):
         config = cast(ExpertsConfig, config)
         self.config = config
         embed, mlp, experts = config.hidden_size, config.intermediate_size, config.num_experts
-        self.router = new.weight(("embed", None), (embed, experts))
+        self.router = new.weight(("embed", None), (embed, experts), stays_dense=True)
         self.gate_up = new.weight(
             ("experts", "embed", None, None), (experts, embed, 2, mlp), num_stacked=1
         )

@@ -15,11 +15,14 @@ from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import LayerLayout, Part
 from jaxserve.models.families import family_of
 from jaxserve.models.family import Family
+from jaxserve.models.linear import WeightAxes, replace_weights
 from jaxserve.models.source import WeightSource
 from jaxserve.models.weights import Weight
 
 Progress = Callable[[int, int], None]
 Path = tuple[Any, ...]
+# What takes the place of a dense weight: a module, or the weight itself.
+WeightChange = Callable[[nnx.Param, WeightAxes], Any]
 
 
 def load_params(
@@ -28,6 +31,7 @@ def load_params(
     source: WeightSource,
     shardings: nnx.State | None = None,
     progress: Progress | None = None,
+    change: WeightChange | None = None,
 ) -> nnx.State:
     """Read the parameters of a decoder from a checkpoint straight onto their shards.
 
@@ -38,6 +42,7 @@ def load_params(
       source: tensors under Hugging Face names.
       shardings: from `sharding.state_shardings`; None for the default device.
       progress: called with (parameters done, parameters in all).
+      change: applied to each dense weight after it is read, before the next is; by default none.
 
     Raises:
       CheckpointError: every missing, surplus and misshapen tensor together, before data is read;
@@ -55,7 +60,8 @@ def load_params(
     for done, (path, variable) in enumerate(flat):
         place = here if places is None else places[path].get_value()
         kind = np.dtype(variable.get_value().dtype)
-        loaded.append((path, variable.replace(plan[path].load(source, kind, place))))
+        dense = variable.replace(plan[path].load(source, kind, place))
+        loaded += _changed(path, dense, change)
         if progress is not None:
             progress(done + 1, len(flat))
     return nnx.from_flat_state(loaded)
@@ -66,14 +72,20 @@ def random_params(
     seed: int,
     *,
     layer_layout: LayerLayout = "unrolled",
+    change: WeightChange | None = None,
 ) -> nnx.State:
     """Return random parameters, normal with 1 / sqrt(fan-in), made on the device.
 
     Every matrix is drawn in the configuration's dtype, so bfloat16 never has a float32 copy.
+
+    Args:
+      change: see `load_params`; here all weights are drawn first.
     """
     # Not under one jit: drawing array by array compiles once a shape, not once a parameter.
     decoder = family_of(config).decoder
     model = decoder(config, rngs=nnx.Rngs(params=seed), layer_layout=layer_layout)
+    if change is not None:
+        replace_weights(model, change)
     return nnx.state(model, nnx.Param)
 
 
@@ -82,15 +94,36 @@ def abstract_model(
     *,
     layer_layout: LayerLayout = "unrolled",
     part: Part | None = None,
+    change: WeightChange | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Return the graph definition, to `nnx.merge` with parameters, and abstract parameters.
 
     Args:
       part: None for the whole model.
+      change: see `load_params`.
     """
     decoder = family_of(config).decoder
-    model = nnx.eval_shape(lambda: decoder(config, rngs=None, layer_layout=layer_layout, part=part))
-    return nnx.split(model)
+
+    def built() -> nnx.Module:
+        model = decoder(config, rngs=None, layer_layout=layer_layout, part=part)
+        if change is not None:
+            replace_weights(model, change)
+        return model
+
+    return nnx.split(nnx.eval_shape(built))
+
+
+def _changed(
+    path: Path, dense: nnx.Variable, change: WeightChange | None
+) -> list[tuple[Path, nnx.Variable]]:
+    """Return the parameters that take the place of one, with their paths."""
+    axes = dense.get_metadata().get("weight_axes")
+    if change is None or axes is None:
+        return [(path, dense)]
+    weight = change(nnx.Param(dense.get_value(), **dense.get_metadata()), axes)
+    if not isinstance(weight, nnx.Module):
+        return [(path, dense)]
+    return [((*path, *inner), v) for inner, v in nnx.to_flat_state(nnx.state(weight))]
 
 
 @final

@@ -64,12 +64,14 @@ class ParamMaker:
         num_in: int = 1,
         num_stacked: int = 0,
         transposed: bool = False,
+        stays_dense: bool = False,
     ) -> nnx.Param:
         """Return a dense weight for a `Linear`, normal with 1 / sqrt(fan-in).
 
         Args:
           num_in, num_stacked, transposed: as in `WeightAxes`, which the parameter has as the
             metadata `weight_axes`; layers that this maker stacks come on top.
+          stays_dense: whether the weight is never quantised.
         """
         fan_in = math.prod(
             WeightAxes(num_in=num_in, num_stacked=num_stacked, transposed=transposed).split(shape)[
@@ -81,7 +83,8 @@ class ParamMaker:
             num_in=num_in,
             transposed=transposed,
         )
-        return self._normal(axes, shape, fan_in, weight_axes=weight_axes)
+        more = dict(stays_dense=True) if stays_dense else {}
+        return self._normal(axes, shape, fan_in, weight_axes=weight_axes, **more)
 
     def _normal(self, axes: Axes, shape: Shape, fan_in: int, **metadata: Any) -> nnx.Param:
         axes, shape = self._stacked(axes, shape)

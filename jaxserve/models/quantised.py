@@ -1,8 +1,10 @@
-"""Weights in eight bits."""
+"""Weights in eight or four bits."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import jax
@@ -10,47 +12,107 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int8, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.linear import WeightAxes
-from pallas_kernels import dispatch, matmul, quantize
+from pallas_kernels import PackedMatrix, dequantise, quantised_matmul
+from pallas_kernels.quantised_matmul import dequantised_rows, quantise
+from sharding import DEFAULT_RULES
 
-# Elements of a weight that a product widens at a time.
-_TILE_ELEMENTS = 2**22
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WeightFormat:
+    """How numbers of a weight are stored, and how a product with them is computed.
+
+    Attributes:
+      bits: 8 or 4.
+      group: with 4 bits, the numbers of a column that share a float16 scale. With 8 bits a column
+        has one float32 scale, and `group` is that of rounded activations.
+      has_minima: whether each group has a minimum too; symmetric otherwise.
+      rounds_activations: whether a product rounds activations to int8, with a scale for each token
+        and group, as the kernel for CPUs does. Otherwise they keep their dtype.
+    """
+
+    bits: int
+    group: int
+    has_minima: bool = False
+    rounds_activations: bool = False
+
+
+INT8 = WeightFormat(bits=8, group=64)
+INT4 = WeightFormat(bits=4, group=32, has_minima=True)
 
 
 @final
 class QuantisedWeight(nnx.Module):
-    """A weight as int8 values with a float32 scale for each output channel.
+    """A weight in few bits, in the panels that products read; see `PackedMatrix`.
 
-        values   [*stacked, *in, *out], or [*stacked, *out, *in]: the shape of the dense weight
-        scales   [*stacked, *out]
+    codes      uint8 [*stacked, *out[:-1], panels, groups, steps, 16, 4]
+    channels   float32 [*stacked, *out[:-1], panels, 16]
+    scales     float16 or float32 [*stacked, *out[:-1], panels, groups, 16]; absent for ones
+    minima     as scales; absent for zeros
 
-    The dense weight is about `values * scales`, with an error of at most half a scale. A product
-    widens the values a tile at a time and multiplies by the scales afterwards, so that no copy of
-    the weight in a wider dtype is made. Written in XLA, for every platform.
+    Axes that a product sums over are one, cut into groups; the last axis of `out` is cut into
+    panels. No copy of the whole weight in a wider dtype is made.
     """
 
-    def __init__(self, values: nnx.Param, scales: nnx.Param):
-        self.values = values
-        self.scales = scales
+    def __init__(
+        self,
+        matrix: PackedMatrix,
+        names: tuple[tuple[str | None, ...], ...],  # of the stacked, the in and the out axes
+        *,
+        width: int,
+        out: int,
+        rounds_activations: bool,
+    ):
+        stacked, summed, outer = names
+        is_split = any(name is not None and DEFAULT_RULES[name] for name in summed)
+        panels = None if outer[-1] is None or DEFAULT_RULES[outer[-1]] is None else "panels"
+        lead, groups = (*stacked, *outer[:-1], panels), "groups" if is_split else None
+
+        def param(value: Array, axes: tuple[str | None, ...]) -> nnx.Param:
+            return nnx.Param(value, logical_axes=axes, has_own_dtype=True)
+
+        self.codes = param(matrix.codes, (*lead, groups, None, None, None))
+        self.channels = param(matrix.channels, (*lead, None))
+        if matrix.scales is not None:
+            self.scales = param(matrix.scales, (*lead, groups, None))
+        if matrix.minima is not None:
+            self.minima = param(matrix.minima, (*lead, groups, None))
+        self.bits = matrix.bits
+        self.width = width
+        self.out = out
+        self.rounds_activations = rounds_activations
 
     @classmethod
-    def of(cls, dense: nnx.Param, axes: WeightAxes) -> QuantisedWeight:
-        """Return a dense weight rounded to 255 levels of each output channel."""
+    def of(cls, dense: nnx.Param, axes: WeightAxes, format: WeightFormat = INT8) -> QuantisedWeight:
+        """Return a dense weight rounded to a format, on its device."""
         array, names = dense[...], dense.get_metadata()["logical_axes"]
-        stacked, summed, out = axes.split(range(array.ndim))
-        order = (*stacked, *out, *summed)
-        shape = [array.shape[axis] for axis in order]
-        num_channel_axes = len(stacked) + len(out)
-        channels = array.transpose(order).reshape(*shape[:num_channel_axes], -1)
-        values, scales = quantize(channels, jnp.int8)
-        values = values.reshape(shape).transpose(np.argsort(order))
-        scale_names = tuple(names[axis] for axis in (*stacked, *out))
+        _, summed, out = axes.split(array.shape)
         return cls(
-            nnx.Param(values, logical_axes=names, has_own_dtype=True),
-            nnx.Param(scales, logical_axes=scale_names, has_own_dtype=True),
+            _quantised(array, axes, format),
+            axes.split(names),
+            width=math.prod(summed),
+            out=out[-1],
+            rounds_activations=format.rounds_activations,
         )
+
+    @property
+    def matrix(self) -> PackedMatrix:
+        """The weight as the kernels take it."""
+        scales, minima = getattr(self, "scales", None), getattr(self, "minima", None)
+        return PackedMatrix(
+            self.codes[...],
+            self.channels[...],
+            None if scales is None else scales[...],
+            None if minima is None else minima[...],
+            self.bits,
+        )
+
+    def dequantised(self) -> Float32[Array, " *stacked_and_out in"]:
+        """Return the whole weight in float32, with its in axes as one and last; for tests."""
+        return dequantise(self.matrix)[..., : self.out, : self.width]
 
     def product(
         self,
@@ -61,11 +123,7 @@ class QuantisedWeight(nnx.Module):
         out_dtype: jax.typing.DTypeLike,
     ) -> Float[Array, " tokens *out"]:
         """See `Representation`."""
-        values, scales = self.values[...], self.scales[...]
-        x = x.reshape(x.shape[0], -1)
-        values = values.reshape((-1, x.shape[1]) if transposed else (x.shape[1], -1))
-        out = _product_by_tiles(x, values, transposed) * scales.reshape(-1)
-        return out.astype(out_dtype).reshape(-1, *scales.shape)
+        return self._times(x.reshape(x.shape[0], -1), self.matrix, out_dtype)
 
     def grouped_product(
         self,
@@ -74,21 +132,18 @@ class QuantisedWeight(nnx.Module):
         adapter: Int32[Array, " tokens"] | None,
     ) -> Float[Array, " tokens *out"]:
         """See `Representation`. One matrix after the other, each with all tokens."""
-        matrices, *out = self.scales.shape
-        values = self.values[...].reshape(matrices, x.shape[1], -1)
-        scales = self.scales[...].reshape(matrices, -1)
-        ends = jnp.cumsum(sizes)
+        whole, ends = self.matrix, jnp.cumsum(sizes)
         token = jnp.arange(x.shape[0])
 
         def one(
-            matrix: Int32[Array, ""], outputs: Float[Array, "tokens out"]
-        ) -> Float[Array, "tokens out"]:
-            is_own = (token >= ends[matrix] - sizes[matrix]) & (token < ends[matrix])
-            own = _product_by_tiles(x, values[matrix], False) * scales[matrix]
-            return jnp.where(is_own[:, None], own.astype(x.dtype), outputs)
+            number: Int32[Array, ""], outputs: Float[Array, " tokens *out"]
+        ) -> Float[Array, " tokens *out"]:
+            is_own = (token >= ends[number] - sizes[number]) & (token < ends[number])
+            own = self._times(x, jax.tree.map(lambda leaf: leaf[number], whole), x.dtype)
+            return jnp.where(is_own.reshape(-1, *(1,) * (own.ndim - 1)), own, outputs)
 
-        nothing = jnp.zeros((x.shape[0], math.prod(out)), x.dtype)
-        return lax.fori_loop(0, matrices, one, nothing).reshape(-1, *out)
+        shape = (x.shape[0], *whole.channels.shape[1:-2], self.out)
+        return lax.fori_loop(0, len(sizes), one, jnp.zeros(shape, x.dtype))
 
     def rows(
         self,
@@ -97,30 +152,30 @@ class QuantisedWeight(nnx.Module):
         dtype: jax.typing.DTypeLike,
     ) -> Float[Array, "tokens in"]:
         """See `Representation`."""
-        wide = self.values[...][index].astype(jnp.float32) * self.scales[...][index][:, None]
-        return wide.astype(dtype)
+        return dequantised_rows(self.matrix, index)[:, : self.width].astype(dtype)
+
+    def _times(
+        self, x: Float[Array, "tokens in"], matrix: PackedMatrix, out_dtype: jax.typing.DTypeLike
+    ) -> Float[Array, " tokens *out"]:
+        out = quantised_matmul(
+            x, matrix, rounds_activations=self.rounds_activations, out_dtype=out_dtype
+        )
+        return out if out.shape[-1] == self.out else out[..., : self.out]
 
 
-def _product_by_tiles(
-    x: Float[Array, "tokens in"], values: Int8[Array, "rows columns"], transposed: bool
-) -> Float32[Array, "tokens out"]:
-    """Return the product of `x` and values [in, out], or [out, in] if `transposed`."""
-    axis = 0 if transposed else 1
-    width, tile = values.shape[axis], max(1, _TILE_ELEMENTS // x.shape[1])
+@partial(jax.jit, static_argnums=(1, 2))
+def _quantised(array: Float[Array, ...], axes: WeightAxes, format: WeightFormat) -> PackedMatrix:
+    return quantise(
+        in_axes_last(array, axes),
+        bits=format.bits,
+        group=format.group,
+        has_minima=format.has_minima,
+    )
 
-    def times(part: Int8[Array, "rows columns"]) -> Float32[Array, "tokens tile"]:
-        return matmul(x, part.astype(x.dtype), transposed=transposed, out_dtype=jnp.float32)
 
-    # Where XLA partitions the product, each shard widens its own part; a slice would gather it.
-    if width <= tile or dispatch.is_partitioned():
-        return times(values)
-
-    def one(
-        number: Int32[Array, ""], out: Float32[Array, "tokens out"]
-    ) -> Float32[Array, "tokens out"]:
-        start: Any = jnp.minimum(number * tile, width - tile)
-        part = lax.dynamic_slice_in_dim(values, start, tile, axis)
-        return lax.dynamic_update_slice_in_dim(out, times(part), start, 1)
-
-    nothing = jnp.zeros((x.shape[0], width), jnp.float32)
-    return lax.fori_loop(0, -(-width // tile), one, nothing)
+def in_axes_last(array: Any, axes: WeightAxes) -> Any:
+    """Return a weight as [*stacked, *out, in], a JAX or NumPy array."""
+    stacked, summed, out = axes.split(range(array.ndim))
+    turned = array.transpose(*stacked, *out, *summed)
+    width = int(np.prod([array.shape[axis] for axis in summed]))
+    return turned.reshape(*(array.shape[axis] for axis in (*stacked, *out)), width)

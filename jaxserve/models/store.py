@@ -23,8 +23,15 @@ from jaxserve.models.converted import ConvertedModel
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.gguf_source import GGUFSource
-from jaxserve.models.loading import Progress, abstract_model, load_params, random_params
+from jaxserve.models.loading import (
+    Progress,
+    WeightChange,
+    abstract_model,
+    load_params,
+    random_params,
+)
 from jaxserve.models.parts import cut, planned_stages, shardings_over
+from jaxserve.models.quantisation import Quantisation
 from jaxserve.models.registry import pull, resolve
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.source import WeightSource
@@ -64,6 +71,7 @@ def load_model(
     seed: int = 0,
     layer_layout: LayerLayout = "unrolled",
     mesh: Mesh | StagePlan | DeviceGroups | None = None,
+    quantisation: Quantisation | None = None,
     cache: bool = True,
     progress: bool = True,
 ) -> LoadedModel:
@@ -76,6 +84,8 @@ def load_model(
       load: `random` draws the weights from `seed`; only a config.json is needed then.
       mesh: where the parameters go, by the rules of `sharding`, or stage by stage; None for the
         default device. Of two device groups, the encode group gets them.
+      quantisation: the formats of the weights, which are rounded one by one while they are read; by
+        default all are dense.
       cache: keep the converted form of a GGUF file for the next start; has no effect where the mesh
         spans several processes.
       layer_layout: the layout of layers that are alike; layers that differ, and layers of stages,
@@ -94,7 +104,7 @@ def load_model(
     if any(map(_has_stages, groups)):
         layer_layout = "unrolled"
     mesh = groups[0]
-    how = _How(_dtype_name(dtype), layer_layout, mesh, progress)
+    how = _How(_dtype_name(dtype), layer_layout, mesh, progress, quantisation)
     if isinstance(name_or_path, DecoderConfig):
         if load != "random":
             raise InvalidConfigError(
@@ -155,6 +165,12 @@ class _How:
     layer_layout: LayerLayout
     mesh: Mesh | StagePlan | None
     progress: bool
+    quantisation: Quantisation | None
+
+    @property
+    def change(self) -> WeightChange | None:
+        """The change of a dense weight to its format."""
+        return None if self.quantisation is None else self.quantisation.change
 
     def configured(self, config: DecoderConfig) -> DecoderConfig:
         """Return the configuration with the dtype that was asked for."""
@@ -171,10 +187,17 @@ class _How:
             return "unrolled"
         return self.layer_layout
 
-    def abstract(self, config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.State, nnx.State | None]:
-        """Return the graph definition, the abstract parameters, and their shardings."""
+    def abstract(
+        self, config: DecoderConfig, *, dense: bool = False
+    ) -> tuple[nnx.GraphDef, nnx.State, nnx.State | None]:
+        """Return the graph definition, the abstract parameters, and their shardings.
+
+        With `dense`, they are those of the model before its weights are quantised.
+        """
         layout = self.layout_of(config)
-        graphdef, state = abstract_model(config, layer_layout=layout)
+        graphdef, state = abstract_model(
+            config, layer_layout=layout, change=None if dense else self.change
+        )
         stages = planned_stages(self.mesh, config)
         if stages is not None:
             return graphdef, state, shardings_over(cut(config, stages, layout))
@@ -188,6 +211,8 @@ def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
     # Processes on hosts without a shared disk would not all find the entry.
     cache = cache and not (isinstance(how.mesh, Mesh) and how.mesh.is_multi_process)
     variant = f"{how.dtype or 'float32'}-{how.layer_layout}"
+    if how.quantisation is not None:
+        variant += f"-{how.quantisation.name}"
     kept = ConvertedModel(name, path, variant) if cache else None
     if kept is not None and (header := kept.read_header()) is not None:
         config, tokenizer = how.read(header.config), header.tokenizer
@@ -207,9 +232,11 @@ def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
 def _converted(
     config: DecoderConfig, source: WeightSource, how: _How
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    graphdef, abstract, shardings = how.abstract(config)
+    _, abstract, shardings = how.abstract(config, dense=True)
     with _bar("Loading weights", how.progress) as report:
-        return graphdef, load_params(abstract, config, source, shardings, report)
+        params = load_params(abstract, config, source, shardings, report, how.change)
+    graphdef, _, shardings = how.abstract(config)
+    return graphdef, params if shardings is None else placed(params, shardings)
 
 
 def _random(
@@ -222,7 +249,7 @@ def _random(
     path: Path | None,
 ) -> LoadedModel:
     graphdef, _, shardings = how.abstract(config)
-    params = random_params(config, seed, layer_layout=how.layout_of(config))
+    params = random_params(config, seed, layer_layout=how.layout_of(config), change=how.change)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     params = placed(params, here if shardings is None else shardings)
     return _loaded(name, config, graphdef, params, tokenizer, ends, path)

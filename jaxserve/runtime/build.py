@@ -29,6 +29,7 @@ from jaxserve.execution.weights import sharded
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.page_files import PageFiles
 from jaxserve.models.parts import planned_stages
+from jaxserve.models.quantisation import Quantisation, Quantiser
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.planning import Origin
 from jaxserve.runtime.forecaster import Forecaster, load_probe
@@ -100,6 +101,11 @@ def build_parts(
     decoder = cast(Any, model)
     clock = WallClock()
     used = own_params if params is None else params
+    quantisation, quantiser = Quantisation.of(options), None
+    if quantisation is not None:
+        check_quantised(options, mesh)
+        quantiser = Quantiser(model, quantisation)
+        graphdef, used = nnx.split(quantiser.model(used))
     group = processes_of(mesh, used)
     check_early(options, policy, mesh, group)
     claim(group)
@@ -146,7 +152,7 @@ def build_parts(
             progress=options.progress,
         )
         origin = Origin.of(decoder.config, places[0].params, replicas.first.executor.config)
-        maintenance = Maintenance(replicas, origin, clock, options)
+        maintenance = Maintenance(replicas, origin, clock, options, quantiser)
         planner = Planner(replicas, maintenance, observed)
         if_one_fails.callback(planner.close)
         if leads and policy.is_planned:
@@ -204,6 +210,19 @@ def check_early(
         if options.record is not None:
             check_is_free(options.record)
         check_journal(options.conversations)
+
+
+def check_quantised(options: RuntimeOptions, mesh: Mesh | StagePlan | DeviceGroups | None) -> None:
+    """Raise InvalidConfigError for a model in stages, whose parts have dense weights only."""
+    groups = mesh.both if isinstance(mesh, DeviceGroups) else (mesh,)
+    if any(
+        isinstance(group, StagePlan) or (group is not None and group.shape.get("stage", 1) > 1)
+        for group in groups
+    ):
+        raise InvalidConfigError(
+            f"quantize={options.quantize!r} is not supported for a model that is cut into stages; "
+            "pass a mesh without stages (tensor, data), or omit quantize"
+        )
 
 
 # ---- replicas on their devices ----

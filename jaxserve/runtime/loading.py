@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.build import enable_compilation_cache, platform_defaults
 from jaxserve.execution.device_errors import out_of_memory_as
-from jaxserve.runtime.build import check_early
+from jaxserve.runtime.build import check_early, check_quantised
 from jaxserve.runtime.processes import processes_of
 from jaxserve.scheduling.presets import get_policy
 from sharding import DeviceGroups, StagePlan
@@ -32,6 +32,7 @@ def load_for(
     It checks the options before it reads a file. With device groups, the weights are read onto the
     encode group, from whose devices those of the decode group get theirs.
     """
+    from jaxserve.models.quantisation import Quantisation
     from jaxserve.models.store import load_model
 
     policy = get_policy(options.policy)
@@ -39,6 +40,8 @@ def load_for(
     defaults = platform_defaults()
     group = processes_of(mesh)
     check_early(options, policy, mesh, group)
+    if options.quantize is not None:
+        check_quantised(options, mesh)
     with (
         nullcontext() if group is None else group.together(),
         out_of_memory_as("loading the weights", "pass a smaller dtype or a smaller model"),
@@ -50,5 +53,6 @@ def load_for(
             seed=options.seed,
             layer_layout=cast(Any, defaults.layer_layout),
             mesh=mesh,
+            quantisation=Quantisation.of(options),
             progress=options.progress,
         )

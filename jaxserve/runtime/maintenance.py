@@ -18,6 +18,7 @@ from jaxserve.execution.build import resized, warm_up
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
+from jaxserve.models.quantisation import Quantiser
 from jaxserve.planning import Origin, StepTimes, find_step_times, keep_step_times, measure
 from jaxserve.runtime.replicas import Replicas
 from sharding import split_replicas
@@ -30,11 +31,20 @@ class Maintenance:
     """The operations that pause the replicas' loops. `Runtime` documents each.
 
     Args:
+      quantiser: of the weights of an update; None for dense weights.
       origin: model, device and configuration of step times. A resize updates its pool size.
     """
 
-    def __init__(self, replicas: Replicas, origin: Origin, clock: Clock, options: RuntimeOptions):
+    def __init__(
+        self,
+        replicas: Replicas,
+        origin: Origin,
+        clock: Clock,
+        options: RuntimeOptions,
+        quantiser: Quantiser | None = None,
+    ):
         self._replicas = replicas
+        self._quantiser = quantiser
         self._origin = origin
         self._clock = clock
         self._warmup = options.warmup
@@ -55,6 +65,8 @@ class Maintenance:
                 f"running={running!r} is unknown; pass one of {get_args(Running)}"
             )
         replicas = self._replicas.all
+        if self._quantiser is not None:
+            params = self._quantiser.params(params)
         parts = split_replicas(params)
         if len(parts) != len(replicas):  # the parameters are on other devices than the replicas
             parts = [params] * len(replicas)

@@ -1,0 +1,96 @@
+"""Which weights of a model are stored in few bits, and in how many: the option `quantize`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self, final
+
+import jax
+from flax import nnx
+
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.models.linear import WeightAxes, replace_weights
+from jaxserve.models.quantised import INT4, INT8, QuantisedWeight, WeightFormat
+
+_FORMATS = {"int8": INT8, "int4": INT4}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Quantisation:
+    """The formats of a model's weights.
+
+    Attributes:
+      name: of the formats, for the cache of converted models.
+      layers: of the weights of the layers; None leaves them as they are.
+      embeddings: of the embedding and of the head; None leaves them as they are.
+    """
+
+    name: str
+    layers: WeightFormat | None
+    embeddings: WeightFormat | None
+
+    @classmethod
+    def of(cls, options: RuntimeOptions) -> Self | None:
+        """Return what the options say; None for dense weights."""
+        if options.quantize is None:
+            return None
+        ends = options.quantize_embeddings
+        rounds = jax.default_backend() == "cpu"
+
+        def format_of(name: str) -> WeightFormat | None:
+            found = _FORMATS.get(name)
+            return None if found is None else replace(found, rounds_activations=rounds)
+
+        return cls(
+            name=f"{options.quantize}-{ends}" + ("" if rounds else "-whole"),
+            layers=format_of(options.quantize),
+            embeddings=format_of(ends),
+        )
+
+    def change(self, weight: nnx.Param, axes: WeightAxes) -> Any:
+        """Return the weight in its format: a `QuantisedWeight`, or itself.
+
+        The router of a mixture of experts stays as it is: it is small, and decides a lot.
+        """
+        names = weight.get_metadata()["logical_axes"]
+        format = self.embeddings if "vocab" in names else self.layers
+        if format is None or weight.get_metadata().get("stays_dense", False):
+            return weight
+        return QuantisedWeight.of(weight, axes, format)
+
+
+@final
+class Quantiser:
+    """Makes a trainer's dense weights those of a quantised model, weight by weight.
+
+    Args:
+      model: a model with dense weights, or abstract ones.
+    """
+
+    def __init__(self, model: nnx.Module, quantisation: Quantisation):
+        self._graphdef, state = nnx.split(model)
+        self._dense = {path: v.get_value() for path, v in nnx.to_flat_state(state)}
+        self._quantisation = quantisation
+
+    def model(self, params: nnx.State) -> nnx.Module:
+        """Return the quantised model with these dense parameters, or those already quantised."""
+        model = nnx.merge(self._graphdef, params)
+        replace_weights(model, self._quantisation.change)
+        return model
+
+    def params(self, params: nnx.State) -> nnx.State:
+        """Return parameters for the quantised model.
+
+        Dense ones, in any floating dtype, are quantised; others keep the model's dtype. Parameters
+        of another structure are returned as they are.
+        """
+        flat = nnx.to_flat_state(params)
+        if {path for path, _ in flat} != self._dense.keys():
+            return params
+        cast = [(path, v.replace(_cast(v.get_value(), self._dense[path]))) for path, v in flat]
+        return nnx.split(self.model(nnx.from_flat_state(cast)))[1]
+
+
+def _cast(array: Any, like: Any) -> Any:
+    return array if array.dtype == like.dtype else array.astype(like.dtype)

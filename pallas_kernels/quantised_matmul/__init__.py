@@ -1,0 +1,21 @@
+"""The product of activations with a weight in eight or four bits."""
+
+from pallas_kernels.quantised_matmul.api import quantised_matmul
+from pallas_kernels.quantised_matmul.packing import (
+    PANEL,
+    PackedMatrix,
+    dequantise,
+    dequantised_rows,
+    pack,
+)
+from pallas_kernels.quantised_matmul.rounding import quantise
+
+__all__ = [
+    "PANEL",
+    "PackedMatrix",
+    "dequantise",
+    "dequantised_rows",
+    "pack",
+    "quantise",
+    "quantised_matmul",
+]

@@ -1,0 +1,64 @@
+"""The public signature of the product with a packed weight, and the choice of implementation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.quantised_matmul import cpu, xla
+from pallas_kernels.quantised_matmul.packing import PANEL, PackedMatrix
+
+Implementation = Literal["xla", "cpu"]
+
+_IMPLEMENTATIONS = {"xla": xla.quantised_matmul, "cpu": cpu.quantised_matmul}
+_PREFERRED = {"cpu": ("cpu",)}
+
+
+def quantised_matmul(
+    x: Float[Array, "tokens in"],
+    weight: PackedMatrix,
+    *,
+    rounds_activations: bool,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, " tokens *lead out"]:
+    """Multiply `x` with a weight in eight or four bits; accumulate in float32.
+
+    Args:
+      weight: [in, *lead, out], packed.
+      rounds_activations: round each group of a row of `x` to int8 first, with a scale of its own.
+      out_dtype: x's dtype by default.
+      implementation: overrides the platform's choice, which is made when the call is traced and
+        logged once: "cpu" on the CPU for rounded activations, and "xla" elsewhere or if that
+        refuses. Only "xla" can be partitioned over a mesh.
+
+    Returns:
+      [tokens, *lead, panels * 16]: as many columns as the weight's panels have. With "cpu", the
+      bits of a row do not depend on the other rows.
+
+    Raises:
+      NotImplementedError: the requested implementation cannot serve this case; the message says
+        why.
+      ValueError: the shapes contradict each other, or the implementation is unknown.
+    """
+    if x.ndim != 2 or not weight.depth - weight.group < x.shape[1] <= weight.depth:
+        raise ValueError(
+            f"x{x.shape} and a weight of {weight.depth} rows, in groups of {weight.group}, do not "
+            "fit; pass [tokens, in]"
+        )
+    out = dispatch.call(
+        "quantised_matmul",
+        _IMPLEMENTATIONS,
+        _PREFERRED,
+        implementation,
+        x=x,
+        codes=weight.codes,
+        weight=weight,
+        rounds_activations=rounds_activations,
+        out_dtype=x.dtype if out_dtype is None else out_dtype,
+    )
+    *lead, panels, _ = weight.channels.shape
+    return out.reshape(x.shape[0], *lead, panels * PANEL)

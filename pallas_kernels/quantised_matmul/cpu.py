@@ -1,0 +1,56 @@
+"""The product with a packed weight on the CPU: a C++ kernel (cpu.cc) on XLA's own threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels import build, dispatch
+from pallas_kernels.quantised_matmul.packing import PackedMatrix
+
+SOURCE = Path(__file__).with_name("cpu.cc")
+SYMBOL = "QuantisedMatmul"
+
+
+def quantised_matmul(
+    x: Float[Array, "tokens in"],
+    codes: UInt8[Array, ...],  # the weight's, for the log
+    weight: PackedMatrix,
+    *,
+    rounds_activations: bool,
+    out_dtype: jax.typing.DTypeLike,
+) -> Float[Array, "tokens out"]:
+    """See `api.quantised_matmul`. Columns of all leading axes are in one."""
+    platform = dispatch.target_platform()
+    if platform != "cpu":
+        raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
+    if not rounds_activations:
+        raise NotImplementedError("it rounds activations to eight bits")
+    if dispatch.is_partitioned():
+        raise NotImplementedError("XLA cannot partition it over a mesh")
+    if 0 in (*x.shape, *codes.shape):
+        raise NotImplementedError(f"x{x.shape} or codes{codes.shape} is empty")
+    out = call(build.cpu_target(SOURCE, SYMBOL), x, weight)
+    return out.astype(out_dtype)
+
+
+def call(
+    target: str, x: Float[Array, "tokens in"], weight: PackedMatrix
+) -> Float[Array, "tokens out"]:
+    """Call the kernel that is registered under `target`."""
+    columns = weight.channels.size
+    none = np.zeros(0, np.float32)
+    return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32))(
+        x.astype(jnp.float32),
+        weight.codes,
+        weight.channels,
+        none if weight.scales is None else weight.scales,
+        none if weight.minima is None else weight.minima,
+        bits=np.int64(weight.bits),
+        offset=np.int64(weight.offset),
+        group=np.int64(weight.group),
+    )

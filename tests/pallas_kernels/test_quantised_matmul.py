@@ -1,0 +1,239 @@
+"""Products with packed weights agree with NumPy's, and a row's bits depend only on the row."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import build, dequantise, quantised_matmul
+from pallas_kernels.quantised_matmul import cpu, dequantised_rows, pack, quantise
+from sharding import make_mesh
+
+# (bits, group, has_minima).
+FORMATS = {
+    "int8": (8, 64, False),
+    "int8 in groups of 32": (8, 32, False),
+    "int4": (4, 32, False),
+    "int4 in groups of 128": (4, 128, False),
+    "int4 with minima": (4, 32, True),
+}
+# Rows around a tile; depths around a group; widths around a panel and several.
+ROWS = st.sampled_from([1, 2, 3, 5, 6, 7, 13, 40])
+DEPTHS = st.sampled_from([1, 5, 31, 32, 33, 64, 100, 128, 300])
+WIDTHS = st.sampled_from([1, 15, 16, 17, 64, 70, 200])
+
+
+def _instructions() -> dict[str, tuple[str, ...]]:
+    """Return the flags of each instruction set that this machine has."""
+    found = {"native": ()}
+    cpuinfo = Path("/proc/cpuinfo")
+    if platform.machine() == "x86_64" and cpuinfo.exists() and " avx2 " in cpuinfo.read_text():
+        found |= {"avx2": ("-march=haswell",), "portable": ("-march=haswell", "-DPORTABLE")}
+    return found
+
+
+INSTRUCTIONS = _instructions()
+
+
+def _draw(rows: int, depth: int, width: int, format: str):
+    bits, group, has_minima = FORMATS[format]
+    rng = np.random.default_rng(rows * depth + width)
+    x = rng.standard_normal((rows, depth), np.float32)
+    weight = rng.standard_normal((width, depth), np.float32)
+    packed = quantise(jnp.asarray(weight), bits=bits, group=group, has_minima=has_minima)
+    return x, weight, packed
+
+
+def _rounded(x: np.ndarray, group: int) -> np.ndarray:
+    """Return activations as the product rounds them."""
+    out = np.zeros(x.shape)
+    for first in range(0, x.shape[1], group):
+        part = x[:, first : first + group]
+        largest = np.abs(part).max(1, keepdims=True)
+        inverse = np.float32(127) / np.where(largest == 0, 1, largest)
+        out[:, first : first + group] = np.round(part * inverse) * (largest / 127.0)
+    return out
+
+
+def _by_kernel(x, packed, instructions: str = "native") -> np.ndarray:
+    target = build.cpu_target(cpu.SOURCE, cpu.SYMBOL, INSTRUCTIONS[instructions])
+    return np.asarray(cpu.call(target, jnp.asarray(x), packed))
+
+
+def _assert_close(got, wanted, tolerance: float) -> None:
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    assert got.shape == wanted.shape
+    assert np.linalg.norm(got - wanted) <= tolerance * np.linalg.norm(wanted)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rows=ROWS,
+    depth=DEPTHS,
+    width=WIDTHS,
+    format=st.sampled_from(sorted(FORMATS)),
+    implementation=st.sampled_from([*INSTRUCTIONS, "xla"]),
+)
+def test_agrees_with_numpy(rows, depth, width, format, implementation):
+    """Any rows, depth and width agree, in each format, on each instruction set and in XLA."""
+    x, _, packed = _draw(rows, depth, width, format)
+    restored = np.asarray(dequantise(packed), np.float64)[:width, :depth]
+    if implementation == "xla":
+        got = quantised_matmul(
+            jnp.asarray(x), packed, rounds_activations=True, implementation="xla"
+        )
+    else:
+        got = _by_kernel(x, packed, implementation)
+    # One activation between two codes may be rounded either way.
+    _assert_close(got[:, :width], _rounded(x, packed.group) @ restored.T, 1e-3)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_whole_numbers_are_exact(format, instructions):
+    """Products of codes up to the largest do not overflow: all activations are 127 or -127."""
+    bits, group, has_minima = FORMATS[format]
+    depth, rng = 2 * group, np.random.default_rng(0)
+    codes = rng.choice([0, 1, 2**bits - 2, 2**bits - 1], (32, depth)).astype(np.uint8)
+    codes[0], codes[1] = 0, 2**bits - 1
+    scales = np.ones((32, 2), np.float16)
+    packed = pack(
+        jnp.asarray(codes),
+        jnp.ones(32),
+        jnp.asarray(scales) if bits == 4 else None,
+        jnp.asarray(-3 * scales) if has_minima else None,
+        bits=bits,
+        group=group,
+    )
+    x = np.where(rng.random((5, depth)) < 0.5, -127, 127).astype(np.float32)
+    x[0] = 127
+    weight = codes.astype(np.int64) - packed.offset - (3 if has_minima else 0)
+    np.testing.assert_array_equal(_by_kernel(x, packed, instructions), x @ weight.T)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_bits_of_a_row_are_its_own(format, instructions):
+    """A row has the same bits alone, in any batch, and at any place of it."""
+    x, _, packed = _draw(41, 300, 130, format)
+    whole = _by_kernel(x, packed, instructions)
+    for first, count in ((0, 1), (3, 2), (5, 5), (17, 13), (8, 33)):
+        some = _by_kernel(x[first : first + count], packed, instructions)
+        np.testing.assert_array_equal(some, whole[first : first + count])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_error_is_that_of_the_format(format):
+    """The product is about the dense one: within 2 % with 8 bits, 16 % with 4."""
+    x, weight, packed = _draw(40, 300, 200, format)
+    got = quantised_matmul(jnp.asarray(x), packed, rounds_activations=True)[:, :200]
+    _assert_close(got, x @ weight.T, 0.02 if FORMATS[format][0] == 8 else 0.16)
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e-12, 1e12, 1e30])
+@pytest.mark.parametrize("format", FORMATS)
+def test_extreme_scales(format, factor):
+    """Weights of any magnitude are as exact as those around one."""
+    x, weight, _ = _draw(3, 100, 20, format)
+    bits, group, has_minima = FORMATS[format]
+    packed = quantise(jnp.asarray(weight * factor), bits=bits, group=group, has_minima=has_minima)
+    got = _by_kernel(x, packed)[:, :20] / factor
+    _assert_close(got, x @ weight.T, 0.02 if bits == 8 else 0.16)
+    if factor > 1e-30:  # the product itself would underflow
+        small = _by_kernel(x * np.float32(1e-20), packed)[:, :20] / factor * 1e20
+        _assert_close(small, got, 1e-3)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_groups_of_zeros_are_exact(format):
+    """Zeros in weights or activations give zeros, and change nothing elsewhere."""
+    x, weight, _ = _draw(4, 256, 40, format)
+    bits, group, has_minima = FORMATS[format]
+    weight[:, :128] = 0
+    weight[7] = 0
+    x[1, 128:] = 0
+    x[2] = 0
+    packed = quantise(jnp.asarray(weight), bits=bits, group=group, has_minima=has_minima)
+    got = _by_kernel(x, packed)
+    assert not got[:, 7].any() and not got[1:3].any() and np.isfinite(got).all()
+    x[:, :128] = 0
+    np.testing.assert_array_equal(_by_kernel(x, packed), got)
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "xla"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_not_finite_stays_in_its_row_and_column(format, implementation):
+    """NaN or infinity in an activation makes its row NaN, in a weight its column."""
+    x, weight, packed = _draw(20, 100, 40, format)
+    bits, group, has_minima = FORMATS[format]
+
+    def times(x, packed):
+        x = jnp.asarray(x)
+        return np.asarray(
+            quantised_matmul(x, packed, rounds_activations=True, implementation=implementation)
+        )
+
+    before = times(x, packed)[:, :40]
+    x[4, 7], x[9, 0] = np.nan, np.inf
+    weight[5, 3], weight[30, 99] = np.nan, -np.inf
+    broken = quantise(jnp.asarray(weight), bits=bits, group=group, has_minima=has_minima)
+    got = times(x, broken)[:, :40]
+    assert np.isnan(got[[4, 9]]).all() and np.isnan(got[:, [5, 30]]).all()
+    rows = np.setdiff1d(np.arange(20), [4, 9])
+    columns = np.setdiff1d(np.arange(40), [5, 30])
+    np.testing.assert_allclose(
+        got[np.ix_(rows, columns)], before[np.ix_(rows, columns)], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_more_axes_of_columns():
+    """A weight with leading axes of columns gives the numbers of its matrix, by axis."""
+    weight = jax.random.normal(jax.random.key(0), (2, 3, 20, 70))
+    x = jax.random.normal(jax.random.key(1), (5, 70))
+    packed = quantise(weight, bits=4, group=32)
+    got = quantised_matmul(x, packed, rounds_activations=True)
+    assert got.shape == (5, 2, 3, 32)
+    for i in range(2):
+        for j in range(3):
+            one = quantise(weight[i, j], bits=4, group=32)
+            alone = quantised_matmul(x, one, rounds_activations=True)
+            np.testing.assert_array_equal(got[:, i, j], alone)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_of_an_embedding(format):
+    """Columns of the packed matrix are those of the dequantised one."""
+    _, _, packed = _draw(1, 100, 40, format)
+    index = jnp.asarray([39, 0, 16, 16])
+    np.testing.assert_array_equal(dequantised_rows(packed, index), dequantise(packed)[index])
+
+
+def test_the_kernel_says_what_it_refuses():
+    """Whole activations and meshes are served by XLA, and the reason is logged."""
+    x, _, packed = _draw(4, 64, 32, "int8")
+    x = jnp.asarray(x)
+    with pytest.raises(NotImplementedError, match="rounds activations"):
+        quantised_matmul(x, packed, rounds_activations=False, implementation="cpu")
+    got = quantised_matmul(x, packed, rounds_activations=False)
+    _assert_close(got, x @ np.asarray(dequantise(packed)).T, 1e-6)
+    product = jax.jit(lambda x, packed: quantised_matmul(x, packed, rounds_activations=True))
+    with jax.set_mesh(make_mesh(tensor=2)):
+        assert "custom-call" not in product.lower(x, packed).compile().as_text()
+    assert "custom-call" in product.lower(x, packed).compile().as_text()
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_shapes_that_contradict_each_other_are_refused():
+    """The errors name what was given."""
+    x, _, packed = _draw(4, 64, 32, "int8")
+    with pytest.raises(ValueError, match=r"x\(4, 65\) and a weight of 64 rows"):
+        quantised_matmul(jnp.zeros((4, 65)), packed, rounds_activations=True)
+    with pytest.raises(ValueError, match="bits=5, group=32"):
+        pack(jnp.zeros((4, 32), jnp.uint8), jnp.ones(4), None, None, bits=5, group=32)
