@@ -23,7 +23,7 @@ class PageKeys:
 
     def __init__(self, whole: Sequence[int] = ()) -> None:
         self._whole = whole
-        self._identity = b""
+        self._identity: bytes | None = None
         self._root = b""
         self._keys: list[bytes] = []
 

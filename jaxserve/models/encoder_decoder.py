@@ -56,9 +56,16 @@ class CrossBlock(Block):
     ) -> Float[Array, "tokens embed"]:
         """See `Block`."""
         assert isinstance(context, PagedContext), "an encoder's keys are in a paged cache"
-        x = x + self.attention(self.attention_norm(x), context)
-        x = x + self.cross(self.cross_norm(x), context.cross())
-        return x + self.mlp(self.mlp_norm(x), context)
+        x = added(x, self.attention(self.attention_norm(x), context))
+        x = added(x, self.cross(self.cross_norm(x), context.cross()))
+        return added(x, self.mlp(self.mlp_norm(x), context))
+
+
+def added(
+    x: Float[Array, "tokens embed"], update: Float[Array, "tokens embed"]
+) -> Float[Array, "tokens embed"]:
+    """Return the residual stream, which may be wider than its update, with the update."""
+    return x + update.astype(x.dtype)
 
 
 class EncoderDecoder(Decoder):

@@ -10,7 +10,7 @@ from typing import Any, final, get_args
 
 from jaxserve.core.assets import cache_folder
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.loop import Running
@@ -111,6 +111,12 @@ class Maintenance:
         """See `Runtime.measure_step_times`."""
         self._replicas.check_leads()
         self._check_one_group()
+        if self._replicas.first.executor.config.has_encoder:
+            raise UnsupportedModelError(
+                "step times of an encoder-decoder model are not measured yet, so it has no plan "
+                'under a latency bound; choose a policy, such as "exegpt_rra", with sizes of '
+                "your own"
+            )
         with self._replicas.paused():
             times = measure(
                 self._replicas.first.executor,

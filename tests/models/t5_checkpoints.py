@@ -26,7 +26,14 @@ _SIZES = dict(
 )
 
 # Part of a name -> standard deviation of random weights, so that answers do not repeat themselves.
-_SPREADS = {"relative": 1.0, "shared": 0.2, "lm_head": 1.0, "Attention": 0.6}
+_SPREADS = {
+    "relative": 1.0,
+    "shared": 0.2,
+    "lm_head": 0.5,
+    ".q.": 0.2,
+    ".k.": 0.2,
+    "Attention": 0.6,
+}
 
 # Variant -> (config class, fields beside _SIZES, whether the head has weights of its own).
 VARIANTS = {

@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig, check_is, check_readable
-from jaxserve.models.encoder_decoder import CrossBlock, EncoderDecoder
+from jaxserve.models.context import LayerContext
+from jaxserve.models.encoder_decoder import CrossBlock, EncoderDecoder, added
 from jaxserve.models.family import Family
 from jaxserve.models.layers import ACTIVATIONS, Block, GatedMLP, TwoLayerMLP
 from jaxserve.models.norms import RMSNorm
@@ -161,6 +162,12 @@ class T5EncoderBlock(Block):
 
     norm_class = T5Norm
     mlp_class = staticmethod(_mlp)  # pyright: ignore[reportAssignmentType]
+
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
+        x = added(x, self.attention(self.attention_norm(x), context))
+        return added(x, self.mlp(self.mlp_norm(x), context))
 
 
 @final
