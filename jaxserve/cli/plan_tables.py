@@ -25,16 +25,20 @@ def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table
     from rich.table import Table
 
     table = Table(
-        title="best schedule for each latency bound", title_justify="left", box=box.SIMPLE_HEAD
+        title="best schedule for each latency bound",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
     table.add_column("")
-    table.add_column("from bound", justify="right")
-    table.add_column("policy")
+    table.add_column("bound", justify="right", no_wrap=True)
+    table.add_column("policy", no_wrap=True)
     for name in ("B_E", "control", "B_D"):
-        table.add_column(name, justify="right")
-    table.add_column("stages", no_wrap=True)
-    for name in ("answers/s", "tokens/s", "p99 answer", "first token", "per token"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("answers/s", "tokens/s", "p99 answer", "1st token", "a token"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("stages", overflow="fold")
     marked = [outcome.schedule for outcome in chosen.values()]
     for bound_s, outcome in frontier.points:
         schedule, estimates = outcome.schedule, outcome.estimates
@@ -46,12 +50,12 @@ def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table
             str(schedule.encode_batch),
             f"{control_name(outcome)} {outcome.control}",
             f"{schedule.decode_batch:.1f}",
-            stages_of(schedule),
             f"{estimates.throughput:.4g}",
             f"{outcome.tokens_per_s:.4g}",
             seconds(float(estimates.latency_s)),
             seconds(float(estimates.first_token_s)),
             seconds(float(estimates.token_s)),
+            stages_of(schedule),
             style="bold green" if is_marked else None,
         )
     return table

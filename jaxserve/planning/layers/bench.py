@@ -62,7 +62,7 @@ class LayerBench:
         self._layers: dict[int, ShardedLayer] = {}
         self.sizes = sizes
         self.degrees = allowed if degrees is None else tuple(degrees)
-        self.has_peers = len(devices) > 1
+        self.num_devices = len(devices)
 
     def seconds(self, part: str, degree: int, at: int) -> float:
         """See `LayerTimer`."""
@@ -75,6 +75,7 @@ class LayerBench:
             parts.HEAD: lambda: layer.head_s(at),
             parts.PROMPT: lambda: layer.attention_s([at], [at]),
             parts.PROMPTS: lambda: layer.attention_s([at] * num_prompts, [at] * num_prompts),
+            parts.BUSY: lambda: layer.busy_s(self.sizes.max_tokens, self._devices[:at]),
             parts.HANDOFF: lambda: layer.handoff_s(at, self._devices[1]),
             parts.HANDOVER: lambda: layer.handover_s(at, self._devices[1]),
         }

@@ -42,12 +42,15 @@ class MeasuredLayerCost:
     The rest of a layer is measured with its sums over shards. These are taken off again, so that
     the sum of both is what was measured and rises with the number of tokens.
 
-    Not in the profile, and 0 here: the embedding, the host's planning, edits of slots. Devices are
-    measured while the others idle. So host devices that share cores are slower than this when
-    several stages are busy.
+    Parts are measured while other devices idle. Host devices share cores, so a layer takes longer
+    when all devices compute at the same time. How much longer was measured for the largest pass,
+    and counts for every part.
+
+    Not in the profile, and 0 here: the embedding, the host's planning, edits of slots.
 
     Args:
       num_layers: layers of the model, whose KV is handed over.
+      num_devices: devices that compute at the same time.
 
     Raises:
       InvalidProfileError: the profile lacks curves of one device, as that of an interrupted
@@ -56,9 +59,10 @@ class MeasuredLayerCost:
 
     batching_pays = False
 
-    def __init__(self, profile: LayerProfile, num_layers: int):
+    def __init__(self, profile: LayerProfile, num_layers: int, num_devices: int = 1):
         self._profile = profile
         self._num_layers = num_layers
+        self._num_devices = num_devices
         self.degrees = profile.degrees
         if 1 not in self.degrees:
             raise InvalidProfileError(
@@ -80,6 +84,11 @@ class MeasuredLayerCost:
 
     def sync_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         return self._by_degree(degree, lambda d: 2.0 * self._sums[d](num_tokens))
+
+    def slowdown(self, degree: int) -> float:
+        """Return how much longer `degree` devices take when all devices compute; at least 1."""
+        busy = self._busy
+        return max(1.0, float(busy(max(degree, self._num_devices)) / busy(degree)))
 
     def join_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         return np.zeros(np.broadcast(num_tokens, degree).shape)
@@ -103,9 +112,9 @@ class MeasuredLayerCost:
                 f"tensor-parallel degrees {unknown.tolist()} were not measured; measured are "
                 f"{list(self.degrees)}"
             )
-        found = seconds(1)
+        found = seconds(1) * self.slowdown(1)
         for one in self.degrees[1:]:
-            found = np.where(np.equal(degree, one), seconds(one), found)
+            found = np.where(np.equal(degree, one), seconds(one) * self.slowdown(one), found)
         return found + np.zeros(np.shape(degree))
 
     def _seconds(self, part: str, degree: int) -> dict[int, float]:
@@ -138,6 +147,11 @@ class MeasuredLayerCost:
     def _handoff(self) -> Line:
         """Seconds of a transfer; 0 for a single device, which has nowhere to send."""
         return Line(self._seconds(parts.HANDOFF, 1) or {1: 0.0})
+
+    @cached_property
+    def _busy(self) -> Line:
+        """Seconds of a layer over the devices that compute at the same time."""
+        return Line(self._seconds(parts.BUSY, 1) or {1: 1.0}, power=0.0)
 
     @cached_property
     def _handover(self) -> Line:

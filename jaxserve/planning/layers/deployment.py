@@ -75,7 +75,7 @@ def layers_deployment(
       InvalidProfileError: see `MeasuredLayerCost`.
       InvalidConfigError: `num_devices` is below 1.
     """
-    cost = MeasuredLayerCost(profile, config.num_layers)
+    cost = MeasuredLayerCost(profile, config.num_layers, num_devices)
     cluster = Cluster(
         roofs=DeviceRoofs(
             flops=math.inf,

@@ -83,6 +83,7 @@ class ShardedLayer:
             return out, cache
 
         self._rest = jax.jit(rest, out_shardings=place)
+        self._anywhere = jax.jit(rest)
         self._head = jax.jit(head, out_shardings=place)
         self._sums = jax.jit(sums, out_shardings=place)
         self._launch = jax.jit(lambda x: x + 1, out_shardings=place)
@@ -127,6 +128,16 @@ class ShardedLayer:
                 lambda out_and_cache: attend(out_and_cache[1]), (None, self._cache)
             )
         return seconds
+
+    def busy_s(self, num_tokens: int, devices: Sequence[Any]) -> float:
+        """Return the seconds of the layer on each of these devices, all at the same time."""
+        blocks = [jax.device_put(self._blocks[0], device) for device in devices]
+        start = [jax.device_put(self._ones(num_tokens), device) for device in devices]
+
+        def everywhere(inputs: list[Array]) -> list[Array]:
+            return [self._anywhere(block, x) for block, x in zip(blocks, inputs, strict=True)]
+
+        return self._time(everywhere, start)
 
     def handoff_s(self, num_tokens: int, other: Any) -> float:
         """Return the seconds to send activations to another device."""

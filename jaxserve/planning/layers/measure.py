@@ -27,7 +27,7 @@ class LayerTimer(Protocol):
 
     Attributes:
       degrees: tensor-parallel degrees that it can time.
-      has_peers: whether there is a second device, for transfers.
+      num_devices: of the machine.
     """
 
     @property
@@ -37,7 +37,7 @@ class LayerTimer(Protocol):
     def degrees(self) -> Sequence[int]: ...
 
     @property
-    def has_peers(self) -> bool: ...
+    def num_devices(self) -> int: ...
 
     def seconds(self, part: str, degree: int, at: int) -> float:
         """Return the seconds of a part, one of the names in `layers.profile`."""
@@ -76,7 +76,7 @@ def measure_layers(
     ) as bar:
         measurement = _Measurement(timer, profile, bar)
         for degree in timer.degrees:
-            measurement.expect(ranges_of(timer.sizes, degree, has_peers=timer.has_peers))
+            measurement.expect(ranges_of(timer.sizes, degree, timer.num_devices))
         for i, degree in enumerate(timer.degrees):
             left_s = begun_s + budget_s - now()
             if left_s <= 0 and i > 0 and not profile.has(degree):
@@ -106,7 +106,7 @@ def _measure_degree(
         return measurement.is_known or now() - begun_s < share * budget_s
 
     found = sample(
-        ranges_of(timer.sizes, degree, has_peers=timer.has_peers),
+        ranges_of(timer.sizes, degree, timer.num_devices),
         measurement.seconds,
         tolerance=tolerance,
         least=least_s,

@@ -24,6 +24,7 @@ HEAD = "head"  # logits and the choice of tokens [sequences]
 # Curves of degree 1 that have two devices.
 HANDOFF = "handoff"  # activations to the next stage [tokens]
 HANDOVER = "handover"  # KV of one layer to another group [tokens]
+BUSY = "busy"  # a layer of the largest pass, on several devices at a time [devices]
 
 
 def curve(part: str, degree: int) -> str:
@@ -36,11 +37,11 @@ def decode_curve(batch: int, degree: int) -> str:
     return curve(f"{DECODE} {batch}", degree)
 
 
-def ranges_of(sizes: LayerSizes, degree: int, *, has_peers: bool) -> list[Range]:
+def ranges_of(sizes: LayerSizes, degree: int, num_devices: int) -> list[Range]:
     """Return the curves of a degree, without those over lengths of decoding batches.
 
     Args:
-      has_peers: whether there is a second device, for transfers.
+      num_devices: of the machine; with a second one there are transfers.
     """
     most = {
         REST: sizes.max_tokens,
@@ -52,8 +53,8 @@ def ranges_of(sizes: LayerSizes, degree: int, *, has_peers: bool) -> list[Range]
     }
     if degree > 1:
         most[SUMS] = sizes.max_tokens
-    elif has_peers:
-        most |= {HANDOFF: sizes.max_tokens, HANDOVER: sizes.max_tokens}
+    elif num_devices > 1:
+        most |= {HANDOFF: sizes.max_tokens, HANDOVER: sizes.max_tokens, BUSY: num_devices}
     return [Range(curve(part, degree), 1, high) for part, high in most.items()]
 
 
@@ -84,7 +85,7 @@ class LayerProfile:
         return tuple(sorted(degree for degree in begun if self._has_ends(degree)))
 
     def _has_ends(self, degree: int) -> bool:
-        ranges = ranges_of(self.sizes, degree, has_peers=self.origin.device["count"] > 1)
+        ranges = ranges_of(self.sizes, degree, self.origin.device["count"])
         for batch in self.seconds.get(curve(DECODE, degree), {}):
             ranges.append(Range(decode_curve(batch, degree), 1, self.sizes.max_length))
         return all(

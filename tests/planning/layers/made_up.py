@@ -10,6 +10,7 @@ from jaxserve.planning.layers import LayerOrigin, LayerProfile, LayerSizes
 from jaxserve.planning.layers import profile as parts
 
 SIZES = LayerSizes(max_tokens=256, max_batch=16, max_length=512)
+NUM_DEVICES = 8
 
 
 class MadeUpTimer:
@@ -28,7 +29,7 @@ class MadeUpTimer:
     ):
         self.sizes = sizes
         self.degrees = degrees
-        self.has_peers = True
+        self.num_devices = NUM_DEVICES
         self.asked: list[tuple[str, int, int]] = []
         self._fails_after = fails_after
 
@@ -45,6 +46,7 @@ class MadeUpTimer:
             parts.HEAD: (1.0, 0.25 / degree),
             parts.HANDOFF: (0.125, 0.0625),
             parts.HANDOVER: (0.25, 0.125),
+            parts.BUSY: (2.0, 1.0),
         }[part]
         return base + slope * at
 
@@ -62,7 +64,7 @@ def made_up_profile(path: Any = None, **device: Any) -> LayerProfile:
     """Return an empty profile of made-up layers; `device` replaces fields of the origin's."""
     origin = LayerOrigin(
         model={"num_layers": 4},
-        device={"platform": "cpu", "kind": "abacus", "count": 4},
+        device={"platform": "cpu", "kind": "abacus", "count": NUM_DEVICES},
         sizes=asdict(SIZES),
         versions={"jax": "0"},
     )

@@ -36,6 +36,19 @@ def test_the_made_up_layer_is_found(cost):
     assert cost.launch_s == 0.5
 
 
+def test_devices_that_share_cores_slow_each_other():
+    """With all devices busy each part takes as much longer as was measured; transfers do not."""
+    profile = measure_layers(MadeUpTimer(), made_up_profile(), progress=False)
+    alone, busy = (MeasuredLayerCost(profile, 4, num) for num in (1, 4))
+    for degree, slowdown in ((1, 6 / 3), (2, 6 / 4)):
+        assert busy.slowdown(degree) == pytest.approx(slowdown)
+        for phase in Phase:
+            args = phase, 7.0, degree
+            assert busy.rest_s(*args) == pytest.approx(slowdown * alone.rest_s(*args))
+    assert busy.handover_s(20.0, 1) == alone.handover_s(20.0, 1)
+    assert MeasuredLayerCost(profile, 4, 8).slowdown(1) == pytest.approx(10 / 3)
+
+
 def test_arguments_broadcast_over_degrees(cost):
     """Arrays of batches, lengths and degrees give what single numbers give."""
     batch, degree = np.array([[1.0], [7.0]]), np.array([1, 2, 1])

@@ -20,7 +20,7 @@ def test_straight_curves_have_three_points():
     """Only prompts, which cost with their square, have more; the total is exact."""
     timer = MadeUpTimer()
     profile = measure_layers(timer, made_up_profile(), **QUIET)
-    straight = [parts.REST, parts.DECODE, parts.HEAD, parts.HANDOFF, parts.HANDOVER]
+    straight = [parts.REST, parts.DECODE, parts.HEAD, parts.HANDOFF, parts.HANDOVER, parts.BUSY]
     for part in straight:
         assert len(profile.seconds[curve(part, 1)]) == 3, part
     assert len(profile.seconds[curve(parts.LAUNCH, 2)]) == 1
