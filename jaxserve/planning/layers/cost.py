@@ -86,9 +86,12 @@ class MeasuredLayerCost:
         return self._by_degree(degree, lambda d: 2.0 * self._sums[d](num_tokens))
 
     def slowdown(self, degree: int) -> float:
-        """Return how much longer `degree` devices take when all devices compute; at least 1."""
-        busy = self._busy
-        return max(1.0, float(busy(max(degree, self._num_devices)) / busy(degree)))
+        """Return how much longer `degree` devices take when all devices compute; at least 1.
+
+        And at most as if the others computed before them, which noise may exceed.
+        """
+        num = max(degree, self._num_devices)
+        return float(np.clip(self._busy(num) / self._busy(degree), 1.0, num / degree))
 
     def join_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         return np.zeros(np.broadcast(num_tokens, degree).shape)

@@ -47,6 +47,9 @@ def test_devices_that_share_cores_slow_each_other():
             assert busy.rest_s(*args) == pytest.approx(slowdown * alone.rest_s(*args))
     assert busy.handover_s(20.0, 1) == alone.handover_s(20.0, 1)
     assert MeasuredLayerCost(profile, 4, 8).slowdown(1) == pytest.approx(10 / 3)
+    # Noise cannot make them slower than one after another.
+    profile.seconds["busy@1"][8] = 1000.0
+    assert MeasuredLayerCost(profile, 4, 8).slowdown(2) == 4.0
 
 
 def test_arguments_broadcast_over_degrees(cost):
