@@ -81,6 +81,8 @@ def plan(
     dtype: opt.DType = None,
     kv_memory: opt.KvMemory = None,
     kv_dtype: opt.KvDType = None,
+    quantize: opt.Quantize = None,
+    quantize_embeddings: opt.QuantizeEmbeddings = None,
     max_slots: opt.MaxSlots = None,
     max_context: opt.MaxContext = None,
     tensor_parallel: opt.TensorParallel = 1,
@@ -128,6 +130,10 @@ def plan(
             replace(fixed, latency_s=bound_s)  # refuses what is not allowed before it measures
         if cluster is not None and layers:
             raise InvalidConfigError("--cluster and --layers cannot be combined; pass one of them")
+        if layers and quantize is not None:
+            raise InvalidConfigError(
+                "--layers measures layers with dense weights; omit --quantize, or --layers"
+            )
         if layers and tensor_parallel != 1:
             raise InvalidConfigError(
                 "--layers chooses the degree of tensor parallelism; omit --tensor-parallel"
@@ -160,6 +166,8 @@ def plan(
                 dtype=dtype,
                 kv_memory=kv_memory,
                 kv_dtype=kv_dtype,
+                quantize=quantize,
+                quantize_embeddings=quantize_embeddings,
                 max_slots=max_slots,
                 max_context=max_context,
                 tensor_parallel=tensor_parallel,

@@ -44,24 +44,33 @@ def step_times(
       InvalidConfigError: the lengths do not fit.
       InvalidProfileError: `given` is damaged, or was measured on something else.
     """
+    from jaxserve.planning import keep_step_times
     from jaxserve.planning.schedules.frontier import check_context
 
+    folder = cache_folder() / "profiles"
     with _opened(model, quiet, settings, warmup=False) as rt:
         check_context(lengths, rt.config.max_context)
         if given is not None:
             return rt.load_step_times(given), rt.config
-        path = _path(model, rt, settings.get("tensor_parallel", 1))
-        if path.is_file() and not measure_again:
-            try:
-                return rt.load_step_times(path), rt.config
-            except InvalidProfileError as error:
-                typer.echo(f"measuring again: {error}", err=True)
+        kept = None if measure_again else _kept(rt, folder)
+        if kept is not None:
+            return kept, rt.config
     # Executables are compiled before they are timed.
     with _opened(model, quiet, settings, warmup=True) as rt:
         times = rt.measure_step_times()
-        with cache_errors(f"keeping {path.name}"):
-            times.save(path)
+        with cache_errors("keeping step times"):
+            keep_step_times(folder, times)
         return times, rt.config
+
+
+def _kept(rt: Runtime, folder: Path) -> StepTimes | None:
+    """Return the newest step times in the folder that are of this runtime."""
+    for path in sorted(folder.glob("steps-*.json"), key=lambda path: -path.stat().st_mtime):
+        try:
+            return rt.load_step_times(path)
+        except InvalidProfileError:
+            continue  # of another model, device or configuration
+    return None
 
 
 def layer_deployment(
@@ -148,21 +157,6 @@ def _model_config(model: str, quiet: bool) -> DecoderConfig:
 
 def _opened(model: str, quiet: bool, settings: dict[str, Any], *, warmup: bool) -> Any:
     return opt.open_service(model, quiet=quiet, warmup=warmup, **settings)
-
-
-def _path(model: str, rt: Runtime, tensor_parallel: int) -> Path:
-    """Return the file of an engine's step times; another device, size or version has another."""
-    import jax
-
-    from jaxserve.core.host import cpu_name
-
-    device = jax.devices()[0]
-    parts = (
-        asdict(rt.model_config),
-        {**asdict(rt.config), "num_pages": 0, "num_host_pages": 0},
-        (device.platform, device.device_kind, cpu_name(), tensor_parallel, jax.__version__),
-    )
-    return cache_folder() / "profiles" / f"steps-{Path(model).stem}-{_digest(parts)}.json"
 
 
 def _digest(parts: Any) -> str:

@@ -26,7 +26,7 @@ class Origin:
     """The model, device and configuration that step times were measured on.
 
     Attributes:
-      model: the fields of the model's configuration by name.
+      model: the fields of the model's configuration by name, and dtypes and bytes of its weights.
       device: platform, kind and count of devices, processor and cores of the host.
       config: the sizes that the executables were compiled for.
       versions: software versions, for information; they are not compared.
@@ -45,10 +45,16 @@ class Origin:
           model_config: the model's configuration, a dataclass.
           params: the parameters on their devices.
         """
-        devices = set().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(params)))
+        leaves = jax.tree.leaves(params)
+        devices = set().union(*(leaf.sharding.device_set for leaf in leaves))
         device = next(iter(devices))
         return cls(
-            model=asdict(model_config),
+            model={
+                **asdict(model_config),
+                # Quantised weights, which the configuration does not know, have other times.
+                "weight_dtypes": ", ".join(sorted({leaf.dtype.name for leaf in leaves})),
+                "weight_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
+            },
             device={
                 "platform": device.platform,
                 "kind": device.device_kind,

@@ -118,6 +118,8 @@ def test_devices_belong_to_a_cluster():
     assert done.exit_code == 2 and "needs --cluster or --layers" in done.stderr
     done = _run("plan", "--task", "S", "--layers", "--tensor-parallel", "2")
     assert done.exit_code == 2 and "omit --tensor-parallel" in done.stderr
+    done = _run("plan", "--task", "S", "--layers", "--quantize", "int8")
+    assert done.exit_code == 2 and "omit --quantize" in done.stderr
 
 
 def test_an_engine_is_measured_once(model, lengths, tmp_path, monkeypatch):

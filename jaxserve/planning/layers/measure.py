@@ -17,7 +17,7 @@ from jaxserve.planning.layers.profile import LayerProfile, curve, decode_curve, 
 _log = logging.getLogger(__name__)
 
 TOLERANCE = 0.1
-BUDGET_S = 90.0
+BUDGET_S = 75.0
 # Share of a degree's time after which its batches to decode are fixed, and their lengths are timed.
 _FIRST_SHARE = 0.6
 
