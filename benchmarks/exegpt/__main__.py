@@ -1,8 +1,9 @@
-"""ExeGPT's figures 6 and 8 and table 6, estimated: `python -m benchmarks.exegpt --help`.
+"""ExeGPT's figures 6, 7, 8, 10 and 11 and tables 5 and 6: `python -m benchmarks.exegpt --help`.
 
 The paper's models on its clusters, as rooflines: the schedule that `jaxserve.planning.schedules`
-finds under each of four latency bounds, beside static batches. A table on stderr, one JSON object
-on stdout; docs/benchmarks/papers.md says what each figure means.
+finds under each of four latency bounds, beside the systems that the paper compares with; and the
+chosen schedules played by the real scheduler. Tables on stderr, one JSON object on stdout;
+docs/benchmarks/papers.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,19 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.common.output import arguments_of, command, show
-from benchmarks.exegpt.scenarios import PAPER_MEAN_GAINS, PAPER_TABLE_6, Scenario, scenarios
-from benchmarks.exegpt.static_batching import StaticBatches
-from jaxserve.core.errors import InfeasibleBoundError, InvalidConfigError
+from benchmarks.exegpt.changed_lengths import figure_11
+from benchmarks.exegpt.discrete_baselines import compared
+from benchmarks.exegpt.monotony import table_5
+from benchmarks.exegpt.points import BASELINES, Contest
+from benchmarks.exegpt.real_world import figure_10
+from benchmarks.exegpt.scenarios import (
+    PAPER_MEAN_GAINS,
+    PAPER_TABLE_6,
+    Scenario,
+    figure_7,
+    scenarios,
+)
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning.schedules import (
     MODELS,
     LatencyBounds,
@@ -29,8 +41,6 @@ from jaxserve.planning.schedules import (
     Policy,
     RRATimeline,
     WAATimeline,
-    search,
-    timelines_of,
 )
 from jaxserve.planning.schedules.misses import misses_of
 
@@ -41,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return every scenario's schedules, their gains, and what Algorithm 1 alone would miss."""
+    """Return every figure and table, the gains, and what Algorithm 1 alone would miss."""
     from benchmarks.common import environment
 
     models = tuple(options.models.split(","))
@@ -51,79 +61,114 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             f"--models {options.models!r}: {', '.join(unknown)} is unknown; pass some of "
             f"{','.join(MODELS)}"
         )
-    points, cases = [], []
-    for scenario in tqdm(list(scenarios(models)), desc="exegpt", leave=False, delay=2):
-        static = StaticBatches.of(scenario.deployment(), scenario.lengths())
-        timelines = timelines_of(scenario.deployment(), scenario.lengths())
-        for bound_s in static.bounds():
-            points.append(_point(scenario, static, bound_s))
-            cases.append((timelines, LatencyBounds(latency_s=bound_s)))
-    misses = misses_of(cases)
+    points, sevenths, cases = [], [], []
+    wanted = [*scenarios(models), *figure_7(models)]
+    for scenario in tqdm(dict.fromkeys(wanted), desc="exegpt", leave=False, delay=2):
+        contest = Contest(scenario.deployment(), scenario.lengths())
+        for bound_s in contest.static.bounds():
+            point = scenario.named() | contest.point(bound_s, num_seeds=options.seeds)
+            if scenario.figure:
+                points.append(point)
+                cases.append((contest.timelines, LatencyBounds(latency_s=bound_s)))
+            if scenario.is_of_figure_7:
+                sevenths.append(point | _checked(scenario, contest, bound_s, options.seeds))
     return {
         "benchmark": "exegpt",
         "arguments": arguments_of(options),
         "points": points,
+        "figure_7": sevenths,
+        "figure_10": figure_10(),
+        "figure_11": figure_11(),
+        "table_5": table_5(),
+        "table_6": _table_6(),
         "mean_gain": {
             name: _mean_gain([p for p in points if name == "all" or p["figure"] == number])
             for name, number in (("small", 6), ("large", 8), ("all", 0))
         },
+        "mean_gain_overlapping": _mean_gain(points, rra="overlapping_rra_per_s"),
         "paper_mean_gain": PAPER_MEAN_GAINS,
-        "table_6": _table_6(),
-        "algorithm_1": {
-            "num_cases": misses.num_cases,
-            "missed_share": misses.missed_share,
-            "num_not_found": misses.num_not_found,
-            "worst_share": misses.worst_share,
-            "num_evaluated": misses.num_evaluated,
-            "num_evaluated_by_bounds": misses.num_evaluated_by_bounds,
+        "mean_gain_over": {name: _mean_gain(points, over=name) for name in BASELINES},
+        "played": _played([*points, *sevenths]),
+        "search": {
+            "most_s": max((p["search_s"] for p in points if "search_s" in p), default=0.0),
+            "most_evaluated_share": {
+                model: max(p["evaluated_share"] for p in points if p["model"] == model)
+                for model in models
+            },
         },
+        "algorithm_1": _algorithm_1(cases),
         **environment.describe(),
     }
 
 
-def _point(scenario: Scenario, static: StaticBatches, bound_s: float) -> dict[str, Any]:
-    """Return the best schedule of a scenario under a bound, beside static batches."""
-    named = {
-        "figure": 8 if scenario.is_large else 6,
-        "model": scenario.model,
-        "cluster": scenario.cluster,
-        "num_devices": scenario.num_devices,
-        "task": scenario.task,
-        "bound_s": None if math.isinf(bound_s) else bound_s,
-        "static_per_s": static.best(bound_s),
-    }
-    try:
-        choice = search(scenario.deployment(), scenario.lengths(), LatencyBounds(latency_s=bound_s))
-    except InfeasibleBoundError as error:
-        return named | {"per_s": 0.0, "gain": 0.0, "lowest_s": error.lowest["latency_s"]}
-    schedule, estimates = choice.schedule, choice.estimates
-    return named | {
-        "per_s": float(estimates.throughput),
-        "gain": float(estimates.throughput) / named["static_per_s"],
-        "latency_s": float(estimates.latency_s),
-        "policy": schedule.layout.policy.value,
-        "degree": schedule.layout.degree,
-        "num_sharded_devices": schedule.layout.num_sharded_devices,
-        "encode_batch": schedule.encode_batch,
-        "num_decodes": schedule.num_decodes,
-        "num_micro_batches": schedule.num_micro_batches,
-        "num_encode_devices": schedule.num_encode_devices,
-        "decode_batch": schedule.decode_batch,
-        "memory_gb": float(estimates.memory_bytes) / 1e9,
-        "search_s": choice.elapsed_s,
-        "evaluated_share": choice.num_evaluated / choice.num_points,
+def _checked(
+    scenario: Scenario, contest: Contest, bound_s: float, num_seeds: int
+) -> dict[str, Any]:
+    """Return what ORCA's and vLLM's best batches did when they were played."""
+    if not num_seeds:
+        return {"checked": {}}
+    parts = scenario.deployment(), scenario.lengths()
+    return {
+        "checked": {
+            name: compared(name, contest.served[name], bound_s, *parts) for name in ("orca", "vllm")
+        }
     }
 
 
-def _mean_gain(points: list[dict[str, Any]]) -> float | None:
-    gains = [point["gain"] for point in points]
+def _mean_gain(
+    points: list[dict[str, Any]], *, over: str = "fastertransformer", rra: str | None = None
+) -> float | None:
+    """Return the mean throughput over that of a baseline, where both keep the bound.
+
+    Args:
+      rra: the name of another throughput of RRA, which counts where it is the best.
+    """
+    gains = [
+        max(point["per_s"], (point[rra] or 0.0) if rra else 0.0) / point["per_s_of"][over]
+        for point in points
+        if point["per_s"] and point["per_s_of"][over]
+    ]
     return float(np.mean(gains)) if gains else None
 
 
+def _played(points: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the shares of answers that kept their bounds, over all played schedules."""
+    runs = [(point, run) for point in points for run in point.get("played", ())]
+    if not runs:
+        return None
+    bounded = [run for _, run in runs]
+    shares = [run["within"] for run in bounded]
+    errors = [run["per_s"] / point["per_s"] - 1 for point, run in runs]
+    return {
+        "num_runs": len(bounded),
+        "num_answers": sum(run["num_answers"] for run in bounded),
+        "within": {"mean": float(np.mean(shares)), "least": min(shares)},
+        "longer_share": float(np.mean([run["longer_share"] for run in bounded])),
+        "missed_by_others": {
+            "mean": float(np.mean([run["missed_by_others"] for run in bounded])),
+            "most": max(run["missed_by_others"] for run in bounded),
+        },
+        "throughput_error": {"least": min(errors), "most": max(errors)},
+    }
+
+
+def _algorithm_1(cases: list[Any]) -> dict[str, Any]:
+    misses = misses_of(cases)
+    return {
+        "num_cases": misses.num_cases,
+        "missed_share": misses.missed_share,
+        "num_not_found": misses.num_not_found,
+        "worst_share": misses.worst_share,
+        "num_evaluated": misses.num_evaluated,
+        "num_evaluated_by_bounds": misses.num_evaluated_by_bounds,
+    }
+
+
 def _table_6() -> list[dict[str, Any]]:
-    """Return the paper's four schedules of OPT 13B and task S, as estimated here."""
+    """Return the paper's four schedules of OPT 13B and task S, without margins."""
     scenario = Scenario("OPT-13B", "A40", 4, "S")
-    deployment, lengths = scenario.deployment(), scenario.lengths()
+    deployment = replace(scenario.deployment(), encode_margin=0.0, decode_margin=0.0)
+    lengths = scenario.lengths()
     rra, waa = RRATimeline(deployment, lengths), WAATimeline(deployment, lengths)
     rows = []
     for bound_s, policy, batch, num_decodes, degree, latency_s, per_s in PAPER_TABLE_6:
@@ -149,34 +194,17 @@ def _table_6() -> list[dict[str, Any]]:
 
 def _print_tables(result: dict[str, Any]) -> None:
     table = Table(
-        "model", "task", "bound s", "static /s", "ours /s", "gain", "latency s", "policy", "degree",
-        "B_E", "N_D", "B_m", "B_D", "search s", box=None, header_style="bold",
+        "model", "task", "bound s", *BASELINES, "rra", "waa", "gain", "latency s", "policy",
+        "degree", "B_E", "N_D", "B_m", "B_D", "within", "search s", box=None, header_style="bold",
     )  # fmt: skip
     for point in result["points"]:
-        name = f"{point['model']} {point['num_devices']}x{point['cluster']}"
-        bound = "inf" if point["bound_s"] is None else f"{point['bound_s']:.1f}"
-        cells = [name, point["task"], bound, f"{point['static_per_s']:.2f}"]
-        if "policy" not in point:
-            table.add_row(*cells, "none", "", f"{point['lowest_s']:.1f}")
-            continue
-        table.add_row(
-            *cells,
-            f"{point['per_s']:.2f}",
-            f"{point['gain']:.2f}",
-            f"{point['latency_s']:.1f}",
-            point["policy"],
-            f"{point['degree']} on {point['num_sharded_devices']}",
-            str(point["encode_batch"]),
-            str(point["num_decodes"]),
-            str(point["num_micro_batches"]),
-            f"{point['decode_batch']:.0f}",
-            f"{point['search_s']:.2f}",
-        )
+        table.add_row(*_cells(point))
     show(table)
     means = Table("mean gain", "paper", "ours", box=None, header_style="bold")
     for name, paper in result["paper_mean_gain"].items():
-        ours = result["mean_gain"][name]
-        means.add_row(name, f"{paper:.1f}", "" if ours is None else f"{ours:.2f}")
+        means.add_row(name, f"{paper:.1f}", _shown(result["mean_gain"][name]))
+    for name, gain in result["mean_gain_over"].items():
+        means.add_row(f"over {name}", "", _shown(gain))
     show(means)
     fits = Table(
         "table 6", "B_E", "N_D", "degree", "latency s", "paper", "answers/s", "paper",
@@ -193,15 +221,41 @@ def _print_tables(result: dict[str, Any]) -> None:
     show(fits)
 
 
+def _cells(point: dict[str, Any]) -> list[str]:
+    name = f"{point['model']} {point['num_devices']}x{point['cluster']}"
+    systems = [_shown(point["per_s_of"].get(each)) for each in (*BASELINES, "rra", "waa")]
+    cells = [name, point["task"], _shown(point["bound_s"], "inf"), *systems]
+    if "policy" not in point:
+        return [*cells, "", f"{point['lowest_s']:.1f}", "none"]
+    within = [run["within"] for run in point["played"]]
+    return [
+        *cells,
+        _shown(point["gain"]),
+        f"{point['latency_s']:.1f}",
+        point["policy"],
+        f"{point['degree']} on {point['num_sharded_devices']}",
+        *(str(point[each]) for each in ("encode_batch", "num_decodes", "num_micro_batches")),
+        f"{point['decode_batch']:.0f}",
+        f"{np.mean(within):.2%}" if within else "",
+        f"{point['search_s']:.2f}",
+    ]
+
+
+def _shown(value: float | None, otherwise: str = "NS") -> str:
+    return otherwise if value is None else f"{value:.2f}"
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.exegpt",
         description="The best schedules of ExeGPT's models, clusters and tasks under four latency "
-        "bounds, estimated from rooflines, beside static batches and the paper's own figures.",
+        "bounds, from rooflines, beside other systems and the paper's own figures.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--models", default=",".join(MODELS), help="of table 1, separated by commas")
+    text = "times that every chosen schedule is played by the real scheduler; 0 for estimates alone"
+    add("--seeds", type=int, default=1, help=text)
     add("--output", type=Path, default=None, help="also write the object here")
     return parser
 

@@ -26,6 +26,9 @@ _TASKS = {
     "GPT3-175B": _LARGE,
     "GPT3-341B": _LARGE,
 }
+# What an answer may take longer than on average: the scheduler keeps encode phases within a tenth
+# of their mean (`Workload.threshold`), and decode iterations of RRA are within 2.4 % (table 7).
+ENCODE_MARGIN, DECODE_MARGIN = 0.1, 0.024
 # Throughput over FasterTransformer: figure 6 (section 7.3), figure 8 (7.4), all scenarios.
 PAPER_MEAN_GAINS = {"small": 2.0, "large": 3.2, "all": 2.9}
 # Table 6, OPT 13B and task S: bound in seconds -> policy, B_E, N_D, degree, latency, throughput.
@@ -35,6 +38,31 @@ PAPER_TABLE_6 = (
     (11.5, "rra", 52, 13, 4, 10.23, 25.23),
     (float("inf"), "rra", 49, 7, 4, 16.87, 26.15),
 )
+
+
+# Table 5, GPT-3 39B: task, tolerance, policy, variable -> percentage of points at which latency and
+# throughput are not monotone.
+PAPER_TABLE_5 = {
+    (task, tolerance, policy, variable): figures
+    for task, rows in {
+        "S": (
+            ((0.6, 2.3), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (0.8, 0.0)),
+            ((0.6, 0.3), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (0.5, 0.0)),
+            ((0.3, 0.0), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (0.4, 0.0)),
+        ),
+        "T": (
+            ((0.2, 0.1), (0.0, 0.0), (0.1, 0.0), (1.2, 0.0), (10.9, 0.0)),
+            ((0.2, 0.0), (0.0, 0.0), (0.0, 0.0), (0.8, 0.0), (10.6, 0.0)),
+            ((0.2, 0.0), (0.0, 0.0), (0.0, 0.0), (0.4, 0.0), (10.4, 0.0)),
+        ),
+    }.items()
+    for tolerance, row in zip((0.02, 0.05, 0.10), rows, strict=True)
+    for (policy, variable), figures in zip(
+        (("rra", "B_E"), ("rra", "N_D"), ("waa", "B_E"), ("waa", "TP"), ("waa", "B_m")),
+        row,
+        strict=True,
+    )
+}
 
 
 @final
@@ -48,15 +76,37 @@ class Scenario:
     task: str
 
     @property
-    def is_large(self) -> bool:
-        """Whether it belongs to figure 8."""
-        return self.model in ("GPT3-175B", "GPT3-341B") or (
+    def figure(self) -> int | None:
+        """6 for small to mid-sized models, 8 for large ones; None for neither."""
+        if self.task not in _TASKS[self.model]:
+            return None
+        is_large = self.model in ("GPT3-175B", "GPT3-341B") or (
             self.model == "GPT3-101B" and self.task in ("G", "C2")
         )
+        return 8 if is_large else 6
+
+    @property
+    def is_of_figure_7(self) -> bool:
+        return (self.model, self.num_devices) == ("OPT-13B", 4)
+
+    def named(self) -> dict[str, str | int | None]:
+        return {
+            "figure": self.figure,
+            "model": self.model,
+            "cluster": self.cluster,
+            "num_devices": self.num_devices,
+            "task": self.task,
+        }
 
     def deployment(self) -> Deployment:
         cluster, model = CLUSTERS[self.cluster].of(self.num_devices), MODELS[self.model]
-        return Deployment(model=model, cluster=cluster, cost=RooflineLayerCost(model, cluster))
+        return Deployment(
+            model=model,
+            cluster=cluster,
+            cost=RooflineLayerCost(model, cluster),
+            encode_margin=ENCODE_MARGIN,
+            decode_margin=DECODE_MARGIN,
+        )
 
     def lengths(self) -> TaskLengths:
         return TaskLengths.of_task(TASKS[self.task])
@@ -67,3 +117,9 @@ def scenarios(models: tuple[str, ...]) -> Iterator[Scenario]:
     for model, cluster, num_devices in DEPLOYMENTS:
         for task in _TASKS[model] if model in models else ():
             yield Scenario(model, cluster, num_devices, task)
+
+
+def figure_7(models: tuple[str, ...]) -> Iterator[Scenario]:
+    """Yield the scenarios of figure 7, which has every task, if its model is one of these."""
+    for task in TASKS if "OPT-13B" in models else ():
+        yield Scenario("OPT-13B", "A40", 4, task)

@@ -1,4 +1,4 @@
-"""FasterTransformer's static batches, from the same layer costs as ExeGPT's timelines."""
+"""Static batches of FasterTransformer and DeepSpeed, from the layer costs of ExeGPT's timelines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import final
 
 import numpy as np
 
+from benchmarks.exegpt.served import Served
 from jaxserve.planning.schedules import Deployment, LengthDistribution, Phase, TaskLengths
 from jaxserve.planning.schedules.pipeline import Pipeline
 
 # Batches that the paper runs: from the smallest to the largest in multiples of this (section 7.1).
 _STEP = 4
+# Micro-batches of an encode phase per stage that DeepSpeed Inference may use.
+SPLITS = (1, 2, 4, 8, 16)
 
 
 @final
@@ -24,18 +27,20 @@ class StaticBatches:
     on, and memory is reserved for the longest inputs and answers.
 
     Attributes:
-      batch: sequences, int [sizes].
-      throughput: answers per second; a batch runs as long as its longest answer, on average.
-      latency_s: seconds of a batch with an answer of maximum length, for which bounds are kept.
+      served: throughput of batches that run as long as their longest answer, on average; latency of
+        a batch with an answer of maximum length, for which bounds are kept (section 7.1).
     """
 
-    batch: np.ndarray
-    throughput: np.ndarray
-    latency_s: np.ndarray
+    served: Served
 
     @classmethod
-    def of(cls, deployment: Deployment, lengths: TaskLengths) -> StaticBatches:
-        """Return all batches that fit in memory."""
+    def of(cls, deployment: Deployment, lengths: TaskLengths, *, split: int = 1) -> StaticBatches:
+        """Return all batches that fit in memory.
+
+        Args:
+          split: micro-batches of the encode phase per stage. 1 is FasterTransformer as in figure 1
+            of the paper, more is DeepSpeed Inference's hybrid scheduling.
+        """
         model, cluster = deployment.model, deployment.cluster
         degree = max(cluster.degrees)
         pipeline = Pipeline.of(
@@ -55,20 +60,22 @@ class StaticBatches:
         batch = batch[memory <= cluster.memory_bytes]
         num = np.minimum(batch, pipeline.num_stages)
         part = batch / num
-        num_tokens = part * lengths.inputs.mean
+        num_encode = np.minimum(batch, split * pipeline.num_stages)
+        encode_part = batch / num_encode
+        num_tokens = encode_part * lengths.inputs.mean
         slowest_s, through_s = pipeline.pass_s(
             deployment.cost,
             Phase.ENCODE,
             model.num_encode_layers,
-            batch=part,
+            batch=encode_part,
             length=np.sqrt(lengths.inputs.mean_square),
             num_tokens=num_tokens,
-            num_head_tokens=part if model.is_decoder_only else None,
+            num_head_tokens=encode_part if model.is_decoder_only else None,
         )
         if not model.is_decoder_only:
             joined = pipeline.join_s(deployment.cost, model.num_decode_layers, num_tokens)
             slowest_s, through_s = slowest_s + joined[0], through_s + joined[1]
-        encode_s = through_s + (num - 1) * slowest_s
+        encode_s = through_s + (num_encode - 1) * slowest_s
 
         def decode_s(num_iterations: np.ndarray) -> np.ndarray:
             slowest_s, through_s = pipeline.pass_s(
@@ -84,21 +91,26 @@ class StaticBatches:
 
         iterations = lengths.outputs.less_one() if model.is_decoder_only else lengths.outputs
         longest = np.full(batch.shape, float(iterations.max_length))
+        spent_s = encode_s + decode_s(expected_longest(iterations, batch))
         return cls(
-            batch=batch,
-            throughput=batch / (encode_s + decode_s(expected_longest(iterations, batch))),
-            latency_s=encode_s + decode_s(longest),
+            served=Served(
+                batch=batch, throughput=batch / spent_s, latency_s=encode_s + decode_s(longest)
+            )
         )
 
     def bounds(self) -> list[float]:
         """Return the paper's four latency bounds: the bottom 10, 30 and 70 %, and infinity."""
-        if not len(self.batch):
+        latency_s = self.served.latency_s
+        if not len(latency_s):
             return []
-        return [*np.percentile(self.latency_s, (10, 30, 70)).tolist(), float("inf")]
+        return [*np.percentile(latency_s, (10, 30, 70)).tolist(), float("inf")]
 
-    def best(self, bound_s: float) -> float:
-        """Return the highest throughput under a bound; 0 if no batch keeps it."""
-        return float(self.throughput[self.latency_s <= bound_s].max(initial=0.0))
+
+def hybrid_batches(deployment: Deployment, lengths: TaskLengths) -> Served:
+    """Return DeepSpeed Inference's batches, with every number of encode micro-batches."""
+    return Served.joined(
+        StaticBatches.of(deployment, lengths, split=split).served for split in SPLITS
+    )
 
 
 def expected_longest(lengths: LengthDistribution, num: np.ndarray) -> np.ndarray:

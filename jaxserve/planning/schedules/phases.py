@@ -19,7 +19,7 @@ class DecodePhases:
     """Steady states of RRA for N_D = 0, 1, ..., per sequence that is encoded a round.
 
     Arrays are indexed by N_D; index 0 is unused. `least_*` is the smallest value of any N_D up to
-    the index.
+    the index, `most_batch` the largest batch of a part of any N_D from the index on.
 
     Attributes:
       batch: mean number of sequences in each part of the phase [num_decodes, NUM_PARTS].
@@ -38,6 +38,7 @@ class DecodePhases:
     least_length: np.ndarray
     least_peak_tokens: np.ndarray
     least_peak_sequences: np.ndarray
+    most_batch: np.ndarray
 
     @classmethod
     def of(cls, num_input_tokens: float, iterations: LengthDistribution) -> DecodePhases:
@@ -67,7 +68,8 @@ class DecodePhases:
             "peak_sequences": first_batch + at_once,
         }
         least = {f"least_{name}": _least(values) for name, values in most.items()}
-        return cls(**most, **least, first_batch=first_batch)
+        most_batch = np.maximum.accumulate(batch.max(1)[::-1])[::-1]
+        return cls(**most, **least, first_batch=first_batch, most_batch=most_batch)
 
 
 def _part_means(values: np.ndarray) -> np.ndarray:

@@ -22,7 +22,9 @@ class RoundParts:
     The sequences are in as many mini-batches as there are stages, M, but of at least one sequence
     each. With e and d the seconds of a mini-batch in the slowest stage, and E and D those through
     all stages, a decode iteration of all mini-batches takes R = max(M d, D), and an encode phase
-    F = E + (M - 1) e. A round takes the longest of three paths:
+    F = E + (M - 1) e. If a round's results are read before the next begins, it takes
+    E + (M - 1) max(e, d) + N_D R. If rounds overlap (`Deployment.overlaps_rounds`), it takes the
+    longest of three paths:
 
     - M e + N_D R: the slowest stage is always busy;
     - F + D / M + (N_D - 1) R: the last mini-batch's first iteration waits for its encoding;
@@ -35,20 +37,25 @@ class RoundParts:
     Attributes:
       busy_s: M e, an encode phase in the slowest stage.
       encode_s: F, an encode phase from its start to its end in the last stage.
+      stagger_s: (M - 1) (d - e) where d is longer, by which the last mini-batch begins to decode
+        later than its encoding ends.
       turn_s: D / M, a mini-batch's decode iteration in one stage, on average.
       lead_s: E / M + D (M - 1) / M, an encode phase until the first decode iteration, if stages
         wait for the decode iteration before.
       present_s: R of a mean iteration of each part of a phase [configurations, parts].
       iteration_s: R of a mean iteration. An iteration in which less than one sequence is expected
         takes place with that probability.
+      overlaps: whether rounds do.
     """
 
     busy_s: np.ndarray
     encode_s: np.ndarray
+    stagger_s: np.ndarray
     turn_s: np.ndarray
     lead_s: np.ndarray
     present_s: np.ndarray
     iteration_s: np.ndarray
+    overlaps: bool
 
     @classmethod
     def of(
@@ -98,20 +105,35 @@ class RoundParts:
         )
         present_s = np.maximum(num_parts * slowest_row_s, through_s)
         odds = np.minimum(num_decoding, 1.0)
+        later_s = np.maximum(slowest_row_s[:, 0] - slowest_s, 0.0)
         mean_through_s = (odds * through_s).mean(1)
         turn_s = mean_through_s / num_stages
         return cls(
             busy_s=num * slowest_s,
             encode_s=encode_through_s + (num - 1) * slowest_s,
+            stagger_s=(num_parts[:, 0] - 1) * later_s,
             turn_s=turn_s,
             lead_s=encode_through_s / num_stages + mean_through_s - turn_s,
             present_s=present_s,
             iteration_s=(odds * present_s).mean(1),
+            overlaps=deployment.overlaps_rounds,
         )
+
+    @property
+    def least_s(self) -> np.ndarray:
+        """The least seconds that an encode phase adds to a round, whatever follows."""
+        return self.busy_s if self.overlaps else self.encode_s
+
+    @property
+    def between_s(self) -> np.ndarray:
+        """The least seconds that an encode phase adds to a round of these decode iterations."""
+        return self.busy_s if self.overlaps else self.encode_s + self.stagger_s
 
     def round_s(self, num_decodes: np.ndarray) -> np.ndarray:
         """Return the seconds of rounds with so many decode iterations."""
         decode_s = num_decodes * self.iteration_s
+        if not self.overlaps:
+            return self.encode_s + self.stagger_s + decode_s
         waits_s = self.encode_s + self.turn_s + decode_s - self.iteration_s
         return np.maximum(np.maximum(self.busy_s, self.lead_s) + decode_s, waits_s)
 

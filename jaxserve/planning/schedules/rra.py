@@ -70,13 +70,12 @@ class RRATimeline:
         num_earlier = np.maximum(-(-self._longest // num_decodes), 1) - 1
         num_last = self._longest - num_earlier * num_decodes
         last_s = np.maximum(parts.begun_s(num_decodes, num_last), num_last * parts.iteration_s)
-        encode_slack_s = parts.encode_s * deployment.encode_margin
-        encode_s = parts.encode_s + encode_slack_s
         slow = 1 + deployment.decode_margin
-        latency_s = encode_s + slow * last_s
+        latency_s = parts.encode_s + self._slack_s(parts, num_earlier) + slow * last_s
         # In the rounds of an answer every iteration takes place, however few others there are.
         present_s = parts.begun_s(num_decodes, num_decodes)
-        latency_s += num_earlier * (round_s - decode_s + encode_slack_s + slow * present_s)
+        latency_s += num_earlier * (round_s - decode_s + slow * present_s)
+        encode_s = parts.encode_s + self._slack_s(parts, 0)
         first_s = self._longest_encode_s(pipeline, batch)
         if not deployment.model.is_decoder_only:
             first_s = first_s + slow * parts.present_s[:, 0]
@@ -107,7 +106,8 @@ class RRATimeline:
         smallest of any N_D up to the box's largest. So a round takes at least as long as one of the
         box's smallest B_E and N_D with that batch, and an answer at least as many rounds and
         encode phases as with the largest N_D. Where batching pays, the largest B_E has the shortest
-        round per sequence.
+        round per sequence; and B_E E(D) tokens are decoded a round for any N_D, none of them faster
+        than in the largest batch.
         """
         deployment, phases = self._deployment, self._phases
         batch, most = boxes.low.encode_batch, boxes.high.control
@@ -123,17 +123,19 @@ class RRATimeline:
                 phases.least_length[most],
             )
 
-        parts = parts_of(batch)
-        fastest = parts_of(boxes.high.encode_batch) if deployment.cost.batching_pays else parts
-        round_s = fastest.round_s(boxes.low.control)
+        parts = fastest = parts_of(batch)
+        round_s = parts.round_s(boxes.low.control)
+        if deployment.cost.batching_pays:
+            fastest = parts_of(boxes.high.encode_batch)
+            together_s = fastest.least_s + self._decoded_together_s(pipeline, boxes)
+            round_s = np.maximum(fastest.round_s(boxes.low.control), together_s)
         num_earlier = np.maximum(-(-self._longest // most), 1) - 1
-        encode_slack_s = parts.encode_s * deployment.encode_margin
         slow = 1 + deployment.decode_margin
-        latency_s = parts.encode_s + encode_slack_s + slow * self._longest * parts.iteration_s
-        latency_s += num_earlier * (parts.busy_s + encode_slack_s)
+        latency_s = parts.encode_s + slow * self._longest * parts.iteration_s
+        latency_s += num_earlier * parts.between_s + self._slack_s(parts, num_earlier)
         memory = self._memory(pipeline, batch * phases.least_peak_tokens[most])
         fits = self._fits(pipeline, memory, batch * phases.least_peak_sequences[most])
-        encode_s = parts.encode_s + encode_slack_s
+        encode_s = parts.encode_s + self._slack_s(parts, 0)
         first_s = self._longest_encode_s(pipeline, batch)
         if not deployment.model.is_decoder_only:
             first_s = first_s + slow * parts.present_s[:, 0]
@@ -182,6 +184,27 @@ class RRATimeline:
         sequences = np.zeros((len(batch), 1))
         parts = RoundParts.of(deployment, pipeline, self._inputs, batch, sequences, sequences)
         return parts.encode_s
+
+    def _decoded_together_s(self, pipeline: Pipeline, boxes: Boxes) -> np.ndarray:
+        """Return the seconds in which the largest batch decodes all tokens of a round."""
+        phases, batch = self._phases, boxes.high.encode_batch
+        sequences = phases.most_batch[boxes.low.control]
+        length = phases.least_length[boxes.high.control].min(1)
+        largest = RoundParts.of(
+            self._deployment, pipeline, self._inputs, batch, sequences[:, None], length[:, None]
+        )
+        return self._iterations.mean * largest.iteration_s / np.maximum(sequences, 1e-300)
+
+    def _slack_s(self, parts: RoundParts, num_earlier: np.ndarray | int) -> np.ndarray:
+        """Return by how much the encode phases of an answer may last longer than on average.
+
+        The scheduler keeps a phase within the margin of a target, and raises the target by the
+        margin while too few sequences run (`scheduling.iteration.encode_batch`). By how much a
+        phase differs follows from the inputs of its own batch, so the sum of K of them spreads by
+        the square root of K times as much as one.
+        """
+        most = (1 + self._deployment.encode_margin) ** 2 - 1
+        return most * parts.encode_s * np.sqrt(num_earlier + 1)
 
     def _memory(self, pipeline: Pipeline, kv_tokens: np.ndarray | float) -> np.ndarray:
         model = self._deployment.model

@@ -20,25 +20,46 @@ from jaxserve.scheduling.plan import StepPlan
 @final
 @dataclass(frozen=True)
 class LayerStepCost:
-    """Seconds of the scheduler's steps for a decoder-only model on one group of devices.
+    """Seconds of the scheduler's steps on one group of devices.
 
-    A step's prompts, and each of its decode iterations, pass all stages in as many mini-batches as
-    there are stages, as in `RoundParts`, and one after the other. So with several stages an encode
-    phase and the first iteration do not overlap, which the timeline of RRA lets them do.
+    A step's prompts, and each of its decode iterations, pass all stages in mini-batches, as in
+    `RoundParts`, and one after the other: the results of a round are read before the next begins.
 
-    Raises:
-      InvalidConfigError: the model has an encoder.
+    An encoder-decoder model is simulated as answers of one token more, whose first token costs
+    nothing: the engine's prompts yield a token, and an encoder does not.
+
+    Attributes:
+      pipeline: the group's stages, arrays of length 1.
+      num_turns: mini-batches of a decode iteration; None for as many as stages.
+      encodes, decodes: whether the group computes prompts, and tokens. A group that only decodes
+        projects encoder outputs when it admits a sequence.
     """
 
     deployment: Deployment
-    layout: Layout
+    pipeline: Pipeline
+    num_turns: int | None = None
+    encodes: bool = True
+    decodes: bool = True
 
     def __post_init__(self) -> None:
-        if not self.deployment.model.is_decoder_only:
+        if self.pipeline.num_stages.shape != (1,):
             raise InvalidConfigError(
-                "an encoder-decoder model is not allowed; the engine's steps are those of "
-                "decoder-only models, so pass one"
+                f"pipelines of shape {self.pipeline.num_stages.shape} are not allowed; pass one "
+                "pipeline, in arrays of length 1"
             )
+
+    @classmethod
+    def of_layout(cls, deployment: Deployment, layout: Layout) -> LayerStepCost:
+        """Return the costs of RRA, whose only group is the whole cluster."""
+        cluster = deployment.cluster
+        pipeline = Pipeline.of(
+            np.array([cluster.num_devices]),
+            np.array([layout.num_sharded_devices]),
+            np.array([layout.degree]),
+            first_device=0,
+            devices_per_machine=cluster.devices_per_machine,
+        )
+        return cls(deployment, pipeline)
 
     def host_s(self, plan: StepPlan) -> float:
         return 0.0
@@ -49,41 +70,62 @@ class LayerStepCost:
         if work.prefilled:
             # Pairs of a prompt's tokens are twice the sum of positions, less the tokens.
             length = math.sqrt(max(1, 2 * work.prefilled - sum(prompts)) / len(prompts))
-            seconds += self._pass_s(Phase.ENCODE, len(prompts), length, sum(prompts))
+            seconds += self._encode_s(len(prompts), length, sum(prompts))
         contexts = [row.start + 1 for row in work.plan.rows if row.num_tokens == 1]
         for i, attended in enumerate(work.decoded):
             if attended and contexts:
                 # Rows that have ended attend to nothing; the others to one position more each time.
                 length = sum(contexts) / len(contexts) + i
                 num_left = min(float(len(contexts)), attended / length)
-                seconds += self._pass_s(Phase.DECODE, num_left, attended / num_left, num_left)
+                joined = 0.0 if i or self.encodes else self._num_arrived(work.plan)
+                seconds += self._decode_s(num_left, attended / num_left, joined)
         return seconds
 
-    def _pass_s(self, phase: Phase, batch: float, length: float, num_tokens: float) -> float:
-        """Return the seconds of all mini-batches through all stages."""
-        pipeline = self._pipeline
-        num = np.clip(batch, 1, pipeline.num_stages)
-        part = max(1.0, batch / float(num[0]))
-        slowest_s, through_s = pipeline.pass_s(
-            self.deployment.cost,
-            phase,
-            self.deployment.model.num_decode_layers,
-            batch=np.array([part]),
-            length=length,
-            num_tokens=np.array([num_tokens / batch * part]),
-            num_head_tokens=np.array([part]),
-        )
-        if phase is Phase.ENCODE:
-            return float(through_s[0] + (num[0] - 1) * slowest_s[0])
-        return float(max(num[0] * slowest_s[0], through_s[0]))
+    def _num_arrived(self, plan: StepPlan) -> float:
+        """Return the input tokens of the sequences that this step admits."""
+        return float(sum(len(admission.request.prompt) for admission in plan.admissions))
 
-    @property
-    def _pipeline(self) -> Pipeline:
-        cluster = self.deployment.cluster
-        return Pipeline.of(
-            np.array([cluster.num_devices]),
-            np.array([self.layout.num_sharded_devices]),
-            np.array([self.layout.degree]),
-            first_device=0,
-            devices_per_machine=cluster.devices_per_machine,
+    def _encode_s(self, batch: int, length: float, num_tokens: float) -> float:
+        """Return the seconds from the first stage's begin to the last mini-batch's end.
+
+        The batches of a group that only encodes follow each other through its stages, so one of
+        them takes as long as in its slowest stage.
+        """
+        model, cost, pipeline = self.deployment.model, self.deployment.cost, self.pipeline
+        num = int(np.clip(batch, 1, pipeline.num_stages[0])) if self.decodes else 1
+        part = np.array([batch / num])
+        slowest_s, through_s = pipeline.pass_s(
+            cost,
+            Phase.ENCODE,
+            model.num_encode_layers,
+            batch=part,
+            length=length,
+            num_tokens=part * num_tokens / batch,
+            num_head_tokens=part if model.is_decoder_only else None,
         )
+        if not model.is_decoder_only and self.decodes:
+            joined = pipeline.join_s(cost, model.num_decode_layers, part * num_tokens / batch)
+            slowest_s, through_s = slowest_s + joined[0], through_s + joined[1]
+        if not self.decodes:
+            return float(slowest_s[0])
+        return float(through_s[0] + (num - 1) * slowest_s[0])
+
+    def _decode_s(self, batch: float, length: float, num_joined: float) -> float:
+        """Return the seconds between two iterations of a mini-batch."""
+        model, cost, pipeline = self.deployment.model, self.deployment.cost, self.pipeline
+        turns = self.num_turns or int(pipeline.num_stages[0])
+        num = min(max(batch, 1.0), turns)
+        part = np.array([max(1.0, batch / turns)])
+        slowest_s, through_s = pipeline.pass_s(
+            cost,
+            Phase.DECODE,
+            model.num_decode_layers,
+            batch=part,
+            length=length,
+            num_tokens=part,
+            num_head_tokens=part,
+        )
+        if num_joined:
+            joined = pipeline.join_s(cost, model.num_decode_layers, np.array([num_joined / num]))
+            slowest_s, through_s = slowest_s + joined[0], through_s + joined[1]
+        return float(max(num * slowest_s[0], through_s[0]))

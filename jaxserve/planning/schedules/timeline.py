@@ -25,6 +25,9 @@ class Deployment:
       max_sequences: most sequences in memory at a time, which an engine's slots may limit.
       encode_margin, decode_margin: shares by which encode and decode phases may last longer than
         their mean, for latencies (section 5.2: the threshold that runtime adjustment keeps).
+      overlaps_rounds: whether the first stages encode RRA's next round while later ones still
+        decode, as in the paper's figure 4a. The engine does not: it reads a round's results, which
+        say how many answers have ended, before it encodes.
     """
 
     model: TransformerShape
@@ -34,6 +37,7 @@ class Deployment:
     max_sequences: float = math.inf
     encode_margin: float = 0.0
     decode_margin: float = 0.0
+    overlaps_rounds: bool = False
 
 
 @final

@@ -25,11 +25,22 @@ class WAATimeline:
     if decoding is faster, its batches are smaller than B_E E(D) (Little's law), not its iterations
     slower. The paper sets B_D = B_E S_D also then, which the latencies of its table 6 exclude.
 
-    An answer takes the encode stages, the handover, a turn until its micro-batch begins, and an
-    iteration per token.
+    An answer takes the batch before it, the encode stages, the handover, an iteration and a turn
+    until its micro-batch begins, and an iteration per token. It waits for the batch before it, and
+    for an iteration, because a runner submits a step while the one before it is computed.
+
+    Args:
+      divided_by: the lengths by which devices are divided, where other ones are served; None for
+        `lengths`.
     """
 
-    def __init__(self, deployment: Deployment, lengths: TaskLengths):
+    def __init__(
+        self,
+        deployment: Deployment,
+        lengths: TaskLengths,
+        *,
+        divided_by: TaskLengths | None = None,
+    ):
         model, cluster = deployment.model, deployment.cluster
         self._deployment = deployment
         self._lengths = lengths
@@ -45,7 +56,9 @@ class WAATimeline:
         self.max_control = cluster.num_devices
         self.max_encode_batch = self._largest_batch()
         batches = np.arange(1, self.max_encode_batch + 1)
-        shares = encode_shares(deployment, lengths, self._iterations, batches)
+        by = divided_by or lengths
+        by_iterations = by.outputs.less_one() if model.is_decoder_only else by.outputs
+        shares = encode_shares(deployment, by, by_iterations, batches)
         self._groups = divide(self.layouts, cluster.num_devices, shares)
 
     def estimate(self, points: Points) -> Estimates:
@@ -59,7 +72,7 @@ class WAATimeline:
         period_s = np.maximum(np.maximum(slowest_s, handover_s), decode_s)
         num_decoding = group.settled(batch / period_s, full)
         iteration_s, turn_s = group.iteration_s(num_decoding)
-        latency_s, first_s = self._latency_s(encode_s, handover_s, turn_s, iteration_s)
+        latency_s, first_s = self._latency_s(slowest_s + encode_s, handover_s, turn_s, iteration_s)
         memory = self._memory(encode, decode, batch, num_decoding)
         fits = self._fits(encode, decode, memory, num_decoding)
         return Estimates(
@@ -112,7 +125,7 @@ class WAATimeline:
         worst_per_s = np.minimum(fewest / longest_s, group.num_batches[0] * fewest / full_most_s)
         num_decoding = group.settled(worst_per_s, full)
         iteration_s, turn_s = group.iteration_s(num_decoding)
-        latency_s, first_s = self._latency_s(encode_s, handover_s, turn_s, iteration_s)
+        latency_s, first_s = self._latency_s(slowest_s + encode_s, handover_s, turn_s, iteration_s)
         memory = self._memory(encode, decode, fewest, num_decoding)
         fits = self._fits(encode, decode, memory, num_decoding)
         return Best(
@@ -216,11 +229,15 @@ class WAATimeline:
         turn_s: np.ndarray,
         iteration_s: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of an answer of the percentile length, and of its first token."""
+        """Return the seconds of an answer of the percentile length, and of its first token.
+
+        Args:
+          encode_s: from its admission until its prompt is computed.
+        """
         deployment = self._deployment
         slow = 1 + deployment.decode_margin
         encoded_s = encode_s * (1 + deployment.encode_margin)
-        begins_s = encoded_s + handover_s + slow * turn_s
+        begins_s = encoded_s + handover_s + slow * (turn_s + iteration_s)
         first_s = encoded_s
         if not deployment.model.is_decoder_only:
             first_s = begins_s + slow * iteration_s

@@ -37,6 +37,22 @@ def round_s(
     return (begins[-1] - begins[num_rounds // 2]) / (num_rounds - 1 - num_rounds // 2)
 
 
+def drained_round_s(
+    encode_s: Sequence[float], decode_s: Sequence[float], num_decodes: int
+) -> float:
+    """The same of a round that begins with empty stages, until its last mini-batch has left."""
+    num = len(encode_s)
+    free, left = [0.0] * num, [0.0] * num
+    for iteration in range(num_decodes + 1):
+        for batch in range(num):
+            time = left[batch]
+            for stage in range(num):
+                seconds = decode_s[stage] if iteration else encode_s[stage]
+                time = free[stage] = max(time, free[stage]) + seconds
+            left[batch] = time
+    return max(left)
+
+
 def decode_batch(
     encode_batch: int, period_s: float, iteration_s: tuple[float, float], lengths: Sequence[int]
 ) -> tuple[float, float]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.request import Request, SamplingParams
+from jaxserve.execution.step_cost import StepWork
 from jaxserve.planning import simulate
 from jaxserve.planning.schedules import (
     CLUSTERS,
@@ -23,6 +27,7 @@ from jaxserve.planning.schedules.step_cost import LayerStepCost
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.plan import Admission, Row, StepPlan
 from jaxserve.scheduling.policy import Policy as ServingPolicy
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.workload.tasks import TASKS, task_items
@@ -98,7 +103,7 @@ def test_rra_is_estimated_as_the_real_scheduler_runs_it(
             max_step_tokens=2 * encode_batch * lengths.inputs.max_length + num_slots,
             max_decode_iterations=64,
         ),
-        LayerStepCost(deployment, layout),
+        LayerStepCost.of_layout(deployment, layout),
         progress=False,
     )
     timings = [completion.timing for completion in simulation.completions]
@@ -117,10 +122,40 @@ def test_rra_is_estimated_as_the_real_scheduler_runs_it(
     assert np.mean(spent) == pytest.approx(figures.latency_s, rel=of_latency)
 
 
-def test_steps_of_an_encoder_are_refused():
-    """The engine's steps are those of decoder-only models."""
+def test_the_work_of_a_step_by_hand():
+    """An encoder-decoder model on two stages: prompts of 4 tokens, then two rows.
+
+    Two mini-batches encode a prompt each in 0.5 * 4 + 4 / 8 = 2.5 s a stage, and then a row each
+    decodes in 1 + 0.25 s a stage. A group that only encodes begins its next batch of two prompts
+    when its first stage is free; one that only decodes projects inputs when it admits sequences.
+    """
     deployment = Deployment(
-        model=model_of(2, is_decoder_only=False), cluster=cluster_of(1), cost=MadeUpCost()
+        model=model_of(2, is_decoder_only=False),
+        cluster=cluster_of(2),
+        cost=MadeUpCost(join_token_s=0.125),
     )
-    with pytest.raises(InvalidConfigError, match="encoder-decoder"):
-        LayerStepCost(deployment, Layout(policy=Policy.RRA))
+    cost = LayerStepCost.of_layout(deployment, Layout(policy=Policy.RRA))
+    prompts = StepPlan(index=0, rows=(Row(0, 0, 0, 4, 1), Row(1, 1, 0, 4, 1)))
+    rows = (Row(0, 0, 4, 1, 1), Row(1, 1, 4, 1, 1))
+    decoding = StepPlan(index=1, rows=rows, num_iterations=2, window_size=2)
+    assert cost.device_s(StepWork(prompts, 20, ())) == pytest.approx(2 * 2.5 + 2.5)
+    assert cost.device_s(StepWork(decoding, 0, (10, 12))) == pytest.approx(2 * 2 * 1.25)
+    # One of the two rows has ended: a single mini-batch through both stages.
+    assert cost.device_s(StepWork(decoding, 0, (10, 6))) == pytest.approx(2.5 + 2.5)
+    encode = replace(cost, decodes=False)
+    assert encode.device_s(StepWork(prompts, 20, ())) == pytest.approx(0.5 * 8)
+    decode = replace(cost, encodes=False)
+    request = Request(id=0, prompt=(1, 2, 3, 4), params=SamplingParams(max_tokens=3), arrival_s=0.0)
+    admitting = replace(decoding, admissions=(Admission(0, request, 0, np.array([1, 2, 3, 4]), 7),))
+    assert decode.device_s(StepWork(decoding, 0, (10, 12))) == pytest.approx(5.0)
+    # Four tokens in two mini-batches: 0.25 s a stage more, in each of the two turns.
+    assert decode.device_s(StepWork(admitting, 0, (10, 12))) == pytest.approx(5.0 + 2 * 0.25)
+
+
+def test_a_group_has_one_pipeline():
+    """Pipelines of several layouts are refused."""
+    deployment = Deployment(model=model_of(2), cluster=cluster_of(2), cost=MadeUpCost())
+    layout = Layout(policy=Policy.RRA)
+    pipeline = LayerStepCost.of_layout(deployment, layout).pipeline
+    with pytest.raises(InvalidConfigError, match="one pipeline"):
+        LayerStepCost(deployment, pipeline[np.array([0, 0])])

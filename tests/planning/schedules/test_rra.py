@@ -15,7 +15,7 @@ from jaxserve.planning.schedules import (
     TaskLengths,
 )
 from tests.planning.schedules.made_up import MadeUpCost, always, cluster_of, model_of
-from tests.planning.schedules.pipelines import round_s
+from tests.planning.schedules.pipelines import drained_round_s, round_s
 
 
 def _timeline(
@@ -43,16 +43,20 @@ def test_a_round_of_two_stages_by_hand():
 
     A mini-batch of one sequence encodes 4 tokens in e = 2 s, so F = 4 + 2 = 6. Answers of 4
     iterations are in two rounds: 4 sequences decode, two in a mini-batch, in d = 1 + 0.25 * 2 =
-    1.5 s and R = 3. A round takes max(4 + 6, 6 + 1.5 + 3, 2 + 1.5 + 6) = 10.5 s.
+    1.5 s and R = 3. A round takes 6 + 2 * 3 = 12 s. If rounds overlap, it takes
+    max(4 + 6, 6 + 1.5 + 3, 2 + 1.5 + 6) = 10.5 s.
     """
     timeline = _timeline()
     figures = timeline.estimate(Points.one(0, 2, 2))[0]
-    assert figures.period_s == pytest.approx(10.5)
-    assert figures.throughput == pytest.approx(2 / 10.5)
+    assert figures.period_s == pytest.approx(12.0)
+    assert figures.throughput == pytest.approx(2 / 12)
     assert figures.encode_s == figures.first_token_s == pytest.approx(6.0)
     # One round, then an encode phase and two iterations.
-    assert figures.latency_s == pytest.approx(10.5 + 6 + 2 * 3)
-    assert figures.token_s == pytest.approx((10.5 + 6) / 4)
+    assert figures.latency_s == pytest.approx(12 + 6 + 2 * 3)
+    assert figures.token_s == pytest.approx((12 + 6) / 4)
+    overlapping = _timeline(overlaps_rounds=True).estimate(Points.one(0, 2, 2))[0]
+    assert overlapping.period_s == pytest.approx(10.5)
+    assert overlapping.latency_s == pytest.approx(10.5 + 6 + 2 * 3)
     assert figures.decode_batch == pytest.approx(4.0)
     # A layer of 20 bytes and 8 of embedding; in iteration 2 new ones have 4 + 2 tokens, others
     # 4 + 4, of 12 bytes.
@@ -111,11 +115,15 @@ def test_an_encoder_decoder_model_joins_inputs_and_takes_an_iteration_per_token(
 
 
 def test_margins_lengthen_latencies_but_not_rounds():
-    """Encode phases last 10 % longer, iterations 50 %."""
+    """A phase lasts up to 10 % longer than 1.1 times its mean, and iterations 50 %.
+
+    The two phases of an answer spread by the square root of two times as much as one.
+    """
     timeline = _timeline(encode_margin=0.1, decode_margin=0.5)
     figures = timeline.estimate(Points.one(0, 2, 2))[0]
-    assert figures.period_s == pytest.approx(10.5)
-    assert figures.latency_s == pytest.approx((10.5 + 0.6 + 3.0) + 6.6 + 1.5 * 6)
+    assert figures.period_s == pytest.approx(12.0)
+    assert figures.latency_s == pytest.approx((12 + 3) + 6 + 0.21 * 6 * 2**0.5 + 1.5 * 6)
+    assert figures.first_token_s == pytest.approx(1.21 * 6)
 
 
 def test_a_fraction_of_an_iteration_takes_place_if_fewer_than_one_sequence_is_left():
@@ -135,19 +143,22 @@ def test_a_fraction_of_an_iteration_takes_place_if_fewer_than_one_sequence_is_le
 def test_rounds_of_equal_stages_are_those_of_a_played_pipeline(
     num_decodes: int, num_stages: int, token_s: float
 ):
-    """Encoding slower and faster than decoding, any N_D: the closed form is exact."""
-    timeline = _timeline(num_stages, num_stages, cost=MadeUpCost(token_s=token_s))
-    batch = 2 * num_stages
-    figures = timeline.estimate(Points.one(0, batch, num_decodes))[0]
+    """Encoding slower and faster than decoding, any N_D: the closed forms are exact."""
+    cost, point = MadeUpCost(token_s=token_s), Points.one(0, 2 * num_stages, num_decodes)
+    timeline = _timeline(num_stages, num_stages, cost=cost, overlaps_rounds=True)
+    figures = timeline.estimate(point)[0]
     encode_s = 2 * 4 * token_s
     decode_s = 1 + 0.25 * 2 * 4 / num_decodes  # four iterations an answer
     played = round_s([encode_s] * num_stages, [decode_s] * num_stages, num_decodes)
+    assert figures.period_s == pytest.approx(played)
+    figures = _timeline(num_stages, num_stages, cost=cost).estimate(point)[0]
+    played = drained_round_s([encode_s] * num_stages, [decode_s] * num_stages, num_decodes)
     assert figures.period_s == pytest.approx(played)
 
 
 def test_rounds_of_unequal_stages_are_close_to_those_of_a_played_pipeline():
     """Seven layers on four devices: a stage has one or two; within 8 %."""
-    timeline = _timeline(7, 4, cost=MadeUpCost(token_s=0.4))
+    timeline = _timeline(7, 4, cost=MadeUpCost(token_s=0.4), overlaps_rounds=True)
     for num_decodes in (1, 2):
         figures = timeline.estimate(Points.one(0, 8, num_decodes))[0]
         layers = [s.num_decode_layers for s in timeline.schedule(Points.one(0, 8, 1)).stages]

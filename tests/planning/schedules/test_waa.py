@@ -48,21 +48,22 @@ def test_slow_encoding_sets_the_rate_and_decoding_goes_on_at_its_own():
     """B_E = 2 on a device each: 2 layers of 8 tokens take 8 s, and 0.25 sequences begin a second.
 
     A full decode batch of B_E * 4 = 8 would take 2 * (1 + 0.25 * 8) = 6 s. With n = 0.25 * 4 * R
-    and R = 2 + 0.5 n it is n = R = 4; eight halvings of the distance from 8 leave 4 / 256.
+    and R = 2 + 0.5 n it is n = R = 4.
     """
     timeline = _timeline(cost=MadeUpCost(kv_token_s=0.25))
     figures = timeline.estimate(Points.one(0, 2, 1))[0]
-    iteration_s = 4 + 4 / 512
+    iteration_s = 4.0
     assert figures.period_s == pytest.approx(8.0)
     assert figures.throughput == pytest.approx(0.25)
-    assert figures.decode_batch == pytest.approx(4 + 4 / 256)
-    # Encoding, the handover of 8 tokens, a turn, and four iterations.
-    assert figures.latency_s == pytest.approx(8 + 2 + iteration_s + 4 * iteration_s)
-    assert figures.first_token_s == pytest.approx(8.0)
+    assert figures.decode_batch == pytest.approx(4.0)
+    # The batch before it, encoding, the handover of 8 tokens, an iteration, a turn, and four
+    # iterations.
+    assert figures.latency_s == pytest.approx(8 + 8 + 2 + 2 * iteration_s + 4 * iteration_s)
+    assert figures.first_token_s == pytest.approx(8.0 + 8.0)
     assert figures.token_s == pytest.approx(iteration_s)
     # Each device has both layers; the decode device the KV of its sequences, on average at token
     # 4 + 2.5, and of two that arrive.
-    kv_tokens = (4 + 4 / 256) * 6.5 + 8
+    kv_tokens = 4 * 6.5 + 8
     assert figures.memory_bytes == pytest.approx(2 * (20 + 12 * kv_tokens) + 8)
 
 
@@ -72,7 +73,7 @@ def test_slow_decoding_takes_one_encode_batch_an_iteration():
     figures = timeline.estimate(Points.one(0, 2, 1))[0]
     assert figures.period_s == pytest.approx(14.0)
     assert figures.decode_batch == pytest.approx(8.0)
-    assert figures.latency_s == pytest.approx(8 + 14 + 4 * 14)
+    assert figures.latency_s == pytest.approx(8 + 8 + 2 * 14 + 4 * 14)
 
 
 def test_the_slowest_handover_sets_the_rate():
@@ -114,8 +115,8 @@ def test_encoder_and_decoder_layers_are_held_once():
     assert figures.decode_batch == pytest.approx(10.0)
     iteration_s = 2 * (1 + 3.5)
     assert figures.period_s == pytest.approx(iteration_s)
-    assert figures.first_token_s == pytest.approx(8 + 2 * iteration_s)
-    assert figures.latency_s == pytest.approx(8 + iteration_s + 5 * iteration_s)
+    assert figures.first_token_s == pytest.approx(8 + 8 + 3 * iteration_s)
+    assert figures.latency_s == pytest.approx(8 + 8 + 2 * iteration_s + 5 * iteration_s)
     assert figures.memory_bytes == pytest.approx(2 * (20 + 12 * (10 * 7 + 8)) + 8)
 
 

@@ -1,0 +1,130 @@
+"""A scenario under one latency bound: the best schedule, beside the best of every baseline."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, final
+
+from benchmarks.exegpt.discrete import play
+from benchmarks.exegpt.iteration_level import IterationLevel
+from benchmarks.exegpt.served import Served
+from benchmarks.exegpt.static_batching import StaticBatches, hybrid_batches
+from jaxserve.core.errors import InfeasibleBoundError
+from jaxserve.planning.schedules import (
+    Choice,
+    Deployment,
+    LatencyBounds,
+    RRATimeline,
+    TaskLengths,
+    Timeline,
+    search,
+    timelines_of,
+)
+from jaxserve.planning.schedules.candidate import throughput_under
+from jaxserve.planning.schedules.search import maximise
+
+BASELINES = ("fastertransformer", "deepspeed", "orca", "vllm")
+
+
+@final
+class Contest:
+    """ExeGPT and the baselines on one deployment and task.
+
+    Attributes:
+      static: FasterTransformer, whose latencies give the bounds.
+      served: what each of `BASELINES` does.
+      timelines: of RRA and WAA.
+    """
+
+    def __init__(self, deployment: Deployment, lengths: TaskLengths):
+        self._deployment, self._lengths = deployment, lengths
+        self.static = StaticBatches.of(deployment, lengths)
+        level = IterationLevel(deployment, lengths)
+        self.served: dict[str, Served] = {
+            "fastertransformer": self.static.served,
+            "deepspeed": hybrid_batches(deployment, lengths),
+            "orca": level.orca(),
+            "vllm": level.vllm(),
+        }
+        self.timelines = timelines_of(deployment, lengths)
+
+    @cached_property
+    def _overlapping(self) -> Timeline:
+        return RRATimeline(replace(self._deployment, overlaps_rounds=True), self._lengths)
+
+    def point(self, bound_s: float, *, num_seeds: int = 0) -> dict[str, Any]:
+        """Return the best of each system under a bound, and what the schedule did when played.
+
+        A schedule with a bound is played `num_seeds` times. A throughput is None where nothing
+        keeps the bound ("NS" in the paper's figures).
+        """
+        bounds = LatencyBounds(latency_s=bound_s)
+        score = throughput_under(bounds)
+        per_s = {name: served.best(bound_s) or None for name, served in self.served.items()}
+        for timeline in self.timelines:
+            name = "rra" if isinstance(timeline, RRATimeline) else "waa"
+            per_s[name] = maximise([timeline], score).score or None
+        point = {
+            "bound_s": None if math.isinf(bound_s) else bound_s,
+            "per_s_of": per_s,
+            "batch_of": {name: _batch(served, bound_s) for name, served in self.served.items()},
+            "overlapping_rra_per_s": maximise([self._overlapping], score).score or None,
+        }
+        try:
+            choice = search(self._deployment, self._lengths, bounds)
+        except InfeasibleBoundError as error:
+            return point | {"per_s": None, "gain": None, "lowest_s": error.lowest["latency_s"]}
+        throughput = float(choice.estimates.throughput)
+        return point | {
+            "per_s": throughput,
+            "gain": throughput / (per_s["fastertransformer"] or math.nan),
+            **described(choice),
+            "played": [
+                self._played(choice, bound_s, seed)
+                for seed in range(num_seeds if math.isfinite(bound_s) else 0)
+            ],
+        }
+
+    def _played(self, choice: Choice, bound_s: float, seed: int) -> dict[str, Any]:
+        """Play a schedule with the real scheduler; see `Played`."""
+        throughput = float(choice.estimates.throughput)
+        longest = self._lengths.outputs.percentile(self._lengths.level)
+        played = play(self._deployment, self._lengths, choice.schedule, per_s=throughput, seed=seed)
+        is_long = played.num_tokens > longest
+        p99_s = played.of_length(longest)
+        return {
+            "seed": seed,
+            "num_answers": len(played.latency_s),
+            "per_s": played.throughput,
+            "p99_length_s": None if math.isnan(p99_s) else p99_s,
+            "within": played.within(bound_s),
+            "longer_share": float(is_long.mean()),
+            "missed_by_others": float(((played.latency_s > bound_s) & ~is_long).mean()),
+            "num_preemptions": played.num_preemptions,
+        }
+
+
+def described(choice: Choice) -> dict[str, Any]:
+    """Return a schedule, what it is expected to do, and what it took to find it."""
+    schedule, estimates = choice.schedule, choice.estimates
+    return {
+        "latency_s": float(estimates.latency_s),
+        "policy": schedule.layout.policy.value,
+        "degree": schedule.layout.degree,
+        "num_sharded_devices": schedule.layout.num_sharded_devices,
+        "encode_batch": schedule.encode_batch,
+        "num_decodes": schedule.num_decodes,
+        "num_micro_batches": schedule.num_micro_batches,
+        "num_encode_devices": schedule.num_encode_devices,
+        "decode_batch": schedule.decode_batch,
+        "memory_gb": float(estimates.memory_bytes) / 1e9,
+        "search_s": choice.elapsed_s,
+        "evaluated_share": choice.num_evaluated / choice.num_points,
+    }
+
+
+def _batch(served: Served, bound_s: float) -> int | None:
+    index = served.best_at(bound_s)
+    return None if index is None else int(served.batch[index])
