@@ -33,7 +33,7 @@ def test_help_names_the_commands():
     """The first page lists every command."""
     shown = _run("--help")
     assert shown.exit_code == 0
-    for command in ("generate", "chat", "bench", "conversations", "models", "predictor"):
+    for command in ("generate", "chat", "serve", "bench", "conversations", "models", "predictor"):
         assert command in shown.stdout
 
 

@@ -52,12 +52,12 @@ def test_random_requests(url: str, case: schemathesis.Case):
     """No request gets a 5xx, and every answer is one that the schema says."""
     case.call_and_validate(
         base_url=url,
-        checks=(
+        checks=[
             not_a_server_error,
             status_code_conformance,
             content_type_conformance,
             response_schema_conformance,
-        ),
+        ],
         timeout=60,
     )
 
