@@ -22,7 +22,15 @@ from jaxserve.server.backend import Backend
 from jaxserve.server.errors import Kind, RefusedError, body_of, headers_of, invalid, kind_of
 from jaxserve.server.exchange import ClientGoneError
 from jaxserve.server.guard import AccessLog, BodyReader, KeyGuard
-from jaxserve.server.routes import chat, completions, operation, tokens
+from jaxserve.server.routes import (
+    chat,
+    completions,
+    conversations,
+    operation,
+    page,
+    responses,
+    tokens,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +81,7 @@ def make_app(backend: Backend) -> FastAPI:
             Exception: _answer_defect,
         },
     )
-    for routes in (chat, completions, tokens, operation):
+    for routes in (chat, completions, responses, tokens, conversations, operation, page):
         app.include_router(routes.router)
     return app
 

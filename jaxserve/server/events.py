@@ -42,6 +42,7 @@ class EventStream(EventSourceResponse):
     Args:
       to_event: returns the event of a reply.
       last: event after the last reply.
+      error_event: type of an error's event; none by default.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class EventStream(EventSourceResponse):
         replies: Replies,
         to_event: Callable[[Reply], bytes] = data_event,
         last: bytes = b"data: [DONE]\n\n",
+        error_event: str | None = None,
     ):
         self._replies = replies
-        self._events = _events(replies, to_event, last)
+        self._events = _events(replies, to_event, last, error_event)
         super().__init__(self._events, headers=_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,7 +62,7 @@ class EventStream(EventSourceResponse):
 
 
 async def _events(
-    replies: Replies, to_event: Callable[[Reply], bytes], last: bytes
+    replies: Replies, to_event: Callable[[Reply], bytes], last: bytes, error_event: str | None
 ) -> AsyncGenerator[bytes]:
     try:
         async for reply in replies:
@@ -70,8 +72,8 @@ async def _events(
                 yield to_event(reply)
         yield last
     except JaxserveError as error:
-        yield format_sse_event(data_str=json.dumps(body_of(error)))
+        yield format_sse_event(event=error_event, data_str=json.dumps(body_of(error)))
     except Exception:
         _log.exception("a stream failed")
         unknown = JaxserveError("the server failed; its log says why")
-        yield format_sse_event(data_str=json.dumps(body_of(unknown)))
+        yield format_sse_event(event=error_event, data_str=json.dumps(body_of(unknown)))

@@ -26,6 +26,9 @@ from jaxserve.server.guard import note, notes_here
 
 _T = TypeVar("_T")
 
+# Pieces that came together, each with the index of its prompt.
+Group = list[tuple[int, Piece]]
+
 # Seconds for which a stream waits before it sends its status: an error before then has its own.
 STATUS_S = 5.0
 # Seconds without a piece after which a stream sends a comment, so that proxies keep it open.
@@ -141,7 +144,7 @@ class Exchange:
             self.close()
             raise
 
-    async def pieces(self) -> AsyncGenerator[list[tuple[int, Piece]]]:
+    async def pieces(self) -> AsyncGenerator[Group]:
         """Yield the pieces that have come, each with the index of its prompt, until the end.
 
         A client that reads slowly gets fewer, larger groups. A group without pieces says that none
@@ -249,7 +252,7 @@ class Exchange:
         return completions
 
 
-def merged(pieces: Sequence[tuple[int, Piece]]) -> list[tuple[int, Piece]]:
+def merged(pieces: Sequence[tuple[int, Piece]]) -> Group:
     """Return one piece for each sample; ends that are errors are raised, not shown."""
     found: dict[tuple[int, int], Piece] = {}
     for index, piece in pieces:

@@ -20,8 +20,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.server.errors import Kind, RefusedError, bad_key, body_of, headers_of, kind_of
 from jaxserve.server.options import ServerOptions
 
-# Paths that need no key: they are probed by machines and tell nothing about requests.
-OPEN_PATHS = frozenset(("/health", "/ready", "/version", "/metrics"))
+# Paths that machines probe, which the access log leaves out.
+_PROBED = frozenset(("/health", "/ready", "/version", "/metrics"))
+# Paths that need no key, because they tell nothing about requests; the page asks for a key.
+OPEN_PATHS = _PROBED | {"/", "/page.css", "/page.js"}
 
 # Fields that an endpoint adds to the line of its request in the access log.
 _notes: ContextVar[dict[str, Any] | None] = ContextVar("notes", default=None)
@@ -163,7 +165,7 @@ class AccessLog:
             await self._app(scope, receive_and_keep, send_with_id)
         finally:
             _notes.reset(token)
-            if self._options.log_requests and scope["path"] not in OPEN_PATHS:
+            if self._options.log_requests and scope["path"] not in _PROBED:
                 line = {
                     "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                     "request_id": request_id,

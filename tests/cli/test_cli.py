@@ -33,7 +33,8 @@ def test_help_names_the_commands():
     """The first page lists every command."""
     shown = _run("--help")
     assert shown.exit_code == 0
-    for command in ("generate", "chat", "bench", "plan", "conversations", "models", "predictor"):
+    commands = ("generate", "chat", "serve", "bench", "plan", "conversations", "models", "predictor")
+    for command in commands:
         assert command in shown.stdout
 
 

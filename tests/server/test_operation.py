@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -188,6 +190,20 @@ def test_metrics(slow: Runtime):
         assert found[f"vllm:{name}_seconds_count"] == 2
     assert found["vllm:engine_steps_total"] > 0
     assert found["vllm:prefix_cache_tier_hits_total['device']"] >= 0
+
+
+def test_dashboard_reads_metrics_that_exist(slow: Runtime):
+    """Every metric in the Grafana dashboard is one that the server has."""
+    text = (Path(__file__).parents[2] / "docs" / "grafana_dashboard.json").read_text()
+    named = {name for panel in json.loads(text)["panels"] for name in _named(panel)}
+    with server(slow) as url:
+        post(url, "/v1/completions", {"prompt": "abc", "max_tokens": 4})
+        found = {name.partition("[")[0] for name in _metrics(url)}
+    assert named and named <= found
+
+
+def _named(panel: dict[str, Any]) -> list[str]:
+    return [n for t in panel["targets"] for n in re.findall(r"jaxserve:\w+", t["expr"])]
 
 
 def test_access_log(slow: Runtime, capsys: pytest.CaptureFixture[str]):

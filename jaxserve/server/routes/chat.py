@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast, final
@@ -17,8 +18,9 @@ from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
 from jaxserve.server import params as params_of
 from jaxserve.server import scores
+from jaxserve.server.errors import invalid
 from jaxserve.server.events import EventStream, Replies, json_response
-from jaxserve.server.exchange import Exchange, Job, unless_gone
+from jaxserve.server.exchange import Exchange, Group, Job, unless_gone
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
 from jaxserve.server.schema.base import FinishReason, Usage
@@ -32,6 +34,7 @@ from jaxserve.server.schema.chat import (
     Delta,
     as_template_message,
 )
+from jaxserve.server.turn import TurnExchange, begun
 
 router = APIRouter()
 
@@ -47,14 +50,31 @@ async def chat(body: ChatRequest, http: Request, backend: Here) -> Response:
     backend.check_model(body.model)
     note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
     tokenizer = need_tokenizer(backend.ready_service())
+    answer = _Chat(body, params_of.of_chat(body), backend.options.model_name, tokenizer)
+    if body.conversation_id is not None:
+        return await _turn(body, body.conversation_id, answer, http, backend)
     exchange = Exchange(backend)
-    params = params_of.of_chat(body)
-    answer = _Chat(body, params, exchange, backend.options.model_name, tokenizer)
     await unless_gone(http, exchange.start(answer.jobs))
     if body.stream:
         await unless_gone(http, exchange.until_begun())
-        return EventStream(answer.chunks())
+        prompt = exchange.jobs[0].prompt
+        return EventStream(answer.chunks(exchange.pieces(), lambda: len(prompt), prompt))
     return json_response(answer.reply((await unless_gone(http, exchange.completions()))[0]))
+
+
+async def _turn(
+    body: ChatRequest, id: str, answer: _Chat, http: Request, backend: Here
+) -> Response:
+    """Answer the next turn of a conversation that the service keeps."""
+    for name in ("priority", "return_token_ids") if body.stream else ("priority",):
+        if getattr(body, name) is not None:
+            raise invalid(f"{name} cannot be used with conversation_id; leave it out", name)
+    said = [as_template_message(message) for message in body.messages]
+    exchange = TurnExchange(backend, id, said, answer.params)
+    if not body.stream:
+        return json_response(answer.reply(await unless_gone(http, exchange.completion())))
+    groups = await unless_gone(http, begun(exchange.pieces()))
+    return EventStream(answer.chunks(groups, lambda: exchange.num_prompt_tokens))
 
 
 @final
@@ -64,7 +84,6 @@ class _Chat:
 
     body: ChatRequest
     params: SamplingParams
-    exchange: Exchange
     model: str
     tokenizer: Tokenizer
 
@@ -103,13 +122,19 @@ class _Chat:
             if completion.prompt_logprobs is None
             else scores.of_prompt(completion.prompt_logprobs, self.tokenizer),
             prompt_token_ids=list(prompt) if self.body.return_token_ids else None,
+            conversation_id=self.body.conversation_id,
         )
 
-    async def chunks(self) -> Replies:
+    async def chunks(
+        self,
+        groups: AsyncGenerator[Group],
+        num_prompt_tokens: Callable[[], int],
+        prompt: list[int] | None = None,
+    ) -> Replies:
         """Yield the chunks of a streamed answer."""
-        options, prompt = self.body.stream_options, self.exchange.jobs[0].prompt
+        options = self.body.stream_options
         num_tokens = 0
-        async with aclosing(self.exchange.pieces()) as groups:
+        async with aclosing(groups):
             for i in range(self.params.n):
                 first = Delta(role="assistant", content="")
                 yield self._chunk(
@@ -123,7 +148,7 @@ class _Chat:
                     num_tokens += len(piece.token_ids)
                     yield self._chunk([self._choice(piece)])
         if options is not None and options.include_usage:
-            yield self._chunk([], usage=Usage.of(len(prompt), num_tokens))
+            yield self._chunk([], usage=Usage.of(num_prompt_tokens(), num_tokens))
 
     def _choice(self, piece: Piece) -> ChunkChoice:
         ended = piece.finish_reason is not None

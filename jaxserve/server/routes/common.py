@@ -19,6 +19,7 @@ _MEANINGS = {
     400: "The request cannot be served as given.",
     401: "The API key is missing or wrong.",
     404: "The model or the conversation does not exist.",
+    408: "The body did not arrive in time.",
     409: "The conversation is being answered, or belongs to another model.",
     413: "The body is larger than the server allows.",
     429: "The queue is full.",
@@ -26,8 +27,8 @@ _MEANINGS = {
     503: "The server is loading or shutting down.",
     504: "The answer was not complete in time.",
 }
-READING = (400, 401, 404, 413, 503)
-ANSWERING = (400, 401, 404, 413, 429, 500, 503, 504)
+READING = (400, 401, 404, 408, 413, 503)
+ANSWERING = (400, 401, 404, 408, 409, 413, 429, 500, 503, 504)
 
 
 def documented(*statuses: int, stream: bool = False) -> dict[int | str, dict[str, Any]]:

@@ -78,7 +78,7 @@ class Choosing(Strict):
     min_p: float | None = Field(None, ge=0, lt=1)
     presence_penalty: float | None = Field(None, ge=-100, le=100)
     frequency_penalty: float | None = Field(None, ge=-100, le=100)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     logit_bias: dict[str, Annotated[float, Field(ge=-1e9, le=1e9)]] | None = Field(
         None,
         max_length=MAX_LOGIT_BIAS,

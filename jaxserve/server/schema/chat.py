@@ -95,6 +95,13 @@ class ChatRequest(Asking):
     )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    conversation_id: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Continue the conversation with this id, or begin it. `messages` are then the "
+        "new ones only, and the server keeps the history.",
+    )
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     store: Literal[False] | None = Field(None, description="Answers are not stored.")
     safety_identifier: str | None = Field(None, description="Written to the access log.")
@@ -136,6 +143,7 @@ class ChatReply(Reply):
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = optional()
     prompt_token_ids: list[int] | None = optional()
+    conversation_id: str | None = optional()
 
 
 class Delta(Reply):

@@ -1,0 +1,269 @@
+"use strict";
+// Texts of models are put into the page as text nodes only, never as HTML.
+
+const $ = (id) => document.getElementById(id);
+let conversation = null; // its id
+let messages = []; // of the conversation, as the server keeps them
+let controller = null; // of the answer that is coming
+
+function headers() {
+  const key = $("key").value;
+  return {"content-type": "application/json", ...(key ? {authorization: "Bearer " + key} : {})};
+}
+
+async function call(method, path, body) {
+  const answer = await fetch(path, {method, headers: headers(), body: body && JSON.stringify(body)});
+  const told = await answer.json();
+  if (!answer.ok) throw new Error(told.error.message);
+  return told;
+}
+
+function say(text) { $("status").textContent = text; }
+
+function element(name, text, className) {
+  const made = document.createElement(name);
+  if (text !== undefined) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+// Adds a line with `code`, **bold** and *emphasis*.
+function addInline(parent, line) {
+  for (const part of line.split(/(`[^`]+`|\*\*[^*]+\*\*|\*[^*\s][^*]*\*)/)) {
+    if (/^`.+`$/s.test(part)) parent.append(element("code", part.slice(1, -1)));
+    else if (/^\*\*.+\*\*$/s.test(part)) parent.append(element("strong", part.slice(2, -2)));
+    else if (/^\*.+\*$/s.test(part)) parent.append(element("em", part.slice(1, -1)));
+    else parent.append(document.createTextNode(part));
+  }
+}
+
+// The part of Markdown that chats use: fenced code, headings, lists, paragraphs.
+function rendered(text) {
+  const found = document.createDocumentFragment();
+  let list = null, paragraph = null, code = null;
+  for (const line of text.split("\n")) {
+    if (/^\s*```/.test(line)) {
+      if (code) code = null;
+      else {
+        code = element("code", "");
+        const pre = element("pre");
+        pre.append(code);
+        found.append(pre);
+      }
+      list = paragraph = null;
+      continue;
+    }
+    if (code) { code.append(line + "\n"); continue; }
+    const heading = /^(#{1,4})\s+(.*)/.exec(line);
+    const item = /^\s*(?:[-*+]|(\d+)[.)])\s+(.*)/.exec(line);
+    if (heading) {
+      const made = element("h" + (heading[1].length + 2));
+      addInline(made, heading[2]);
+      found.append(made);
+      list = paragraph = null;
+    } else if (item) {
+      const name = item[1] ? "OL" : "UL";
+      if (!list || list.tagName !== name) {
+        list = element(name.toLowerCase());
+        if (item[1]) list.start = Number(item[1]);
+        found.append(list);
+      }
+      const made = element("li");
+      addInline(made, item[2]);
+      list.append(made);
+      paragraph = null;
+    } else if (!line.trim()) {
+      list = paragraph = null;
+    } else {
+      if (paragraph) paragraph.append("\n");
+      else { paragraph = element("p"); found.append(paragraph); }
+      addInline(paragraph, line);
+      list = null;
+    }
+  }
+  return found;
+}
+
+function addMessage(message) {
+  const made = element("article", undefined, message.role);
+  made.setAttribute("aria-label", message.role);
+  made.append(rendered(message.content));
+  $("messages").append(made);
+  made.scrollIntoView({block: "end"});
+  return made;
+}
+
+function show() {
+  $("messages").replaceChildren();
+  messages.forEach(addMessage);
+  const isBusy = controller !== null;
+  $("send").disabled = isBusy;
+  $("stop").disabled = !isBusy;
+  for (const id of ["again", "fork", "delete"]) $(id).disabled = isBusy || !messages.length;
+}
+
+const numTurns = () => messages.filter((message) => message.role === "assistant").length;
+
+async function list() {
+  const found = await call("GET", "conversations");
+  $("conversations").replaceChildren(...found.data.map((each) => {
+    const button = element("button", `${each.id} (${each.num_turns})`);
+    button.type = "button";
+    button.setAttribute("aria-current", String(each.id === conversation));
+    button.addEventListener("click", () => attempt(() => open(each.id)));
+    const item = element("li");
+    item.append(button);
+    return item;
+  }));
+}
+
+async function open(id) {
+  conversation = id;
+  messages = id ? (await call("GET", "conversations/" + encodeURIComponent(id))).messages : [];
+  show();
+  await list();
+}
+
+function attempt(action) {
+  say("");
+  return action().catch((error) => say(error.name === "AbortError" ? "stopped" : error.message));
+}
+
+async function* events(body, signal) {
+  const answer = await fetch(
+    "v1/chat/completions",
+    {method: "POST", headers: headers(), body: JSON.stringify(body), signal},
+  );
+  if (!answer.ok) throw new Error((await answer.json()).error.message);
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const {value, done} = await reader.read();
+    if (done) throw new Error("the connection was closed before the answer was complete");
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line === "data: [DONE]") return;
+      if (!line.startsWith("data: ")) continue;
+      const told = JSON.parse(line.slice(6));
+      if (told.error) throw new Error(told.error.message);
+      yield told;
+    }
+  }
+}
+
+async function ask(text) {
+  const said = [{role: "user", content: text}];
+  const system = $("system").value.trim();
+  if (!messages.length && system) said.unshift({role: "system", content: system});
+  conversation ??= crypto.getRandomValues(new Uint32Array(2)).join("-");
+  controller = new AbortController();
+  const before = messages;
+  messages = [...messages, ...said];
+  show();
+  const shown = addMessage({role: "assistant", content: ""});
+  const begun = performance.now();
+  let answer = "", numEvents = 0;
+  try {
+    const body = {
+      messages: said, conversation_id: conversation, stream: true,
+      temperature: Number($("temperature").value), top_p: Number($("top_p").value),
+      max_tokens: Number($("max_tokens").value), stream_options: {include_usage: true},
+    };
+    for await (const told of events(body, controller.signal)) {
+      answer += told.choices[0]?.delta.content ?? "";
+      if (numEvents++ % 4 === 0) shown.replaceChildren(rendered(answer));
+      shown.scrollIntoView({block: "end"});
+      const seconds = (performance.now() - begun) / 1000;
+      if (told.usage) {
+        const {completion_tokens, prompt_tokens} = told.usage;
+        say(`${completion_tokens} tokens in ${seconds.toFixed(1)} s after ${prompt_tokens}`);
+      }
+    }
+    messages = [...messages, {role: "assistant", content: answer}];
+    $("said").value = "";
+  } catch (error) {
+    messages = before; // the server keeps no part of a turn that failed
+    throw error;
+  } finally {
+    controller = null;
+    show();
+    await list();
+  }
+}
+
+// Answers the last turn again, in a fork that keeps the turns before it.
+async function regenerate() {
+  const last = messages.findLast((message) => message.role === "user");
+  const kept = numTurns() - 1;
+  if (kept > 0) {
+    const path = `conversations/${encodeURIComponent(conversation)}/fork`;
+    const forked = await call("POST", path, {num_turns: kept});
+    [conversation, messages] = [forked.id, forked.messages];
+  } else {
+    [conversation, messages] = [null, []];
+  }
+  await ask(last.content);
+}
+
+async function fork() {
+  const path = `conversations/${encodeURIComponent(conversation)}/fork`;
+  await open((await call("POST", path, {})).id);
+}
+
+async function remove() {
+  await call("DELETE", "conversations/" + encodeURIComponent(conversation));
+  await open(null);
+}
+
+let last = null; // [seconds, tokens] of the scrape before
+async function watch() {
+  try {
+    const text = await (await fetch("metrics")).text();
+    const value = (name) => {
+      const found = new RegExp(`^\\w+:${name}\\{.*\\} (\\S+)$`, "m").exec(text);
+      return found ? Number(found[1]) : NaN;
+    };
+    const put = (id, number, digits = 0, unit = "") => {
+      $(id).textContent = Number.isFinite(number) ? number.toFixed(digits) + unit : "–";
+    };
+    put("running", value("num_requests_running"));
+    put("waiting", value("num_requests_waiting"));
+    put("kv", 100 * value("kv_cache_usage_perc"), 1, " %");
+    const count = value("time_to_first_token_seconds_count");
+    put("first", 1000 * value("time_to_first_token_seconds_sum") / count, 0, " ms");
+    const now = [performance.now() / 1000, value("computed_tokens_total")];
+    if (last) put("rate", (now[1] - last[1]) / (now[0] - last[0]));
+    last = now;
+  } catch { $("running").textContent = "–"; }
+}
+
+$("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (controller === null) attempt(() => ask($("said").value));
+});
+$("said").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    $("form").requestSubmit();
+  }
+});
+$("stop").addEventListener("click", () => controller?.abort());
+$("new").addEventListener("click", () => attempt(() => open(null)));
+$("again").addEventListener("click", () => attempt(regenerate));
+$("fork").addEventListener("click", () => attempt(fork));
+$("delete").addEventListener("click", () => attempt(remove));
+$("key").value = sessionStorage.getItem("key") ?? "";
+$("key").addEventListener("change", () => {
+  sessionStorage.setItem("key", $("key").value);
+  attempt(start);
+});
+
+async function start() {
+  $("model").textContent = (await call("GET", "v1/models")).data[0].id;
+  await list();
+}
+
+attempt(start);
+watch();
+setInterval(watch, 1000);

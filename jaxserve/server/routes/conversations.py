@@ -1,0 +1,79 @@
+"""`/conversations`: lists, shows, forks and deletes the conversations that the service keeps."""
+
+from __future__ import annotations
+
+from anyio import to_thread
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from jaxserve.conversations import Conversation
+from jaxserve.core.errors import UnknownConversationError
+from jaxserve.server.events import json_response
+from jaxserve.server.routes.common import READING, Here, documented
+from jaxserve.server.schema.conversations import (
+    ConversationCard,
+    ConversationList,
+    ConversationReply,
+    Deleted,
+    ForkRequest,
+)
+
+router = APIRouter(tags=["conversations"])
+
+_ERRORS = documented(*READING, 409, 500)
+
+
+def _known(backend: Here, id: str) -> Conversation:
+    """Return a kept conversation; unlike a chat with its id, this begins none.
+
+    Raises:
+      UnknownConversationError: no conversation has this id.
+    """
+    service = backend.ready_service()
+    if id not in service.conversations:
+        raise UnknownConversationError(
+            f"no conversation has the id {id!r}; GET /conversations lists them"
+        )
+    return service.conversation(id)
+
+
+@router.get("/conversations", response_model=ConversationList, responses=_ERRORS)
+async def list_conversations(backend: Here) -> Response:
+    """List the conversations, the most recently used first."""
+    kept = await to_thread.run_sync(backend.ready_service().conversations.list)
+    cards = [
+        ConversationCard(
+            id=entry.id,
+            num_turns=entry.num_turns,
+            num_tokens=entry.num_tokens,
+            used=entry.used_s,
+        )
+        for entry in kept
+    ]
+    return json_response(ConversationList(data=cards))
+
+
+@router.get("/conversations/{id}", response_model=ConversationReply, responses=_ERRORS)
+async def show_conversation(id: str, backend: Here) -> Response:
+    """Return the messages of a conversation."""
+    conversation = await to_thread.run_sync(_known, backend, id)
+    return json_response(ConversationReply(id=id, messages=conversation.history))
+
+
+@router.post("/conversations/{id}/fork", response_model=ConversationReply, responses=_ERRORS)
+async def fork_conversation(id: str, body: ForkRequest, backend: Here) -> Response:
+    """Begin another conversation with the first turns of this one."""
+
+    def fork() -> Conversation:
+        return _known(backend, id).fork(body.num_turns)
+
+    forked = await to_thread.run_sync(fork)
+    return json_response(ConversationReply(id=forked.id, messages=forked.history))
+
+
+@router.delete("/conversations/{id}", response_model=Deleted, responses=_ERRORS)
+async def delete_conversation(id: str, backend: Here) -> Response:
+    """Delete a conversation."""
+    service = backend.ready_service()
+    await to_thread.run_sync(service.conversations.delete, id)
+    return json_response(Deleted(id=id))

@@ -1,0 +1,156 @@
+"""`/v1/responses`: OpenAI's newer form of a chat, for text."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from jaxserve.core.sampling_params import MAX_LOGPROBS
+from jaxserve.server.schema.base import MAX_INT32, Reply, ScoredChoice, Strict, optional
+
+
+class InputText(Strict):
+    """A part of what the user says."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class GivenOutputText(Strict):
+    """A part of an earlier answer, as this server gave it."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputMessage(Strict):
+    """A message; an answer of this server can be sent back as it is."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Annotated[InputText | GivenOutputText, Field(discriminator="type")]]
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+    phase: None = None
+
+
+class TextFormat(Strict):
+    """The form of the text."""
+
+    type: Literal["text"]
+
+
+class TextOptions(Strict):
+    """Options of the text."""
+
+    format: TextFormat | None = None
+
+
+class ConversationParam(Strict):
+    """A conversation that the server keeps."""
+
+    id: str = Field(min_length=1, max_length=256)
+
+
+class ResponseRequest(Strict):
+    """Messages, and how the next one is generated."""
+
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[InputMessage], Field(min_length=1)]
+    model: str | None = None
+    instructions: str | None = None
+    conversation: Annotated[str, Field(min_length=1, max_length=256)] | ConversationParam | None = (
+        Field(None, description="As `conversation_id` of a chat; `input` is new then.")
+    )
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    stream: bool | None = None
+    store: Literal[False] | None = Field(None, description="Responses are not stored.")
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    text: TextOptions | None = None
+    metadata: dict[str, str] | None = Field(None, description="Returned with the response.")
+    user: str | None = None
+    safety_identifier: str | None = None
+
+
+class OutputText(Reply):
+    """The text of an answer."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[ScoredChoice] = []
+
+
+class OutputMessage(Reply):
+    """The message that was generated."""
+
+    type: Literal["message"] = "message"
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class Incomplete(Reply):
+    """Why an answer is not complete."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseUsage(Reply):
+    """Numbers of tokens."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class ResponseReply(Reply):
+    """The answer, and the options that it was generated with."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete"]
+    error: None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[OutputMessage]
+    parallel_tool_calls: bool = True
+    previous_response_id: None = None
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, Any] = {"format": {"type": "text"}}
+    tool_choice: Literal["auto"] = "auto"
+    tools: list[Any] = []
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None
+    user: str | None
+    metadata: dict[str, str]
+    conversation: dict[str, str] | None = optional()
+
+
+class ResponseEvent(Reply):
+    """One event of a streamed response; which fields it has depends on its type."""
+
+    type: str
+    sequence_number: int
+    response: ResponseReply | None = optional()
+    output_index: int | None = optional()
+    content_index: int | None = optional()
+    item_id: str | None = optional()
+    item: OutputMessage | None = optional()
+    part: OutputText | None = optional()
+    delta: str | None = optional()
+    text: str | None = optional()
+    logprobs: list[ScoredChoice] | None = optional()

@@ -1,0 +1,159 @@
+"""A turn of a conversation that the service keeps, as the answer to an HTTP request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, final
+
+from anyio import to_thread
+
+from jaxserve.conversations import Conversation
+from jaxserve.core.request import Completion, Sample, Timing
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Piece
+from jaxserve.server.backend import Backend, OpenRequest
+from jaxserve.server.exchange import Group
+from jaxserve.server.guard import note, notes_here
+
+
+@final
+class TurnExchange:
+    """The next turn of a conversation. Use it on the event loop.
+
+    Args:
+      said: the new messages; the service has the others.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        conversation_id: str,
+        said: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+    ):
+        self._backend = backend
+        self._id = conversation_id
+        self._said = list(said)
+        self._params = params
+        self._notes = notes_here()
+        self._conversation: Conversation | None = None
+        self._has_ended = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the last turn's prompt, the history included; known at the end."""
+        assert self._conversation is not None
+        turn = self._conversation.turns[-1]
+        return len(self._conversation.token_ids) - len(turn.answer)
+
+    async def completion(self) -> Completion:
+        """Return the answer, which is then kept. Cancelling the task cancels the turn.
+
+        Raises:
+          JaxserveError: see `Conversation.send`.
+        """
+        conversation, open_ = await self._open()
+        try:
+            completion = await conversation.asend(
+                self._said, self._params, timeout_s=self._backend.options.request_timeout_s
+            )
+            self._ended(open_, completion)
+        finally:
+            self._close(open_)
+        return completion
+
+    async def pieces(self) -> AsyncGenerator[Group]:
+        """Yield the pieces of the answer; the last one when the turn is kept.
+
+        Raises:
+          JaxserveError: see `Conversation.send`.
+        """
+        conversation, open_ = await self._open()
+        begun_s, first_s, tokens = time.monotonic(), None, []
+        try:
+            pieces = conversation.astream(
+                self._said, self._params, timeout_s=self._backend.options.request_timeout_s
+            )
+            try:
+                async for piece in pieces:
+                    if piece.token_ids and first_s is None:
+                        first_s = time.monotonic()
+                        self._backend.has_token(open_)
+                    tokens += piece.token_ids
+                    if piece.finish_reason is not None:
+                        self._ended(
+                            open_, self._as_completion(tokens, piece, begun_s, first_s or begun_s)
+                        )
+                    yield [(0, piece)]
+            finally:
+                await pieces.aclose()
+        finally:
+            self._close(open_)
+
+    async def _open(self) -> tuple[Conversation, OpenRequest]:
+        service = self._backend.ready_service()
+        await self._backend.check_room(1)
+        open_ = self._backend.begin()
+        try:
+            conversation = await to_thread.run_sync(service.conversation, self._id)
+        except BaseException:
+            self._close(open_)
+            raise
+        self._conversation = conversation
+        return conversation, open_
+
+    def _as_completion(
+        self, tokens: Sequence[int], last: Piece, begun_s: float, first_s: float
+    ) -> Completion:
+        """Return what metrics count of a streamed turn; its times are those of the server."""
+        assert last.finish_reason is not None
+        return Completion(
+            request_id="",
+            prompt_token_ids=(0,) * self.num_prompt_tokens,
+            samples=(Sample(text="", token_ids=tuple(tokens), finish_reason=last.finish_reason),),
+            timing=Timing(
+                arrival_s=begun_s,
+                admitted_s=begun_s,
+                first_token_s=first_s,
+                finished_s=time.monotonic(),
+            ),
+        )
+
+    def _ended(self, open_: OpenRequest, completion: Completion) -> None:
+        self._backend.has_token(open_)
+        self._backend.metrics.ended(completion, self._params)
+        note(
+            self._notes,
+            conversation_id=self._id,
+            prompt_tokens=len(completion.prompt_token_ids),
+            completion_tokens=len(completion.token_ids),
+        )
+        self._has_ended = True
+
+    def _close(self, open_: OpenRequest) -> None:
+        self._backend.end(open_)
+        if not self._has_ended:
+            self._backend.metrics.aborted()
+
+
+async def begun(groups: AsyncGenerator[Group]) -> AsyncGenerator[Group]:
+    """Return the groups after the first has come, so that an error before it has its own status.
+
+    Raises:
+      JaxserveError: the turn failed before its first piece.
+    """
+    try:
+        first = await anext(groups)
+    except BaseException:
+        await groups.aclose()
+        raise
+    return _after(first, groups)
+
+
+async def _after(first: Group, others: AsyncGenerator[Group]) -> AsyncGenerator[Group]:
+    async with aclosing(others):
+        yield first
+        async for group in others:
+            yield group

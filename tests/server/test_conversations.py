@@ -1,0 +1,120 @@
+"""Conversations that the server keeps: continued by their id, listed, forked, deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from tests.server.serving import CHAT, NAME, client, events, post, runtime, server
+
+SHORT: dict[str, Any] = {"max_tokens": 5, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def journal(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("journal") / "conversations.sqlite"
+
+
+@pytest.fixture(scope="module")
+def rt(journal: Path) -> Iterator[Runtime]:
+    with runtime(conversations=journal) as rt:
+        yield rt
+
+
+@pytest.fixture(scope="module")
+def url(rt: Runtime) -> Iterator[str]:
+    with server(rt) as url:
+        yield url
+
+
+def _say(url: str, id: str, text: str, **others: Any) -> httpx2.Response:
+    said = [{"role": "user", "content": text}]
+    body = {"messages": said, "conversation_id": id, **SHORT, **others}
+    return post(url, "/v1/chat/completions", body)
+
+
+def test_turns_build_on_each_other(rt: Runtime, url: str):
+    """With an id only new messages are sent; answers are those of `rt.conversation`."""
+    chat = rt.conversation("reference")
+    params = SamplingParams(max_tokens=5)
+    for number, text in enumerate(("hi", "and", "so")):
+        expected = chat.send(text, params)
+        answer = _say(url, "mine", text, stream=number == 1)
+        if number == 1:
+            chunks = events(answer.text)
+            found = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+        else:
+            told = answer.json()
+            found = told["choices"][0]["message"]["content"]
+            assert told["conversation_id"] == "mine"
+            assert told["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+        assert found == expected.text
+    assert rt.conversation("mine").history == chat.history
+    listed = {card["id"]: card for card in httpx2.get(url + "/conversations").json()["data"]}
+    assert listed["mine"]["num_turns"] == 3
+    shown = httpx2.get(url + "/conversations/mine").json()
+    assert shown["messages"] == chat.history
+
+
+def test_streamed_usage_counts_the_history(url: str):
+    """The prompt of a later turn has the tokens of the turns before."""
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    first, second = (events(_say(url, "usage", "a", **options).text)[-1] for _ in range(2))
+    assert second["usage"]["prompt_tokens"] > first["usage"]["total_tokens"]
+    assert second["usage"]["completion_tokens"] == 5
+
+
+def test_fork_and_delete(url: str):
+    """A fork continues the first turns under another id, and a deleted conversation is unknown."""
+    for text in ("a", "b"):
+        assert _say(url, "whole", text).status_code == 200
+    forked = post(url, "/conversations/whole/fork", {"num_turns": 1}).json()
+    assert forked["id"] != "whole" and len(forked["messages"]) == 2
+    assert httpx2.delete(url + "/conversations/whole").json()["deleted"]
+    for gone in (
+        httpx2.get(url + "/conversations/whole"),
+        httpx2.delete(url + "/conversations/whole"),
+        post(url, "/conversations/whole/fork", {}),
+    ):
+        assert gone.status_code == 404
+        assert gone.json()["error"]["code"] == "conversation_not_found"
+
+
+def test_errors_of_turns(url: str):
+    """A turn has one sample, and a failed turn leaves the conversation as it was."""
+    assert _say(url, "n", "a", n=2, temperature=1).status_code == 400
+    assert _say(url, "n", "x" * 200, stream=True).status_code == 400
+    assert _say(url, "n", "a", priority=1).json()["error"]["param"] == "priority"
+    assert httpx2.get(url + "/conversations/n").status_code == 404
+
+
+def test_disconnected_turn_is_not_kept(rt: Runtime, url: str):
+    """A client that leaves a stream early cancels the turn."""
+    with client(url) as ai:
+        asked: Any = {"model": NAME, "messages": CHAT, "max_tokens": 90, "temperature": 0}
+        stream: openai.Stream[Any] = ai.chat.completions.create(
+            **asked, stream=True, extra_body={"conversation_id": "left"}
+        )
+        next(iter(stream))
+        stream.close()
+    while rt.outlook():
+        pass
+    answered = _say(url, "left", "a")
+    while answered.status_code == 409:  # the journal lets go of the turn a moment later
+        answered = _say(url, "left", "a")
+    assert answered.status_code == 200
+
+
+def test_conversation_outlives_the_server(rt: Runtime, url: str, journal: Path):
+    """What the client was told is in the journal, and another server continues it."""
+    text = _say(url, "kept", "a").json()["choices"][0]["message"]["content"]
+    with runtime(conversations=journal) as other, server(other) as second:
+        shown = httpx2.get(second + "/conversations/kept").json()["messages"]
+        assert shown[-1] == {"role": "assistant", "content": text}
+        assert _say(second, "kept", "b").status_code == 200

@@ -1,0 +1,110 @@
+"""`jaxserve serve` as a process: loading, SIGTERM under load, and what stops it from starting."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from typer.testing import CliRunner
+
+from jaxserve.cli import app
+from jaxserve.testing import write_chat_model
+from tests.common.processes import one_device_environment
+from tests.server.serving import post
+
+
+def _start(folder: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], str]:
+    """Start a server, and return it and its address."""
+    log = folder / "stderr"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stderr=stderr,
+            stdout=subprocess.DEVNULL,
+            env=one_device_environment(),
+        )
+    end_s = time.monotonic() + 60
+    while not (found := re.search(r"listening on (http://\S+);", log.read_text())):
+        assert process.poll() is None and time.monotonic() < end_s, log.read_text()
+        time.sleep(0.05)
+    return process, found[1]
+
+
+def test_sigterm_under_load(tmp_path: Path):
+    """After SIGTERM accepted requests get their whole answers, and the process ends with 0."""
+    process, url = _start(tmp_path, "-m", "tests.server.job")
+    try:
+        end_s = time.monotonic() + 60
+        while httpx2.get(url + "/ready", timeout=60).status_code != 200:
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        body: dict[str, Any] = {"prompt": "a", "max_tokens": 90}
+        answers: list[httpx2.Response] = []
+
+        def ask(number: int) -> None:
+            stream = bool(number % 2)
+            answers.append(post(url, "/v1/completions", {**body, "stream": stream}))
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        while _num_open(httpx2.get(url + "/metrics").text) < 8:
+            assert time.monotonic() < end_s
+        process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(60)
+        assert [answer.status_code for answer in answers] == [200] * 8
+        for answer in answers:
+            assert "length" in answer.text and "error" not in answer.text
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _num_open(text: str) -> float:
+    found = re.findall(r"^jaxserve:num_requests_\w+{.*} (\S+)$", text, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def test_signal_while_loading(tmp_path: Path):
+    """The command listens at once; a signal does not wait for a model that is being loaded."""
+    model = write_chat_model(tmp_path)
+    arguments = ("-m", "jaxserve", "serve", "--load", "random", "--port", "0", "--quiet", model)
+    process, url = _start(tmp_path, *arguments)
+    try:
+        loading = httpx2.get(url + "/ready", timeout=60)
+        assert (loading.status_code, loading.json()["error"]["code"]) == (503, "loading")
+        assert httpx2.get(url + "/health", timeout=60).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--port", "99999"), "port=99999 is not allowed"),
+        (("--host", "256.0.0.1"), "cannot be used"),
+        (("--api-key-file", os.devnull), "has no key"),
+        (("--api-key-file", "no-such-file"), "cannot be read"),
+        (("--max-body", "much"), "'much'"),
+        (("no-such-model", "--port", "0"), "UnknownModelError: 'no-such-model'"),
+    ],
+)
+def test_bad_options(arguments: tuple[str, ...], said: str):
+    """What cannot be served ends the command with exit code 2 and a sentence."""
+    done = CliRunner().invoke(app, ["serve", "--quiet", *arguments])
+    assert done.exit_code == 2, done.output
+    assert said in done.output

@@ -1,0 +1,124 @@
+"""`/v1/responses` with the official client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from tests.server.serving import NAME, client, runtime, server
+
+SAID = [{"role": "system", "content": "short"}, {"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def rt() -> Iterator[Runtime]:
+    with runtime() as rt:
+        yield rt
+
+
+@pytest.fixture(scope="module")
+def ai(rt: Runtime) -> Iterator[openai.OpenAI]:
+    with server(rt) as url, client(url) as ai:
+        yield ai
+
+
+def _respond(ai: openai.OpenAI, **others: Any) -> Any:
+    given = {"input": "hi", "instructions": "short", "max_output_tokens": 9, "temperature": 0}
+    return ai.responses.create(model=NAME, **{**given, **others})
+
+
+def test_response_is_the_runtimes(rt: Runtime, ai: openai.OpenAI):
+    """The text is that of the same chat, and the status says that the limit ended it."""
+    expected = rt.generate(SAID, SamplingParams(max_tokens=9))
+    answer = _respond(ai, metadata={"a": "b"})
+    assert answer.output_text == expected.text
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answer.usage.input_tokens == len(expected.prompt_token_ids)
+    assert (answer.usage.output_tokens, answer.metadata, answer.store) == (9, {"a": "b"}, False)
+
+
+def test_events_build_the_response(ai: openai.OpenAI):
+    """The events come in OpenAI's order; the deltas, joined, are the text of the last one."""
+    whole = _respond(ai).output_text
+    events = list(_respond(ai, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole == events[-1].response.output_text
+    kinds = [event.type for event in events if event.type != "response.output_text.delta"]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+
+
+def test_stream_helper(ai: openai.OpenAI):
+    """The client's own accumulation of the deltas is the text."""
+    asked: Any = {"model": NAME, "input": "hi", "instructions": "short", "temperature": 0}
+    with ai.responses.stream(**asked, max_output_tokens=9) as stream:
+        snapshots = [e.snapshot for e in stream if e.type == "response.output_text.delta"]
+    assert snapshots[-1] == _respond(ai).output_text
+
+
+def test_output_can_be_sent_back(rt: Runtime, ai: openai.OpenAI):
+    """An answer's output is an input, beside texts and parts."""
+    first = _respond(ai)
+    said: Any = [
+        {"role": "user", "content": "hi"},
+        *(item.model_dump(exclude_none=True) for item in first.output),
+        {"role": "user", "content": [{"type": "input_text", "text": "so"}]},
+    ]
+    answer = _respond(ai, input=said)
+    chat = [*SAID, {"role": "assistant", "content": first.output_text}]
+    expected = rt.generate([*chat, {"role": "user", "content": "so"}], SamplingParams(max_tokens=9))
+    assert answer.output_text == expected.text
+
+
+def test_logprobs(ai: openai.OpenAI):
+    """Log-probabilities come when they are included, streamed or not."""
+    asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    found = _respond(ai, **asked).output[0].content[0].logprobs
+    assert len(found) == 9 and len(found[0].top_logprobs) == 1
+    *_, last = _respond(ai, **asked, stream=True)
+    assert last.response.output[0].content[0].logprobs == found
+
+
+def test_conversation(rt: Runtime, ai: openai.OpenAI):
+    """With a conversation the server keeps the history, streamed or not."""
+    chat, params = rt.conversation("same"), SamplingParams(max_tokens=4)
+    for number, text in enumerate("abc"):
+        asked: Any = {"conversation": "mine", "instructions": None, "max_output_tokens": 4}
+        if number == 1:
+            *_, last = _respond(ai, input=text, stream=True, **asked)
+            answer = last.response
+        else:
+            answer = _respond(ai, input=text, **asked)
+        assert answer.output_text == chat.send(text, params).text
+        assert answer.conversation.id == "mine"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"previous_response_id": "resp_1"},
+        {"store": True},
+        {"tools": [{"type": "web_search"}]},
+        {"top_logprobs": 2},
+        {"input": []},
+        {"text": {"format": {"type": "json_object"}}},
+    ],
+)
+def test_fields_that_are_not_honoured(ai: openai.OpenAI, fields: dict[str, Any]):
+    """What this server cannot do is a bad request, also for a stream."""
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError):
+            _respond(ai, stream=stream, **fields)

@@ -1,0 +1,67 @@
+"""The published schema, and random requests that follow it or do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from jaxserve.server import ServerOptions
+from jaxserve.server.app import make_app
+from jaxserve.server.backend import Backend
+from tests.server.serving import NAME, post, runtime, server
+
+SCHEMA = schemathesis.openapi.from_dict(make_app(Backend(ServerOptions(model_name=NAME))).openapi())
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with runtime() as rt, server(rt, request_timeout_s=20) as url:
+        yield url
+
+
+def test_schema_is_published(url: str):
+    """`/openapi.json` has the endpoints, their fields, and errors in OpenAI's format."""
+    schema = httpx2.get(url + "/openapi.json").json()
+    paths = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/metrics")
+    assert set(paths) <= set(schema["paths"])
+    chat = schema["components"]["schemas"]["ChatRequest"]
+    assert chat["additionalProperties"] is False
+    assert {"temperature", "top_k", "max_completion_tokens", "stop"} <= set(chat["properties"])
+    assert "422" not in schema["paths"]["/v1/completions"]["post"]["responses"]
+
+
+@SCHEMA.parametrize()
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+def test_random_requests(url: str, case: schemathesis.Case):
+    """No request gets a 5xx, and every answer is one that the schema says."""
+    case.call_and_validate(
+        base_url=url,
+        checks=[
+            not_a_server_error,
+            status_code_conformance,
+            content_type_conformance,
+            response_schema_conformance,
+        ],
+        timeout=60,
+    )
+
+
+def test_server_goes_on(url: str):
+    """After all of these requests the server answers."""
+    assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
