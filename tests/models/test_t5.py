@@ -70,7 +70,11 @@ class _Server:
         offset = np.concatenate([np.arange(*span) for span in spans])
         tokens = DECODED[row, offset]
         positions = np.asarray(_starts())[row] + offset
-        fields = (np.cumsum([0, *lengths])[:2], lengths, np.add(_starts(), spans)[:, 0])
+        fields = (
+            np.cumsum([0, *lengths])[:2],
+            lengths,
+            np.add(_starts(), [start for start, _ in spans]),
+        )
         query_start, query_length, first = (jnp.asarray(f, jnp.int32) for f in fields)
         rows, cross = visible_rows(
             CONFIG,
