@@ -39,7 +39,10 @@ from jaxserve.models.tokenizer import Tokenizer, declared_end_ids
 from sharding import DeviceGroups, StagePlan, placed, state_shardings
 
 _log = logging.getLogger(__name__)
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json"),
+    "tokenizer_config.json",
+)
 
 
 @final

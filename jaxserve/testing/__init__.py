@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from jaxserve.testing.tiny import letter_tokenizer as letter_tokenizer
     from jaxserve.testing.tiny import random_prompts as random_prompts
     from jaxserve.testing.tiny import tiny_llama as tiny_llama
+    from jaxserve.testing.tiny import tiny_t5 as tiny_t5
     from jaxserve.testing.traces import Outcome as Outcome
     from jaxserve.testing.traces import Trace as Trace
 
@@ -55,6 +56,7 @@ _HOMES = {
     "letter_tokenizer": "tiny",
     "random_prompts": "tiny",
     "tiny_llama": "tiny",
+    "tiny_t5": "tiny",
     "write_chat_model": "chat_model",
 }
 
@@ -75,6 +77,7 @@ __all__ = [
     "letter_tokenizer",
     "random_prompts",
     "tiny_llama",
+    "tiny_t5",
     "write_chat_model",
 ]
 

@@ -1,4 +1,4 @@
-"""A Llama of 25,000 parameters, prompts and a tokenizer for it, and options to serve it with."""
+"""A Llama and a T5 of 25,000 parameters, prompts and a tokenizer, and options to serve with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import tokenizers
 from flax import nnx
 
 from jaxserve.models.decoder import LayerLayout
+from jaxserve.models.encoder_decoder import CrossBlock
 from jaxserve.models.families.llama import Llama, LlamaConfig
+from jaxserve.models.families.t5 import T5, T5Config
 from jaxserve.models.layers import GatedMLP
 from jaxserve.models.tokenizer import Tokenizer
 
@@ -50,6 +52,32 @@ def tiny_llama(
         mlp = cast(GatedMLP, block.mlp)
         for weight in (block.attention.wqkv, block.attention.wo, mlp.gate_up, mlp.down):
             weight[...] = weight[...] * 3
+    return model
+
+
+def tiny_t5(seed: int = 0, *, layer_layout: LayerLayout = "unrolled") -> T5:
+    """Return a T5 with two encoder and two decoder layers, 97 tokens and a context of 128.
+
+    Its weights are random and large, so that greedy answers do not repeat themselves.
+    """
+    config = T5Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_encoder_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=8,
+        num_buckets=8,
+        max_distance=20,
+        usual_length=MAX_CONTEXT // 2,
+    )
+    model = T5(config, rngs=nnx.Rngs(seed), layer_layout=layer_layout)
+    for block in model.blocks if isinstance(model.blocks, nnx.List) else [model.blocks]:
+        cross = cast(CrossBlock, block).cross
+        for weight in (block.attention.wqkv, block.attention.wo, cross.wkv, cross.wo):
+            weight[...] = weight[...] * 2
     return model
 
 

@@ -96,7 +96,10 @@ def torch_encoded(model, prompt: Sequence[int]) -> np.ndarray:
 
 def greedy(model, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Return PyTorch's greedy answer of `num_tokens` tokens, whether it ends before or not."""
-    tokens = [model.config.decoder_start_token_id]
-    while len(tokens) <= num_tokens:
-        tokens.append(int(torch_logits(model, prompt, tokens)[-1].argmax()))
-    return tokens[1:]
+    tokens = torch.tensor([[model.config.decoder_start_token_id]])
+    with torch.no_grad():
+        encoded = model.encoder(torch.tensor([prompt]))
+        for _ in range(num_tokens):
+            logits = model(encoder_outputs=encoded, decoder_input_ids=tokens).logits
+            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
+    return tokens[0, 1:].tolist()

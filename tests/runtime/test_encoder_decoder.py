@@ -18,7 +18,7 @@ from jaxserve.core.errors import (
 from jaxserve.models.store import load_model
 from jaxserve.testing import OPTIONS as TINY
 from jaxserve.testing import tiny_llama
-from sharding import make_mesh
+from sharding import make_groups, make_mesh
 from tests.models.t5_checkpoints import (
     VARIANTS,
     greedy,
@@ -246,3 +246,15 @@ def test_a_model_without_an_encoder_encodes_nothing():
     with Runtime(tiny_llama(), warmup=False, **TINY) as rt:
         with pytest.raises(UnsupportedModelError, match="no encoder"):
             rt.encode([[1, 2]])
+
+
+def test_device_groups_have_the_answers_of_one_device(t5):
+    """One group encodes, and hands the pages of prompts over to the group that decodes."""
+    folder, wanted = t5
+    groups = make_groups(encode=1, decode=2)
+    with Runtime.from_pretrained(
+        folder, mesh=groups, policy="exegpt_waa_c", strict=True, **OPTIONS
+    ) as rt:
+        assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
+        assert rt.encode(PROMPTS)[1].shape == (len(PROMPTS[1]), 48)
+        rt.check_integrity()

@@ -121,6 +121,7 @@ def test_masks_reach_the_head_of_a_step():
         partial(
             mixed_head,
             graphdef=graphdef,
+            config=config,
             probe=None,
             variant=Variant.FULL,
             processors=(allowing, *PROCESSORS),
