@@ -14,7 +14,7 @@ from jaxserve.core.sizes import parse_bytes
 KV_DTYPES = ("int8", "float8_e4m3fn")
 
 # Formats of weights, and of the embedding and the head.
-QUANTIZE = ("int8", "int4")
+QUANTIZE = ("int8", "int4", "keep")
 QUANTIZE_EMBEDDINGS = ("int8", "int4", "none")
 
 # When pages are copied back from the host.
@@ -35,6 +35,7 @@ class RuntimeOptions:
         approximate, and take half the memory of bfloat16 and little more than a quarter of
         float32's.
       quantize: format of the layers' weights, one of `QUANTIZE`; by default the model's dtype.
+        "keep" is for GGUF files: weights, the embedding's too, stay in the blocks of the file.
         docs/quantisation.md says what each costs.
       quantize_embeddings: format of the embedding and the head where `quantize` is given, one of
         `QUANTIZE_EMBEDDINGS`; "none" leaves them as they are.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -73,6 +73,10 @@ class GGUFSource:
         """Return the shape of every tensor by its Hugging Face name; matrices are [out, in]."""
         return {name: info.shape for name, info in self._tensors.items()}
 
+    def type_name(self, name: str) -> str:
+        """Return the ggml type of a tensor, such as "Q4_K"."""
+        return self._tensors[name].type_name
+
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Return a tensor, or its part at `index` (unit steps); dequantises only its rows.
 
@@ -80,6 +84,19 @@ class GGUFSource:
 
         Raises:
           CheckpointError: no such tensor, or its blocks cannot be dequantised.
+        """
+        return self.read_as(self._dequantised, name, index)
+
+    def read_as(
+        self,
+        decode: Callable[[TensorInfo, UInt8[np.ndarray, "*rows row_bytes"]], np.ndarray],
+        name: str,
+        index: tuple[slice, ...] | None = None,
+    ) -> np.ndarray:
+        """Return a tensor, or its part at `index`, with its stored rows decoded by `decode`.
+
+        Raises:
+          CheckpointError: no such tensor.
         """
         info = self._tensors.get(name)
         if info is None:
@@ -90,12 +107,12 @@ class GGUFSource:
         rows = self.file.rows(info).reshape(*info.shape[:-1], info.row_bytes)
         order = self._row_order(name)
         if len(info.shape) == 1:
-            values = self._dequantised(info, rows)
+            values = decode(info, rows)
             values = values if order is None else values[order]
             return values[index]
         first = index[0] if index else slice(None)
         picked = rows[first] if order is None else rows[order[first]]
-        return self._dequantised(info, picked)[(slice(None), *index[1:])]
+        return decode(info, picked)[(slice(None), *index[1:])]
 
     def _named(self) -> dict[str, TensorInfo]:
         tensors, unknown = {}, []

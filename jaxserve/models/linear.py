@@ -193,10 +193,21 @@ def replace_weights(
     Works on the model itself, and also under `nnx.eval_shape`. Dense weights inside other
     representations are replaced too: the base of an adapted weight becomes a quantised one.
     """
-    for _, module in list(nnx.iter_modules(model)):
+    replace_weights_at(model, lambda _, weight, axes: change(weight, axes))
+
+
+def replace_weights_at(
+    model: nnx.Module, change: Callable[[tuple[Any, ...], nnx.Param, WeightAxes], Any]
+) -> None:
+    """Put `change(path, weight, axes)` in the place of every dense weight; see `replace_weights`.
+
+    Args:
+      change: may also return the weight itself. `path` is that in `nnx.to_flat_state`.
+    """
+    for path, module in list(nnx.iter_modules(model)):
         for name, value in list(vars(module).items()):
             if not isinstance(value, nnx.Param):
                 continue
             axes = value.get_metadata().get("weight_axes")
             if axes is not None:
-                setattr(module, name, change(value, axes))
+                setattr(module, name, change((*path, name), value, axes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, final
 
 import jax
@@ -23,6 +24,9 @@ Progress = Callable[[int, int], None]
 Path = tuple[Any, ...]
 # What takes the place of a dense weight: a module, or the weight itself.
 WeightChange = Callable[[nnx.Param, WeightAxes], Any]
+# Makes a weight from its path, its dense form, the names of its tensors, and a function that reads
+# it from a source in a dtype; see `gguf_kept.KeptBlocks.weight`.
+KeepWeight = Callable[[Path, nnx.Variable, WeightAxes, list[str], Callable[..., jax.Array]], Any]
 
 
 def load_params(
@@ -32,6 +36,7 @@ def load_params(
     shardings: nnx.State | None = None,
     progress: Progress | None = None,
     change: WeightChange | None = None,
+    keep: KeepWeight | None = None,
 ) -> nnx.State:
     """Read the parameters of a decoder from a checkpoint straight onto their shards.
 
@@ -43,6 +48,8 @@ def load_params(
       shardings: from `sharding.state_shardings`; None for the default device.
       progress: called with (parameters done, parameters in all).
       change: applied to each dense weight after it is read, before the next is; by default none.
+      keep: makes a weight of the form that the checkpoint has; None where it cannot. By default
+        all are read as dense ones.
 
     Raises:
       CheckpointError: every missing, surplus and misshapen tensor together, before data is read;
@@ -60,8 +67,16 @@ def load_params(
     for done, (path, variable) in enumerate(flat):
         place = here if places is None else places[path].get_value()
         kind = np.dtype(variable.get_value().dtype)
-        dense = variable.replace(plan[path].load(source, kind, place))
-        loaded += _changed(path, dense, change)
+        axes = variable.get_metadata().get("weight_axes")
+        kept = None
+        if keep is not None and axes is not None:
+            names = [name for name, _ in plan[path].needed()]
+            kept = keep(path, variable, axes, names, partial(plan[path].load, place=place))
+        if kept is not None:
+            loaded += _inside(path, kept)
+        else:
+            dense = variable.replace(plan[path].load(source, kind, place))
+            loaded += _changed(path, dense, change)
         if progress is not None:
             progress(done + 1, len(flat))
     return nnx.from_flat_state(loaded)
@@ -123,6 +138,11 @@ def _changed(
     weight = change(nnx.Param(dense.get_value(), **dense.get_metadata()), axes)
     if not isinstance(weight, nnx.Module):
         return [(path, dense)]
+    return _inside(path, weight)
+
+
+def _inside(path: Path, weight: nnx.Module) -> list[tuple[Path, nnx.Variable]]:
+    """Return the parameters of a module at `path`."""
     return [((*path, *inner), v) for inner, v in nnx.to_flat_state(nnx.state(weight))]
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self, final
+from typing import Any, Self, cast, final
 
 import jax
 from flax import nnx
 
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.models.linear import WeightAxes, replace_weights
+from jaxserve.models.loading import abstract_model
 from jaxserve.models.quantised import INT4, INT8, QuantisedWeight, WeightFormat
 
 _FORMATS = {"int8": INT8, "int4": INT4}
@@ -24,11 +26,15 @@ class Quantisation:
       name: of the formats, for the cache of converted models.
       layers: of the weights of the layers; None leaves them as they are.
       embeddings: of the embedding and of the head; None leaves them as they are.
+      keeps_blocks: whether weights stay in the form that the checkpoint has.
+      rounds_activations: see `WeightFormat`.
     """
 
     name: str
     layers: WeightFormat | None
     embeddings: WeightFormat | None
+    keeps_blocks: bool
+    rounds_activations: bool
 
     @classmethod
     def of(cls, options: RuntimeOptions) -> Self | None:
@@ -45,7 +51,9 @@ class Quantisation:
         return cls(
             name=f"{options.quantize}-{ends}" + ("" if rounds else "-whole"),
             layers=format_of(options.quantize),
-            embeddings=format_of(ends),
+            embeddings=None if options.quantize == "keep" else format_of(ends),
+            keeps_blocks=options.quantize == "keep",
+            rounds_activations=rounds,
         )
 
     def change(self, weight: nnx.Param, axes: WeightAxes) -> Any:
@@ -65,29 +73,49 @@ class Quantiser:
     """Makes a trainer's dense weights those of a quantised model, weight by weight.
 
     Args:
-      model: a model with dense weights, or abstract ones.
+      model: a decoder, or an abstract one, whose weights are dense or already quantised.
+
+    Raises:
+      InvalidConfigError: the blocks of a checkpoint are to be kept, but the weights are dense.
     """
 
     def __init__(self, model: nnx.Module, quantisation: Quantisation):
-        self._graphdef, state = nnx.split(model)
+        modules = [module for _, module in nnx.iter_modules(model)]
+        is_quantised = any(isinstance(module, QuantisedWeight) for module in modules)
+        if quantisation.keeps_blocks and not is_quantised:
+            raise InvalidConfigError(
+                "quantize='keep' keeps the blocks of a GGUF file, and this model has dense "
+                "weights; pass quantize='int8' or 'int4' to round them"
+            )
+        if is_quantised and not quantisation.keeps_blocks:
+            decoder = cast(Any, model)
+            self._graphdef, state = abstract_model(
+                decoder.config, layer_layout=decoder.layer_layout
+            )
+        else:
+            self._graphdef, state = nnx.split(model)
         self._dense = {path: v.get_value() for path, v in nnx.to_flat_state(state)}
         self._quantisation = quantisation
 
     def model(self, params: nnx.State) -> nnx.Module:
-        """Return the quantised model with these dense parameters, or those already quantised."""
+        """Return the quantised model with these dense parameters."""
         model = nnx.merge(self._graphdef, params)
         replace_weights(model, self._quantisation.change)
         return model
 
+    def is_dense(self, params: nnx.State) -> bool:
+        """Return whether parameters have the structure of the model with dense weights."""
+        return {path for path, _ in nnx.to_flat_state(params)} == self._dense.keys()
+
     def params(self, params: nnx.State) -> nnx.State:
         """Return parameters for the quantised model.
 
-        Dense ones, in any floating dtype, are quantised; others keep the model's dtype. Parameters
-        of another structure are returned as they are.
+        Dense ones may have any floating dtype; what stays dense gets the model's. Parameters of
+        another structure are returned as they are.
         """
-        flat = nnx.to_flat_state(params)
-        if {path for path, _ in flat} != self._dense.keys():
+        if not self.is_dense(params):
             return params
+        flat = nnx.to_flat_state(params)
         cast = [(path, v.replace(_cast(v.get_value(), self._dense[path]))) for path, v in flat]
         return nnx.split(self.model(nnx.from_flat_state(cast)))[1]
 

@@ -22,7 +22,9 @@ from jaxserve.models.config import DTYPES, DecoderConfig, check_fits
 from jaxserve.models.converted import ConvertedModel
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families import config_from_hf
+from jaxserve.models.gguf_kept import KeptBlocks
 from jaxserve.models.gguf_source import GGUFSource
+from jaxserve.models.linear import replace_weights_at
 from jaxserve.models.loading import (
     Progress,
     WeightChange,
@@ -121,6 +123,11 @@ def load_model(
         tokenizer, ends = _folder_tokenizer(path)
         if load == "random":
             return _random(resolved.name, config, seed, how, tokenizer, ends, path)
+        if quantisation is not None and quantisation.keeps_blocks:
+            raise InvalidConfigError(
+                f"quantize='keep' needs a GGUF file, and {path} is a folder; pass quantize='int8' "
+                "or 'int4' to round its weights"
+            )
         source = SafetensorsSource(path)
         config = config.fitted_to(source.shapes().keys())
         graphdef, params = _converted(config, source, how)
@@ -211,8 +218,10 @@ class _How:
 
 
 def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
-    # Processes on hosts without a shared disk would not all find the entry.
-    cache = cache and not (isinstance(how.mesh, Mesh) and how.mesh.is_multi_process)
+    keeps = how.quantisation is not None and how.quantisation.keeps_blocks
+    # Processes on hosts without a shared disk would not all find the entry. Blocks that are kept
+    # are those of the file itself.
+    cache = cache and not keeps and not (isinstance(how.mesh, Mesh) and how.mesh.is_multi_process)
     variant = f"{how.dtype or 'float32'}-{how.layer_layout}"
     if how.quantisation is not None:
         variant += f"-{how.quantisation.name}"
@@ -226,10 +235,35 @@ def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
             return _loaded(name, config, graphdef, params, tokenizer, ends, path)
     source = GGUFSource(path)
     config, tokenizer = how.read(source.config), Tokenizer.from_gguf(source)
-    graphdef, params = _converted(config, source, how)
+    if keeps:
+        graphdef, params = _with_blocks(config, source, how)
+    else:
+        graphdef, params = _converted(config, source, how)
     if kept is not None:
         kept.save(source.config, tokenizer, params)
     return _loaded(name, config, graphdef, params, tokenizer, tokenizer.eos_token_ids, path)
+
+
+def _with_blocks(
+    config: DecoderConfig, source: GGUFSource, how: _How
+) -> tuple[nnx.GraphDef, nnx.State]:
+    assert how.quantisation is not None
+    dense, abstract, shardings = how.abstract(config)
+    rounds = how.quantisation.rounds_activations
+    blocks = KeptBlocks(source, rounds_activations=rounds)
+    modules = {}
+
+    def keep(path: tuple[Any, ...], *given: Any) -> Any:
+        modules[path] = blocks.weight(*given)
+        return modules[path]
+
+    with _bar("Loading weights", how.progress) as report:
+        params = load_params(abstract, config, source, shardings, report, keep=keep)
+    model = nnx.merge(dense, abstract)
+    replace_weights_at(model, lambda path, weight, axes: modules[path] or weight)
+    if isinstance(how.mesh, Mesh):
+        params = placed(params, state_shardings(params, how.mesh))
+    return nnx.split(model)[0], params
 
 
 def _converted(

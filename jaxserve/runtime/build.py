@@ -105,7 +105,8 @@ def build_parts(
     if quantisation is not None:
         check_quantised(options, mesh)
         quantiser = Quantiser(model, quantisation)
-        graphdef, used = nnx.split(quantiser.model(used))
+        if quantiser.is_dense(used):
+            graphdef, used = nnx.split(quantiser.model(used))
     group = processes_of(mesh, used)
     check_early(options, policy, mesh, group)
     claim(group)

@@ -142,6 +142,15 @@ def test_a_weight_in_four_bits_is_off_by_about_half_a_step_at_most(shape):
     assert np.abs(error).max() > 0
 
 
+@pytest.mark.parametrize(("format", "bits"), [(INT8, 8.06), (INT4, 5.06)], ids=["int8", "int4"])
+def test_memory_is_what_the_format_says(format, bits):
+    """Codes, scales and minima of a matrix take so many bits a number."""
+    dense = _param((576, 960))
+    stored = nnx.state(QuantisedWeight.of(dense, WeightAxes(), format))
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stored))
+    assert num_bytes * 8 / dense[...].size == pytest.approx(bits, abs=0.01)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("format", [INT8, INT4], ids=["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,0 +1,108 @@
+"""Weights of a GGUF file in the blocks that it stores, without rounding anything."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.models.gguf_blocks import BLOCK_TYPES, CommonForm, Part
+from jaxserve.models.gguf_file import TensorInfo
+from jaxserve.models.gguf_source import GGUFSource
+from jaxserve.models.linear import WeightAxes
+from jaxserve.models.quantised import QuantisedWeight, in_axes_last
+from jaxserve.models.source import WeightSource
+from pallas_kernels import PackedMatrix
+from pallas_kernels.quantised_matmul import pack
+
+_log = logging.getLogger(__name__)
+
+# Reads a parameter from a source, in a dtype.
+Read = Callable[[WeightSource, np.dtype], jax.Array]
+
+
+@final
+class KeptBlocks:
+    """Makes weights of a file's blocks. Tensors of other types are dequantised, which is logged.
+
+    A weight that is fused from tensors of several types has the form that holds all of them.
+    """
+
+    def __init__(self, source: GGUFSource, *, rounds_activations: bool):
+        self._source = source
+        self._rounds_activations = rounds_activations
+
+    def weight(
+        self, dense: nnx.Variable, axes: WeightAxes, names: Sequence[str], read: Read
+    ) -> QuantisedWeight | None:
+        """Return the weight that these tensors fill; None if a tensor is not of `BLOCK_TYPES`."""
+        found = {self._source.type_name(name) for name in names}
+        if not found <= BLOCK_TYPES.keys():
+            if not found <= {"F32", "F16", "BF16", "F64"}:
+                _log.warning(
+                    "%s: tensors of types %s, such as %s, are dequantised; kept are %s",
+                    self._source.where, sorted(found), names[0], sorted(BLOCK_TYPES),
+                )  # fmt: skip
+            return None
+        form = CommonForm.of([BLOCK_TYPES[name] for name in found])
+        names_of_parts: tuple[Part, ...] = ("codes", "scales", "minima")
+        parts = {
+            part: read(
+                _Part(self._source, form, part), np.dtype("uint8" if part == "codes" else "float32")
+            )
+            for part in names_of_parts[: 3 if form.has_minima else 2]
+        }
+        shape = parts["codes"].shape
+        _, summed, out = axes.split(shape)
+        return QuantisedWeight(
+            _packed(parts, axes, form),
+            axes.split(dense.get_metadata()["logical_axes"]),
+            width=int(np.prod(summed)),
+            out=out[-1],
+            rounds_activations=self._rounds_activations,
+        )
+
+
+@final
+class _Part:
+    """A `WeightSource` of the codes, the scales or the minima of a file's tensors."""
+
+    def __init__(self, source: GGUFSource, form: CommonForm, part: Part):
+        self.where = source.where
+        self._source = source
+        self._form = form
+        self._part = part
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """See `WeightSource`."""
+        return self._source.shapes()
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """See `WeightSource`."""
+
+        def decode(info: TensorInfo, rows: np.ndarray) -> np.ndarray:
+            return self._form.part(self._part, BLOCK_TYPES[info.type_name], rows)
+
+        return self._source.read_as(decode, name, index)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _packed(parts: dict[str, jax.Array], axes: WeightAxes, form: CommonForm) -> PackedMatrix:
+    codes = in_axes_last(parts["codes"], axes)
+
+    def by_group(part: str) -> Any:
+        if part not in parts:
+            return None
+        each = in_axes_last(parts[part], axes)[..., :: form.group]
+        return each.astype(jnp.float16 if form.has_halves else jnp.float32)
+
+    ones = jnp.ones(codes.shape[:-1], jnp.float32)
+    return pack(
+        codes, ones, by_group("scales"), by_group("minima"), bits=form.bits, group=form.group
+    )

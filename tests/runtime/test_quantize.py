@@ -1,0 +1,110 @@
+"""Models that are served with weights in few bits."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from flax import nnx
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
+from pallas_kernels import dispatch
+from sharding import StagePlan, make_mesh
+
+PROMPTS = random_prompts(5, longest=30)
+EACH = SamplingParams(max_tokens=12)
+FORMATS = ("int8", "int4")
+
+
+def _answers(rt: Runtime, prompts=PROMPTS):
+    return [completion.token_ids for completion in rt.generate(list(prompts), EACH)]
+
+
+def _runtime(seed: int = 0, **options) -> Runtime:
+    return Runtime(tiny_llama(seed), **OPTIONS | {"warmup": False} | options)
+
+
+@pytest.fixture(scope="module")
+def served():
+    """The answers and the bytes of the weights by format and seed; None for dense weights."""
+    found = {}
+    for format in (None, *FORMATS):
+        for seed in (0, 1):
+            with _runtime(seed, quantize=format) as rt:
+                found[format, seed] = _answers(rt), rt.stats().weights_bytes
+    return found
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_answers_are_the_same_alone_and_in_any_batch(format, served):
+    """A request's tokens do not depend on the other requests."""
+    with _runtime(quantize=format) as rt:
+        alone = [_answers(rt, [prompt])[0] for prompt in PROMPTS]
+        assert alone == _answers(rt, PROMPTS[::-1])[::-1] == served[format, 0][0]
+
+
+def test_weights_take_the_memory_of_their_format(served):
+    """Fewer bits take less, although the tiny model's narrow heads fill up panels and groups."""
+    dense, eight, four = (served[format, 0][1] for format in (None, *FORMATS))
+    assert four < eight < dense
+
+
+def test_the_kernel_is_chosen_and_recorded():
+    """On a CPU the kernel serves every product with a quantised weight."""
+    with _runtime(quantize="int4") as rt:
+        _answers(rt)
+    chosen = {c.implementation for c in dispatch.choices() if c.operation == "quantised_matmul"}
+    assert "cpu" in chosen
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_updates_are_quantised(format, dtype, served):
+    """Dense weights of a trainer, in 32 or 16 bits, serve as if the runtime began with them."""
+    new = nnx.state(tiny_llama(1), nnx.Param)
+    with _runtime(quantize=format, warmup=True, strict=True) as rt:
+        assert _answers(rt) == served[format, 0][0]
+        before = rt.stats().num_compilations
+        rt.update_params(jax.tree.map(lambda x: x.astype(dtype), new))
+        if dtype == "float32":
+            assert _answers(rt) == served[format, 1][0]
+        assert rt.stats().num_compilations == before
+        rt.update_params(nnx.state(tiny_llama(0), nnx.Param))
+        assert _answers(rt) == served[format, 0][0]
+
+
+def test_an_update_that_does_not_fit_is_refused(served):
+    """The model goes on with its weights."""
+    with _runtime(quantize="int8") as rt:
+        with pytest.raises(InvalidConfigError, match="do not fit this model"):
+            rt.update_params(nnx.state(tiny_llama(0, num_layers=3), nnx.Param))
+        assert _answers(rt) == served["int8", 0][0]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_two_devices_share_the_weights(format, served):
+    """Under tensor parallelism answers are those of one device."""
+    with _runtime(quantize=format, mesh=make_mesh(tensor=2)) as rt:
+        assert _answers(rt) == served[format, 0][0]
+        rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
+        assert _answers(rt) == served[format, 1][0]
+
+
+def test_embeddings_can_stay_dense(served):
+    """quantize_embeddings="none" leaves the embedding and the head in the model's dtype."""
+    with _runtime(quantize="int8", quantize_embeddings="none") as rt:
+        assert rt.stats().weights_bytes > served["int8", 0][1]
+        assert len(_answers(rt)) == len(PROMPTS)
+
+
+def test_what_is_not_supported_is_refused():
+    """The errors say what to pass instead."""
+    with pytest.raises(InvalidConfigError, match="quantize='int3' is not supported; pass one of"):
+        _runtime(quantize="int3")
+    with pytest.raises(InvalidConfigError, match="quantize_embeddings='int2'"):
+        _runtime(quantize="int8", quantize_embeddings="int2")
+    with pytest.raises(InvalidConfigError, match="keeps the blocks of a GGUF file"):
+        _runtime(quantize="keep")
+    with pytest.raises(InvalidConfigError, match="cut into stages"):
+        _runtime(quantize="int8", mesh=StagePlan.of([1, 1]))
