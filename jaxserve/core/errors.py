@@ -8,7 +8,8 @@ A message says what was given, what is allowed, and what to do.
     │   ├── PromptTooLongError         longer than the context, or than the whole page pool
     │   │   └── ConversationTooLongError   its history leaves no room for the next answer
     │   ├── TokenOutOfRangeError
-    │   └── InvalidSamplingParamsError
+    │   ├── InvalidSamplingParamsError
+    │   └── BoundNotMetError           its answer is expected to take longer than its own bound
     ├── NumericalError             the model produced NaN or infinite logits for this request
     ├── ModelError
     │   ├── UnknownModelError
@@ -99,6 +100,34 @@ class TokenOutOfRangeError(InvalidRequestError):
 
 class InvalidSamplingParamsError(InvalidRequestError):
     """Sampling parameters that are out of range or contradict each other."""
+
+
+class BoundNotMetError(InvalidRequestError):
+    """A request whose answer is expected to end after its own latency bound.
+
+    Attributes:
+      bound_s: its `SamplingParams.latency_bound`.
+      expected_s: seconds from its submission to its end, as expected at its submission.
+    """
+
+    def __init__(
+        self, request_id: str, bound_s: float, expected_s: float, num_tokens: float, wait_s: float
+    ):
+        self.request_id = request_id
+        self.bound_s = bound_s
+        self.expected_s = expected_s
+        self.num_tokens = num_tokens
+        self.wait_s = wait_s
+        super().__init__(
+            f"request {request_id}: latency_bound={bound_s:.4g} s, and {num_tokens:.0f} tokens are "
+            f"expected to take {expected_s:.4g} s, of which {wait_s:.4g} s in the queue. Pass a "
+            "longer latency_bound or a lower max_tokens, or submit it when less is running"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (
+            *(self.request_id, self.bound_s, self.expected_s, self.num_tokens, self.wait_s),
+        )
 
 
 class NumericalError(JaxserveError, ArithmeticError):

@@ -61,6 +61,12 @@ class Request:
         """The prompt as it was given, without what an encoder-decoder model adds."""
         return self.encoder_prompt or self.prompt
 
+    @property
+    def due_s(self) -> float | None:
+        """The time on the engine's clock at which `params.latency_bound` ends; None without one."""
+        bound_s = self.params.latency_bound
+        return None if bound_s is None else self.arrival_s + bound_s
+
     def end_length(self, max_length: int, sample_index: int) -> int:
         """Return the number of prompt and output tokens at which a sample ends at the latest.
 

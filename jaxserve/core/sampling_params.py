@@ -48,6 +48,9 @@ class SamplingParams:
       forced_length: for measurements, the exact number of output tokens, unless a stop ends the
         output earlier: one number for all samples, or one per sample. It is hidden from policies.
       skip_special_tokens: omit special tokens from `text`.
+      latency_bound: seconds from the submission to the end of the answer, time in the queue
+        included; None for no bound. Policies "auto" and "exegpt" put requests with a bound first.
+        One that is expected to miss its bound is refused with `BoundNotMetError`.
 
     Raises:
       InvalidSamplingParamsError: a field is out of range; the message names it.
@@ -72,6 +75,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     forced_length: int | tuple[int, ...] | None = None
     skip_special_tokens: bool = True
+    latency_bound: float | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -120,6 +124,8 @@ class SamplingParams:
         _real("min_p", self.min_p, 0.0, 1.0, open_high=True)
         _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         _real("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        if self.latency_bound is not None:
+            _real("latency_bound", self.latency_bound, 0.0, 1e9, open_low=True)
         _real("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         for token_id in self.stop_token_ids:
             _whole("stop_token_ids", token_id, 0, inf)

@@ -22,6 +22,7 @@ from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
 from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.kv.manager import KVManager
+from jaxserve.scheduling.lengths.bounds import expected_late
 from jaxserve.scheduling.lengths.outlook import Outlook, outlooks
 from jaxserve.scheduling.plan import LINK, StepPlan
 from jaxserve.scheduling.policy import IterationShape, Policy
@@ -115,8 +116,19 @@ class Engine:
         return outlooks(self.scheduler, self.recorder.iteration_s)
 
     def add(self, request: Request) -> list[Sequence]:
-        """Add a validated request to the waiting pool, and return its sequences."""
-        return self.scheduler.add(request)
+        """Add a validated request to the waiting pool, and return its sequences.
+
+        If the request is expected to miss its own latency bound, they have failed with
+        BoundNotMetError. That does not concern other requests.
+        """
+        sequences = self.scheduler.add(request)
+        if request.due_s is not None:
+            late = expected_late(
+                self.scheduler, request, self.recorder.iteration_s, self._clock.now()
+            )
+            for sequence in sequences if late is not None else ():
+                self.scheduler.end(sequence, "error", late)
+        return sequences
 
     def step(self) -> list[Progress]:
         """Submit the next step, then collect the oldest one if it is due; return its progress.

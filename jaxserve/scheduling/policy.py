@@ -151,6 +151,14 @@ class StepBuilder(Protocol):
         """Return the sequence that `admit` would admit now; None if there is none."""
         ...
 
+    def make_way(self) -> Sequence | None:
+        """Return the first waiting sequence if it has a latency bound of its own and is admissible.
+
+        Sequences without a bound are preempted, the last in order first, until it is. None if it
+        has no bound, or there are none to preempt.
+        """
+        ...
+
     def admit(self) -> Sequence | None:
         """Give the first waiting sequence that fits a slot and its reservation, and return it.
 

@@ -14,6 +14,7 @@ from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.static import Static
 from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.iteration.waa import WAA
+from jaxserve.scheduling.order.due_first import DueFirst
 from jaxserve.scheduling.order.fcfs import FCFS
 from jaxserve.scheduling.order.longest_first import LongestFirst
 from jaxserve.scheduling.policy import Policy
@@ -79,13 +80,13 @@ PRESETS: dict[str, Policy] = {
             for name in ("exegpt_waa_c", "exegpt_waa_m")
         ),
         # Ours.
-        Policy("auto", Expected(), FCFS(), Unified(), Tiered(), LongestRemaining()),
+        Policy("auto", Expected(), DueFirst(), Unified(), Tiered(), LongestRemaining()),
         # As auto, until lengths and step times are known; then a runtime plans an RRA schedule for
         # its latency bound, and adapts it. A simulation runs it as auto.
         Policy(
             "exegpt",
             Expected(),
-            FCFS(),
+            DueFirst(),
             Unified(),
             Tiered(),
             LongestRemaining(),

@@ -333,8 +333,10 @@ class Scheduler:
     def adopt(self, iteration: IterationShape[Any]) -> None:
         """Plan by another iteration shape, or by other settings of the same one, from now on.
 
-        Every sequence goes on where it stands, and steps in flight stay valid. The shape begins
-        with a state of its own; the policy's other choices stay.
+        Every sequence goes on where it stands, and steps in flight stay valid. A shape of the same
+        kind goes on with the state of the one before, so RRA's decode phase is not cut short by
+        another encode phase; a shape of another kind begins with a state of its own. The policy's
+        other choices stay.
 
         Raises:
           InvalidConfigError: it plans for another number of device groups.
@@ -346,7 +348,9 @@ class Scheduler:
                 "many groups, or create an engine with another policy"
             )
         self.policy = replace(self.policy, iteration=iteration)
-        self._policy_state = self.policy.new_state()
+        state = self.policy.new_state()
+        if type(state) is not type(self._policy_state):
+            self._policy_state = state
 
     def make_room(self, num_pages: int) -> list[tuple[int, int]]:
         """Preempt until all reservations fit into `num_pages` pages.

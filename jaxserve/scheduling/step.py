@@ -131,6 +131,22 @@ class Step:
             self._admitted.append(sequence)
         return sequence
 
+    def make_way(self) -> Sequence | None:
+        first = next(iter(self._queues.waiting.ready()), None)
+        if self._is_short or first is None or first.request.due_s is None:
+            return None
+        have_rows = set(self.sequences)
+        while (sequence := self.first_admissible()) is None:
+            others = [
+                each
+                for each in self._queues.running
+                if each.request.due_s is None and each not in have_rows
+            ]
+            if not others:
+                return None
+            self._preempt(others[-1])
+        return sequence if sequence.request.due_s is not None else None
+
     def use_group(self, group: int) -> None:
         assert not self.has_work and group in self.open_groups, "a step of one open group"
         self._group = group

@@ -76,7 +76,7 @@ def test_new_settings_hold_from_the_next_step_on():
         engine.step()
     assert second.slot is None
     engine.adopt(RRA(encode_batch=1, decode_iterations=2))
-    for _ in range(2):
+    for _ in range(4):
         engine.step()
     assert None not in (first.slot, second.slot)
     policy = engine.scheduler.policy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -11,7 +12,7 @@ from typing import final
 import numpy as np
 
 from jaxserve.core.errors import DeviceMemoryError
-from jaxserve.planning.schedules.drift import Lifetimes, drift, kaplan_meier
+from jaxserve.planning.schedules.drift import Lifetimes, drift, kaplan_meier, share_beyond
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
 from jaxserve.planning.schedules.plan import Plan, RRAPlanner
@@ -28,7 +29,7 @@ _INTERVAL = 32
 _MOST = 4096
 # Share of the answers that may be longer than every ended one, where a plan is made from lengths
 # that are not all whole.
-_MOST_UNKNOWN = 0.02
+_MOST_UNKNOWN = 0.002
 # Another schedule is adopted if it serves this much more, or misses its bounds by as much less. A
 # smaller gain is within the estimates' error.
 _GAIN = 1.02
@@ -217,15 +218,11 @@ def _is_known(answers: Sequence[AnswerLength]) -> bool:
     predicted.
     """
     others = [answer for answer in answers if answer.has_ended or answer.estimate is None]
-    if not any(answer.has_ended for answer in others):
-        return not others
-    longest = max(answer.num_output for answer in others if answer.has_ended)
-    probabilities = kaplan_meier(_lifetimes(others)[1])
-    return bool(probabilities[longest + 1 :].sum() <= _MOST_UNKNOWN)
+    return not others or share_beyond(_lifetimes(others)[1]) <= _MOST_UNKNOWN
 
 
 def task_of(answers: Sequence[AnswerLength]) -> TaskLengths:
-    """Return the distributions of lengths of answers of which some go on."""
+    """Return the distributions of lengths of answers of which some go on, with a cautious level."""
     prompts = LengthDistribution.of_samples([answer.num_prompt for answer in answers])
     told = [answer for answer in answers if not answer.has_ended and answer.estimate is not None]
     others = [answer for answer in answers if answer.has_ended or answer.estimate is None]
@@ -238,7 +235,17 @@ def task_of(answers: Sequence[AnswerLength]) -> TaskLengths:
         total[: len(probabilities)] += len(others) * probabilities
     for each in expected:
         total[: len(each)] += each
-    return TaskLengths(prompts, LengthDistribution(total))
+    return TaskLengths(prompts, LengthDistribution(total), level=_level(len(answers)))
+
+
+def _level(num: int) -> float:
+    """Return the quantile of `num` lengths that reaches the 99th percentile of all lengths.
+
+    The share of lengths below that percentile has a standard deviation of sqrt(0.99 0.01 / num),
+    which is added: so few answers make a cautious plan, and as many as are remembered nearly the
+    plan for their distribution.
+    """
+    return min(1.0, 0.99 + math.sqrt(0.99 * 0.01 / num))
 
 
 def _expected(answer: AnswerLength) -> np.ndarray:

@@ -105,10 +105,18 @@ def kaplan_meier(lifetimes: Lifetimes) -> np.ndarray:
     Answers that go on beyond every ended one are taken to end with the longest length so far
     (Efron's convention), because nothing is known of what is beyond.
     """
-    size = 1 + int(lifetimes.lengths.max())
-    ended = lifetimes.ended_at(size).astype(float)
-    at_risk = lifetimes.at_risk(size)
-    shares = ended / np.maximum(at_risk, 1)
+    shares = _shares_ended(lifetimes)
     shares[-1] = 1.0
     alive = np.cumprod(np.concatenate([[1.0], 1.0 - shares[:-1]]))
     return alive * shares
+
+
+def share_beyond(lifetimes: Lifetimes) -> float:
+    """Return the estimated share of answers that are longer than every ended one."""
+    return float(np.prod(1.0 - _shares_ended(lifetimes)))
+
+
+def _shares_ended(lifetimes: Lifetimes) -> np.ndarray:
+    """Return, at each length, the share of the answers reaching it that end there."""
+    size = 1 + int(lifetimes.lengths.max())
+    return lifetimes.ended_at(size) / np.maximum(lifetimes.at_risk(size), 1)

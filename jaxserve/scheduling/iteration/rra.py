@@ -48,6 +48,9 @@ class RRA:
     - If no sequence waits then, decoding goes on until one does. If all answers end, the next
       encode phase begins at once. An encode phase takes what waits, however few.
     - The number of sequences is adjusted as `Workload` says.
+    - A sequence with a latency bound of its own does not wait for an encode phase. The step after
+      those in flight computes its prompt, and one token of each running answer beside it. Others
+      are preempted where it finds no slot or memory, and counts as much as any in the next phase.
 
     Attributes:
       encode_batch: B_E, sequences of an encode phase on average.
@@ -57,6 +60,7 @@ class RRA:
         at its end. None to take B_E over the measured share of sequences that end in a decode
         phase, which is how the paper sets it.
       threshold: see `Workload`.
+      reserved_slots: slots that only sequences with a latency bound of their own may take.
     """
 
     num_device_groups: ClassVar[int] = 1
@@ -66,11 +70,16 @@ class RRA:
     encode_tokens: float | None = None
     decode_batch: float | None = None
     threshold: float = 0.1
+    reserved_slots: int = 0
 
     def __post_init__(self) -> None:
         if self.decode_iterations < 1:
             raise InvalidConfigError(
                 f"decode_iterations={self.decode_iterations} is not allowed; pass at least 1"
+            )
+        if self.reserved_slots < 0:
+            raise InvalidConfigError(
+                f"reserved_slots={self.reserved_slots} is not allowed; pass at least 0"
             )
         self._planned()
 
@@ -78,11 +87,14 @@ class RRA:
         return Round()
 
     def select(self, step: StepBuilder, state: Round) -> None:
+        # The phase may have begun under other settings (`Scheduler.adopt`).
+        state.num_iterations_left = min(state.num_iterations_left, self.decode_iterations)
         if not state.is_encoding or not step.running:
             is_due = not (state.num_iterations_left and step.decoding)
             if not is_due or not (step.waiting or step.prefilling):
                 state.is_extended |= is_due
-                self._decode(step, state)
+                if not self._encode_urgent(step, state):
+                    self._decode(step, state)
                 return
             if any(sequence.num_in_flight for sequence in step.running):
                 return
@@ -100,8 +112,31 @@ class RRA:
                 return
             step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
         workload = self._workload(state)
-        while step.num_tokens_left and (sequence := workload.next_of(step, state.batch)):
+        most = max(1, step.config.max_slots - self.reserved_slots)
+        while step.num_tokens_left:
+            sequence = step.make_way()
+            if sequence is not None:
+                state.batch.add(sequence.num_uncomputed)
+                sequence = step.admit()
+            elif len(step.running) < most:
+                sequence = workload.next_of(step, state.batch)
+            if sequence is None:
+                return
             step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
+
+    def _encode_urgent(self, step: StepBuilder, state: Round) -> bool:
+        """Compute prompts with a bound in the middle of a decode phase; False without any."""
+        prefilling = step.prefilling
+        if not prefilling and step.make_way() is None:
+            return False
+        step.add_decoding()
+        state.num_iterations_left = max(0, state.num_iterations_left - 1)
+        for sequence in prefilling:
+            if step.num_tokens_left:
+                step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
+        while step.num_tokens_left and step.make_way() and (sequence := step.admit()):
+            step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
+        return True
 
     def _decode(self, step: StepBuilder, state: Round) -> None:
         wanted = state.num_iterations_left or self.decode_iterations

@@ -16,12 +16,13 @@ class LongestRemaining:
     """Preempt by expected remaining tokens, given those that have come.
 
     An answer that is almost complete stays: it frees its memory soon. Without any estimate the last
-    in order is preempted.
+    in order is preempted. One with a latency bound of its own stays as long as there are others.
     """
 
     keeps_state: bool = True
 
     def victim(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Sequence:
+        candidates = [s for s in candidates if s.request.due_s is None] or candidates
         forecast = lengths.forecast(candidates)
         if forecast is None:
             return candidates[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.planning.schedules.drift import Lifetimes, drift, kaplan_meier
+from jaxserve.planning.schedules.drift import Lifetimes, drift, kaplan_meier, share_beyond
 
 
 def _normal(mean: float, std: float, num: int, rng: np.random.Generator) -> np.ndarray:
@@ -70,6 +70,13 @@ def test_kaplan_meier_estimates_what_was_cut_off():
     np.testing.assert_allclose(
         kaplan_meier(Lifetimes.whole(np.array([1, 1, 3]))), [0, 2 / 3, 0, 1 / 3]
     )
+
+
+def test_the_share_beyond_every_ended_answer():
+    """Half of the answers go on with the length of the longest ended one, so they are longer."""
+    lengths, has_ended = np.array([2, 4, 4, 4]), np.array([True, True, False, False])
+    assert share_beyond(Lifetimes(lengths, has_ended)) == pytest.approx(0.5)
+    assert share_beyond(Lifetimes.whole(lengths)) == 0
 
 
 def test_few_answers_say_nothing():
