@@ -39,7 +39,8 @@ from jaxserve.planning.schedules import (
     RRAPlanner,
     TaskLengths,
 )
-from jaxserve.planning.schedules.adaptation import Adaptation, AnswerLength
+from jaxserve.planning.schedules.adaptation import Adaptation
+from jaxserve.planning.schedules.observed import AnswerLength
 from jaxserve.planning.schedules.pilot import AdaptingPilot
 from jaxserve.planning.schedules.step_cost import LayerStepCost
 from jaxserve.scheduling.admission.on_demand import OnDemand

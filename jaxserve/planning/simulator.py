@@ -6,14 +6,14 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, final
+from typing import Protocol, TypeAlias, final
 
 from tqdm import tqdm
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.prediction import LengthPrediction
-from jaxserve.core.request import Completion, EncoderPrompts
+from jaxserve.core.request import Completion, EncoderPrompts, Request
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.recorder import RequestRecord, StepRecord
@@ -30,10 +30,14 @@ from jaxserve.workload.conversations import FollowUp
 _ANY_TOKEN = 2**31
 
 
+# A request that has ended, and its answer.
+Ended: TypeAlias = tuple[Request, Completion]
+
+
 class Pilot(Protocol):
     """An object that may have the engine of a simulation change its schedule on the way."""
 
-    def after_step(self, engine: Engine, ended: Sequence[Completion], now_s: float) -> None:
+    def after_step(self, engine: Engine, ended: Sequence[Ended], now_s: float) -> None:
         """Act between two steps, given the requests that the last one ended."""
         ...
 
@@ -117,7 +121,7 @@ def simulate(
         while clock.now() < until_s and (clients.next_arrival_s < math.inf or engine.has_work):
             if not clients.hand_in(engine, clock.now()) and _wait(engine, clients, clock):
                 continue
-            ended: list[Completion] = []
+            ended: list[Ended] = []
             if any(news.sequence.finish_reason for news in engine.step()):
                 ended = clients.take_answers(engine.recorder.request_ended)
                 bar.update(len(ended))
@@ -178,17 +182,18 @@ class _Clients:
             has_news = True
         return has_news
 
-    def take_answers(self, keep: Callable[[Completion], None]) -> list[Completion]:
+    def take_answers(self, keep: Callable[[Completion], None]) -> list[Ended]:
         """Settle finished answers, add their follow-ups, and return them."""
-        completions = []
+        ended: list[Ended] = []
         settled = [index for index, answer in self._unsettled.items() if answer.settle(keep)]
         for index in settled:
-            completion = self._unsettled.pop(index).future.result()
-            completions.append(completion)
+            answer = self._unsettled.pop(index)
+            completion = answer.future.result()
+            ended.append((answer.request, completion))
             ended_s = completion.timing.finished_s
             if self._follow_up is None or ended_s is None:
                 continue
             item = self._follow_up(index, completion, ended_s)
             if item is not None:
                 self.ask(item)
-        return completions
+        return ended

@@ -10,7 +10,8 @@ from functools import partial
 from typing import final
 
 from jaxserve.core.errors import JaxserveError
-from jaxserve.planning.schedules.adaptation import Adaptation, AnswerLength, unfinished
+from jaxserve.planning.schedules.adaptation import Adaptation
+from jaxserve.planning.schedules.observed import AnswerLength, unfinished
 from jaxserve.planning.schedules.plan import Plan
 from jaxserve.runtime.replicas import Replicas
 

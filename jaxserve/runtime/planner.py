@@ -11,10 +11,11 @@ from typing import final
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion, Request
 from jaxserve.planning import StepTimes
-from jaxserve.planning.schedules.adaptation import Adaptation, AnswerLength, task_of
+from jaxserve.planning.schedules.adaptation import Adaptation, task_of
 from jaxserve.planning.schedules.estimates import LatencyBounds
-from jaxserve.planning.schedules.pilot import answer_lengths
-from jaxserve.planning.schedules.plan import Plan, RRAPlanner, lengths_of
+from jaxserve.planning.schedules.observed import AnswerLength, answer_lengths, classes_of
+from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.rra_planner import RRAPlanner, lengths_of
 from jaxserve.runtime.adapter import Adapter
 from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.replicas import Replicas
@@ -36,7 +37,7 @@ class ObservedLengths:
         self._listener: Callable[[Sequence[AnswerLength]], None] | None = None
 
     def append(self, request: Request, completion: Completion, /) -> None:
-        lengths = answer_lengths(completion)
+        lengths = answer_lengths(request, completion)
         with self._lock:
             self._newest.extend(lengths)
         if self._listener is not None:
@@ -110,7 +111,8 @@ class Planner:
                 AnswerLength(admitted_s=-math.inf, num_prompt=prompt, num_output=output)
                 for prompt, output in lengths
             ]
-        plan = planner.plan(task, bounds, num_lengths=len(used))
+        classes = classes_of(used, planner.num_slots)
+        plan = planner.plan(task, bounds, num_lengths=len(used), classes=classes)
         if adopt:
             self._adopt(planner, plan, used, adapt=adapt, is_given=lengths is not None)
         return plan

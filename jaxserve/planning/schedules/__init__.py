@@ -13,9 +13,10 @@ from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
 from jaxserve.planning.schedules.measured_cost import MeasuredCost, measured_deployment
 from jaxserve.planning.schedules.models import MODELS, LayerShape, TransformerShape
 from jaxserve.planning.schedules.monotone import monotone_search
-from jaxserve.planning.schedules.plan import Plan, RRAPlanner, lengths_of, plan_rra
+from jaxserve.planning.schedules.plan import Plan
 from jaxserve.planning.schedules.roofline_cost import RooflineLayerCost
 from jaxserve.planning.schedules.rra import RRATimeline
+from jaxserve.planning.schedules.rra_planner import RRAPlanner, lengths_of, plan_rra
 from jaxserve.planning.schedules.search import Choice, search, timelines_of
 from jaxserve.planning.schedules.timeline import Deployment, Timeline
 from jaxserve.planning.schedules.waa import WAATimeline

@@ -6,7 +6,7 @@ import bisect
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import final
 
 import numpy as np
@@ -15,9 +15,9 @@ from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.planning.schedules.drift import Lifetimes, drift, kaplan_meier, share_beyond
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
-from jaxserve.planning.schedules.plan import Plan, RRAPlanner
-from jaxserve.scheduling.lengths.estimate import LengthEstimate
-from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.planning.schedules.observed import AnswerLength, classes_of
+from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.rra_planner import RRAPlanner
 
 _log = logging.getLogger(__name__)
 
@@ -38,39 +38,6 @@ _UNEVEN = 0.05
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class AnswerLength:
-    """The lengths of an answer that has ended, or that goes on.
-
-    Attributes:
-      admitted_s: when it was admitted, on the engine's clock.
-      num_prompt, num_output: tokens; of an answer that goes on, those so far.
-      estimate: what is predicted of one that goes on, if anything is.
-    """
-
-    admitted_s: float
-    num_prompt: int
-    num_output: int
-    has_ended: bool = True
-    estimate: LengthEstimate | None = None
-
-
-def unfinished(scheduler: Scheduler) -> list[AnswerLength]:
-    """Return the answers that were admitted and go on; call it on the engine's thread."""
-    return [
-        AnswerLength(
-            admitted_s=sequence.times.admitted_s,
-            num_prompt=sequence.prompt_length,
-            num_output=len(sequence.output),
-            has_ended=False,
-            estimate=scheduler.lengths.estimate(sequence),
-        )
-        for sequence in (*scheduler.running, *scheduler.waiting)
-        if sequence.times.admitted_s is not None
-    ]
-
-
-@final
 class Adaptation:
     """Decides when the newest answers call for another schedule, and finds it.
 
@@ -80,6 +47,8 @@ class Adaptation:
     have. If it shows a change, the lengths of the window where it shows most are those of the next
     search, and older answers are forgotten. Without a change, the search runs again when the
     answers since the first ones have doubled, because more answers tell more of the longest ones.
+
+    The search also runs when an answer had a tighter latency bound of its own than those before.
 
     Hysteresis: another schedule is adopted only if the present one is expected to miss a bound, or
     to serve 2 % less. If no schedule keeps the bounds, the one that misses them least serves; a
@@ -135,7 +104,8 @@ class Adaptation:
         if sum(answer.has_ended for answer in (*known, *newest)) < LEAST_ANSWERS:
             return None
         changed = _changed(known, newest)
-        if changed is None and self.plan is not None and len(newest) < len(known):
+        is_due = self.plan is None or len(newest) >= len(known) or _has_tighter(newest, self.plan)
+        if changed is None and not is_due:
             return None
         lengths = _newest([*known, *newest], _MOST) if changed is None else changed
         if not _is_known(lengths):
@@ -143,7 +113,12 @@ class Adaptation:
         task = task_of(lengths)
         self.num_searches += 1
         try:
-            plan = self._planner.nearest(task, self._bounds, num_lengths=len(lengths))
+            plan = self._planner.nearest(
+                task,
+                self._bounds,
+                num_lengths=len(lengths),
+                classes=classes_of(lengths, self._planner.num_slots),
+            )
         except DeviceMemoryError as error:
             _log.warning("the schedule stays, because the newest lengths have no plan: %s", error)
             return None
@@ -170,7 +145,12 @@ class Adaptation:
             _warn(None, plan)
             self.plan = plan
             return plan
-        present = self._planner.expected(self.plan, task, num_lengths=plan.num_lengths)
+        present = self._planner.expected(
+            self.plan,
+            task,
+            num_lengths=plan.num_lengths,
+            classes=[each for each, _ in plan.classes],
+        )
         if present.keeps_bounds:
             is_better = plan.answers_per_s >= _GAIN * present.answers_per_s
         else:
@@ -219,6 +199,14 @@ def _is_known(answers: Sequence[AnswerLength]) -> bool:
     """
     others = [answer for answer in answers if answer.has_ended or answer.estimate is None]
     return not others or share_beyond(_lifetimes(others)[1]) <= _MOST_UNKNOWN
+
+
+def _has_tighter(newest: Sequence[AnswerLength], plan: Plan) -> bool:
+    """Return whether an ended answer had a tighter bound of its own than any that was planned."""
+    own = [a.latency_bound_s for a in newest if a.has_ended and a.latency_bound_s is not None]
+    return min(own, default=np.inf) < min(
+        (each.latency_bound_s for each, _ in plan.classes), default=np.inf
+    )
 
 
 def task_of(answers: Sequence[AnswerLength]) -> TaskLengths:
@@ -270,12 +258,13 @@ def _lifetimes(answers: Sequence[AnswerLength]) -> tuple[Lifetimes, Lifetimes]:
 
 
 def _is_uneven(before: Plan, after: Plan) -> bool:
-    """Return whether the runner's B_D or the tokens of an encode phase have changed much."""
+    """Return whether the runner's sizes or reserved slots have changed much."""
     pairs = (
         (before.schedule.encode_tokens, after.schedule.encode_tokens),
         (before.schedule.decode_batch, after.schedule.decode_batch),
     )
-    return any(abs(new - old) > _UNEVEN * old for old, new in pairs)
+    reserved = before.iteration().reserved_slots, after.iteration().reserved_slots
+    return reserved[0] != reserved[1] or any(abs(new - old) > _UNEVEN * old for old, new in pairs)
 
 
 def _warn(before: Plan | None, after: Plan) -> None:

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, final
 
-from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, InvalidConfigError
-from jaxserve.planning.schedules.configuration import Layout, Points, Schedule
+from jaxserve.planning.schedules.configuration import Schedule
 from jaxserve.planning.schedules.estimates import LatencyBounds
-from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
-from jaxserve.planning.schedules.measured_cost import THRESHOLD, measured_deployment
-from jaxserve.planning.schedules.rra import RRATimeline
-from jaxserve.planning.schedules.search import nearest_among, search_among
-from jaxserve.planning.schedules.timeline import Deployment
-from jaxserve.planning.step_times import StepTimes
+from jaxserve.planning.schedules.measured_cost import THRESHOLD
+from jaxserve.planning.schedules.observed import RequestClass
 from jaxserve.scheduling.iteration.rra import RRA
 
 
@@ -40,6 +32,8 @@ class Plan:
       max_answer_tokens: the 99th-percentile length, in output tokens.
       num_lengths: answers from whose lengths the plan was computed.
       search_s: seconds that the search took.
+      classes: requests with bounds of their own, and the seconds that their long answers are
+        expected to take from their submission; they do not wait for an encode phase.
       lowest: the lowest seconds that some schedule reaches, by name of the bound, if no schedule
         keeps the bounds; empty if this one does.
     """
@@ -54,6 +48,7 @@ class Plan:
     max_answer_tokens: int
     num_lengths: int
     search_s: float
+    classes: tuple[tuple[RequestClass, float], ...] = ()
     lowest: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -69,8 +64,9 @@ class Plan:
     @property
     def worst_share(self) -> float:
         """The largest quotient of a latency and its bound; 0 without bounds."""
-        bounds = self.bounds.finite().items()
-        return max((getattr(self, name) / s for name, s in bounds), default=0.0)
+        shares = [getattr(self, name) / s for name, s in self.bounds.finite().items()]
+        shares += [latency_s / each.latency_bound_s for each, latency_s in self.classes]
+        return max(shares, default=0.0)
 
     @property
     def missed(self) -> str:
@@ -90,6 +86,7 @@ class Plan:
             # Without a decode iteration no batch is kept up.
             decode_batch=schedule.decode_batch or None,
             threshold=THRESHOLD,
+            reserved_slots=sum(each.num_running for each, _ in self.classes),
         )
 
     def figures(self) -> dict[str, Any]:
@@ -103,6 +100,10 @@ class Plan:
             "bounds": self.bounds.finite(),
             "keeps_bounds": self.keeps_bounds,
             "lowest": self.lowest,
+            "classes": [
+                {"latency_bound_s": each.latency_bound_s, "latency_s": latency_s}
+                for each, latency_s in self.classes
+            ],
             "latency_s": self.latency_s,
             "first_token_s": self.first_token_s,
             "token_s": self.token_s,
@@ -138,157 +139,5 @@ class Plan:
         )
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class RRAPlanner:
-    """A planner of one engine's RRA schedules, for any lengths.
-
-    Attributes:
-      deploy: returns the engine's costs for (lengths, N_D); N_D is None for a search over all.
-      layouts: the layouts that the engine can run.
-    """
-
-    deploy: Callable[[TaskLengths, int | None], Deployment]
-    layouts: tuple[Layout, ...] | None = None
-
-    @classmethod
-    def measured(cls, times: StepTimes, config: Callable[[], EngineConfig]) -> RRAPlanner:
-        """Return the planner of an engine with measured step times.
-
-        Args:
-          config: returns the engine's present configuration, whose slots and page pool limit the
-            schedule.
-        """
-
-        def deploy(lengths: TaskLengths, num_decodes: int | None) -> Deployment:
-            means = lengths.inputs.mean, lengths.outputs.less_one().mean
-            return measured_deployment(times, config(), *means, num_decodes=num_decodes)
-
-        return cls(deploy=deploy)
-
-    def plan(self, lengths: TaskLengths, bounds: LatencyBounds, *, num_lengths: int) -> Plan:
-        """Return the plan with the highest throughput whose long answers keep the bounds.
-
-        Args:
-          num_lengths: answers that the lengths are of, for the record.
-
-        Raises:
-          InfeasibleBoundError: no schedule keeps the bounds; it says the lowest feasible ones.
-          DeviceMemoryError: one answer of these lengths is expected to need more than the memory.
-        """
-        began_s = time.perf_counter()
-        try:
-            choice = search_among([self._timeline(lengths, None)], bounds)
-        except DeviceMemoryError:
-            raise _too_long(lengths) from None
-        return self._of(choice.schedule, lengths, bounds, num_lengths, began_s)
-
-    def nearest(self, lengths: TaskLengths, bounds: LatencyBounds, *, num_lengths: int) -> Plan:
-        """Return `plan`; or if no schedule keeps the bounds, the schedule that misses them least.
-
-        Raises:
-          DeviceMemoryError: see `plan`.
-        """
-        began_s = time.perf_counter()
-        try:
-            return self.plan(lengths, bounds, num_lengths=num_lengths)
-        except InfeasibleBoundError as error:
-            choice = nearest_among([self._timeline(lengths, None)], bounds)
-            plan = self._of(choice.schedule, lengths, bounds, num_lengths, began_s)
-            return replace(plan, lowest=error.lowest)
-
-    def expected(self, plan: Plan, lengths: TaskLengths, *, num_lengths: int) -> Plan:
-        """Return what a plan's B_E and N_D are expected to do with other lengths."""
-        return self._of(plan.schedule, lengths, plan.bounds, num_lengths, time.perf_counter())
-
-    def _of(
-        self,
-        schedule: Schedule,
-        lengths: TaskLengths,
-        bounds: LatencyBounds,
-        num_lengths: int,
-        began_s: float,
-    ) -> Plan:
-        # The search allows every round one decode loop too many; this N_D has an exact number.
-        timeline = self._timeline(lengths, schedule.num_decodes)
-        # No phase lasts longer than the longest answer.
-        num_decodes = min(schedule.num_decodes, timeline.max_control)
-        layout = timeline.layouts.index(schedule.layout)
-        point = Points.one(layout, schedule.encode_batch, num_decodes)
-        estimates = timeline.estimate(point)[0]
-        return Plan(
-            schedule=timeline.schedule(point),
-            bounds=bounds,
-            latency_s=float(estimates.latency_s),
-            first_token_s=float(estimates.first_token_s),
-            token_s=float(estimates.token_s),
-            answers_per_s=float(estimates.throughput),
-            tokens_per_s=float(estimates.throughput) * lengths.outputs.mean,
-            max_answer_tokens=lengths.outputs.percentile(lengths.level),
-            num_lengths=num_lengths,
-            search_s=time.perf_counter() - began_s,
-        )
-
-    def _timeline(self, lengths: TaskLengths, num_decodes: int | None) -> RRATimeline:
-        return RRATimeline(self.deploy(lengths, num_decodes), lengths, self.layouts)
-
-
-def plan_rra(
-    times: StepTimes,
-    config: EngineConfig,
-    lengths: Sequence[tuple[int, int]],
-    latency_bound_s: float,
-    *,
-    first_token_bound_s: float = math.inf,
-    token_bound_s: float = math.inf,
-) -> Plan:
-    """Return the plan with the highest throughput whose long answers keep the bounds.
-
-    Args:
-      times: measured step times of the engine.
-      config: the engine's present configuration; its slots and page pool limit the schedule.
-      lengths: prompt and output tokens of each answer; the two are taken as independent.
-      latency_bound_s: seconds that an answer of the 99th-percentile length may take, from its
-        admission to its end; infinity for no bound, as of the other two.
-      first_token_bound_s: seconds to its first token.
-      token_bound_s: mean seconds per token after the first.
-
-    Raises:
-      InfeasibleBoundError: no schedule keeps the bounds; it says the lowest feasible ones.
-      DeviceMemoryError: one answer of these lengths is expected to need more than the page pool.
-      InvalidConfigError: there are no lengths, or one is not allowed; or a bound is not above 0.
-    """
-    bounds = LatencyBounds(
-        latency_s=latency_bound_s, first_token_s=first_token_bound_s, token_s=token_bound_s
-    )
-    planner = RRAPlanner.measured(times, lambda: config)
-    return planner.plan(lengths_of(lengths), bounds, num_lengths=len(lengths))
-
-
-def lengths_of(lengths: Sequence[tuple[int, int]]) -> TaskLengths:
-    """Return the distributions of prompt and output lengths.
-
-    Raises:
-      InvalidConfigError: there are none, or one is below 1.
-    """
-    if not lengths or min(map(min, lengths)) < 1:
-        raise InvalidConfigError(
-            f"lengths of {len(lengths)} answers are not allowed; pass (prompt tokens, output "
-            "tokens) of at least one answer, each at least 1"
-        )
-    inputs, outputs = zip(*lengths, strict=True)
-    return TaskLengths(
-        LengthDistribution.of_samples(inputs), LengthDistribution.of_samples(outputs)
-    )
-
-
 def _bound(seconds: float) -> str:
     return "" if seconds == math.inf else f" (bound {seconds:.3g} s)"
-
-
-def _too_long(lengths: TaskLengths) -> DeviceMemoryError:
-    return DeviceMemoryError(
-        f"an answer with a prompt of {lengths.inputs.mean:.0f} tokens on average and up to "
-        f"{lengths.outputs.max_length} output tokens is expected to need more pages than the page "
-        "pool has; pass more kv_memory (Runtime.resize_kv), or requests with a lower max_tokens"
-    )

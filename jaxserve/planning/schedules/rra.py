@@ -27,6 +27,8 @@ class RRATimeline:
 
     Args:
       layouts: the layouts to consider; by default all that the cluster allows.
+      longest: output tokens of the answer whose latency is estimated; by default those of the
+        percentile of `lengths`.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class RRATimeline:
         deployment: Deployment,
         lengths: TaskLengths,
         layouts: Sequence[Layout] | None = None,
+        longest: int | None = None,
     ):
         model, cluster = deployment.model, deployment.cluster
         self._deployment = deployment
@@ -41,6 +44,8 @@ class RRATimeline:
         self._iterations = lengths.outputs.less_one() if model.is_decoder_only else lengths.outputs
         self._level = lengths.level
         self._longest = self._iterations.percentile(lengths.level)
+        if longest is not None:
+            self._longest = longest - 1 if model.is_decoder_only else longest
         self._phases = DecodePhases.of(lengths.inputs.mean, self._iterations)
         self.layouts = tuple(layouts or layouts_of((Policy.RRA,), cluster))
         self._pipelines = Pipeline.of(
