@@ -154,8 +154,8 @@ class StepBuilder(Protocol):
     def make_way(self) -> Sequence | None:
         """Return the first waiting sequence if it has a latency bound of its own and is admissible.
 
-        Sequences without a bound are preempted, the last in order first, until it is. None if it
-        has no bound, or there are none to preempt.
+        Sequences that come after it in order and have no bound are preempted, the last first, until
+        it is. None if it has no bound, or there are none to preempt.
         """
         ...
 

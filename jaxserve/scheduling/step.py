@@ -135,12 +135,13 @@ class Step:
         first = next(iter(self._queues.waiting.ready()), None)
         if self._is_short or first is None or first.request.due_s is None:
             return None
-        have_rows = set(self.sequences)
+        have_rows, keys = set(self.sequences), self._queues.keys
         while (sequence := self.first_admissible()) is None:
             others = [
                 each
                 for each in self._queues.running
                 if each.request.due_s is None and each not in have_rows
+                if keys.of(each) > keys.of(first)
             ]
             if not others:
                 return None

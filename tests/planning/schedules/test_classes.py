@@ -1,0 +1,151 @@
+"""A tight class and a bulk class share one engine: the bound holds, and bulk goes on."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from jaxserve.core.errors import BoundNotMetError, InfeasibleBoundError
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.planning import simulate
+from jaxserve.planning.schedules import LatencyBounds, Plan, RRAPlanner, lengths_of
+from jaxserve.planning.schedules.adaptation import Adaptation
+from jaxserve.planning.schedules.observed import AnswerLength, RequestClass, classes_of
+from jaxserve.planning.schedules.pilot import AdaptingPilot
+from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.order.due_first import DueFirst
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.workload import WorkloadItem
+from tests.planning.schedules.step_times import CONFIG, like_a_small_model
+
+PLANNER = RRAPlanner.measured(like_a_small_model(), lambda: CONFIG)
+NUM_BULK = 400
+
+
+class _Traffic:
+    """Bulk answers that all wait, and tight requests that arrive at random beside them."""
+
+    def __init__(self, seed: int, bound_s: float, per_s: float):
+        rng = random.Random(seed)
+        self.bound_s = bound_s
+        self.bulk = [(rng.randint(20, 100), rng.randint(8, 120)) for _ in range(NUM_BULK)]
+        self.tight: list[tuple[float, int, int]] = []
+        at_s = 0.0
+        while (at_s := at_s + rng.expovariate(per_s)) < 0.9 * NUM_BULK / 8:
+            self.tight.append((at_s, rng.randint(10, 60), rng.randint(5, 30)))
+
+    def answers(self) -> list[AnswerLength]:
+        bulk = [AnswerLength(admitted_s=0, num_prompt=p, num_output=o) for p, o in self.bulk]
+        return bulk + [
+            AnswerLength(admitted_s=at, num_prompt=p, num_output=o, latency_bound_s=self.bound_s)
+            for at, p, o in self.tight
+        ]
+
+    def plan(self, *, with_classes: bool) -> Plan:
+        answers = self.answers()
+        return PLANNER.plan(
+            lengths_of([(a.num_prompt, a.num_output) for a in answers]),
+            LatencyBounds(),
+            num_lengths=len(answers),
+            classes=classes_of(answers, CONFIG.max_slots) if with_classes else (),
+        )
+
+    def serve(
+        self, plan: Plan, *, with_bounds: bool, pilot: AdaptingPilot | None = None
+    ) -> tuple[list[float], int, float]:
+        """Return the latencies of tight answers, how many were refused, and bulk answers/s."""
+        bulk = [
+            WorkloadItem(prompt_token_ids=(1,) * p, num_output_tokens=o, max_tokens=120)
+            for p, o in self.bulk
+        ]
+        sampling = SamplingParams(latency_bound=self.bound_s if with_bounds else None)
+        tight = [
+            WorkloadItem(
+                prompt_token_ids=(1,) * p,
+                num_output_tokens=o,
+                max_tokens=30,
+                arrival_s=at,
+                sampling=sampling,
+            )
+            for at, p, o in self.tight
+        ]
+        policy = Policy("classes", OnDemand(), DueFirst(), plan.iteration(), Stateless())
+        run = simulate(
+            [*bulk, *tight], policy, CONFIG, like_a_small_model(), pilot=pilot, progress=False
+        )
+        served = [c for c in run.completions[NUM_BULK:] if c.error is None]
+        refused = [c for c in run.completions[NUM_BULK:] if c.error is not None]
+        assert all(isinstance(c.error, BoundNotMetError) for c in refused)
+        ends = [c.timing.finished_s or 0.0 for c in run.completions[:NUM_BULK]]
+        assert [len(c.token_ids) for c in run.completions[:NUM_BULK]] == [o for _, o in self.bulk]
+        return [c.timing.latency_s or 0.0 for c in served], len(refused), NUM_BULK / max(ends)
+
+
+@pytest.mark.parametrize(
+    ("seed", "bound_s", "per_s", "share"),
+    [(0, 1.3, 1.0, 0.7), (1, 2.5, 0.5, 0.8), (2, 1.6, 3.0, 0.6), (3, 1.5, 0.3, 0.75)],
+)
+def test_the_tight_bound_holds_and_bulk_goes_on(
+    seed: int, bound_s: float, per_s: float, share: float
+):
+    """99 % of tight answers are in time, at most 2 % are refused, and bulk keeps a stated share.
+
+    The share is of the bulk throughput with the same requests and no bounds, under which hardly any
+    tight answer would be in time.
+    """
+    traffic = _Traffic(seed, bound_s, per_s)
+    latencies, num_refused, bulk_per_s = traffic.serve(
+        traffic.plan(with_classes=True), with_bounds=True
+    )
+    assert np.mean(np.array(latencies) <= bound_s) >= 0.99
+    assert num_refused <= 0.02 * len(traffic.tight)
+    without, _, most_per_s = traffic.serve(traffic.plan(with_classes=False), with_bounds=False)
+    assert np.mean(np.array(without) <= bound_s) < 0.1
+    assert bulk_per_s >= share * most_per_s
+
+
+def test_a_class_that_appears_is_adapted_to():
+    """A plan without classes: after the first tight answers the schedule is for their bound."""
+    traffic = _Traffic(4, 1.6, 1.0)
+    plan = traffic.plan(with_classes=False)
+    assert not plan.classes and plan.iteration().reserved_slots == 0
+    known = [a for a in traffic.answers() if a.latency_bound_s is None]
+    pilot = AdaptingPilot(Adaptation(PLANNER, LatencyBounds(), plan=plan, answers=known))
+    latencies, _, _ = traffic.serve(plan, with_bounds=True, pilot=pilot)
+    assert pilot.adopted
+    adopted = pilot.adopted[0][1]
+    assert [each.latency_bound_s for each, _ in adopted.classes] == [1.6]
+    assert adopted.keeps_bounds and adopted.iteration().reserved_slots > 0
+    late = latencies[len(latencies) // 3 :]
+    assert np.mean(np.array(late) <= 1.6) >= 0.98
+
+
+def test_an_infeasible_class_is_named():
+    """The error and the nearest plan say which class, and what it would take."""
+    each = RequestClass(latency_bound_s=0.05, max_answer_tokens=30, num_running=2)
+    lengths = lengths_of([(50, 60)] * 64)
+    with pytest.raises(InfeasibleBoundError) as refused:
+        PLANNER.plan(lengths, LatencyBounds(), num_lengths=64, classes=[each])
+    [lowest_s] = refused.value.lowest.values()
+    assert lowest_s > 0.05
+    plan = PLANNER.nearest(lengths, LatencyBounds(), num_lengths=64, classes=[each])
+    assert not plan.keeps_bounds and plan.lowest == refused.value.lowest
+    feasible = RequestClass(latency_bound_s=1.05 * lowest_s, max_answer_tokens=30, num_running=2)
+    kept = PLANNER.plan(lengths, LatencyBounds(), num_lengths=64, classes=[feasible])
+    assert kept.keeps_bounds and kept.figures()["classes"]
+
+
+def test_classes_are_few_and_the_tightest_bound_of_each_counts():
+    """Ten bounds make four classes; one takes no more slots than its share of half of them."""
+    answers = [
+        AnswerLength(admitted_s=i, num_prompt=5, num_output=10 + i % 7, latency_bound_s=1 + i % 10)
+        for i in range(200)
+    ]
+    classes = classes_of([*answers, AnswerLength(admitted_s=0, num_prompt=1, num_output=99)], 64)
+    assert [each.latency_bound_s for each in classes] == [1, 3, 6, 8]
+    assert all(each.max_answer_tokens == 16 for each in classes)
+    assert all(1 <= each.num_running <= 8 for each in classes)
+    assert classes_of([], 64) == ()

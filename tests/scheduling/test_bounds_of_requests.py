@@ -1,0 +1,185 @@
+"""Requests with latency bounds of their own: their order, their place in RRA, and refusals."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from dataclasses import replace
+
+import pytest
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import BoundNotMetError, InvalidConfigError, InvalidSamplingParamsError
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.execution.step_cost import FlatCost
+from jaxserve.planning import simulate
+from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.iteration.rra import RRA
+from jaxserve.scheduling.order.due_first import DueFirst
+from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.testing import Trace
+from jaxserve.workload import WorkloadItem
+
+SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)
+CONFIG = EngineConfig(
+    num_pages=100, max_slots=4, max_context=200, max_step_tokens=64, max_decode_iterations=4
+)
+
+
+def _rra(**settings: float) -> Policy:
+    shape = RRA(**{"encode_batch": 2, "decode_iterations": 40, **settings})  # type: ignore[arg-type]
+    return Policy("rra", OnDemand(), DueFirst(), shape, Stateless())
+
+
+def _item(num_output: int, arrival_s: float = 0.0, bound_s: float | None = None) -> WorkloadItem:
+    return WorkloadItem(
+        prompt_token_ids=(1,) * 3,
+        num_output_tokens=num_output,
+        max_tokens=num_output,
+        arrival_s=arrival_s,
+        sampling=SamplingParams(latency_bound=bound_s),
+    )
+
+
+def _admissions(items: list[WorkloadItem], order: DueFirst | FCFS) -> list[int]:
+    """Return the order in which an engine with one slot admits the items."""
+    config = replace(CONFIG, max_slots=1, slot_buckets=(), head_buckets=())
+    policy = replace(PRESETS["vllm_like"], order=order)
+    done = simulate(items, policy, config, SECOND, progress=False).completions
+    return sorted(range(len(items)), key=lambda i: done[i].timing.admitted_s or 0.0)
+
+
+def test_the_earliest_due_goes_first_and_others_come_as_they_came():
+    """Bounds of 900 and 500 s, then those without; one that waited long is before a new one."""
+    items = [_item(30), _item(5, 1.0), _item(5, 1.5, 900.0), _item(5, 2.0, 500.0)]
+    assert _admissions(items, DueFirst(ageing_s=10_000)) == [0, 3, 2, 1]
+    assert _admissions(items, DueFirst(ageing_s=10)) == [0, 1, 2, 3]
+    free = [_item(30), _item(3, 1.0), _item(5, 1.5)]
+    assert _admissions(free, DueFirst()) == _admissions(free, FCFS()) == [0, 1, 2]
+
+
+def test_a_bounded_prompt_does_not_wait_for_the_encode_phase():
+    """It is computed after the loops in flight, while the running answers get a token each."""
+    items = [_item(40), _item(40), _item(40), _item(40), _item(6, 3.0, 60.0)]
+    config = replace(CONFIG, max_slots=5, slot_buckets=(), head_buckets=())
+    first, unbounded = (
+        simulate(each, _rra(decode_batch=4.0), config, SECOND, progress=False)
+        for each in (items, [*items[:4], _item(6, 3.0)])
+    )
+    assert (first.completions[4].timing.first_token_s or 0) <= 3.0 + 2 * 4 + 1
+    assert (unbounded.completions[4].timing.first_token_s or 0) > 40
+    mixed = [step for step in first.steps if step.kind == "mixed" and step.num_rows == 3]
+    assert mixed and mixed[0].num_tokens == 2 + 3
+
+
+def test_a_full_engine_makes_way():
+    """All slots are taken: the last answer without a bound is preempted, and loses no token."""
+    items = [*(_item(60) for _ in range(4)), _item(6, 5.0, 60.0)]
+    run = simulate(items, _rra(encode_batch=4), CONFIG, SECOND, progress=False)
+    assert run.stats.num_preemptions == 1
+    assert (run.completions[4].timing.first_token_s or 0) <= 5.0 + 2 * 4 + 1
+    assert [len(c.token_ids) for c in run.completions] == [60, 60, 60, 60, 6]
+
+
+def test_reserved_slots_are_for_bounded_requests():
+    """Of four slots two are reserved, so only two answers without a bound run at a time."""
+    items = [_item(30) for _ in range(6)]
+    run = simulate(items, _rra(encode_batch=4, reserved_slots=2), CONFIG, SECOND, progress=False)
+    assert max(step.num_running for step in run.steps) == 2
+    bounded = [_item(30, 0.0, 1e6) for _ in range(6)]
+    run = simulate(bounded, _rra(encode_batch=4, reserved_slots=2), CONFIG, SECOND, progress=False)
+    assert max(step.num_running for step in run.steps) == 4
+    with pytest.raises(InvalidConfigError, match="reserved_slots=-1"):
+        RRA(encode_batch=1, decode_iterations=1, reserved_slots=-1)
+
+
+@pytest.mark.parametrize("name", ["exegpt_rra", "auto", "vllm_like"])
+def test_bounds_change_no_token(name: str):
+    """Random traces in which every other request has a bound, with small and large reserves."""
+    num_preemptions = 0
+    for seed in range(40):
+        trace = Trace(seed)
+        rng = random.Random(f"bounds {seed}")
+        policy = replace(PRESETS[name], order=DueFirst(ageing_s=rng.choice([3.0, 1e7])))
+        if name == "exegpt_rra":
+            shape = RRA(encode_batch=2, decode_iterations=5, reserved_slots=rng.randint(0, 9))
+            policy = replace(policy, iteration=shape)
+        engine = trace.engine(policy)
+        requests = [
+            replace(request, params=replace(request.params, latency_bound=1e6))
+            if rng.random() < 0.5
+            else request
+            for request in trace.requests
+        ]
+        sequences = []
+        while requests or engine.has_work:
+            if requests and rng.random() < 0.4:
+                sequences += engine.add(requests.pop(0))
+            engine.step()
+            engine.scheduler.check_integrity()
+        ends = {(s.request.id, s.sample_index): tuple(s.output) for s in sequences}
+        wanted = trace.expected(trace.requests)
+        assert ends == {key: end.output for key, end in wanted.items()}, f"seed {seed}"
+        num_preemptions += engine.scheduler.num_preemptions
+    assert num_preemptions > 0
+
+
+def test_what_is_expected_to_be_late_is_refused_alone():
+    """After steps were timed, an answer of 100 tokens within 5 s is refused; others are served."""
+    clock = VirtualClock()
+    engine = Engine(SimulatedExecutor(CONFIG, clock, cost=SECOND), PRESETS["auto"], clock)
+    [early] = engine.add(_request("early", 100, 5.0, clock))
+    assert early.error is None  # nothing is known of the time that a step takes
+    for _ in range(6):
+        engine.step()
+    [late] = engine.add(_request("late", 100, 5.0, clock))
+    assert isinstance(late.error, BoundNotMetError) and late.finish_reason == "error"
+    assert late.error.expected_s > late.error.bound_s == 5.0
+    assert "latency_bound=5 s" in str(late.error) and "lower max_tokens" in str(late.error)
+    again = pickle.loads(pickle.dumps(late.error))
+    assert str(again) == str(late.error) and again.expected_s == late.error.expected_s
+    [loose] = engine.add(_request("loose", 100, 500.0, clock))
+    [short] = engine.add(_request("short", 2, 20.0, clock))
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.check_integrity()
+    assert len(early.output) == len(loose.output) == 100 and len(short.output) == 2
+    assert not late.output
+
+
+def test_the_queue_counts():
+    """A request that would be in time alone is refused where earlier ones fill the engine."""
+    clock = VirtualClock()
+    config = replace(CONFIG, max_slots=1, slot_buckets=(), head_buckets=())
+    engine = Engine(SimulatedExecutor(config, clock, cost=SECOND), PRESETS["auto"], clock)
+    for i in range(3):
+        engine.add(_request(f"{i}", 20, 1e5, clock))
+    for _ in range(4):
+        engine.step()
+    [alone] = engine.add(_request("due first", 20, 38.0, clock))
+    assert alone.error is None  # it goes before those that wait
+    [queued] = engine.add(_request("due last", 20, 39.0, clock))
+    assert isinstance(queued.error, BoundNotMetError) and queued.error.wait_s > 20
+
+
+def test_a_bound_is_a_number_of_seconds():
+    """Zero, negative numbers and text are refused; the due time follows from the arrival."""
+    for wrong in (0, -1.0, "soon"):
+        with pytest.raises(InvalidSamplingParamsError, match="latency_bound"):
+            SamplingParams(latency_bound=wrong)  # type: ignore[arg-type]
+    clock = VirtualClock()
+    clock.advance_to(7.0)
+    assert _request("a", 5, 2.5, clock).due_s == 9.5
+    assert Request(id="b", prompt=(1,), params=SamplingParams(), arrival_s=1.0).due_s is None
+
+
+def _request(name: str, num_tokens: int, bound_s: float, clock: VirtualClock) -> Request:
+    params = SamplingParams(max_tokens=num_tokens, latency_bound=bound_s)
+    return Request(id=name, prompt=(1, 2), params=params, arrival_s=clock.now())
