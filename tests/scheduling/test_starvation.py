@@ -45,8 +45,8 @@ POLICIES = [
     *{**PRESETS, **PACKED}.values(),
     *(
         replace(PRESETS[name], name=f"{name}, by priority", order=Priority(AGEING_S))
-        # flover and exegpt_waa_m equal other presets
-        for name in sorted(PRESETS.keys() - {"flover", "exegpt_waa_m"})
+        # these equal other presets
+        for name in sorted(PRESETS.keys() - {"flover", "exegpt", "exegpt_waa_m"})
     ),
     *MIXED,
 ]
