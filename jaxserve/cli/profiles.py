@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxserve.core.config import EngineConfig
     from jaxserve.models.config import DecoderConfig
     from jaxserve.planning import StepTimes
+    from jaxserve.planning.layers import LayerOrigin
     from jaxserve.planning.schedules import Deployment, TaskLengths
     from jaxserve.runtime import Runtime
 
@@ -129,8 +130,7 @@ def layer_deployment(
     if given is not None:
         profile = LayerProfile.load(given, expected=origin)
     else:
-        digest = _digest(asdict(origin))
-        path = cache_folder() / "profiles" / f"layers-{Path(model).stem}-{digest}.json"
+        path = layers_path(model, origin)
         profile = LayerProfile(origin, path=path)
         if path.is_file() and not measure_again:
             try:
@@ -142,7 +142,13 @@ def layer_deployment(
             enable_compilation_cache()
             with cache_errors(f"keeping {path.name}"):
                 measure_layers(bench, profile, progress=not quiet)
-    return layers_deployment(profile, config, num, free_bytes_of(devices))
+    return layers_deployment(profile, config, num, free_bytes_of(devices[:num]))
+
+
+def layers_path(model: str, origin: LayerOrigin) -> Path:
+    """Return the file in the cache folder for measured layers of an origin."""
+    digest = hashlib.sha256(json.dumps(asdict(origin), sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / "profiles" / f"layers-{Path(model).stem}-{digest}.json"
 
 
 def _model_config(model: str, quiet: bool) -> DecoderConfig:
@@ -157,7 +163,3 @@ def _model_config(model: str, quiet: bool) -> DecoderConfig:
 
 def _opened(model: str, quiet: bool, settings: dict[str, Any], *, warmup: bool) -> Any:
     return opt.open_service(model, quiet=quiet, warmup=warmup, **settings)
-
-
-def _digest(parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]

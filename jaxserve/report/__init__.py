@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.report.report import Report
 
 if TYPE_CHECKING:
+    from jaxserve.report.frontier import draw_frontier
     from jaxserve.report.residency import draw_residency
 
-__all__ = ["Report", "draw_residency"]
+__all__ = ["Report", "draw_frontier", "draw_residency"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,4 +19,8 @@ def __getattr__(name: str) -> Any:
         from jaxserve.report.residency import draw_residency
 
         return draw_residency
+    if name == "draw_frontier":
+        from jaxserve.report.frontier import draw_frontier
+
+        return draw_frontier
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxserve.cli import app
+from jaxserve.cli.profiles import layers_path
 from jaxserve.models.families import config_from_hf
 from jaxserve.planning.layers import LayerOrigin, LayerProfile, LayerSizes, measure_layers
 from tests.planning.layers.made_up import MadeUpTimer
@@ -169,6 +170,10 @@ def test_devices_are_planned_by_measured_layers(model, lengths, tmp_path, monkey
     said = json.loads(done.stdout)
     assert said["devices"].startswith("4 ") and said["devices"].endswith("by layers")
     assert sum(devices for devices, _, _ in said["chosen"][0]["stages"]) == 4
-    other = _run(*asked, "--profile", str(own), "--max-slots", "3", "--quiet")
+    kept = layers_path(model, origin)
+    kept.parent.mkdir(parents=True)
+    own.rename(kept)
+    assert json.loads(_run(*asked, "--devices", "4", *small).stdout) == said
+    other = _run(*asked, "--profile", str(kept), "--max-slots", "3", "--quiet")
     assert other.exit_code == 1
     assert "InvalidProfileError" in other.stderr and "sizes.max_batch is 2, not 3" in other.stderr

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxserve.planning.schedules import LatencyBounds
 from jaxserve.planning.schedules.frontier import ClusterSearch, frontier_of
-from jaxserve.report.frontier import draw_frontier
+from jaxserve.report import draw_frontier
 from tests.planning.schedules.made_up import random_case
 
 

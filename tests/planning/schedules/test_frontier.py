@@ -13,6 +13,7 @@ from jaxserve.planning.schedules import (
     LatencyBounds,
     LengthDistribution,
     TaskLengths,
+    plan_rra,
     search,
     timelines_of,
 )
@@ -23,7 +24,6 @@ from jaxserve.planning.schedules.frontier import (
     frontier_of,
     neighbours_of,
 )
-from jaxserve.planning.schedules.plan import plan_rra
 from jaxserve.planning.schedules.search import enumerate_all
 from tests.planning.schedules.made_up import MadeUpCost, cluster_of, model_of, random_case
 from tests.planning.step_times import CONFIG, made_up
