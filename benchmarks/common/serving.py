@@ -46,7 +46,7 @@ class Runtimes:
         self._model = load_model(
             options.model, dtype=defaults.dtype, layer_layout=cast(Any, defaults.layer_layout)
         )
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "kv_memory": options.kv_memory,
             "max_slots": options.max_slots,
             "max_context": options.max_context,

@@ -43,7 +43,7 @@ def test_bounds_and_latencies_by_hand():
     assert bounds_of(np.arange(11.0).tolist()) == pytest.approx([1.0, 3.0, 7.0, math.inf])
     done = [
         Completion(
-            request_id=i,
+            request_id=str(i),
             prompt_token_ids=(1,),
             samples=(Sample(text="", token_ids=(1, 2, 3), finish_reason="length"),),
             timing=Timing(arrival_s=0.0, admitted_s=1.0, first_token_s=2.0, finished_s=3.0 + i),
