@@ -1,8 +1,9 @@
-"""`rt.plan` beside hand-tuned batch sizes at equal latency bounds, measured on this machine.
+"""Plans beside hand-tuned batches: `python -m benchmarks.exegpt.bounds --help`.
 
-Every policy runs with every batch size, and counts under a bound with the best one that keeps it.
-Each run is also simulated with the step times of its configuration. Progress and tables on stderr,
-one JSON object on stdout; docs/benchmarks/papers.md says what each figure means.
+`rt.plan` and every policy with every batch size run on this machine; a policy counts under a bound
+with the best size that keeps it. Each configuration is also simulated with the step times measured
+for it. Progress and tables on stderr, one JSON object on stdout; docs/benchmarks/papers.md says
+what each figure means.
 """
 
 from __future__ import annotations
