@@ -46,13 +46,14 @@ class Runtimes:
         self._model = load_model(
             options.model, dtype=defaults.dtype, layer_layout=cast(Any, defaults.layer_layout)
         )
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "kv_memory": options.kv_memory,
             "max_slots": options.max_slots,
             "max_context": options.max_context,
             "predictor": self.predictor,
         }
-        self._num_pages: int | None = None
+        # By the most sequences at once, which limits the pages that a pool may need.
+        self._num_pages: dict[int | None, int] = {}
         self._open = ExitStack()
 
     @property
@@ -60,8 +61,11 @@ class Runtimes:
         """The model's tokenizer."""
         return self._model.tokenizer
 
-    def open(self, policy: Policy) -> Runtime:
+    def open(self, policy: Policy, *, max_slots: int | None = None) -> Runtime:
         """Return a runtime with the policy and a page pool as large as that of the others.
+
+        Args:
+          max_slots: most sequences at once, in place of that of the options.
 
         Raises:
           InvalidConfigError, DeviceMemoryError: the memory does not hold a pool as large.
@@ -78,16 +82,16 @@ class Runtimes:
                 tokenizer=model.tokenizer,
                 eos_token_ids=model.eos_token_ids,
                 policy=policy,
-                **self._settings,
+                **self._settings | ({} if max_slots is None else {"max_slots": max_slots}),
             )
         )
-        if self._num_pages not in (None, rt.config.num_pages):
+        num_pages = self._num_pages.setdefault(max_slots, rt.config.num_pages)
+        if num_pages != rt.config.num_pages:
             raise InvalidConfigError(
                 f"the memory that is left holds {rt.config.num_pages} pages for policy "
-                f"{policy.name}, and the runtimes before it have {self._num_pages}; give a "
+                f"{policy.name}, and the runtimes before it have {num_pages}; give a "
                 "--kv-memory that fits once for each policy, or fewer policies"
             )
-        self._num_pages = rt.config.num_pages
         return rt
 
     def __enter__(self) -> Runtimes:

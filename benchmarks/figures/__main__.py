@@ -48,6 +48,7 @@ PAGES = (
     Page("docs/results/throughput.md", ("offline", "loading", "planning")),
     Page("docs/results/policies.md", ("policies", "online", "flover", "simulate", "s3")),
     Page("docs/results/conversations.md", ("conversations", "pensieve", "scattered", "restore")),
+    Page("docs/results/exegpt.md", ("exegpt", "exegpt_bounds")),
     Page("docs/results/lengths.md", ("predictor", "probe")),
     Page("docs/results/devices.md", ("sharding", "gpu_check")),
 )

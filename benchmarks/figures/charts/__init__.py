@@ -7,13 +7,13 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from benchmarks.figures.charts import flover, pensieve, serving
+from benchmarks.figures.charts import exegpt, flover, pensieve, serving
 from benchmarks.figures.results import Result
 
 # Kinds whose tables say everything.
 _TABLES_ONLY = (
     *("predictor", "probe", "s3", "scattered", "restore", "loading", "planning", "sharding"),
-    "gpu_check",
+    *("gpu_check", "exegpt_bounds"),
 )
 
 
@@ -30,6 +30,8 @@ def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
         return {f"{stem}_{number}": chart for number, chart in flover.BY_NUMBER.items()}
     if result.kind == "offline":
         return {f"{stem}_peers": serving.peers} if result.has_peers else {}
+    if result.kind == "exegpt":
+        return {f"{stem}_{number}": chart for number, chart in exegpt.BY_NUMBER.items()}
     if result.kind == "pensieve":
         return {stem: pensieve.chart}
     if result.kind == "conversations":

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from benchmarks.figures.results import Result
-from benchmarks.figures.tables import conversations, devices, lengths, papers, pensieve, serving
+from benchmarks.figures.tables import (
+    conversations,
+    devices,
+    exegpt,
+    lengths,
+    papers,
+    pensieve,
+    serving,
+)
 
 HEADINGS = {
     "offline": "All requests at once",
@@ -24,6 +32,8 @@ HEADINGS = {
     "planning": "The host's time a step",
     "sharding": "What plans send, and how full pipelines are",
     "gpu_check": "One GPU in ten minutes",
+    "exegpt": "ExeGPT's models on its clusters, estimated and simulated",
+    "exegpt_bounds": "Plans beside hand-tuned batch sizes",
 }
 # Tables of one result each; offline results share a table.
 _MAKE: dict[str, Callable[[Result, str], str]] = {
@@ -42,6 +52,8 @@ _MAKE: dict[str, Callable[[Result, str], str]] = {
     "planning": devices.planning,
     "sharding": devices.sharding,
     "gpu_check": devices.gpu_check,
+    "exegpt": exegpt.tables,
+    "exegpt_bounds": exegpt.bounds,
 }
 
 

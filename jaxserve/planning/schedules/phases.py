@@ -14,12 +14,36 @@ NUM_PARTS = 4
 
 
 @final
+class RangeLeast:
+    """The smallest values over ranges of an array's first index, in constant time each.
+
+    Level k of its table has the smallest of 2^k values from each index on; two of them, which may
+    overlap, cover a range.
+    """
+
+    def __init__(self, values: np.ndarray):
+        levels = [values]
+        for level in range(len(values).bit_length() - 1):
+            before, step = levels[-1], 1 << level
+            least = before.copy()
+            least[:-step] = np.minimum(before[:-step], before[step:])
+            levels.append(least)
+        self._levels = np.stack(levels)
+
+    def __call__(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Return the smallest values at the indices from `first` to `last`, both included."""
+        level = np.frexp(last - first + 1)[1] - 1
+        later = last + 1 - (1 << level)
+        return np.minimum(self._levels[level, first], self._levels[level, later])
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
 class DecodePhases:
     """Steady states of RRA for N_D = 0, 1, ..., per sequence that is encoded a round.
 
-    Arrays are indexed by N_D; index 0 is unused. `least_*` is the smallest value of any N_D up to
-    the index, `most_batch` the largest batch of a part of any N_D from the index on.
+    Arrays are indexed by N_D; index 0 is unused. `least_*` gives the smallest value of a range of
+    N_D.
 
     Attributes:
       batch: mean number of sequences in each part of the phase [num_decodes, NUM_PARTS].
@@ -27,6 +51,8 @@ class DecodePhases:
       first_batch: sequences in the first iteration, expected [num_decodes].
       peak_tokens: most tokens in memory at a time, expected [num_decodes].
       peak_sequences: most sequences at a time, expected [num_decodes].
+      least_decoded: the smallest numbers of tokens that a part of the phase decodes.
+      least_negated: the smallest of `batch` times -1, for the largest batches.
     """
 
     batch: np.ndarray
@@ -34,11 +60,12 @@ class DecodePhases:
     first_batch: np.ndarray
     peak_tokens: np.ndarray
     peak_sequences: np.ndarray
-    least_batch: np.ndarray
-    least_length: np.ndarray
-    least_peak_tokens: np.ndarray
-    least_peak_sequences: np.ndarray
-    most_batch: np.ndarray
+    least_batch: RangeLeast
+    least_length: RangeLeast
+    least_peak_tokens: RangeLeast
+    least_peak_sequences: RangeLeast
+    least_decoded: RangeLeast
+    least_negated: RangeLeast
 
     @classmethod
     def of(cls, num_input_tokens: float, iterations: LengthDistribution) -> DecodePhases:
@@ -67,9 +94,15 @@ class DecodePhases:
             "peak_tokens": peak_tokens,
             "peak_sequences": first_batch + at_once,
         }
-        least = {f"least_{name}": _least(values) for name, values in most.items()}
-        most_batch = np.maximum.accumulate(batch.max(1)[::-1])[::-1]
-        return cls(**most, **least, first_batch=first_batch, most_batch=most_batch)
+        least = {f"least_{name}": RangeLeast(values) for name, values in most.items()}
+        decoded = np.arange(num + 1)[:, None] / NUM_PARTS * batch
+        return cls(
+            **most,
+            **least,
+            first_batch=first_batch,
+            least_decoded=RangeLeast(decoded),
+            least_negated=RangeLeast(-batch),
+        )
 
 
 def _part_means(values: np.ndarray) -> np.ndarray:
@@ -78,9 +111,3 @@ def _part_means(values: np.ndarray) -> np.ndarray:
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.interp(np.linspace(0, num, NUM_PARTS + 1), np.arange(num + 1), sums)
     return np.diff(ends) * NUM_PARTS / num
-
-
-def _least(values: np.ndarray) -> np.ndarray:
-    least = values.copy()
-    least[1:] = np.minimum.accumulate(values[1:])
-    return least

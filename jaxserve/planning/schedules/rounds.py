@@ -43,6 +43,7 @@ class RoundParts:
       lead_s: E / M + D (M - 1) / M, an encode phase until the first decode iteration, if stages
         wait for the decode iteration before.
       present_s: R of a mean iteration of each part of a phase [configurations, parts].
+      token_s: seconds per decoded token and encoded sequence of each part; 0 without tokens.
       iteration_s: R of a mean iteration. An iteration in which less than one sequence is expected
         takes place with that probability.
       overlaps: whether rounds do.
@@ -54,6 +55,7 @@ class RoundParts:
     turn_s: np.ndarray
     lead_s: np.ndarray
     present_s: np.ndarray
+    token_s: np.ndarray
     iteration_s: np.ndarray
     overlaps: bool
 
@@ -115,6 +117,7 @@ class RoundParts:
             turn_s=turn_s,
             lead_s=encode_through_s / num_stages + mean_through_s - turn_s,
             present_s=present_s,
+            token_s=np.where(sequences > 0, odds * present_s / np.maximum(sequences, 1e-300), 0.0),
             iteration_s=(odds * present_s).mean(1),
             overlaps=deployment.overlaps_rounds,
         )
@@ -136,6 +139,14 @@ class RoundParts:
             return self.encode_s + self.stagger_s + decode_s
         waits_s = self.encode_s + self.turn_s + decode_s - self.iteration_s
         return np.maximum(np.maximum(self.busy_s, self.lead_s) + decode_s, waits_s)
+
+    def decoding_s(self, num_tokens: np.ndarray) -> np.ndarray:
+        """Return the seconds in which parts decode tokens [configurations, parts] at this speed.
+
+        Args:
+          num_tokens: per encoded sequence.
+        """
+        return (num_tokens * self.token_s).sum(1)
 
     def begun_s(self, num_decodes: np.ndarray, num_begun: np.ndarray) -> np.ndarray:
         """Return the seconds of the first `num_begun` of `num_decodes` iterations."""

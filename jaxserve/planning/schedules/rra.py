@@ -108,45 +108,45 @@ class RRATimeline:
         """See `Timeline.bound`.
 
         Costs do not fall with the batch, and the batch in a part of a phase is at least the
-        smallest of any N_D up to the box's largest. So a round takes at least as long as one of the
-        box's smallest B_E and N_D with that batch, and an answer at least as many rounds and
-        encode phases as with the largest N_D. Where batching pays, the largest B_E has the shortest
-        round per sequence; and B_E E(D) tokens are decoded a round for any N_D, none of them faster
-        than in the largest batch.
+        smallest of any N_D of the box. So a round takes at least as long as one of the box's
+        smallest B_E and N_D with that batch, and an answer at least as many rounds and encode
+        phases as with the largest N_D. Where batching pays, the largest B_E that may fit has the
+        shortest round per sequence; and a part of a phase decodes its tokens at most as fast as in
+        the part's largest batch.
         """
         deployment, phases = self._deployment, self._phases
         batch, most = boxes.low.encode_batch, boxes.high.control
+        controls = boxes.low.control, most
         pipeline = self._pipelines[boxes.low.layout]
 
-        def parts_of(encode_batch: np.ndarray) -> RoundParts:
+        def parts_of(encode_batch: np.ndarray, sequences: np.ndarray) -> RoundParts:
+            length = phases.least_length(*controls)
             return RoundParts.of(
-                deployment,
-                pipeline,
-                self._inputs,
-                encode_batch,
-                phases.least_batch[most],
-                phases.least_length[most],
+                deployment, pipeline, self._inputs, encode_batch, sequences, length
             )
 
-        parts = fastest = parts_of(batch)
+        parts = parts_of(batch, phases.least_batch(*controls))
+        fastest, largest = parts, boxes.high.encode_batch
         round_s = parts.round_s(boxes.low.control)
         if deployment.cost.batching_pays:
-            fastest = parts_of(boxes.high.encode_batch)
-            together_s = fastest.least_s + self._decoded_together_s(pipeline, boxes)
+            largest = np.clip(self._largest_fitting(pipeline, controls), batch, largest)
+            fastest = parts_of(largest, phases.least_batch(*controls))
+            together = parts_of(largest, -phases.least_negated(*controls))
+            together_s = fastest.least_s + together.decoding_s(phases.least_decoded(*controls))
             round_s = np.maximum(fastest.round_s(boxes.low.control), together_s)
         num_earlier = np.maximum(-(-self._longest // most), 1) - 1
         slow = 1 + deployment.decode_margin
         latency_s = parts.encode_s + slow * self._longest * parts.iteration_s
         latency_s += num_earlier * parts.between_s + self._slack_s(parts, num_earlier)
-        memory = self._memory(pipeline, batch * phases.least_peak_tokens[most])
-        fits = self._fits(pipeline, memory, batch * phases.least_peak_sequences[most])
+        memory = self._memory(pipeline, batch * phases.least_peak_tokens(*controls))
+        fits = self._fits(pipeline, memory, batch * phases.least_peak_sequences(*controls))
         encode_s = parts.encode_s + self._slack_s(parts, 0)
         first_s = self._longest_encode_s(pipeline, batch)
         if not deployment.model.is_decoder_only:
             first_s = first_s + slow * parts.present_s[:, 0]
         return Best(
             fits=fits,
-            throughput=boxes.high.encode_batch / round_s,
+            throughput=largest / round_s,
             latency_s=latency_s,
             first_token_s=first_s,
             token_s=(latency_s - encode_s) / max(1, self._longest),
@@ -190,15 +190,19 @@ class RRATimeline:
         parts = RoundParts.of(deployment, pipeline, self._inputs, batch, sequences, sequences)
         return parts.encode_s
 
-    def _decoded_together_s(self, pipeline: Pipeline, boxes: Boxes) -> np.ndarray:
-        """Return the seconds in which the largest batch decodes all tokens of a round."""
-        phases, batch = self._phases, boxes.high.encode_batch
-        sequences = phases.most_batch[boxes.low.control]
-        length = phases.least_length[boxes.high.control].min(1)
-        largest = RoundParts.of(
-            self._deployment, pipeline, self._inputs, batch, sequences[:, None], length[:, None]
-        )
-        return self._iterations.mean * largest.iteration_s / np.maximum(sequences, 1e-300)
+    def _largest_fitting(
+        self, pipeline: Pipeline, controls: tuple[np.ndarray, np.ndarray]
+    ) -> np.ndarray:
+        """Return a B_E that none that fits exceeds, with any N_D of a range."""
+        deployment, phases = self._deployment, self._phases
+        empty = self._memory(pipeline, 0.0)
+        token_bytes = self._memory(pipeline, 1.0) - empty
+        free = np.maximum(deployment.cluster.memory_bytes - empty, 0.0)
+        tokens = phases.least_peak_tokens(*controls)
+        by_memory = free / np.maximum(token_bytes * tokens, 1e-300)
+        sequences = phases.least_peak_sequences(*controls)
+        by_slots = deployment.max_sequences / np.maximum(sequences, 1e-300)
+        return np.floor(np.minimum(by_memory, by_slots) * (1 + 1e-9))
 
     def _slack_s(self, parts: RoundParts, num_earlier: np.ndarray | int) -> np.ndarray:
         """Return by how much the encode phases of an answer may last longer than on average.
@@ -237,6 +241,7 @@ class RRATimeline:
         empty = self._memory(self._pipelines, 0.0)
         token_bytes = self._memory(self._pipelines, 1.0) - empty
         tokens = (deployment.cluster.memory_bytes - empty) / np.maximum(token_bytes, 1e-300)
-        by_memory = tokens.max() / max(phases.least_peak_tokens[-1], 1e-300)
-        by_slots = deployment.max_sequences / phases.least_peak_sequences[-1]
+        every = np.array(1), np.array(self.max_control)
+        by_memory = tokens.max() / max(float(phases.least_peak_tokens(*every)), 1e-300)
+        by_slots = deployment.max_sequences / float(phases.least_peak_sequences(*every))
         return max(1, int(min(by_memory, by_slots, deployment.max_encode_batch)))

@@ -35,6 +35,7 @@ def test_every_kind_is_written(tmp_path):
     names = [f"{kind}_made_up" for kind in ("policies", "online", "simulate")]
     names += ["offline_made_up_peers"]
     names += [f"flover_made_up_{number}" for number in range(4, 8)]
+    names += [f"exegpt_made_up_{number}" for number in (6, 7, 8, 11)]
     names += ["conversations_made_up_1", "conversations_made_up_2", "pensieve_made_up"]
     figures = {f"docs/figures/{name}.svg" for name in names}
     assert written == {*(page.path for page in PAGES), *figures}
@@ -114,6 +115,23 @@ def test_tables_say_what_was_lost(tmp_path):
         "Lost in output tokens/s, a model: auto is 38% behind s3 oracle. "
         "vllm like was not measured here.",
     ]
+
+
+def test_latency_bounds_say_who_is_ahead(tmp_path):
+    """Baselines that are ahead of the best schedule, and plans that are behind, are counted."""
+    checkout = write_checkout(tmp_path, KINDS)
+    pages = {page.path: page for page in PAGES}
+    text = render(
+        pages["docs/results/exegpt.md"], load(checkout / "benchmarks" / "results"), checkout
+    )
+    assert (
+        "Lost under 2 bounds: ahead of the best schedule are vllm 1 times, by 20% at most" in text
+    )
+    assert "| 8: a model, 4 A40 | S | none | 4.00 | 4.00 | 8.00 | 12.00 | 10.00 | NS |" in text
+    assert "Of 1000 answers in 1 simulations" in text and "99.50% kept the bound" in text
+    assert "Figure 10 has 4.0 on average" in text
+    assert "The plan is behind the best of the others under 1 of 2 bounds." in text
+    assert "10 configurations: throughput 2.0% off in the median and 5.0% at most" in text
 
 
 def test_results_without_runs_are_refused(checkout):

@@ -1,0 +1,342 @@
+"""Plans beside hand-tuned batches: `python -m benchmarks.exegpt.bounds --help`.
+
+`rt.plan` and every policy with every batch size run on this machine; a policy counts under a bound
+with the best size that keeps it. Each configuration is also simulated with the step times measured
+for it. Progress and tables on stderr, one JSON object on stdout; docs/benchmarks/papers.md says
+what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.repeats import add_repeats
+from benchmarks.common.serving import Runtimes, measure
+from benchmarks.common.workloads import add_arguments, items
+from jaxserve.core.errors import InfeasibleBoundError, InvalidConfigError
+from jaxserve.core.request import Completion
+from jaxserve.scheduling.presets import get_policy
+
+if TYPE_CHECKING:
+    from jaxserve.planning import StepTimes
+    from jaxserve.runtime import Runtime
+    from jaxserve.scheduling.policy import Policy
+    from jaxserve.workload import WorkloadItem
+
+# Static batches, whose latencies give the bounds (section 7.1 of the paper).
+STATIC = "fastertransformer"
+PLANNED = "exegpt"
+LEVEL = 0.99
+_PERCENTILES = (10, 30, 70)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_tables)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what every policy and plan did, the best of each under each bound, and the errors of
+    the simulations.
+    """
+    from benchmarks.common import environment
+
+    batches = tuple(int(each) for each in options.batches.split(","))
+    if min(batches) < 1:
+        raise InvalidConfigError(f"--batches {options.batches!r}: pass sizes of at least 1")
+    session = _Session(options, tuple(options.tasks.split(",")), batches)
+    with Runtimes(options) as runtimes:
+        for number in range(options.repeats):
+            for policy in (STATIC, *options.policies.split(",")):
+                for batch in batches:
+                    session.play_policy(runtimes, policy, batch, number)
+            session.play_plans(runtimes, number)
+    return {
+        "benchmark": "exegpt_bounds",
+        "arguments": arguments_of(options),
+        "repeats": options.repeats,
+        "is_whole": not session.is_late,
+        "tasks": {task: session.summary(task) for task in session.tasks},
+        "simulated": session.simulated(),
+        "runs": session.runs,
+        **environment.describe(),
+    }
+
+
+def figures_of(done: Sequence[Completion], wall_s: float) -> dict[str, Any]:
+    """Return throughput, and latencies from admission to end."""
+    spent = [
+        (c.timing.finished_s or 0.0) - (c.timing.admitted_s or 0.0) for c in done if not c.error
+    ]
+    num_tokens = sum(len(sample.token_ids) for c in done for sample in c.samples)
+    return {
+        "answers_per_s": len(spent) / wall_s,
+        "tokens_per_s": num_tokens / wall_s,
+        "p99_s": float(np.quantile(spent, LEVEL)),
+        "latencies_s": sorted(spent),
+    }
+
+
+def bounds_of(p99_s: Sequence[float]) -> list[float]:
+    """Return the bottom 10, 30 and 70 % of the latencies of static batches, and infinity."""
+    return [*np.percentile(p99_s, _PERCENTILES).tolist(), math.inf]
+
+
+def best_under(
+    runs: Sequence[dict[str, Any]], policy: str, bound_s: float
+) -> dict[str, Any] | None:
+    """Return the batch size of a policy with the most throughput under a bound, if one keeps it.
+
+    Medians of the runs of each batch size count, of throughput and of p99.
+    """
+    by_batch: dict[int, list[dict[str, Any]]] = {}
+    for each in runs:
+        if each["policy"] == policy:
+            by_batch.setdefault(each["batch"], []).append(each)
+    kept = [
+        {"batch": batch, **_medians(own)}
+        for batch, own in by_batch.items()
+        if _medians(own)["p99_s"] <= bound_s
+    ]
+    return max(kept, key=lambda each: each["answers_per_s"], default=None)
+
+
+def _medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    per_s = [each["answers_per_s"] for each in runs]
+    return {
+        "answers_per_s": statistics.median(per_s),
+        "range": [min(per_s), max(per_s)],
+        "p99_s": statistics.median(each["p99_s"] for each in runs),
+        "num_runs": len(runs),
+    }
+
+
+@final
+@dataclass
+class _Session:
+    """The runs so far, until the budget is spent.
+
+    Attributes:
+      runs: each with task, policy, batch, number, and the figures of the run; those of a plan with
+        `bound_s` and the plan, and `failed` if no schedule keeps it.
+    """
+
+    options: argparse.Namespace
+    tasks: tuple[str, ...]
+    batches: tuple[int, ...]
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    is_late: bool = False
+    _times: dict[int, StepTimes] = field(default_factory=dict)
+    _began_s: float = field(default_factory=time.perf_counter)
+
+    def play_policy(self, runtimes: Runtimes, policy: str, batch: int, number: int) -> None:
+        """Play every task against a policy with a batch size."""
+        if self._is_over():
+            return
+        preset = get_policy(policy)
+        with closing(runtimes.open(preset, max_slots=batch)) as rt:
+            for task, asked in self._asked(rt):
+                named = {"task": task, "policy": policy, "batch": batch, "number": number}
+                self._play(rt, preset, asked, named)
+
+    def play_plans(self, runtimes: Runtimes, number: int) -> None:
+        """Play every task against the plan for each of its bounds."""
+        if self._is_over():
+            return
+        batch, preset = max(self.batches), get_policy("vllm_like")
+        with closing(runtimes.open(preset, max_slots=batch)) as rt:
+            rt.measure_step_times(rounds=1)
+            for task, asked in self._asked(rt):
+                for bound_s in self.bounds(task):
+                    named = {"task": task, "policy": PLANNED, "batch": batch, "number": number}
+                    named |= {"bound_s": None if math.isinf(bound_s) else bound_s}
+                    try:
+                        plan = rt.plan(bound_s, lengths=self._known(rt, task))
+                    except InfeasibleBoundError as error:
+                        lowest_s = error.lowest["latency_s"]
+                        self.runs.append(named | {"failed": str(error), "lowest_s": lowest_s})
+                        continue
+                    adopted = replace(preset, iteration=plan.iteration())
+                    named |= {
+                        "encode_batch": plan.schedule.encode_batch,
+                        "num_decodes": plan.schedule.num_decodes,
+                        "planned_per_s": plan.answers_per_s,
+                        "planned_latency_s": plan.latency_s,
+                    }
+                    self._play(rt, adopted, asked, named, bound_s=bound_s)
+
+    def bounds(self, task: str) -> list[float]:
+        """Return a task's bounds, from the first run of each static batch."""
+        p99_s = [
+            each["p99_s"]
+            for each in self.runs
+            if (each["task"], each["policy"], each["number"]) == (task, STATIC, 0)
+        ]
+        return bounds_of(p99_s) if p99_s else []
+
+    def summary(self, task: str) -> list[dict[str, Any]]:
+        """Return each bound of a task with the best of every policy, and what the plan did."""
+        own = [each for each in self.runs if each["task"] == task and "failed" not in each]
+        policies = (STATIC, *self.options.policies.split(","))
+        points = []
+        for bound_s in self.bounds(task):
+            shown_s = None if math.isinf(bound_s) else bound_s
+            planned = [r for r in own if r["policy"] == PLANNED and r["bound_s"] == shown_s]
+            point: dict[str, Any] = {
+                "bound_s": shown_s,
+                "best": {policy: best_under(own, policy, bound_s) for policy in policies},
+                PLANNED: None,
+            }
+            if planned:
+                within = [run["within"] for run in planned]
+                point[PLANNED] = _medians(planned) | {
+                    "within": statistics.median(within),
+                    "encode_batch": planned[0]["encode_batch"],
+                    "num_decodes": planned[0]["num_decodes"],
+                }
+            points.append(point)
+        return points
+
+    def simulated(self) -> dict[str, Any]:
+        """Return the errors of the simulations of the first runs, by configuration."""
+        errors = [
+            {name: each[name] for name in ("task", "policy", "batch")} | each["error"]
+            for each in self.runs
+            if "error" in each
+        ]
+        return {
+            "configurations": errors,
+            **{
+                name: {
+                    "median": statistics.median(abs(each[name]) for each in errors),
+                    "most": max(abs(each[name]) for each in errors),
+                }
+                for name in (("answers_per_s", "p99_s") if errors else ())
+            },
+        }
+
+    def _play(
+        self,
+        rt: Runtime,
+        policy: Policy,
+        asked: Sequence[WorkloadItem],
+        named: dict[str, Any],
+        *,
+        bound_s: float = math.inf,
+    ) -> None:
+        from jaxserve.planning import simulate
+
+        if self._is_over():
+            return
+        label = " ".join(str(named[each]) for each in ("task", "policy", "batch", "number"))
+        figures, done = measure(rt, asked, label=label)
+        measured = figures_of(done, figures["wall_s"])
+        latencies_s = measured.pop("latencies_s")
+        run = named | measured
+        run["within"] = sum(spent <= bound_s for spent in latencies_s) / len(latencies_s)
+        if self.options.simulate and not named["number"]:
+            times = self._times_of(rt)
+            played = simulate(
+                asked, policy, rt.config, times, chunk_cost=times.chunk_cost(), progress=False
+            )
+            predicted = figures_of(played.completions, played.wall_s)
+            names = ("answers_per_s", "p99_s")
+            run["error"] = {name: predicted[name] / measured[name] - 1 for name in names}
+        self.runs.append(run)
+        print(
+            f"{time.perf_counter() - self._began_s:6.0f} s  {label}: "
+            f"{run['answers_per_s']:.3f} answers/s, p99 {run['p99_s']:.2f} s",
+            file=sys.stderr,
+        )
+
+    def _times_of(self, rt: Runtime) -> StepTimes:
+        """Return the step times of a runtime's configuration, measured once for each."""
+        slots = rt.config.max_slots
+        if slots not in self._times:
+            self._times[slots] = rt.measure_step_times(rounds=1)
+        return self._times[slots]
+
+    def _asked(self, rt: Runtime) -> Iterator[tuple[str, list[WorkloadItem]]]:
+        """Yield each task with its requests, whose lengths are forced and hidden."""
+        for task in self.tasks:
+            yield task, items(self._options_for(task, self.options.seed), rt)
+
+    def _known(self, rt: Runtime, task: str) -> list[tuple[int, int]]:
+        """Return lengths of other requests of a task, by which it is planned."""
+        others = items(self._options_for(task, self.options.seed + 1), rt)
+        return [(len(each.prompt_token_ids), each.num_output_tokens or 1) for each in others]
+
+    def _options_for(self, task: str, seed: int) -> argparse.Namespace:
+        workload = task if task == "sharegpt" else f"task:{task}"
+        return argparse.Namespace(**{**vars(self.options), "workload": workload, "seed": seed})
+
+    def _is_over(self) -> bool:
+        budget_s = self.options.budget_s
+        if budget_s is not None and time.perf_counter() - self._began_s > budget_s:
+            self.is_late = True
+        return self.is_late
+
+
+def _print_tables(result: dict[str, Any]) -> None:
+    policies = (STATIC, *result["arguments"]["policies"].split(","))
+    header = ("task", "bound s", *policies, PLANNED, "p99 s", "within")
+    table = Table(*header, box=None, header_style="bold")
+    for task, points in result["tasks"].items():
+        for point in points:
+            best = [point["best"][policy] for policy in policies]
+            cells = [f"{b['answers_per_s']:.3f} ({b['batch']})" if b else "NS" for b in best]
+            planned = point[PLANNED]
+            bound = "inf" if point["bound_s"] is None else f"{point['bound_s']:.2f}"
+            own = ["NS", "", ""]
+            if planned:
+                own = [f"{planned[n]:.3f}" for n in ("answers_per_s", "p99_s", "within")]
+            table.add_row(task, bound, *cells, *own)
+    show(table)
+    for name in ("answers_per_s", "p99_s"):
+        if errors := result["simulated"].get(name):
+            print(
+                f"simulated {name}: {errors['median']:.1%} off, {errors['most']:.1%} at most, of "
+                f"{len(result['simulated']['configurations'])} configurations",
+                file=sys.stderr,
+            )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.exegpt.bounds",
+        description="Throughput of rt.plan and of hand-tuned batch sizes under latency bounds.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_arguments(parser)
+    add_repeats(parser, "policy and batch size")
+    parser.set_defaults(num_requests=48, scale=0.25, output_scale=0.25, repeats=2)
+    add = parser.add_argument
+    add("--tasks", default="sharegpt,S,T,G,C1,C2", help="separated by commas")
+    add("--policies", default="orca,vllm_like,auto", help="beside static batches and the plan")
+    add("--batches", default="4,8,16,32", help="sizes that every policy is tuned over")
+    add("--budget-s", type=float, default=None, help="seconds after which no run begins")
+    text = "do not simulate each configuration, which takes the measuring of its step times"
+    add("--no-simulation", dest="simulate", action="store_false", help=text)
+    add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
+    add("--kv-memory", default="512MB", help="size of each page pool")
+    add("--max-context", type=int, default=1024, help="most tokens of prompt and answer")
+    add("--output", type=Path, default=None, help="also write the object here")
+    parser.set_defaults(max_slots=None, predictor=None)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

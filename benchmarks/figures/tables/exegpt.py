@@ -1,0 +1,303 @@
+"""Tables beside figures 6 to 11 and tables 5 and 6 of the ExeGPT paper, and measured plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.figures.markdown import caption, linked, table
+from benchmarks.figures.results import Result
+from benchmarks.figures.style import name
+
+_BASELINES = ("fastertransformer", "deepspeed", "orca", "vllm")
+_SYSTEMS = (*_BASELINES, "rra", "waa")
+_LEAST = 1.005
+
+
+def tables(result: Result, link: str) -> str:
+    """Return the gains, every figure and table beside the paper, and what was lost."""
+    return "\n\n".join(
+        part
+        for part in (
+            _gains(result, link),
+            _kept(result),
+            _search(result),
+            _points("points", "figure", result, link),
+            _lost(result),
+            _points("figure_7", "figure 7", result, link),
+            _checked(result, link),
+            _long_tailed(result, link),
+            _changed(result, link),
+            _monotone(result, link),
+            _case_study(result, link),
+        )
+        if part
+    )
+
+
+def bounds(result: Result, link: str) -> str:
+    """Return plans and hand-tuned batch sizes under equal bounds, and what was lost."""
+    policies = list(dict.fromkeys(_policies(result)))
+    header = ("task", "bound, s", *map(name, policies), "plan", "p99, s", "within the bound")
+    rows, behind, num = [], 0, 0
+    for task, points in result.items("tasks"):
+        for point in points:
+            planned, best = point["exegpt"], point["best"]
+            cells = [
+                f"{best[p]['answers_per_s']:.3f} ({best[p]['batch']})" if best.get(p) else "NS"
+                for p in policies
+            ]
+            own = ["NS", "", ""]
+            if planned:
+                own = [
+                    linked(planned["answers_per_s"], ".3f", link),
+                    f"{planned['p99_s']:.2f}",
+                    f"{planned['within']:.0%}",
+                ]
+            rows.append([task, _bound(point), *cells, *own])
+            most = max((best[p]["answers_per_s"] for p in policies if best.get(p)), default=0.0)
+            num += 1
+            behind += most > (planned["answers_per_s"] if planned else 0.0)
+    arguments = result.get("arguments")
+    what = (
+        f"Answers a second of {arguments['num_requests']} requests, lengths times "
+        f"{arguments['scale']:g}, {arguments['model']}; each policy with its best batch size of "
+        f"{arguments['batches']} that keeps the bound"
+    )
+    parts = [
+        f"{caption(result, what, link)}\n\n{table(header, rows)}",
+        f"The plan is behind the best of the others under {behind} of {num} bounds.",
+    ]
+    simulated = result.get("simulated")
+    if "p99_s" in simulated:
+        answers, p99 = simulated["answers_per_s"], simulated["p99_s"]
+        parts.append(
+            f"Simulated with measured step times, {len(simulated['configurations'])} "
+            f"configurations: throughput {answers['median']:.1%} off in the median and "
+            f"{answers['most']:.1%} at most, p99 {p99['median']:.1%} and {p99['most']:.1%}."
+        )
+    return "\n\n".join(parts)
+
+
+def _policies(result: Result) -> Iterator[str]:
+    for _, points in result.items("tasks"):
+        for point in points:
+            yield from point["best"]
+
+
+def _gains(result: Result, link: str) -> str:
+    header = ("mean gain over FasterTransformer", "ours", "paper")
+    paper = result.get("paper_mean_gain")
+    rows = [
+        [named, _linked(result.get("mean_gain", key), link), f"{paper[key]:g}"]
+        for key, named in (("small", "figure 6"), ("large", "figure 8"), ("all", "all"))
+    ]
+    overlapping = result.get("mean_gain_overlapping")
+    rows.append(["all, if RRA's rounds overlap", _linked(overlapping, link), ""])
+    for system, gain in result.items("mean_gain_over"):
+        if system != "fastertransformer":
+            rows.append([f"all, over {name(system)} instead", _linked(gain, link), ""])
+    what = "Throughput under the paper's four bounds, A40 and A100 as rooflines"
+    how = "estimated, and bounded schedules simulated with sampled lengths"
+    return f"{caption(result, what, link, how=how)}\n\n{table(header, rows)}"
+
+
+def _kept(result: Result) -> str:
+    """Return how many simulated answers kept their bounds."""
+    played = result.get("played")
+    if played is None:
+        return ""
+    within, others = played["within"], played["missed_by_others"]
+    errors = played["throughput_error"]
+    return (
+        f"Of {played['num_answers']} answers in {played['num_runs']} simulations of chosen "
+        f"schedules by the real scheduler, {within['mean']:.2%} kept the bound (at least "
+        f"{within['least']:.2%} in each). {played['longer_share']:.2%} were longer than the 99th "
+        f"percentile, for which bounds hold; of the others {others['mean']:.2%} missed it (at most "
+        f"{others['most']:.2%}). Throughput was {errors['least']:+.1%} to "
+        f"{errors['most']:+.1%} off its estimate."
+    )
+
+
+def _search(result: Result) -> str:
+    search, missed = result.get("search"), result.get("algorithm_1")
+    shares = search["most_evaluated_share"]
+    return (
+        f"The longest search took {search['most_s']:.2f} s. It evaluated at most "
+        + ", ".join(f"{share:.2%} ({model})" for model, share in shares.items())
+        + f" of the configurations. Algorithm 1 alone misses the best schedule for "
+        f"{missed['missed_share']:.0%} of {missed['num_cases']} bounds, and finds "
+        f"{missed['worst_share']:.0%} of its throughput at worst."
+    )
+
+
+def _points(key: str, figure: str, result: Result, link: str) -> str:
+    header = (
+        *(figure, "task", "bound, s", *map(name, _SYSTEMS), "gain", "schedule"),
+        *("latency, s", "within the bound"),
+    )
+    rows = []
+    for _, point in result.items(key):
+        within = [run["within"] for run in point.get("played", ())]
+        schedule = "none"
+        if "policy" in point:
+            control = (
+                f"N_D {point['num_decodes']}"
+                if point["policy"] == "rra"
+                else f"B_m {point['num_micro_batches']}"
+            )
+            schedule = f"{point['policy']} B_E {point['encode_batch']}, {control}"
+        number = point["figure"] if key == "points" else 7
+        rows.append(
+            [
+                f"{number}: {point['model']}, {point['num_devices']} {point['cluster']}",
+                point["task"],
+                _bound(point),
+                *(_per_s(point["per_s_of"].get(system)) for system in _SYSTEMS),
+                "" if point["gain"] is None else linked(point["gain"], ".2f", link),
+                schedule,
+                f"{point['latency_s']:.1f}" if "latency_s" in point else "",
+                f"{sum(within) / len(within):.1%}" if within else "",
+            ]
+        )
+    return table(header, rows)
+
+
+def _lost(result: Result) -> str:
+    """Return how often a baseline is ahead of the best schedule."""
+    points = result.get("points")
+    parts = []
+    for system in _BASELINES:
+        ahead = [
+            point["per_s_of"][system] / point["per_s"]
+            for point in points
+            if point["per_s"] and point["per_s_of"].get(system)
+            if point["per_s_of"][system] > _LEAST * point["per_s"]
+        ]
+        if ahead:
+            parts.append(f"{name(system)} {len(ahead)} times, by {max(ahead) - 1:.0%} at most")
+    if not parts:
+        return f"Nothing lost: no baseline is ahead under any of {len(points)} bounds."
+    return (
+        f"Lost under {len(points)} bounds: ahead of the best schedule are {'; '.join(parts)}. Here "
+        "they have the same kernels as the schedules, and no host time a step."
+    )
+
+
+def _checked(result: Result, link: str) -> str:
+    header = ("figure 7", "bound, s", "policy", "batch", "answers/s", "estimated", "p99, s",
+              "estimated", "within the bound")  # fmt: skip
+    rows = [
+        [
+            point["task"],
+            _bound(point),
+            name(system),
+            str(each["batch"]),
+            linked(each["per_s"], ".2f", link),
+            f"{each['estimated_per_s']:.2f}",
+            "" if each["p99_length_s"] is None else f"{each['p99_length_s']:.2f}",
+            f"{each['estimated_latency_s']:.2f}",
+            f"{each['within']:.1%}",
+        ]
+        for _, point in result.items("figure_7")
+        for system, each in point["checked"].items()
+        if each
+    ]
+    return table(header, rows) if rows else ""
+
+
+def _long_tailed(result: Result, link: str) -> str:
+    header = (
+        "figure 10, stand-ins",
+        "model",
+        "bound, s",
+        "FasterTransformer",
+        "rra",
+        "waa",
+        "gain",
+    )
+    rows = [
+        [
+            row["data_set"],
+            row["model"],
+            _bound(row),
+            f"{row['static_per_s']:.2f}",
+            _per_s(row["rra_per_s"]),
+            _per_s(row["waa_per_s"]),
+            linked(row["gain"], ".2f", link),
+        ]
+        for _, row in result.items("figure_10")
+    ]
+    if not rows:
+        return ""
+    gains = [row["gain"] for _, row in result.items("figure_10")]
+    mean = sum(gains) / len(gains)
+    return (
+        f"{table(header, rows)}\n\nFigure 10 has {mean:.1f} on average and {max(gains):.1f} at "
+        "most; the paper, with its data sets, 4.4 and 8.7."
+    )
+
+
+def _changed(result: Result, link: str) -> str:
+    header = ("figure 11", "changed", "by", "left alone /s", "planned anew /s", "p99 over bound",
+              "same length over bound")  # fmt: skip
+    rows = [
+        [
+            f"{row['policy']}, {row['bound_s']:.1f} s",
+            row["changed"],
+            f"{row['by']:g}",
+            linked(row["left_alone_per_s"], ".2f", link),
+            _per_s(row["planned_per_s"]),
+            f"{row['left_alone_latency_s'] / row['bound_s']:.2f}",
+            f"{row['left_alone_same_length_s'] / row['bound_s']:.2f}",
+        ]
+        for _, row in result.items("figure_11")
+    ]
+    return table(header, rows) if rows else ""
+
+
+def _monotone(result: Result, link: str) -> str:
+    header = ("table 5", "tolerance", "variable", "latency, %", "paper", "throughput, %", "paper")
+    rows = [
+        [
+            row["task"],
+            f"{row['tolerance']:.0%}",
+            f"{row['policy']} {row['variable']}",
+            linked(row["latency"], ".1f", link),
+            f"{row['paper'][0]:g}",
+            f"{row['throughput']:.1f}",
+            f"{row['paper'][1]:g}",
+        ]
+        for _, row in result.items("table_5")
+    ]
+    return table(header, rows) if rows else ""
+
+
+def _case_study(result: Result, link: str) -> str:
+    header = ("table 6", "B_E", "N_D", "T_P", "latency, s", "paper", "answers/s", "paper")
+    rows: Sequence[Sequence[str]] = [
+        [
+            row["policy"],
+            str(row["encode_batch"]),
+            str(row["num_decodes"]),
+            str(row["degree"]),
+            linked(row["latency_s"], ".2f", link),
+            f"{row['paper_latency_s']:.2f}",
+            f"{row['per_s']:.2f}",
+            f"{row['paper_per_s']:.2f}",
+        ]
+        for _, row in result.items("table_6")
+    ]
+    return table(header, rows)
+
+
+def _bound(point: dict[str, Any]) -> str:
+    return "none" if point["bound_s"] is None else f"{point['bound_s']:.1f}"
+
+
+def _per_s(value: float | None) -> str:
+    return "NS" if value is None else f"{value:.2f}"
+
+
+def _linked(value: float | None, link: str) -> str:
+    return "" if value is None else linked(value, ".2f", link)
