@@ -1,0 +1,109 @@
+"""What clients see when the engine fails, when they read slowly, and when thousands wait."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from jaxserve import Runtime
+from jaxserve.engine.answers import Piece
+from jaxserve.server.exchange import merged
+from jaxserve.testing import OPTIONS, FaultyExecutor, letter_tokenizer, tiny_llama
+from tests.server.serving import NAME, client, connect, post, runtime, server
+
+
+@pytest.fixture(scope="module")
+def rt() -> Iterator[Runtime]:
+    with runtime(max_decode_iterations=1) as rt:
+        yield rt
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_failed_engine(stream: bool):
+    """Open requests end with a server error, and from then on /health and /ready say so."""
+    with (
+        Runtime(
+            tiny_llama(),
+            tokenizer=letter_tokenizer(),
+            wrap_executor=lambda executor: FaultyExecutor(executor, raises_at=6),
+            **{**OPTIONS, "max_decode_iterations": 1},
+        ) as rt,
+        server(rt) as url,
+        client(url) as ai,
+    ):
+        assert httpx2.get(url + "/health").status_code == 200
+        with pytest.raises(openai.APIError, match="engine stopped"):
+            made: Any = ai.completions.create(model=NAME, prompt="a", max_tokens=50, stream=stream)
+            list(made)
+        assert httpx2.get(url + "/health").status_code == 500
+        with pytest.raises(openai.InternalServerError):
+            ai.completions.create(model=NAME, prompt="a")
+        assert httpx2.get(url + "/ready").json()["error"]["code"] == "failed"
+
+
+def test_slow_reader_holds_up_nobody(rt: Runtime):
+    """While a client does not read its stream, others are answered; then it gets all of it."""
+    with server(rt) as url:
+        body: dict[str, Any] = {"prompt": "a", "max_tokens": 120, "n": 4, "logprobs": 20}
+        sent = json.dumps({**body, "stream": True}).encode()
+        with connect(url) as slow:
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+                b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(sent) + sent
+            )
+            for _ in range(3):
+                assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 3}).is_success
+            while rt.outlook():
+                time.sleep(0.01)
+            received = b"".join(iter(lambda: slow.recv(65536), b""))
+        assert received.count(b'"finish_reason":"length"') == 4
+        assert b"data: [DONE]" in received
+
+
+def test_pieces_of_a_sample_are_joined():
+    """Pieces that came together are one event for each sample, without those of a failure."""
+    pieces = [
+        (0, Piece(text="a", token_ids=(1,))),
+        (1, Piece(text="b", token_ids=(2,))),
+        (0, Piece(text="c", token_ids=(3,), finish_reason="stop")),
+        (1, Piece(text="", token_ids=(), finish_reason="error")),
+    ]
+    assert merged(pieces) == [
+        (0, Piece(text="ac", token_ids=(1, 3), finish_reason="stop")),
+        (1, Piece(text="b", token_ids=(2,))),
+    ]
+
+
+def test_many_requests_at_once(rt: Runtime):
+    """Hundreds of connections at once are all answered, each with its own prompt's answer."""
+
+    async def ask(url: str) -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", timeout=120) as ai:
+            prompts = [letters[i % 26] for i in range(300)]
+            return await asyncio.gather(
+                *(
+                    ai.completions.create(model=NAME, prompt=p, max_tokens=2, temperature=0)
+                    for p in prompts
+                )
+            )
+
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    with server(rt) as url:
+        answers = asyncio.run(ask(url))
+    texts = [one.choices[0].text for one in answers]
+    assert texts == (texts[:26] * 12)[:300]
+    assert len(set(texts)) > 13
+
+
+def test_errors_say_whether_to_retry(rt: Runtime):
+    """Clients that retry on their own are told not to where that cannot help."""
+    with server(rt, request_timeout_s=0.001) as url:
+        late = post(url, "/v1/completions", {"prompt": "a", "max_tokens": 100})
+        assert (late.status_code, late.headers["x-should-retry"]) == (504, "false")
