@@ -82,7 +82,7 @@ def paged_attention(
 def _bias(
     alibi_slopes: Float[Array, " q_heads"] | None,
     distance_bias: Float[Array, "q_heads distances"] | None,
-    nothing: Float32[Array, "0"],
+    nothing: Float32[Array, " none"],
 ) -> Float32[Array, " numbers"]:
     """Return one operand for both: slopes, one a head, or biases, two or more a head."""
     if alibi_slopes is not None:
