@@ -72,7 +72,7 @@ def paged_attention(
             for x in (start, rows.query_length, rows.first_position, rows.context_length)
         ),
         rows.page_table.astype(jnp.int32),
-        _bias(alibi_slopes, distance_bias),
+        _bias(alibi_slopes, distance_bias, nothing),
         scale=np.float32(scale),
         soft_cap=np.float32(soft_cap or 0.0),
         window=np.int32(sliding_window or 0),
@@ -82,12 +82,13 @@ def paged_attention(
 def _bias(
     alibi_slopes: Float[Array, " q_heads"] | None,
     distance_bias: Float[Array, "q_heads distances"] | None,
+    nothing: Float32[Array, " none"],
 ) -> Float32[Array, " numbers"]:
     """Return one operand for both: slopes, one a head, or biases, two or more a head."""
     if alibi_slopes is not None:
         return alibi_slopes.astype(jnp.float32)
     if distance_bias is None:
-        return jnp.zeros(0)
+        return nothing
     if distance_bias.shape[1] == 1:
         distance_bias = jnp.repeat(distance_bias, 2, axis=1)
     return distance_bias.astype(jnp.float32).reshape(-1)
