@@ -127,7 +127,7 @@ class Quantiser:
 
 
 def log_replicated(params: nnx.State, mesh: Mesh) -> None:
-    """Log the weights whose groups or panels a mesh does not divide: each device has all of them."""
+    """Log the weights whose groups or panels a mesh does not divide; each device has all."""
     shares = mesh.shape.get("tensor", 1)
     for path, variable in nnx.to_flat_state(params):
         axes = variable.get_metadata().get("logical_axes") or ()
