@@ -66,6 +66,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "seed": options.seed,
         "model": options.model,
         "precision": dtype if engine.kv_dtype is None else f"{dtype} with KV in {engine.kv_dtype}",
+        "quantize": options.quantize,
         "policy": options.policy,
         "settings": settings,
         "repeats": options.repeats,
@@ -166,7 +167,7 @@ def _workload(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
 
 def _runtime_settings(options: argparse.Namespace) -> dict[str, Any]:
     names = (
-        *("policy", "load", "dtype", "kv_memory", "kv_dtype"),
+        *("policy", "load", "dtype", "quantize", "kv_memory", "kv_dtype"),
         *("max_slots", "max_context", "max_step_tokens"),
     )
     given = {name: getattr(options, name) for name in names}
@@ -191,6 +192,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--policy", default="auto", help="scheduling preset")
     add("--load", default=None, help="random for random weights")
     add("--dtype", default=None, help="of weights and cache")
+    add("--quantize", default=None, help="weights in few bits: int8, int4, or keep a GGUF's blocks")
     add("--kv-memory", default=None, help='size of the page pool, e.g. "1GiB"')
     add(
         "--kv-dtype",

@@ -77,7 +77,7 @@ class _Part:
         self.where = source.where
         self._source = source
         self._form = form
-        self._part = part
+        self._part: Part = part
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """See `WeightSource`."""

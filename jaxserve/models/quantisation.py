@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast, final
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
@@ -14,6 +16,7 @@ from jaxserve.models.linear import WeightAxes, replace_weights
 from jaxserve.models.loading import abstract_model
 from jaxserve.models.quantised import INT4, INT8, QuantisedWeight, WeightFormat
 
+_log = logging.getLogger(__name__)
 _FORMATS = {"int8": INT8, "int4": INT4}
 
 
@@ -48,10 +51,13 @@ class Quantisation:
             found = _FORMATS.get(name)
             return None if found is None else replace(found, rounds_activations=rounds)
 
+        layers = format_of(options.quantize)
+        embeddings = None if options.quantize == "keep" else format_of(ends)
+        named = [options.quantize, *(str(each.group) for each in (layers, embeddings) if each)]
         return cls(
-            name=f"{options.quantize}-{ends}" + ("" if rounds else "-whole"),
-            layers=format_of(options.quantize),
-            embeddings=None if options.quantize == "keep" else format_of(ends),
+            name="-".join([*named, ends, *(() if rounds else ("whole",))]),
+            layers=layers,
+            embeddings=embeddings,
             keeps_blocks=options.quantize == "keep",
             rounds_activations=rounds,
         )
@@ -118,6 +124,23 @@ class Quantiser:
         flat = nnx.to_flat_state(params)
         cast = [(path, v.replace(_cast(v.get_value(), self._dense[path]))) for path, v in flat]
         return nnx.split(self.model(nnx.from_flat_state(cast)))[1]
+
+
+def log_replicated(params: nnx.State, mesh: Mesh) -> None:
+    """Log the weights whose groups or panels a mesh does not divide; each device has all."""
+    shares = mesh.shape.get("tensor", 1)
+    for path, variable in nnx.to_flat_state(params):
+        axes = variable.get_metadata().get("logical_axes") or ()
+        uneven = [
+            f"{size} {name}"
+            for name, size in zip(axes, variable.get_value().shape, strict=False)
+            if name in ("groups", "panels") and size % shares
+        ]
+        if uneven and path[-1] == "codes":
+            _log.info(
+                "%s has %s, which %d devices cannot share; each has all of them",
+                ".".join(map(str, path[:-1])), " and ".join(uneven), shares,
+            )  # fmt: skip
 
 
 def _cast(array: Any, like: Any) -> Any:

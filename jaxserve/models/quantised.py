@@ -40,7 +40,7 @@ class WeightFormat:
     rounds_activations: bool = False
 
 
-INT8 = WeightFormat(bits=8, group=64)
+INT8 = WeightFormat(bits=8, group=32)
 INT4 = WeightFormat(bits=4, group=32, has_minima=True)
 
 

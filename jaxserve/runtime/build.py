@@ -29,7 +29,7 @@ from jaxserve.execution.weights import sharded
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.page_files import PageFiles
 from jaxserve.models.parts import planned_stages
-from jaxserve.models.quantisation import Quantisation, Quantiser
+from jaxserve.models.quantisation import Quantisation, Quantiser, log_replicated
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.planning import Origin
 from jaxserve.runtime.forecaster import Forecaster, load_probe
@@ -107,6 +107,8 @@ def build_parts(
         quantiser = Quantiser(model, quantisation)
         if quantiser.is_dense(used):
             graphdef, used = nnx.split(quantiser.model(used))
+        if isinstance(mesh, Mesh):
+            log_replicated(used, mesh)
     group = processes_of(mesh, used)
     check_early(options, policy, mesh, group)
     claim(group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import jax
 import pytest
 from flax import nnx
@@ -83,9 +85,15 @@ def test_an_update_that_does_not_fit_is_refused(served):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_two_devices_share_the_weights(format, served):
-    """Under tensor parallelism answers are those of one device."""
-    with _runtime(quantize=format, mesh=make_mesh(tensor=2)) as rt:
+def test_two_devices_share_the_weights(format, served, caplog):
+    """Under tensor parallelism answers are those of one device; what is not shared is logged."""
+    with (
+        caplog.at_level(logging.INFO, "jaxserve.models.quantisation"),
+        _runtime(quantize=format, mesh=make_mesh(tensor=2)) as rt,
+    ):
+        # 32 inputs are one group of 32; the vocabulary of 97 is 7 panels.
+        assert "attention.wo has 1 groups, which 2 devices cannot share" in caplog.text
+        assert "lm_head has 7 panels" in caplog.text
         assert _answers(rt) == served[format, 0][0]
         rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
         assert _answers(rt) == served[format, 1][0]

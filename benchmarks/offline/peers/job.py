@@ -15,14 +15,24 @@ from tqdm import tqdm
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.workload import WorkloadItem
 
+# The blocks for which the peers have kernels, by our format.
+BLOCKS = {
+    "int8": gguf.GGMLQuantizationType.Q8_0,
+    "int4": gguf.GGMLQuantizationType.Q4_0,
+}
 
-def write_models(source: Path, folder: Path) -> dict[str, str]:
+
+def write_models(source: Path, folder: Path, quantize: str | None = None) -> dict[str, str]:
     """Write a GGUF model as safetensors with a config.json (a folder), and as GGUF in F16 and F32.
 
     Matrices are rounded to float16 once and written from there, so that all hold the same values.
     The F32 file is for llama.cpp, which knows end tokens by their names and forbids them when told
     to ignore them. In this file control tokens have other names, and the end token is one that no
     answer has.
+
+    With `quantize`, one of `BLOCKS`, GGUF files are added with the matrices in such blocks, the
+    embedding's and the head's in Q8_0: "few_bits", and "few_bits_endless" for llama.cpp. Our
+    runtime rounds the same float16 numbers when it loads them.
     """
     paths = {
         "F16": folder / "model.F16.gguf",
@@ -33,6 +43,13 @@ def write_models(source: Path, folder: Path) -> dict[str, str]:
     _write_gguf(source, paths["F16"], np.dtype(np.float16))
     _write_gguf(paths["F16"], paths["F32"], np.dtype(np.float32), endless=True)
     _write_safetensors(paths["F16"], paths["safetensors"])
+    if quantize is not None:
+        for kind, endless in (("few_bits", False), ("few_bits_endless", True)):
+            paths[kind] = folder / f"model.{kind}.gguf"
+            _write_gguf(
+                paths["F16"], paths[kind], np.dtype(np.float32), endless=endless,
+                blocks=BLOCKS[quantize],
+            )  # fmt: skip
     return {kind: str(path) for kind, path in paths.items()}
 
 
@@ -87,12 +104,21 @@ def _write_safetensors(source: Path, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _write_gguf(source: Path, path: Path, dtype: np.dtype, *, endless: bool = False) -> None:
-    """The file again, its matrices in `dtype`; tensors keep the order that llama.cpp stores."""
+def _write_gguf(
+    source: Path,
+    path: Path,
+    dtype: np.dtype,
+    *,
+    endless: bool = False,
+    blocks: gguf.GGMLQuantizationType | None = None,
+) -> None:
+    """The file again, its matrices in `dtype` or blocks; tensors keep the order of llama.cpp."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields[gguf.Keys.General.ARCHITECTURE].contents()
     writer = gguf.GGUFWriter(path, architecture)
     kind = gguf.LlamaFileType.MOSTLY_F16 if dtype.itemsize == 2 else gguf.LlamaFileType.ALL_F32
+    if blocks is not None:
+        kind = gguf.LlamaFileType[f"MOSTLY_{blocks.name}"]
     writer.add_file_type(kind)
     changed = _without_end(reader) if endless else {}
     for field in reader.fields.values():
@@ -104,6 +130,11 @@ def _write_gguf(source: Path, path: Path, dtype: np.dtype, *, endless: bool = Fa
         writer.add_key_value(field.name, value, field.types[0], sub_type=inner)
     for tensor in tqdm(reader.tensors, desc=f"writing {path.name}", leave=False, delay=2):
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if blocks is not None and values.ndim > 1:
+            is_end = not tensor.name.startswith("blk.")
+            kind = gguf.GGMLQuantizationType.Q8_0 if is_end else blocks
+            writer.add_tensor(tensor.name, gguf.quantize(values, kind), raw_dtype=kind)
+            continue
         writer.add_tensor(tensor.name, values.astype(dtype if values.ndim > 1 else np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -46,7 +46,7 @@ def _command(job: dict, address: str) -> list[str]:
     slot_context = -(-(job["max_context"] + 1) // PAD) * PAD
     threads = len(os.sched_getaffinity(0))
     options = {
-        "--model": job["models"]["F32"],
+        "--model": job["models"].get("few_bits_endless") or job["models"]["F32"],
         "--port": address.rpartition(":")[2],
         "--parallel": batch_size,
         "--ctx-size": batch_size * slot_context,

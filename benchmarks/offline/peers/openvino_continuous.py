@@ -22,7 +22,7 @@ def main() -> None:
     scheduler.cache_size = job["kv_cache_gib"]
     scheduler.enable_prefix_caching = False
     pipeline = openvino_genai.ContinuousBatchingPipeline(
-        job["models"]["F16"],
+        job["models"].get("few_bits") or job["models"]["F16"],
         scheduler,
         "CPU",
         # Its defaults are lower where the processor has them, 8 bits for the cache.

@@ -12,6 +12,7 @@ from jaxserve.models.registry import resolve
 from jaxserve.workload import WorkloadItem
 
 PRECISION = "float32"
+QUANTISED = ("int8", "int4")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,18 @@ def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
             f"peers are compared with keys and values in {PRECISION}, not {options.kv_dtype}; "
             "leave out --kv-dtype"
         )
+    if options.quantize is not None:
+        if options.quantize not in QUANTISED:
+            raise InvalidConfigError(
+                f"peers are compared with --quantize {' or '.join(QUANTISED)}, not "
+                f"{options.quantize}, whose blocks the peers do not all read"
+            )
+        lacking = sorted(name for name, peer in peers.items() if not peer.has_few_bits)
+        if lacking:
+            raise InvalidConfigError(
+                f"--quantize {options.quantize}: {lacking} have no weights in few bits here; leave "
+                "them out of --compare"
+            )
     if resolve(options.model).kind != "gguf" or options.load is not None:
         raise InvalidConfigError(
             "peers are compared on the weights of a GGUF file: give --model a registered name or "
@@ -71,7 +84,7 @@ def run_peers(
         settings={**settings, "dtype": PRECISION, "max_slots": batch_size},
     )
     print_table(result)
-    return {"precision": PRECISION, **result}
+    return {"precision": PRECISION, "quantize": options.quantize, **result}
 
 
 def any_failed(comparison: Mapping[str, Any] | None) -> bool:

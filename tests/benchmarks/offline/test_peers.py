@@ -56,6 +56,7 @@ def _options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     defaults = {"dtype": None, "kv_dtype": None, "model": "smollm2-135m", "load": None}
+    defaults["quantize"] = None
     return argparse.Namespace(**(vars(parser.parse_args(arguments)) | defaults))
 
 
@@ -85,6 +86,8 @@ def test_unknown_peers_are_refused_by_name(names: str):
         ({"load": "random"}, "--load"),
         ({"model": "folder"}, "GGUF"),
         ({"kv_dtype": "int8"}, "leave out --kv-dtype"),
+        ({"quantize": "int8"}, "'vllm'.*have no weights in few bits"),
+        ({"quantize": "keep"}, "--quantize int8 or int4"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_first(
@@ -254,6 +257,29 @@ def test_every_format_holds_the_same_weights(tmp_path: Path):
     assert single.file.metadata["tokenizer.ggml.eos_token_id"] == VOCAB - 1
     assert {info.type_name for info in half.file.tensors.values()} == {"F16", "F32"}
     assert {info.type_name for info in single.file.tensors.values()} == {"F32"}
+
+
+@pytest.mark.parametrize(("quantize", "blocks"), [("int8", "Q8_0"), ("int4", "Q4_0")])
+def test_weights_in_few_bits_are_rounded_from_the_same_numbers(
+    tmp_path: Path, quantize: str, blocks: str
+):
+    """Layers have the blocks that peers have kernels for, the embedding has 8 bits."""
+    write_gguf(tmp_path / "source.gguf", "llama", tokenizer=TOKENIZER)
+    models = write_models(tmp_path / "source.gguf", tmp_path / "models", quantize)
+    single = GGUFSource(models["F32"])
+    for kind in ("few_bits", "few_bits_endless"):
+        few = GGUFSource(models[kind])
+        assert few.type_name("model.layers.0.mlp.down_proj.weight") == blocks
+        assert few.type_name("model.embed_tokens.weight") == "Q8_0"
+        assert few.type_name("model.norm.weight") == "F32"
+        for name in few.shapes():
+            error = few.read(name) - single.read(name)
+            limit = 0.01 if few.type_name(name) == "Q8_0" else 0.12
+            assert np.linalg.norm(error) <= limit * np.linalg.norm(single.read(name))
+    assert (
+        "<|end|>"
+        not in GGUFSource(models["few_bits_endless"]).file.metadata["tokenizer.ggml.tokens"]
+    )
 
 
 def test_the_job_says_how_long_a_sequence_gets(tmp_path: Path):

@@ -1,0 +1,1 @@
+"""What weights in few bits cost in quality."""
