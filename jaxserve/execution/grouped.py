@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import jax
@@ -103,10 +103,10 @@ class GroupedExecutor:
 
     def _hand_over(self, plan: StepPlan) -> HandoverHandle:
         with self._compilations.watch(plan):
-            parcels = [
-                (each, self._links[each.source, each.target].send(each.pages))
-                for each in plan.handovers
-            ]
+            parcels = {
+                (source, target): self._links[source, target].send(pages)
+                for (source, target), pages in _pages_by_link(plan.handovers).items()
+            }
         handle = HandoverHandle(plan, parcels, self._receive)
         self._pending.append(handle)
         return handle
@@ -117,9 +117,9 @@ class GroupedExecutor:
         if is_lost:
             return
         with self._compilations.watch(handle.plan):
-            for handover, parcels in handle.parcels:
+            for way, parcels in handle.parcels.items():
                 for parcel in parcels:
-                    self._links[handover.source, handover.target].receive(parcel)
+                    self._links[way].receive(parcel)
 
     def fitted(self, params: Any) -> list[Any]:
         """See `ModelExecutor`. The result has one entry per group."""
@@ -198,14 +198,14 @@ class HandoverHandle:
     target's cache as it is, and reports the loss.
 
     Args:
-      parcels: what was sent for each handover of the plan.
+      parcels: what was sent, by source and target.
       receive: called once, with whether the parcels are lost; writes them if not.
     """
 
     def __init__(
         self,
         plan: StepPlan,
-        parcels: Sequence[tuple[Handover, list[Parcel]]],
+        parcels: Mapping[tuple[int, int], Sequence[Parcel]],
         receive: Callable[..., None],
     ):
         self.plan = plan
@@ -214,25 +214,34 @@ class HandoverHandle:
 
     def drop(self, pages: set[int], target: int) -> None:
         """Leave these pages of a target group as they are."""
-        for handover, parcels in self.parcels:
-            if handover.target == target and not pages.isdisjoint(handover.pages):
+        for (_, arrives_in), parcels in self.parcels.items():
+            if arrives_in == target:
                 for parcel in parcels:
                     parcel.drop(pages)
 
     def is_ready(self) -> bool:
         """See `StepHandle`."""
-        return all(parcel.is_ready() for _, parcels in self.parcels for parcel in parcels)
+        return all(parcel.is_ready() for parcels in self.parcels.values() for parcel in parcels)
 
     def collect(self) -> StepResult:
         """See `StepHandle`."""
         try:
-            jax.block_until_ready([p.pieces for _, parcels in self.parcels for p in parcels])
+            jax.block_until_ready([p.pieces for parcels in self.parcels.values() for p in parcels])
         except jax.errors.JaxRuntimeError as error:
-            _log.warning("KV of %d sequences was lost: %s", len(self.parcels), error)
+            num_lost = len(self.plan.handovers)
+            _log.warning("the KV of %d sequences was lost: %s", num_lost, error)
             self._receive(self, is_lost=True)
-            return nothing_computed(np.zeros(len(self.parcels), np.bool_))
+            return nothing_computed(np.zeros(num_lost, np.bool_))
         self._receive(self)
         return nothing_computed()
+
+
+def _pages_by_link(handovers: Sequence[Handover]) -> dict[tuple[int, int], list[int]]:
+    """Return the pages to copy by source and target, those that sequences share only once."""
+    found: dict[tuple[int, int], dict[int, None]] = {}
+    for each in handovers:
+        found.setdefault((each.source, each.target), {}).update(dict.fromkeys(each.pages))
+    return {way: list(pages) for way, pages in found.items()}
 
 
 def _page_bytes(group: LinkedExecutor) -> int:

@@ -1,6 +1,7 @@
 """Prediction of what a schedule does: measured step times, and a simulator that uses them."""
 
 from jaxserve.planning.group_costs import GroupCosts
+from jaxserve.planning.group_times import GroupTimes, measure_groups
 from jaxserve.planning.origin import Origin
 from jaxserve.planning.profiler import measure
 from jaxserve.planning.roofline import DeviceRoofs, ModelShape, RooflineCost
@@ -11,6 +12,7 @@ from jaxserve.planning.step_times import StepTimes
 __all__ = [
     "DeviceRoofs",
     "GroupCosts",
+    "GroupTimes",
     "ModelShape",
     "Origin",
     "RooflineCost",
@@ -19,5 +21,6 @@ __all__ = [
     "find_step_times",
     "keep_step_times",
     "measure",
+    "measure_groups",
     "simulate",
 ]

@@ -155,7 +155,11 @@ def build_parts(
             progress=options.progress,
         )
         origin = Origin.of(decoder.config, places[0].params, replicas.first.executor.config)
-        maintenance = Maintenance(replicas, origin, clock, options, quantiser)
+        decode = places[0].decode
+        decode_origin = None
+        if decode is not None:
+            decode_origin = Origin.of(decoder.config, decode.params, origin.config)
+        maintenance = Maintenance(replicas, origin, clock, options, quantiser, decode_origin)
         planner = Planner(replicas, maintenance, observed)
         if_one_fails.callback(planner.close)
         if leads and policy.is_planned:

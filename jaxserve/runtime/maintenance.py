@@ -19,7 +19,15 @@ from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
 from jaxserve.models.quantisation import Quantiser
-from jaxserve.planning import Origin, StepTimes, find_step_times, keep_step_times, measure
+from jaxserve.planning import (
+    GroupTimes,
+    Origin,
+    StepTimes,
+    find_step_times,
+    keep_step_times,
+    measure,
+    measure_groups,
+)
 from jaxserve.runtime.replicas import Replicas
 from sharding import split_replicas
 
@@ -33,6 +41,8 @@ class Maintenance:
     Args:
       quantiser: of the weights of an update; None for dense weights.
       origin: model, device and configuration of step times. A resize updates its pool size.
+      decode_origin: that of the decode group, if there are two device groups; `origin` is then that
+        of the encode group.
     """
 
     def __init__(
@@ -42,10 +52,13 @@ class Maintenance:
         clock: Clock,
         options: RuntimeOptions,
         quantiser: Quantiser | None = None,
+        decode_origin: Origin | None = None,
     ):
         self._replicas = replicas
         self._quantiser = quantiser
         self._origin = origin
+        self._decode_origin = decode_origin
+        self._group_times: GroupTimes | None = None
         self._clock = clock
         self._warmup = options.warmup
         self._progress = options.progress
@@ -131,6 +144,30 @@ class Maintenance:
         self._times = times
         return times
 
+    def measure_group_times(self, rounds: int) -> GroupTimes:
+        """See `Runtime.measure_group_times`."""
+        self._replicas.check_leads()
+        if self._decode_origin is None:
+            raise InvalidConfigError(
+                "this runtime has one group of devices; call measure_step_times, or create it with "
+                "mesh=sharding.make_groups(...)"
+            )
+        config = self._replicas.first.executor.config
+        origins = [replace(each, config=config) for each in (self._origin, self._decode_origin)]
+        with self._replicas.paused():
+            self._group_times = measure_groups(
+                self._replicas.first.executor,
+                origins,
+                self._clock,
+                rounds=rounds,
+                progress=self._progress,
+            )
+        return self._group_times
+
+    def group_times(self) -> GroupTimes:
+        """Return the group times that were measured last; measure them if there are none."""
+        return self._group_times or self.measure_group_times(rounds=2)
+
     def load_step_times(self, path: str | Path) -> StepTimes:
         """See `Runtime.load_step_times`."""
         self._check_one_group()
@@ -188,8 +225,8 @@ class Maintenance:
     def _check_one_group(self) -> None:
         if self._replicas.first.executor.num_device_groups > 1:
             raise InvalidConfigError(
-                "step times are those of one group of devices, and this runtime has two; measure "
-                "them in a runtime on the mesh of one group"
+                "step times are those of one group of devices, and this runtime has two; call "
+                "measure_group_times"
             )
 
     def _value_pages_by(self, cost: RecomputeCost) -> None:

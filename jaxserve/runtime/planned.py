@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.planning import StepTimes
+from jaxserve.planning import GroupTimes, StepTimes
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.plan import Plan
 from jaxserve.runtime.maintenance import Maintenance
@@ -35,10 +35,11 @@ class Planned(abc.ABC):
         """Find the schedule with the most throughput under latency bounds, and serve by it.
 
         The schedule is round-robin allocation (RRA) of ExeGPT: encode B_E prompts, decode N_D
-        iterations, again (sections 4.1 and 5.1 of the paper). No request is lost or preempted by
-        the change, and greedy answers keep their tokens. Only the iteration shape changes; the
-        policy's admission, order, retention and preemption stay. Each replica adopts the same
-        schedule, and the plan's figures are those of one replica.
+        iterations, again (sections 4.1 and 5.1 of the paper). On two device groups it is
+        workload-aware allocation (WAA), with the sizes of its batches and steps. No request is lost
+        or preempted by the change, and greedy answers keep their tokens. Only the iteration shape
+        changes; the policy's admission, order, retention and preemption stay. Each replica adopts
+        the same schedule, and the plan's figures are those of one replica.
 
         The first call measures step times, unless `measure_step_times` or `load_step_times` was
         called before: it waits until no request runs, which takes up to minutes.
@@ -86,6 +87,18 @@ class Planned(abc.ABC):
           RuntimeClosedError, EngineFailedError
         """
         return self._maintenance.measure_step_times(rounds)
+
+    def measure_group_times(self, *, rounds: int = 2) -> GroupTimes:
+        """Time the steps of each of two device groups, and the handovers between them.
+
+        `planning.simulate` takes its `costs()`. It waits until no request runs, as
+        `measure_step_times` does. Each group is measured while the other one is idle.
+
+        Raises:
+          InvalidConfigError: the runtime has one group of devices.
+          RuntimeClosedError, EngineFailedError
+        """
+        return self._maintenance.measure_group_times(rounds)
 
     def load_step_times(self, path: str | Path) -> StepTimes:
         """Load step times that were measured on this model, device and configuration, and saved.

@@ -10,11 +10,11 @@ from typing import final
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion, Request
-from jaxserve.planning import StepTimes
 from jaxserve.planning.schedules.adaptation import Adaptation, task_of
 from jaxserve.planning.schedules.estimates import LatencyBounds
+from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength, answer_lengths, classes_of
-from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.plan import Plan, SchedulePlanner
 from jaxserve.planning.schedules.rra_planner import RRAPlanner, lengths_of
 from jaxserve.runtime.adapter import Adapter
 from jaxserve.runtime.maintenance import Maintenance
@@ -80,7 +80,8 @@ class Planner:
         Args:
           latency_bound: see `RuntimeOptions`.
         """
-        planner = self._planner(self._maintenance.kept_step_times())
+        self._maintenance.kept_step_times()
+        planner = self._planner()
         bounds = LatencyBounds(latency_s=math.inf if latency_bound is None else latency_bound)
         self._adapter.adopt(None, Adaptation(planner, bounds))
 
@@ -101,7 +102,7 @@ class Planner:
                 "no answer has ended in this runtime, so no lengths are known; pass lengths=[("
                 "prompt tokens, output tokens), ...], or plan after some requests"
             )
-        planner = self._planner(self._maintenance.step_times())
+        planner = self._planner()
         if lengths is None:
             used = observed
             task = task_of(used)
@@ -123,7 +124,7 @@ class Planner:
 
     def _adopt(
         self,
-        planner: RRAPlanner,
+        planner: SchedulePlanner,
         plan: Plan,
         used: Sequence[AnswerLength],
         *,
@@ -145,6 +146,9 @@ class Planner:
         )
         self._adapter.adopt(plan, adaptation)
 
-    def _planner(self, times: StepTimes) -> RRAPlanner:
+    def _planner(self) -> SchedulePlanner:
+        executor = self._replicas.first.executor
         # The page pool may be resized later.
-        return RRAPlanner.measured(times, lambda: self._replicas.first.executor.config)
+        if executor.num_device_groups > 1:
+            return WAAPlanner(times=self._maintenance.group_times(), config=lambda: executor.config)
+        return RRAPlanner.measured(self._maintenance.step_times(), lambda: executor.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +12,7 @@ from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.clock import WallClock
-from jaxserve.core.errors import EngineFailedError, InvalidConfigError
+from jaxserve.core.errors import EngineFailedError, InfeasibleBoundError, InvalidConfigError
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
 from jaxserve.scheduling.admission.on_demand import OnDemand
@@ -21,6 +22,8 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import DeviceGroups, Stage, StagePlan, make_groups, make_mesh
+from tests.models.t5_checkpoints import random_prompts as t5_prompts
+from tests.models.t5_checkpoints import write_checkpoint
 
 NUM_LAYERS = 3
 # Pages on demand, so that a small pool preempts; several iterations of a decode step.
@@ -221,8 +224,39 @@ def test_meshes_and_policies_that_do_not_fit_are_refused(options, message):
         Runtime(_model(), **options)
 
 
-def test_step_times_of_two_groups_are_refused():
-    """A table is that of one group's devices."""
-    with Runtime(_model(), mesh=ONE_EACH, warmup=False, **SMALL) as rt:
-        with pytest.raises(InvalidConfigError, match="this runtime has two"):
-            rt.plan(1.0, lengths=[(5, 5)])
+def test_a_plan_is_found_and_adopted_while_requests_run(wanted):
+    """It is a WAA schedule from measured times; a table of one group's times is refused."""
+    with Runtime(_model(), mesh=ONE_EACH, **SMALL) as rt:
+        with pytest.raises(InvalidConfigError, match="this runtime has two; call measure_group_"):
+            rt.measure_step_times()
+        times = rt.measure_group_times(rounds=1)
+        assert [each.origin.device["count"] for each in times.groups] == [1, 1]
+        assert times.page_s >= 0 and times.costs().handover_s >= 0
+        pending = [rt.submit(p, each) for p, each in zip(PROMPTS, PARAMS, strict=True)]
+        plan = rt.plan(math.inf, lengths=[(len(prompt), 10) for prompt in PROMPTS])
+        assert plan.policy == "WAA" and plan.answers_per_s > 0 and "WAA: encode" in str(plan)
+        assert _samples([each.result() for each in pending]) == wanted
+        with pytest.raises(InfeasibleBoundError):
+            rt.plan(1e-9)
+        assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
+        rt.check_integrity()
+
+
+def test_an_encoder_decoder_model_is_handed_over(tmp_path):
+    """The keys of the encoder are copied too; both groups have stages or shards of their own."""
+    write_checkpoint("t5", tmp_path)
+    prompts = t5_prompts(5)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    options = OPTIONS | dict(max_context=128, dtype="float32", warmup=False)
+    with Runtime.from_pretrained(str(tmp_path), **options) as rt:
+        wanted = _samples(rt.generate(prompts, params))
+        num_layers = rt.model_config.num_layers
+    groups = DeviceGroups(
+        make_mesh(tensor=2),
+        StagePlan.of([1, num_layers - 1], devices=jax.devices()[2:]),
+    )
+    with Runtime.from_pretrained(str(tmp_path), mesh=groups, policy=POLICY, **options) as rt:
+        assert _samples(rt.generate(prompts, params)) == wanted
+        assert [each.shape for each in rt.encode(prompts)] == [
+            (len(prompt), rt.model_config.hidden_size) for prompt in prompts
+        ]

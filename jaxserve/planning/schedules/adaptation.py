@@ -16,8 +16,7 @@ from jaxserve.planning.schedules.drift import Lifetimes, drift, kaplan_meier, sh
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
 from jaxserve.planning.schedules.observed import AnswerLength, classes_of
-from jaxserve.planning.schedules.plan import Plan
-from jaxserve.planning.schedules.rra_planner import RRAPlanner
+from jaxserve.planning.schedules.plan import Plan, SchedulePlanner
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class Adaptation:
 
     def __init__(
         self,
-        planner: RRAPlanner,
+        planner: SchedulePlanner,
         bounds: LatencyBounds,
         *,
         plan: Plan | None = None,
@@ -263,7 +262,7 @@ def _is_uneven(before: Plan, after: Plan) -> bool:
         (before.schedule.encode_tokens, after.schedule.encode_tokens),
         (before.schedule.decode_batch, after.schedule.decode_batch),
     )
-    reserved = before.iteration().reserved_slots, after.iteration().reserved_slots
+    reserved = before.reserved_slots, after.reserved_slots
     return reserved[0] != reserved[1] or any(abs(new - old) > _UNEVEN * old for old, new in pairs)
 
 

@@ -1,29 +1,33 @@
-"""A plan for one engine: an RRA schedule, and what it is expected to do."""
+"""A plan for one engine: a schedule of RRA or WAA, and what it is expected to do."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Protocol, final
 
-from jaxserve.planning.schedules.configuration import Schedule
+from jaxserve.planning.schedules.configuration import Policy, Schedule
 from jaxserve.planning.schedules.estimates import LatencyBounds
+from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_cost import THRESHOLD
 from jaxserve.planning.schedules.observed import RequestClass
 from jaxserve.scheduling.iteration.rra import RRA
+from jaxserve.scheduling.iteration.waa import WAA
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A schedule of round-robin allocation for one engine, and what is expected of it.
+    """A schedule for one engine, and what is expected of it.
 
     The figures are those of an engine that always has requests waiting. They hold for each replica.
     Latencies count from the admission of an answer; time in the queue is not included. They are
     those of an answer of the 99th-percentile length, with phases a tenth longer than their mean.
 
     Attributes:
-      schedule: B_E, N_D and B_D, see `Schedule`.
+      schedule: B_E, N_D and B_D of RRA, see `Schedule`; or of WAA on two device groups: B_E, the
+        iterations of a decode step, and the sequences that run in both groups.
       bounds: the bounds that were asked for.
       latency_s: seconds to the answer's end.
       first_token_s: seconds to its first token.
@@ -76,24 +80,36 @@ class Plan:
         reached = ", ".join(f"{name}={s:.4g}" for name, s in self.lowest.items())
         return f"no schedule keeps the bounds; the lowest, each for itself: {reached}"
 
-    def iteration(self) -> RRA:
+    def iteration(self) -> RRA | WAA:
         """Return the iteration shape that carries out the schedule."""
         schedule = self.schedule
-        return RRA(
-            encode_batch=schedule.encode_batch,
-            decode_iterations=schedule.num_decodes,
-            encode_tokens=schedule.encode_tokens,
+        sizes: dict[str, Any] = {
+            "encode_batch": schedule.encode_batch,
+            "decode_iterations": schedule.num_decodes,
+            "encode_tokens": schedule.encode_tokens,
             # Without a decode iteration no batch is kept up.
-            decode_batch=schedule.decode_batch or None,
-            threshold=THRESHOLD,
-            reserved_slots=sum(each.num_running for each, _ in self.classes),
-        )
+            "decode_batch": schedule.decode_batch or None,
+            "threshold": THRESHOLD,
+        }
+        if schedule.layout.policy is not Policy.RRA:
+            return WAA(**sizes)
+        return RRA(**sizes, reserved_slots=self.reserved_slots)
+
+    @property
+    def reserved_slots(self) -> int:
+        """Slots that only requests with bounds of their own may take."""
+        return sum(each.num_running for each, _ in self.classes)
+
+    @property
+    def policy(self) -> str:
+        """The name of the schedule's policy: RRA, or WAA for two device groups."""
+        return self.schedule.layout.policy.name.partition("_")[0]
 
     def figures(self) -> dict[str, Any]:
         """Return the schedule, its bounds and what is expected, as values of JSON."""
         schedule = self.schedule
         return {
-            "schedule": f"RRA {schedule.encode_batch}x{schedule.num_decodes}",
+            "schedule": f"{self.policy} {schedule.encode_batch}x{schedule.num_decodes}",
             "encode_batch": schedule.encode_batch,
             "num_decodes": schedule.num_decodes,
             "decode_batch": schedule.decode_batch,
@@ -118,8 +134,8 @@ class Plan:
         given = ", ".join(f"{name} {s:.3g} s" for name, s in self.bounds.finite().items())
         schedule = self.schedule
         return (
-            f"RRA: encode {schedule.encode_batch} sequences, decode {schedule.num_decodes} "
-            f"iterations; bounds: {given or 'none'}"
+            f"{self.policy}: encode {schedule.encode_batch} sequences, "
+            f"decode {schedule.num_decodes} iterations; bounds: {given or 'none'}"
             f"{'' if self.keeps_bounds else ', which no schedule keeps'}"
         )
 
@@ -127,8 +143,9 @@ class Plan:
         schedule, bounds = self.schedule, self.bounds
         missed = f"{self.missed}\n" if self.missed else ""
         return (
-            f"RRA: encode {schedule.encode_batch} sequences, decode {schedule.num_decodes} "
-            f"iterations, about {schedule.decode_batch:.1f} sequences at a time\n"
+            f"{self.policy}: encode {schedule.encode_batch} sequences, "
+            f"decode {schedule.num_decodes} iterations, "
+            f"about {schedule.decode_batch:.1f} sequences at a time\n"
             f"expected: {self.answers_per_s:.4g} answers/s, {self.tokens_per_s:.4g} output "
             f"tokens/s; for an answer of {self.max_answer_tokens} tokens (99th percentile) "
             f"{self.latency_s:.3g} s{_bound(bounds.latency_s)}, first token after "
@@ -137,6 +154,40 @@ class Plan:
             f"{missed}"
             f"computed from the lengths of {self.num_lengths} answers in {self.search_s:.2g} s"
         )
+
+
+class SchedulePlanner(Protocol):
+    """A planner of one engine's schedules, for any lengths; `RRAPlanner` documents its methods."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    def plan(
+        self,
+        lengths: TaskLengths,
+        bounds: LatencyBounds,
+        *,
+        num_lengths: int,
+        classes: Sequence[RequestClass] = (),
+    ) -> Plan: ...
+
+    def nearest(
+        self,
+        lengths: TaskLengths,
+        bounds: LatencyBounds,
+        *,
+        num_lengths: int,
+        classes: Sequence[RequestClass] = (),
+    ) -> Plan: ...
+
+    def expected(
+        self,
+        plan: Plan,
+        lengths: TaskLengths,
+        *,
+        num_lengths: int,
+        classes: Sequence[RequestClass] = (),
+    ) -> Plan: ...
 
 
 def _bound(seconds: float) -> str:

@@ -1,0 +1,127 @@
+"""Measured step times of two device groups, and of the handovers between them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from jaxserve.core.clock import Clock
+from jaxserve.core.config import EngineConfig
+from jaxserve.execution.page_copies import PAGES_A_CALL
+from jaxserve.execution.protocol import Executor, StepHandle
+from jaxserve.memory.disk_tier import HostMemory
+from jaxserve.memory.relocation import Moves
+from jaxserve.planning.group_costs import GroupCosts
+from jaxserve.planning.origin import Origin
+from jaxserve.planning.profiler import measure
+from jaxserve.planning.step_times import StepTimes
+from jaxserve.scheduling.kv.costs import SwapCosts
+from jaxserve.scheduling.plan import LINK, Handover, StepPlan
+from predictor import Refinement
+
+# The pages of the larger handover that is timed; the smaller one has those of a call.
+_MANY_PAGES = 4 * PAGES_A_CALL
+_TIMINGS = 5
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class GroupTimes:
+    """What the steps of two device groups take, each measured while the other is idle.
+
+    Attributes:
+      groups: step times of the encode group and of the decode group.
+      handover_s: a handover without its pages, from its submission to its arrival.
+      page_s: each of its pages.
+    """
+
+    groups: tuple[StepTimes, ...]
+    handover_s: float
+    page_s: float
+
+    def costs(self) -> GroupCosts:
+        """Return the costs of a simulated executor's steps."""
+        # Bytes are counted in pages, whose seconds are measured.
+        return GroupCosts(
+            self.groups,
+            page_bytes=1.0,
+            link_bytes_per_s=1.0 / max(self.page_s, 1e-12),
+            handover_s=self.handover_s,
+        )
+
+
+def measure_groups(
+    executor: Executor,
+    origins: Sequence[Origin],
+    clock: Clock,
+    *,
+    rounds: int = 2,
+    progress: bool = True,
+) -> GroupTimes:
+    """Time the steps of each device group, and handovers from the first to the second.
+
+    The executor must be idle; its slots are inert afterwards, and its pages have other contents.
+
+    Args:
+      origins: the origin of each group's table.
+      clock, rounds: see `measure`.
+    """
+    groups = tuple(
+        measure(_OneGroup(executor, group), origin, clock, rounds=rounds, progress=progress)
+        for group, origin in enumerate(origins)
+    )
+    few = min(PAGES_A_CALL, executor.config.num_pages - 1)
+    many = min(_MANY_PAGES, executor.config.num_pages - 1)
+    few_s, many_s = (_handover_s(executor, clock, num_pages) for num_pages in (few, many))
+    page_s = max(0.0, many_s - few_s) / (many - few) if many > few else few_s / few
+    return GroupTimes(groups=groups, handover_s=max(0.0, few_s - few * page_s), page_s=page_s)
+
+
+def _handover_s(executor: Executor, clock: Clock, num_pages: int) -> float:
+    """Return the median seconds of a handover of so many pages, between idle groups."""
+    handover = Handover(0, 0, 1, tuple(range(1, 1 + num_pages)))
+    plan = StepPlan(index=0, num_iterations=0, handovers=(handover,), group=LINK)
+    seconds = []
+    for _ in range(_TIMINGS + 1):
+        begin_s = clock.now()
+        executor.submit(plan).collect()
+        seconds.append(clock.now() - begin_s)
+    return statistics.median(seconds[1:])
+
+
+@final
+class _OneGroup:
+    """One group of an executor's devices, as an executor of its own."""
+
+    def __init__(self, executor: Executor, group: int):
+        self._executor = executor
+        self._group = group
+        self.num_device_groups = 1
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._executor.config
+
+    @property
+    def swap_costs(self) -> SwapCosts | None:
+        return self._executor.swap_costs
+
+    @property
+    def refinement(self) -> Refinement | None:
+        return self._executor.refinement
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        return self._executor.host_memory
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """See `Executor`."""
+        return self._executor.submit(replace(plan, group=self._group))
+
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        self._executor.resize(num_pages, moves)
+
+    def close(self) -> None:
+        """Leave the whole executor open."""

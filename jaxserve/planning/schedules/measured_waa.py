@@ -1,0 +1,333 @@
+"""WAA schedules of two device groups that exist, from their measured step times."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError
+from jaxserve.planning.group_times import GroupTimes
+from jaxserve.planning.schedules.candidate import (
+    Score,
+    nearest_to,
+    shortest,
+    shortest_with,
+    throughput_under,
+)
+from jaxserve.planning.schedules.configuration import Layout, Policy, Schedule
+from jaxserve.planning.schedules.costs import Phase
+from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
+from jaxserve.planning.schedules.lengths import TaskLengths
+from jaxserve.planning.schedules.measured_cost import THRESHOLD, MeasuredCost
+from jaxserve.planning.schedules.observed import RequestClass
+from jaxserve.planning.schedules.plan import Plan
+
+# The share by which a throughput may fall short for a shorter latency.
+_BETTER = 1 + 1e-9
+# Steps of the decode group, of two in flight, that a sequence waits for before it is in one: at
+# most, and on average.
+_STEPS_BEFORE = 2
+_MEAN_STEPS_BEFORE = 1.5
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WAAPlanner:
+    """A planner of the WAA schedules of two device groups, for any lengths.
+
+    The groups' devices are given; it chooses B_E, the iterations N of a decode step and the
+    sequences that decode at once. It computes every combination, in tenths of a second: some
+    B_E x N x sequences, of which none exceeds the slots.
+
+    The slowest of encoding, handing over, decoding and the host, which plans for both groups, sets
+    the rate (section 4.1 of ExeGPT). An answer of the percentile length takes from its admission:
+    the encode step in flight, as far as the group is busy, and its own; the handover, which begins
+    behind another encode step in flight; two decode steps; and its iterations, in whole steps.
+
+    Attributes:
+      times: measured step times of both groups.
+      config: returns the present configuration, whose slots and page pool limit the schedule.
+    """
+
+    times: GroupTimes
+    config: Callable[[], EngineConfig]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the engine."""
+        return self.config().max_slots
+
+    def plan(
+        self,
+        lengths: TaskLengths,
+        bounds: LatencyBounds,
+        *,
+        num_lengths: int,
+        classes: Sequence[RequestClass] = (),
+    ) -> Plan:
+        """Return the plan with the highest throughput whose long answers keep the bounds.
+
+        Args:
+          num_lengths: answers that the lengths are of, for the record.
+          classes: requests with bounds of their own; WAA has no slots for them, and the plan leaves
+            them out.
+
+        Raises:
+          InfeasibleBoundError: no schedule keeps the bounds; it says the lowest feasible ones.
+          DeviceMemoryError: one answer of these lengths is expected to need more than the memory.
+        """
+        began_s = time.perf_counter()
+        grid = _Grid.of(self.times, self.config(), lengths)
+        most = grid.best(throughput_under(bounds))
+        if most is None:
+            raise InfeasibleBoundError(bounds.finite(), grid.lowest(bounds))
+        rate = float(grid.estimates.throughput[most])
+        best = grid.best(shortest_with(bounds, rate / _BETTER))
+        assert best is not None, "the one with the most throughput is among them"
+        return grid.plan(best, bounds, num_lengths, began_s)
+
+    def nearest(
+        self,
+        lengths: TaskLengths,
+        bounds: LatencyBounds,
+        *,
+        num_lengths: int,
+        classes: Sequence[RequestClass] = (),
+    ) -> Plan:
+        """Return `plan`; or if no schedule keeps the bounds, the schedule that misses them least.
+
+        Raises:
+          DeviceMemoryError: see `plan`.
+        """
+        began_s = time.perf_counter()
+        try:
+            return self.plan(lengths, bounds, num_lengths=num_lengths)
+        except InfeasibleBoundError as error:
+            grid = _Grid.of(self.times, self.config(), lengths)
+            nearest = grid.best(nearest_to(bounds))
+            assert nearest is not None, "some schedule fits, or `plan` says that none does"
+            return replace(
+                grid.plan(nearest, bounds, num_lengths, began_s), lowest=dict(error.lowest)
+            )
+
+    def expected(
+        self,
+        plan: Plan,
+        lengths: TaskLengths,
+        *,
+        num_lengths: int,
+        classes: Sequence[RequestClass] = (),
+    ) -> Plan:
+        """Return what a plan's B_E, N and sequences are expected to do with other lengths."""
+        began_s = time.perf_counter()
+        grid = _Grid.of(self.times, self.config(), lengths)
+        return grid.plan(grid.nearest_to(plan.schedule), plan.bounds, num_lengths, began_s)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Grid:
+    """The estimates of all schedules, in arrays over B_E, N and decoding sequences, flattened.
+
+    Attributes:
+      encode_batch, num_iterations: B_E and N.
+      num_running: sequences that run after an encode batch, on average. Fewer, by up to a batch,
+        decode; and more, by the threshold.
+    """
+
+    lengths: TaskLengths
+    encode_batch: np.ndarray
+    num_iterations: np.ndarray
+    num_running: np.ndarray
+    estimates: Estimates
+
+    @classmethod
+    def of(cls, times: GroupTimes, config: EngineConfig, lengths: TaskLengths) -> _Grid:
+        iterations = lengths.outputs.less_one()
+        mean_iterations = max(iterations.mean, 1e-9)
+        longest = iterations.percentile(lengths.level)
+        steps = _powers_of_two(config.max_decode_iterations)
+        batch = np.arange(1, config.max_slots + 1, dtype=np.float64)[:, None, None]
+        step = np.array(steps, np.float64)[None, :, None]
+        most = max(1, int(config.max_slots / (1 + THRESHOLD)))
+        level = np.arange(1, most + 1, dtype=np.float64)[None, None, :]
+        host_s = _host_s(times)
+
+        encode_s = _encode_s(times, lengths, batch)
+        pages = batch * np.ceil(lengths.inputs.mean / config.page_size)
+        link_s = times.handover_s + pages * times.page_s
+        iteration_s = _iteration_s(times, lengths, steps, config.max_slots)
+        step_s = np.maximum(np.array(steps)[:, None] * iteration_s, host_s)
+        low, high = level * (1 - THRESHOLD), level * (1 + THRESHOLD)
+        longest_s, mean_s, running = _between(step_s, low, high)
+        # Answers are cut into whole steps; on average half of the last one is idle.
+        num_steps = mean_iterations / step + (step - 1) / (2 * step)
+
+        by_encode = batch / np.maximum(encode_s, host_s)
+        by_link = batch / np.maximum(link_s, host_s)
+        # Where no more may run, sequences are encoded one by one as others end.
+        before_s = encode_s[:1] + link_s[:1] + _MEAN_STEPS_BEFORE * mean_s
+        by_level = running / (before_s + num_steps * mean_s)
+        rate = np.minimum(np.minimum(by_encode, by_link), by_level)
+        # A period has an encode step, a handover, and the decode steps beside them.
+        host_share = host_s * (2 / batch + 1 / (rate * mean_s))
+        rate = rate / np.maximum(1.0, rate * host_share)
+
+        busy = rate * encode_s / batch
+        first_s = (1 + THRESHOLD) * encode_s * (1 + busy)
+        handed_s = link_s + busy * encode_s
+        latency_s = first_s + handed_s + (_STEPS_BEFORE + np.ceil(longest / step)) * longest_s
+        length = lengths.inputs.mean + iterations.mean_position
+        half_pages = config.max_slots * config.page_size // 2
+        room = max(config.page_size, (config.num_pages - 1) * config.page_size - half_pages)
+        fits = (level * length <= room) & (batch <= level)
+        shape = np.broadcast_shapes(rate.shape, latency_s.shape)
+
+        def flat(values: np.ndarray) -> np.ndarray:
+            return np.broadcast_to(values, shape).reshape(-1)
+
+        return cls(
+            lengths=lengths,
+            encode_batch=flat(batch),
+            num_iterations=flat(step),
+            num_running=flat(level),
+            estimates=Estimates(
+                fits=flat(fits),
+                throughput=flat(rate),
+                latency_s=flat(latency_s),
+                first_token_s=flat(first_s),
+                token_s=flat((latency_s - first_s) / max(longest, 1)),
+                period_s=flat(batch / rate),
+                encode_s=flat(encode_s),
+                decode_batch=flat(running),
+                memory_bytes=flat(level * length),
+            ),
+        )
+
+    def best(self, score: Score) -> int | None:
+        """Return the index of the schedule with the highest score; None if none is above 0.
+
+        Raises:
+          DeviceMemoryError: no schedule fits.
+        """
+        if not self.estimates.fits.any():
+            raise DeviceMemoryError(
+                f"an answer with a prompt of {self.lengths.inputs.mean:.0f} tokens on average and "
+                f"up to {self.lengths.outputs.max_length} output tokens is expected to need more "
+                "pages than the page pool has; pass more kv_memory (Runtime.resize_kv), or "
+                "requests with a lower max_tokens"
+            )
+        scores = score(self.estimates)
+        index = int(np.argmax(scores))
+        return index if scores[index] > 0 else None
+
+    def lowest(self, bounds: LatencyBounds) -> dict[str, float]:
+        """Return the lowest feasible seconds of each bound that is given."""
+        found = {}
+        for name in bounds.finite():
+            index = self.best(shortest(name))
+            found[name] = math.inf if index is None else float(getattr(self.estimates, name)[index])
+        return found
+
+    def nearest_to(self, schedule: Schedule) -> int:
+        """Return the index of a schedule's B_E and N, with the number of sequences that it has."""
+        same = (self.encode_batch == schedule.encode_batch) & (
+            self.num_iterations == schedule.num_decodes
+        )
+        away = np.abs(self.num_running - schedule.decode_batch)
+        return int(np.argmin(np.where(same, away, np.inf)))
+
+    def plan(self, index: int, bounds: LatencyBounds, num_lengths: int, began_s: float) -> Plan:
+        """Return the plan of a schedule."""
+        estimates = self.estimates[index]
+        batch = int(self.encode_batch[index])
+        rate = float(estimates.throughput)
+        return Plan(
+            schedule=Schedule(
+                layout=Layout(policy=Policy.WAA_C),
+                encode_batch=batch,
+                encode_tokens=batch * self.lengths.inputs.mean,
+                decode_batch=float(self.num_running[index]),
+                num_decodes=int(self.num_iterations[index]),
+                num_micro_batches=1,
+                stages=(),
+            ),
+            bounds=bounds,
+            latency_s=float(estimates.latency_s),
+            first_token_s=float(estimates.first_token_s),
+            token_s=float(estimates.token_s),
+            answers_per_s=rate,
+            tokens_per_s=rate * self.lengths.outputs.mean,
+            max_answer_tokens=self.lengths.outputs.percentile(self.lengths.level),
+            num_lengths=num_lengths,
+            search_s=time.perf_counter() - began_s,
+        )
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+
+
+def _host_s(times: GroupTimes) -> float:
+    """Return the host's seconds for a plan of either group."""
+    return max(each.plan_s + each.submit_s for each in times.groups)
+
+
+def _cost(times: GroupTimes, lengths: TaskLengths, group: int, num_decodes: int) -> MeasuredCost:
+    return MeasuredCost(
+        times=times.groups[group],
+        input_tokens=lengths.inputs.mean,
+        num_iterations=lengths.outputs.less_one().mean,
+        num_decodes=num_decodes,
+    )
+
+
+def _encode_s(times: GroupTimes, lengths: TaskLengths, batch: np.ndarray) -> np.ndarray:
+    """Return the seconds of the encode group for a batch of prompts."""
+    cost, inputs = _cost(times, lengths, 0, 1), lengths.inputs
+    rest_s = cost.rest_s(Phase.ENCODE, batch * inputs.mean, 1)
+    attention_s = cost.attention_s(Phase.ENCODE, batch, math.sqrt(inputs.mean_square), 1)
+    # Unlike RRA's, the group has its next batch planned before this one is computed.
+    return rest_s + attention_s - (times.groups[0].plan_s + times.groups[0].submit_s)
+
+
+def _iteration_s(
+    times: GroupTimes, lengths: TaskLengths, steps: list[int], max_decoding: int
+) -> np.ndarray:
+    """Return the decode group's seconds per iteration [steps, max_decoding] for 1, 2, ...
+
+    Args:
+      steps: the numbers of iterations of a decode step.
+    """
+    length = lengths.inputs.mean + lengths.outputs.less_one().mean_position
+    decoding = np.arange(1, max_decoding + 1, dtype=np.float64)
+    found = []
+    for num in steps:
+        cost = _cost(times, lengths, 1, num)
+        attention_s = cost.attention_s(Phase.DECODE, decoding, length, 1)
+        found.append(cost.rest_s(Phase.DECODE, decoding, 1) + attention_s)
+    return np.stack(found)
+
+
+def _between(
+    step_s: np.ndarray, low: np.ndarray, high: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the longest and the mean step, and the mean sequences, in a range of these.
+
+    Args:
+      step_s: seconds [steps, sequences] of a decode step for 1, 2, ... sequences.
+      low, high: sequences, [1, 1, levels]; at least one is in the range.
+    """
+    most = step_s.shape[1]
+    last = np.clip(np.floor(high + 1e-9).astype(int), 1, most)
+    first = np.clip(np.ceil(low).astype(int), 1, last)
+    which = np.arange(len(step_s))[None, :, None]
+    sums = np.concatenate([np.zeros((len(step_s), 1)), np.cumsum(step_s, axis=1)], axis=1)
+    mean_s = (sums[which, last] - sums[which, first - 1]) / (last - first + 1)
+    return step_s[which, last - 1], mean_s, (first + last) / 2

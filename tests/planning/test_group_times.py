@@ -1,0 +1,39 @@
+"""Step times of two device groups, measured on a simulated executor whose costs are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.execution.step_cost import FlatCost, StepWork
+from jaxserve.planning import GroupCosts, Origin, measure_groups
+from jaxserve.scheduling.plan import LINK, Handover, StepPlan
+
+CONFIG = EngineConfig(page_size=4, num_pages=80, max_slots=4, max_context=64, max_step_tokens=32)
+ORIGIN = Origin(model={}, device={}, config=CONFIG, versions={})
+
+
+@pytest.mark.parametrize("num_pages", [80, 9, 3])
+def test_groups_and_handovers_have_their_own_times(num_pages):
+    """A step takes 3 s on the encode group and 2 s on the other; a page 0.5 s after 0.25 s."""
+    config = EngineConfig(**{**vars(CONFIG), "num_pages": num_pages})
+    costs = GroupCosts(
+        (FlatCost(3.0, 0.0), FlatCost(2.0, 0.0)),
+        page_bytes=2.0,
+        link_bytes_per_s=4.0,
+        handover_s=0.25,
+    )
+    clock = VirtualClock()
+    executor = SimulatedExecutor(config, clock, cost=costs)
+    times = measure_groups(executor, [ORIGIN, ORIGIN], clock, rounds=1, progress=False)
+    encode, decode = times.groups
+    assert all(curve(0) == 3.0 for curve in encode.prefill_s.values())
+    assert all(curve(0) == 2.0 for curve in decode.prefill_s.values())
+    for count in (8, 32):
+        handover = Handover(0, 0, 1, tuple(range(count)))
+        plan = StepPlan(index=0, num_iterations=0, handovers=(handover,), group=LINK)
+        found = times.costs().device_s(StepWork(plan, 0, ()))
+        # A pool of few pages has one point only, whose time is that of its pages.
+        assert found == pytest.approx(0.25 + 0.5 * count, rel=1e-6 if num_pages == 80 else 0.3)
