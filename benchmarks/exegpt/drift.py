@@ -173,7 +173,7 @@ class Setting:
                 max_step_tokens=64 * longest,
                 max_decode_iterations=64,
             ),
-            LayerStepCost(self.deployment, self.layout),
+            LayerStepCost.of_layout(self.deployment, self.layout),
             pilot=pilot,
             progress=False,
         )

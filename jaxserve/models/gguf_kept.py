@@ -96,7 +96,7 @@ class _Part:
 def _packed(parts: dict[str, jax.Array], axes: WeightAxes, form: CommonForm) -> PackedMatrix:
     codes = in_axes_last(parts["codes"], axes)
 
-    def by_group(part: str) -> Any:
+    def by_group(part: Part) -> Any:
         if part not in parts:
             return None
         each = in_axes_last(parts[part], axes)[..., :: form.group]

@@ -15,7 +15,7 @@ from jaxserve.server.schema.tokens import GenerateRequest
 _SAME = (
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "seed", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("skip_special_tokens", "prompt_logprobs"),
+    *("skip_special_tokens", "prompt_logprobs", "latency_bound"),
 )
 # The default of OpenAI's completions.
 _COMPLETION_TOKENS = 16

@@ -75,14 +75,15 @@ def test_running_requests_survive_plans(measured: tuple[list, Path], num_replica
     mesh = None if num_replicas == 1 else make_mesh(data=num_replicas)
     with Runtime(tiny_llama(), mesh=mesh, wrap_executor=SlowExecutor, **OPTIONS) as rt:
         rt.load_step_times(path)
-        pending = [rt.submit(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
-        while rt.stats().num_tokens < 60:
+        asked = list(zip(PROMPTS, PARAMS, strict=True)) * 4
+        pending = [rt.submit(*each) for each in asked]
+        while rt.stats().num_tokens < 20:
             pass
         loose = rt.plan(math.inf, lengths=[(10, 20)])
         num_unfinished = sum(not each.future.done() for each in pending)
         rt.plan(1.2 * _lowest_s(rt), lengths=[(10, 20)])
         assert num_unfinished and loose.answers_per_s > 0
-        assert [each.result(60).token_ids for each in pending] == answers
+        assert [each.result(60).token_ids for each in pending] == answers * 4
         rt.check_integrity()
 
 

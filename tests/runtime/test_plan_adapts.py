@@ -7,12 +7,13 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jaxserve import Runtime, SamplingParams
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import BoundNotMetError, InvalidConfigError
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 
 PROMPTS = random_prompts(70, longest=20)
@@ -100,6 +101,23 @@ def test_a_plan_that_is_not_adapted_stays(cache: Path, monkeypatch: pytest.Monke
         rt.generate(PROMPTS, LONG)
         rt.generate(PROMPTS, LONG)
         assert rt.stats().plan == plan and rt.stats().num_plans == 1
+
+
+def test_a_request_with_a_bound_of_its_own(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is refused alone where it cannot be in time; else it is served, and the plan knows it."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(cache))
+    with Runtime(tiny_llama(), policy="exegpt", **OPTIONS) as rt:
+        before = [one.token_ids for one in rt.generate(PROMPTS, LONG)]
+        with pytest.raises(BoundNotMetError, match="latency_bound=1e-06"):
+            rt.generate(PROMPTS[0], SamplingParams(max_tokens=60, latency_bound=1e-6))
+        bounded = [replace(params, latency_bound=100.0) for params in LONG]
+        assert [one.token_ids for one in rt.generate(PROMPTS, bounded)] == before
+        plan = rt.plan()
+        [(each, expected_s)] = plan.classes
+        assert each.latency_bound_s == 100.0 and expected_s < 100
+        mixed = [each if i % 2 else LONG[i] for i, each in enumerate(bounded)]
+        assert [one.token_ids for one in rt.generate(PROMPTS, mixed)] == before
+        rt.check_integrity()
 
 
 def test_a_bound_needs_a_policy_that_keeps_it():

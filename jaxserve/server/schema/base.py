@@ -92,6 +92,9 @@ class Choosing(Strict):
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    latency_bound: float | None = Field(
+        None, gt=0, le=1e9, description="Seconds from the submission to the end of the answer."
+    )
 
 
 class Asking(Choosing):
