@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,12 @@ def _weights(arguments: dict[str, Any] | None, layers: int) -> list[Any]:
     keys = jax.random.split(jax.random.key(0), (layers, len(SHAPES)))
     draw = jax.jit(jax.random.normal, static_argnums=1)
 
+    packing = None if arguments is None else jax.jit(partial(quantise, **arguments))
+
     def one(key: jax.Array, depth: int, width: int) -> Any:
-        if arguments is None:
+        if packing is None:
             return draw(key, (depth, width))
-        return jax.jit(lambda w: quantise(w, **arguments))(draw(key, (width, depth)))
+        return packing(draw(key, (width, depth)))
 
     return [
         one(keys[layer, i], *shape) for layer in range(layers) for i, shape in enumerate(SHAPES)

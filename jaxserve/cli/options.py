@@ -105,7 +105,7 @@ KvDType = Annotated[
 ]
 Quantize = Annotated[
     str | None,
-    _runtime("--quantize", text="Weights in few bits: int8 or int4. [default: --dtype]"),
+    _runtime("--quantize", text="Weights in few bits: int8, int4, or keep (GGUF blocks)."),
 ]
 QuantizeEmbeddings = Annotated[
     str | None,
