@@ -33,7 +33,7 @@ def systems(figure: int, result: Result) -> Figure:
         title = f"{point['model']}, {point['num_devices']} {point['cluster']}, {point['task']}"
         groups.setdefault(title, []).append(point)
     num_rows = max(1, -(-len(groups) // _COLUMNS))
-    canvas = style.canvas(9, 0.5 + 1.9 * num_rows)
+    canvas = style.canvas(9, 0.8 + 1.9 * num_rows)
     plots = canvas.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
     for axes, (title, own) in zip(plots, groups.items(), strict=False):
         values = {name: [p["per_s_of"].get(name) for p in own] for name in names}
@@ -66,8 +66,8 @@ def changed(result: Result) -> Figure:
         line = [row["left_alone_latency_s"] / bound_s for row in own]
         latency.plot(range(len(own)), line, color=style.INK, marker="o", label="p99 over bound")
         latency.set_ylim(0, 1.4)
-        axes.set_title(f"{kind} changed")
-    canvas.supylabel("answers a second; line: latency over its bound", fontsize=9)
+        axes.set_title(f"{kind} changed; line: p99 over bound")
+    canvas.supylabel("answers a second", fontsize=9)
     _legend(canvas, plots[0], ("schedule left alone", "planned anew"))
     return canvas
 
@@ -78,14 +78,15 @@ def _grouped(
     values: dict[str, list[float | None]],
     colours: dict[str, str] = COLOURS,
 ) -> None:
-    """Draw a group of bars a label; a cross where a system keeps no bound."""
+    """Draw a group of bars a label; an x where a system does not keep it."""
     width = (1 - _GAP) / len(values)
     for i, (name, heights) in enumerate(values.items()):
         places = [x + (i - (len(values) - 1) / 2) * width for x in range(len(labels))]
         drawn = [height or 0.0 for height in heights]
         axes.bar(places, drawn, width, color=colours[name], label=style.name(name))
-        missing = [x for x, height in zip(places, heights, strict=True) if not height]
-        axes.plot(missing, [0.0] * len(missing), "x", color=colours[name], clip_on=False)
+        for x, height in zip(places, heights, strict=True):
+            if not height:
+                axes.annotate("x", (x, 0.0), ha="center", color=colours[name])
     axes.set_xticks(range(len(labels)), labels)
     axes.tick_params(axis="x", length=0)
 

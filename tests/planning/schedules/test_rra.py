@@ -117,13 +117,14 @@ def test_an_encoder_decoder_model_joins_inputs_and_takes_an_iteration_per_token(
 def test_margins_lengthen_latencies_but_not_rounds():
     """A phase lasts up to 10 % longer than 1.1 times its mean, and iterations 50 %.
 
-    The two phases of an answer spread by the square root of two times as much as one.
+    The two phases of an answer spread by the square root of two times as much as one. A first token
+    waits for a phase of half a prompt more, and then a tenth.
     """
     timeline = _timeline(encode_margin=0.1, decode_margin=0.5)
     figures = timeline.estimate(Points.one(0, 2, 2))[0]
     assert figures.period_s == pytest.approx(12.0)
     assert figures.latency_s == pytest.approx((12 + 3) + 6 + 0.21 * 6 * 2**0.5 + 1.5 * 6)
-    assert figures.first_token_s == pytest.approx(1.21 * 6)
+    assert figures.first_token_s == pytest.approx(1.1 * 2.5 / 2 * 6)
 
 
 def test_a_fraction_of_an_iteration_takes_place_if_fewer_than_one_sequence_is_left():
