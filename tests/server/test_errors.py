@@ -101,6 +101,16 @@ def test_every_error_has_a_status():
             assert (found.status == 400) == (is_request or name == "InvalidConfigError"), name
 
 
+def test_latency_bound(url: str):
+    """A bound that cannot be met is 503, which may be retried; one that can be met is honoured."""
+    asked: dict[str, Any] = {"prompt": "a", "max_tokens": 100, "temperature": 0}
+    assert post(url, "/v1/completions", asked).status_code == 200  # the engine knows its steps now
+    refused = post(url, "/v1/completions", {**asked, "latency_bound": 1e-6})
+    assert (refused.status_code, refused.headers["x-should-retry"]) == (503, "true")
+    assert refused.json()["error"]["code"] == "bound_not_met"
+    assert post(url, "/v1/completions", {**asked, "latency_bound": 1000}).status_code == 200
+
+
 def test_entry_of_the_nearest_base_counts():
     """A subclass without an entry is answered as its base."""
     error = errors.ConversationTooLongError("id", 1, 2, 3)
