@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from transformers import T5Config as T5TheirConfig
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from jaxserve.core.config import EngineConfig
@@ -120,16 +121,23 @@ def test_logits_are_those_of_pytorch(checkpoint, layer_layout):
 @pytest.mark.parametrize("num_buckets, max_distance", [(32, 128), (8, 20), (16, 9), (64, 1000)])
 def test_buckets_are_those_of_pytorch(num_buckets, max_distance):
     """Every distance has the bucket of transformers, in both directions."""
-    table = jnp.arange(num_buckets, dtype=jnp.float32)[:, None]
-    offset = torch.arange(-max_distance, max_distance + 1)
+    table = torch.arange(num_buckets, dtype=torch.float32)[:, None]
+    ours, size = jnp.asarray(table.numpy()), 2 * max_distance + 1
     for both_ways in (True, False):
-        wanted = T5Attention._relative_position_bucket(
-            offset, bidirectional=both_ways, num_buckets=num_buckets, max_distance=max_distance
-        ).numpy()
+        config = T5TheirConfig(
+            num_heads=1,
+            is_decoder=not both_ways,
+            relative_attention_num_buckets=num_buckets,
+            relative_attention_max_distance=max_distance,
+        )
+        attention = T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
+        attention.load_state_dict({"relative_attention_bias.weight": table}, strict=False)
+        # [queries, keys]; of the query in the middle, every offset that has a bucket of its own
+        wanted = attention.compute_bias(size, size)[0, 0, max_distance].detach().numpy()
         if both_ways:
-            got = np.asarray(both_ways_biases(table, max_distance))[0]
+            got = np.asarray(both_ways_biases(ours, max_distance))[0]
         else:
-            got = np.asarray(causal_biases(table, max_distance))[0, ::-1]
+            got = np.asarray(causal_biases(ours, max_distance))[0, ::-1]
             wanted = wanted[: max_distance + 1]
         np.testing.assert_array_equal(got, wanted)
 
