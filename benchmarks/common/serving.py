@@ -75,6 +75,9 @@ class Runtimes:
         from jaxserve import Runtime
 
         model = self._model
+        settings: dict[str, Any] = dict(self._settings)
+        if max_slots is not None:
+            settings["max_slots"] = max_slots
         rt = self._open.enter_context(
             Runtime(
                 nnx.merge(model.graphdef, model.params),
@@ -82,7 +85,7 @@ class Runtimes:
                 tokenizer=model.tokenizer,
                 eos_token_ids=model.eos_token_ids,
                 policy=policy,
-                **self._settings | ({} if max_slots is None else {"max_slots": max_slots}),
+                **settings,
             )
         )
         num_pages = self._num_pages.setdefault(max_slots, rt.config.num_pages)

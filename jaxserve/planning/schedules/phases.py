@@ -88,18 +88,17 @@ class DecodePhases:
             first_batch[num_decodes] = sequences[0]
         # Where nothing is expected to run, one token attends to the inputs.
         length = np.where(batch > 0, tokens / np.where(batch > 0, batch, 1.0), num_input_tokens)
-        most = {
-            "batch": batch,
-            "length": length,
-            "peak_tokens": peak_tokens,
-            "peak_sequences": first_batch + at_once,
-        }
-        least = {f"least_{name}": RangeLeast(values) for name, values in most.items()}
         decoded = np.arange(num + 1)[:, None] / NUM_PARTS * batch
         return cls(
-            **most,
-            **least,
+            batch=batch,
+            length=length,
             first_batch=first_batch,
+            peak_tokens=peak_tokens,
+            peak_sequences=first_batch + at_once,
+            least_batch=RangeLeast(batch),
+            least_length=RangeLeast(length),
+            least_peak_tokens=RangeLeast(peak_tokens),
+            least_peak_sequences=RangeLeast(first_batch + at_once),
             least_decoded=RangeLeast(decoded),
             least_negated=RangeLeast(-batch),
         )
