@@ -37,7 +37,8 @@ class Runtimes:
     """
 
     def __init__(self, options: argparse.Namespace):
-        from jaxserve.execution.build import enable_compilation_cache, platform_defaults
+        from jaxserve.execution.build import platform_defaults
+        from jaxserve.execution.warmup import enable_compilation_cache
         from jaxserve.models.store import load_model
 
         enable_compilation_cache()
@@ -82,7 +83,8 @@ class Runtimes:
                 tokenizer=model.tokenizer,
                 eos_token_ids=model.eos_token_ids,
                 policy=policy,
-                **self._settings | ({} if max_slots is None else {"max_slots": max_slots}),
+                **{"warmup": "full", **self._settings}
+                | ({} if max_slots is None else {"max_slots": max_slots}),
             )
         )
         num_pages = self._num_pages.setdefault(max_slots, rt.config.num_pages)

@@ -21,7 +21,6 @@ from jaxserve.execution.micro_batches import micro_batches
 from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.weights import check_same, fitted
-from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
@@ -84,10 +83,10 @@ class StagedExecutor:
         self.config = stages[0].programs.config
         self.swap_costs: SwapCosts | None = None
         self.refinement: Refinement | None = None
-        self.host_memory: HostMemory | None = None
         self.group: GroupRole | None = None
         self.num_device_groups = 1
         self.can_resize = True
+        self.prepares_in_parallel = False  # its warm-up runs steps
         self._stages = list(stages)
         self._parts = list(parts)
         self._whole = whole
@@ -333,6 +332,10 @@ class StagedExecutor:
                 step = partial(self._warm_decode, variant, num)
                 steps.append((f"{name} decoding, {num} slots", step))
         return [(name, self._idly(step)) for name, step in steps]
+
+    def warm_up_behind(self) -> bool:
+        """See `ModelExecutor`."""
+        return False
 
     def finish_warmup(self) -> None:
         """See `ModelExecutor`."""
