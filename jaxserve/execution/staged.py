@@ -82,6 +82,7 @@ class StagedExecutor:
     ):
         self.config = stages[0].programs.config
         self.swap_costs: SwapCosts | None = None
+        self.host_memory: HostMemory | None = None
         self.refinement: Refinement | None = None
         self.group: GroupRole | None = None
         self.num_device_groups = 1
