@@ -21,6 +21,7 @@ from jaxserve.execution.micro_batches import micro_batches
 from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.weights import check_same, fitted
+from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
