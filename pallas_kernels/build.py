@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-pthre
 _NATIVE = {"x86_64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 
 _logger = logging.getLogger(__name__)
+# Held while a lock is looked up. Each handler has its own, so that several compile at once.
 _lock = threading.Lock()
+_locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)
 # (source, symbol, flags) -> the name of its FFI target, or the error that prevents one.
 _targets: dict[tuple[Path, str, tuple[str, ...]], str | NotImplementedError] = {}
 
@@ -49,8 +52,10 @@ def cpu_target(source: Path, symbol: str, flags: tuple[str, ...] = ()) -> str:
       NotImplementedError: there is no compiler, it failed, or its library cannot be loaded; the
         reason is also logged once, as a warning.
     """
+    key = (source, symbol, flags)
     with _lock:
-        key = (source, symbol, flags)
+        own = _locks[key]
+    with own:
         if key not in _targets:
             try:
                 _targets[key] = _register(*load_symbol(source, symbol, flags), symbol)
@@ -103,7 +108,7 @@ def compile_library(source: Path, more_flags: tuple[str, ...] = (), *, force: bo
     inputs = (
         *(path.read_text() for path in (source, *sorted(_INCLUDE.glob("*.h")))),
         *(compiler, _compiler_version(compiler, os.stat(compiler).st_mtime_ns), *flags),
-        *(version("jaxlib"), _cpu_model()),
+        *(version("jaxlib"), cpu_model()),
     )
     digest = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
     folder = _cache_folder()
@@ -192,7 +197,7 @@ def _cache_folder() -> Path:
         return temporary
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     """Return what `-march=native` depends on, since machines may share a cache folder."""
     try:
         text = Path("/proc/cpuinfo").read_text()

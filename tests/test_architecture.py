@@ -117,7 +117,6 @@ TESTS_MAY_REACH = {
     "tests/benchmarks/decode/test_choices.py _print_table": "a table for the eye, without a run",
     "tests/benchmarks/kernels/test_tune.py _entries": "tilings are read once a process",
     "tests/benchmarks/offline/test_peers.py _run_once": _RUNS,
-    "tests/models/test_store.py _checkpointer": "a checkpoint that fails to be written",
     "tests/pallas_kernels/test_mosaic.py _src": "JAX's interpreter says there what it supports",
 }
 # "path name" -> reason why a test may replace this name.
@@ -129,7 +128,7 @@ TESTS_MAY_PATCH = {
     "tests/benchmarks/offline/test_peers.py _run_once": _RUNS,
     "tests/cli/test_cli_predictor.py logits_of": "interrupts a training in its middle",
     "tests/models/test_registry.py copyfileobj": "a disk that is full in the middle of a download",
-    "tests/models/test_store.py _checkpointer": "a checkpoint that fails to be written",
+    "tests/models/test_store.py save": "an entry that fails to be written",
 }
 # Class -> tests that write its attributes.
 TESTS_MAY_ASSIGN = {

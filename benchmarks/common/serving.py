@@ -37,7 +37,8 @@ class Runtimes:
     """
 
     def __init__(self, options: argparse.Namespace):
-        from jaxserve.execution.build import enable_compilation_cache, platform_defaults
+        from jaxserve.execution.build import platform_defaults
+        from jaxserve.execution.warmup import enable_compilation_cache
         from jaxserve.models.store import load_model
 
         enable_compilation_cache()
@@ -75,7 +76,7 @@ class Runtimes:
         from jaxserve import Runtime
 
         model = self._model
-        settings: dict[str, Any] = dict(self._settings)
+        settings: dict[str, Any] = {"warmup": "full", **self._settings}
         if max_slots is not None:
             settings["max_slots"] = max_slots
         rt = self._open.enter_context(

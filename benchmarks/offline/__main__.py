@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     settings = _runtime_settings(options)
     starts = start_times(options.model, settings) if options.cold else None
     begin_s = time.perf_counter()
-    with Runtime.from_pretrained(options.model, **settings) as rt:
+    with Runtime.from_pretrained(options.model, warmup="full", **settings) as rt:
         ready_s = time.perf_counter() - begin_s
         items = _workload(options, rt)
         runs = [_run_once(rt, items) for _ in turns]

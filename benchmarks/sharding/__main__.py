@@ -71,7 +71,12 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     model = Llama(config, rngs=nnx.Rngs(0))
     passes: list[Pass] = []
     with Runtime(
-        model, mesh=plan, max_slots=options.rows, max_context=256, policy=options.policy
+        model,
+        mesh=plan,
+        max_slots=options.rows,
+        max_context=256,
+        policy=options.policy,
+        warmup="full",
     ) as rt:
         executor: Any = (
             rt._replicas.first.executor

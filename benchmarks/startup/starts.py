@@ -1,4 +1,4 @@
-"""Seconds from an empty process to a ready runtime and its first token, cold and warm."""
+"""Starts in new processes, with empty caches and with filled ones."""
 
 from __future__ import annotations
 
@@ -7,35 +7,55 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.paths import ROOT
 from jaxserve.core.assets import CACHE_VARIABLE, cache_folder
 
+# Caches that a variable of their own would put elsewhere.
+_ELSEWHERE = ("JAX_COMPILATION_CACHE_DIR", "PALLAS_KERNELS_CACHE")
+
 
 def start_times(model: str, settings: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return `ready_s` and `first_token_s` of a `cold` and a `warm` start, each in a new process.
 
     The cold start finds neither converted weights nor compiled executables (downloads stay); the
-    warm start finds those that the cold start left.
+    warm start finds those that the cold start left. Both make every executable before they serve.
 
     Args:
       settings: of `Runtime.from_pretrained`.
     """
+    full = {"warmup": "full", **settings}
+    with cold_cache() as folder:
+        starts = {kind: start(model, full, folder) for kind in ("cold", "warm")}
+    return {
+        kind: {name: found[name] for name in ("ready_s", "first_token_s")}
+        for kind, found in starts.items()
+    }
+
+
+@contextmanager
+def cold_cache() -> Iterator[str]:
+    """Yield a cache folder that holds the downloads alone; it is removed again."""
     with tempfile.TemporaryDirectory(prefix="jaxserve-cold-") as folder:
         downloads = cache_folder() / "assets"
         if downloads.is_dir():
             (Path(folder) / "assets").symlink_to(downloads, target_is_directory=True)
-        return {kind: _start(model, settings, folder) for kind in ("cold", "warm")}
+        yield folder
 
 
-def _start(model: str, settings: dict[str, Any], cache: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.startup", model, json.dumps(settings)]
+def start(model: str, settings: dict[str, Any], cache: str) -> dict[str, Any]:
+    """Return the figures of `benchmarks.startup.once` in a new process with this cache folder."""
+    environment = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+    arguments = [model, json.dumps(settings), str(time.time())]
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "benchmarks.startup.once", *arguments],
         cwd=ROOT,
-        env={**os.environ, CACHE_VARIABLE: cache},
+        env={**environment, CACHE_VARIABLE: cache},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

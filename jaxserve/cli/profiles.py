@@ -102,7 +102,8 @@ def layer_deployment(
     """
     import jax
 
-    from jaxserve.execution.build import enable_compilation_cache, platform_defaults
+    from jaxserve.execution.build import platform_defaults
+    from jaxserve.execution.warmup import enable_compilation_cache
     from jaxserve.planning.layers import (
         LayerBench,
         LayerOrigin,

@@ -17,6 +17,9 @@ KV_DTYPES = ("int8", "float8_e4m3fn")
 QUANTIZE = ("int8", "int4", "keep")
 QUANTIZE_EMBEDDINGS = ("int8", "int4", "none")
 
+# When executables are made.
+WARMUPS = (True, False, "full", "background")
+
 # When pages are copied back from the host.
 RESTORES = ("on_admission", "prefetch", "per_layer", "both")
 
@@ -62,7 +65,10 @@ class RuntimeOptions:
       max_decode_iterations: maximum number of tokens of a sequence per decode step.
       page_size: tokens per page.
       seed: seed for the requests that have none.
-      warmup: compile everything at the start, instead of on first use.
+      warmup: when executables are compiled, or loaded from an earlier start, one of `WARMUPS`.
+        "background": on other threads while requests are served; a request waits only for those
+        that it needs. "full" or True: all of them before the first request, as with `strict`, for
+        models in stages, and in a process group. False: each at its first use.
       strict: raise when something compiles after warm-up.
       attention: implementation of paged attention, in place of the platform's choice: one of
         `pallas_kernels.paged_attention.IMPLEMENTATIONS`, or several separated by commas, of which
@@ -95,13 +101,18 @@ class RuntimeOptions:
     max_decode_iterations: int | None = None
     page_size: int = 32
     seed: int = 0
-    warmup: bool = True
+    warmup: bool | str = "background"
     strict: bool = False
     attention: str | None = None
     record: str | Path | None = None
     conversations: str | Path | None = None
     journal_limits: JournalLimits = JournalLimits()
     progress: bool = True
+
+    @property
+    def warms_up_behind(self) -> bool:
+        """Whether requests are served before every executable exists."""
+        return self.warmup == "background" and not self.strict
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> RuntimeOptions:
@@ -163,6 +174,12 @@ class RuntimeOptions:
             raise InvalidConfigError(
                 f"restore={self.restore!r} is unknown; pass one of {RESTORES}, or omit it for the "
                 "platform's choice"
+            )
+        if self.warmup not in WARMUPS or isinstance(self.warmup, int) != isinstance(
+            self.warmup, bool
+        ):
+            raise InvalidConfigError(
+                f"warmup={self.warmup!r} is not allowed; pass one of {WARMUPS}"
             )
         if self.disk_memory is None and self.disk_folder is not None:
             raise InvalidConfigError(

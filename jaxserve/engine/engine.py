@@ -87,6 +87,7 @@ class Engine:
         self._clock = clock
         self._executor = executor
         self._max_in_flight = max_in_flight
+        self._swap_costs = executor.swap_costs
         groups = range(policy.num_device_groups)
         lanes = groups if len(groups) == 1 else (LINK, *groups)
         # Of each device group, and of the link between them: in order, the steps not yet read.
@@ -147,6 +148,9 @@ class Engine:
                 plan, self.scheduler, self._clock.now(), self.stats.host_gap_s - gap_before_s
             )
             lane.append(_InFlight(plan, self._executor.submit(plan)))
+            if self._swap_costs is not self._executor.swap_costs:  # measured after the start
+                self._swap_costs = self._executor.swap_costs
+                self._kv.swap_by(self._swap_costs)
             self.stats.after_submit(plan, self.scheduler)
         if not self._is_at_work:
             if self.has_work and self.scheduler.wake_s is None:

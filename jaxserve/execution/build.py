@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any, final
 
 import jax
 import numpy as np
 from flax import nnx
-from tqdm import tqdm
 
-from jaxserve.core.assets import cache_folder
 from jaxserve.core.config import EngineConfig, fine_slot_buckets
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
@@ -22,16 +20,20 @@ from jaxserve.execution.group import check_alike, in_group
 from jaxserve.execution.memory_plan import PoolSize, plan_host_pages, plan_pool, plan_resize
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.execution.staged import StagedExecutor
+from jaxserve.execution.warmup import executable_store, steady, warm_up
 from jaxserve.execution.weights import check_dtype
 from jaxserve.memory.page_pool import MIN_PAGES
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.parts import cut
+from jaxserve.models.start_times import timed
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.probing import Probe, check_probe
 from jaxserve.steps.programs import Programs, largest_step_bytes
+from jaxserve.steps.step_function import Shelf
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
+from pallas_kernels.zeros import zeros
 from sharding import ProcessGroup, StagePlan
 
 
@@ -81,19 +83,6 @@ _GPU = PlatformDefaults(
 
 def platform_defaults() -> PlatformDefaults:
     return _CPU if jax.default_backend() == "cpu" else _GPU
-
-
-def enable_compilation_cache(folder: Path | None = None) -> None:
-    """Store every executable in JAX's persistent cache, however short its compilation was.
-
-    Args:
-      folder: folder of the cache unless the user has set one in JAX; by default below jaxserve's
-        cache folder.
-    """
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(folder or cache_folder() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def build_executor(
@@ -149,7 +138,7 @@ def build_executor(
         ) from error
     executor, size = built
     if options.warmup:
-        warm_up(executor, progress=options.progress)
+        warm_up(executor, progress=options.progress, behind=options.warms_up_behind)
     return executor, size
 
 
@@ -174,11 +163,18 @@ def _build_whole(
     pages = _Pages(model_config, options, layer_layout, place)
     # The largest steps are compiled for the number of pages that would fit without temporaries. If
     # the same number fits with the measured temporaries, these executables are used.
-    optimistic = _agreed(pages.plan(step_bytes=0), group).num_pages
+    store = executable_store()
+    optimistic = pages.plan(step_bytes=0).num_pages
+    if options.kv_memory is None and group is None:
+        optimistic = steady(
+            optimistic, store, graphdef, model_config, options.page_size, place.whole
+        )
+    optimistic = _agreed_number(optimistic, group)
     draft = _engine_config(model_config, options, num_pages=optimistic)
-    programs = Programs.shared(graphdef, draft, model_config, place, probe)
+    programs = Programs.shared(graphdef, draft, model_config, place, probe, store)
     step_bytes = programs.step_bytes(params, pages.abstract(optimistic))
-    size = _agreed(pages.plan(step_bytes=step_bytes), group)
+    size = pages.plan(step_bytes=step_bytes)
+    size = replace(size, num_pages=_agreed_number(min(size.num_pages, optimistic), group))
     config = _engine_config(
         model_config,
         options,
@@ -187,8 +183,9 @@ def _build_whole(
         num_host_pages=pages.plan_host(size) if group is None else 0,
     )
     if size.num_pages != optimistic:
-        programs = Programs.shared(graphdef, config, model_config, place, probe)
-    cache = pages.new(size.num_pages)
+        programs = Programs.shared(graphdef, config, model_config, place, probe, store)
+    with timed("cache"):
+        cache = jax.block_until_ready(pages.new(size.num_pages, programs.shelf))
     executor = DeviceExecutor(config, programs, params, cache, strict=options.strict)
     return (executor if group is None else in_group(executor, group)), size
 
@@ -213,7 +210,10 @@ def _build_stages(
     def programs_for(num_pages: int) -> list[Programs]:
         config = _engine_config(model_config, options, num_pages=num_pages)
         return [
-            Programs.shared(part.graphdef, config, model_config.part(part.stage.layers), place)
+            Programs.shared(
+                *(part.graphdef, config, model_config.part(part.stage.layers), place),
+                store=executable_store(),
+            )
             for part, place in zip(parts, places, strict=True)
         ]
 
@@ -230,7 +230,7 @@ def _build_stages(
     if size.num_pages < optimistic:
         programs = programs_for(size.num_pages)
     built = [
-        DeviceStage(program, params, pool.new(programs[0].config.num_pages))
+        DeviceStage(program, params, pool.new(program.config.num_pages, program.shelf))
         for program, params, pool in zip(programs, own, pools, strict=True)
     ]
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -281,11 +281,12 @@ class _Pages:
         """Return the shapes and dtypes of the cache."""
         return jax.eval_shape(lambda: empty_cache(*self._sizes(num_pages)))
 
-    def new(self, num_pages: int) -> Any:
+    def new(self, num_pages: int, shelf: Shelf) -> Any:
         """Return a cache of zeros on its devices."""
         sizes = self._sizes(num_pages)
-        static = tuple(range(len(sizes)))
-        return jax.jit(empty_cache, static_argnums=static, out_shardings=self.place.pages)(*sizes)
+        make = partial(empty_cache, *sizes, zeros=zeros)
+        with self.place.in_force():
+            return shelf.function("empty_cache", make, *sizes, out_shardings=self.place.pages)()
 
     def _sizes(self, num_pages: int) -> tuple[Any, ...]:
         """Return the arguments of `empty_cache`."""
@@ -318,16 +319,6 @@ def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
     )
 
 
-def warm_up(executor: ModelExecutor, *, progress: bool) -> None:
-    """Compile every executable; `progress` shows a progress bar."""
-    steps = executor.warmup_steps()
-    with tqdm(steps, desc="compiling", leave=False, delay=2, disable=not progress) as bar:
-        for name, compile_step in bar:
-            bar.set_postfix_str(name)
-            compile_step()
-    executor.finish_warmup()
-
-
 def _shared_settings(
     model_config: Any, place: Placement, options: RuntimeOptions
 ) -> dict[str, Any]:
@@ -341,11 +332,9 @@ def _shared_settings(
     }
 
 
-def _agreed(size: PoolSize, group: ProcessGroup | None) -> PoolSize:
-    """Return the size that fits on every process."""
-    if group is None:
-        return size
-    return replace(size, num_pages=min(group.all_gather(size.num_pages)))
+def _agreed_number(num_pages: int, group: ProcessGroup | None) -> int:
+    """Return the number of pages that fits on every process."""
+    return num_pages if group is None else min(group.all_gather(num_pages))
 
 
 def _engine_config(

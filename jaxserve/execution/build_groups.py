@@ -10,10 +10,11 @@ from typing import Any, cast
 from flax import nnx
 
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.execution.build import build_executor, warm_up
+from jaxserve.execution.build import build_executor
 from jaxserve.execution.grouped import GroupedExecutor, LinkedExecutor
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import ModelExecutor
+from jaxserve.execution.warmup import warm_up
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.steps.probing import Probe
 from sharding import StagePlan

@@ -11,15 +11,17 @@ import jax
 
 from jaxserve.core.errors import CompilationAfterWarmupError
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.steps.step_function import STALL_EVENT
 
-_EVENT = "/jax/core/compile/backend_compile_duration"
+_EVENTS = ("/jax/core/compile/backend_compile_duration", STALL_EVENT)
 
 
 @final
 class CompilationCounter:
     """A counter of the compilations in its `watch` blocks, on the thread of the block.
 
-    Loading an executable from the persistent cache counts too, because it also stalls the loop.
+    Loading an executable, or waiting for another thread that makes it, counts too, because it also
+    stalls the loop.
 
     Args:
       strict: raise CompilationAfterWarmupError on a compilation after the warm-up.
@@ -62,5 +64,5 @@ class CompilationCounter:
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event == _EVENT and self._thread == threading.get_ident():
+        if event in _EVENTS and self._thread == threading.get_ident():
             self.count += 1

@@ -15,10 +15,12 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.compilations import CompilationCounter
 from jaxserve.execution.device_slots import DeviceSlots
+from jaxserve.execution.device_warmup import DeviceWarmup
 from jaxserve.execution.encoding import encode_prompts
 from jaxserve.execution.handle import DeviceHandle, PromptPart
 from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
 from jaxserve.execution.protocol import GroupRole
+from jaxserve.execution.swap_costs import KeptSwapCosts
 from jaxserve.execution.weights import fingerprint, fitted
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
@@ -35,6 +37,7 @@ from jaxserve.steps.packing import (
     sampling_first,
     sampling_slots,
 )
+from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
 
@@ -65,16 +68,21 @@ class DeviceExecutor:
     ):
         self.config = config
         self._params = params
-        self.swap_costs: SwapCosts | None = None
+        self._costs = KeptSwapCosts(programs.shelf, config, cache)
+        self.swap_costs: SwapCosts | None = self._costs.load()
         self.refinement = programs.refinement
         self.group: GroupRole | None = None
         self.num_device_groups = 1
         self.can_resize = True
-        self._pages = DevicePages(cache, programs.place.pages, self.config.num_host_pages)
-        self._slots = DeviceSlots(self.config, programs.place.whole)
+        self.prepares_in_parallel = True
+        self._pages = DevicePages(
+            cache, programs.place.pages, self.config.num_host_pages, programs.shelf
+        )
+        self._slots = DeviceSlots(self.config, programs.place.whole, programs.shelf)
         self._programs = programs
         self._compilations = CompilationCounter(strict=strict)
         self._is_closed = False
+        self._preparing: Preparation | None = None
         # Cache sizes for which every executable is compiled.
         self._warm_num_pages: set[int] = set()
 
@@ -88,36 +96,47 @@ class DeviceExecutor:
         """See `ModelExecutor`."""
         return self._compilations.count
 
-    def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
-        """See `ModelExecutor`."""
-        config = self.config
-        steps: list[tuple[str, Callable[[], None]]] = [("slot edits", self._slots.warm_up)]
-        for num_tokens in reversed(config.token_buckets):
-            steps.append((f"mixed step, {num_tokens} tokens", partial(self._warm_body, num_tokens)))
-            if config.num_host_pages and config.num_incoming_pages:
-                name = f"mixed step with pages, {num_tokens} tokens"
-                steps.append((name, partial(self._warm_incoming, num_tokens)))
-            if config.has_encoder:
-                steps.append(
-                    (f"encoder, {num_tokens} tokens", partial(self._warm_encoder, num_tokens))
-                )
-        for variant in Variant:
-            name = variant.name.lower()
-            for num_rows in reversed(variant.sizes(config.head_buckets)):
-                step = partial(self._warm_head, variant, num_rows)
-                steps.append((f"{name} sampling, {num_rows} rows", step))
-            for num_rows in reversed(variant.sizes(config.slot_buckets)):
-                step = partial(self._warm_decode, variant, num_rows)
-                steps.append((f"{name} decode loop, {num_rows} slots", step))
-        if config.num_host_pages:
+    def warmup_steps(self) -> list[tuple[str, Callable[[], Any]]]:
+        """See `ModelExecutor`. The last step, which measures page swaps, runs steps."""
+        steps = self._preparations()
+        if self.config.has_encoder:
+            steps += [
+                (f"encoder, {num_tokens} tokens", partial(self._warm_encoder, num_tokens))
+                for num_tokens in self.config.token_buckets
+            ]
+        if self._measures_swaps:
             steps.append(("page swaps", self._measure_swaps))
-        return [(name, self._in_force(step)) for name, step in steps]
+        return steps
+
+    def warm_up_behind(self) -> bool:
+        """See `ModelExecutor`. An encoder is warmed up by running it, so that nothing is begun."""
+        if self.config.has_encoder:
+            return False
+        self._stop_preparing()
+        self._preparing = Preparation(self._preparations(), self._has_prepared)
+        return True
 
     def finish_warmup(self) -> None:
         """See `ModelExecutor`."""
         jax.block_until_ready((self._pages.cache, self._slots.state))
         self._warm_num_pages.add(self.config.num_pages)
         self._compilations.expect_none()
+
+    def _preparations(self) -> list[tuple[str, Callable[[], Any]]]:
+        return list(
+            DeviceWarmup(
+                self.config, self._programs, self._params, self._slots, self._pages
+            ).steps()
+        )
+
+    def _has_prepared(self) -> None:
+        self._warm_num_pages.add(self.config.num_pages)
+        self._compilations.expect_none()
+
+    def _stop_preparing(self) -> None:
+        if self._preparing is not None:
+            self._preparing.close()
+            self._preparing = None
 
     @property
     def is_warm(self) -> bool:
@@ -127,6 +146,8 @@ class DeviceExecutor:
     def submit(self, plan: StepPlan) -> DeviceHandle:
         self._raise_if_closed()
         with self._compilations.watch(plan), self._programs.place.in_force():
+            if self._measures_swaps and self.is_warm:
+                self._measure_swaps()
             count = self.num_incoming(plan)
             late = plan.swaps_in[:count]
             self._pages.swap(plan.swaps_out, plan.swaps_in[count:])
@@ -193,6 +214,7 @@ class DeviceExecutor:
     def resize(self, num_pages: int, moves: Moves) -> None:
         """See `Executor`. A new size needs another warm-up."""
         self._raise_if_closed()
+        self._stop_preparing()
         old_num_pages = self.config.num_pages
         with self._programs.place.in_force():
             self._pages.resize(num_pages, moves)
@@ -212,6 +234,7 @@ class DeviceExecutor:
 
     def close(self) -> None:
         if not self._is_closed:
+            self._stop_preparing()
             self._pages.delete()
             self._slots.delete()
             self._compilations.close()
@@ -314,58 +337,25 @@ class DeviceExecutor:
         }
         return PromptPart(arrays, spans)
 
-    # ---- warm-up ----
+    # ---- page swaps ----
 
-    def _in_force(self, step: Callable[[], None]) -> Callable[[], None]:
-        def on_the_mesh() -> None:
-            with self._programs.place.in_force():
-                step()
+    @property
+    def _measures_swaps(self) -> bool:
+        return self.config.num_host_pages > 0 and self.swap_costs is None
 
-        return on_the_mesh
-
-    def _warm_body(self, num_tokens: int) -> None:
+    def _run_empty_prompt(self, num_tokens: int) -> None:
         batch, _ = pack_rows(self.config, (), num_tokens)
-        hidden, _, _ = self._body(batch, None)
-        self._programs.prompt_logprobs(self._params, self._slots.state, hidden, batch)
+        self._body(batch, None)
 
     def _warm_encoder(self, num_tokens: int) -> None:
-        self._encode(pack_rows(self.config, (), num_tokens)[0])
-
-    def _warm_incoming(self, num_tokens: int) -> None:
-        batch, _ = pack_rows(self.config, (), num_tokens)
-        self._body(batch, self._incoming(()))
-
-    def _warm_head(self, variant: Variant, num_rows: int) -> None:
-        batch, _ = pack_rows(self.config, ())
-        _, row_hidden, tapped = self._body(batch, None)
-        self._slots.state, _ = self._programs.mixed_head(
-            self._params,
-            self._slots.state,
-            row_hidden,
-            np.full(num_rows, self.config.max_slots, np.int32),
-            tapped,
-            self._programs.probe_params,
-            variant=variant,
-        )
-
-    def _warm_decode(self, variant: Variant, num_rows: int) -> None:
-        window = range(num_rows)
-        self._pages.cache, self._slots.state, _ = self._programs.decode_loop(
-            self._params,
-            self._pages.cache,
-            self._slots.state,
-            np.int32(0),
-            pack_window(window, ()),  # no slot takes part, since requests may be running
-            np.int32(0),
-            self._programs.plan_decode((), window),
-            self._programs.probe_params,
-            variant=variant,
-        )
+        with self._programs.place.in_force():
+            self._encode(pack_rows(self.config, (), num_tokens)[0])
 
     def _measure_swaps(self) -> None:
         """Time copies of the null page to the host and back, and the prefill of an empty prompt.
 
         Each time is the minimum of a few timings, since other work of the host only adds to them.
+        They are kept for later starts.
         """
 
         def seconds(step: Callable[[], None]) -> float:
@@ -383,7 +373,7 @@ class DeviceExecutor:
         out, back = ((NULL_PAGE, to_nobody),), ((to_nobody, NULL_PAGE),)
         swap_s = seconds(lambda: self._pages.swap(out * PAGES_A_CALL, back * PAGES_A_CALL))
         num_tokens = self.config.token_buckets[-1]
-        compute = self._warm_encoder if self.config.has_encoder else self._warm_body
+        compute = self._warm_encoder if self.config.has_encoder else self._run_empty_prompt
         prompt_s = seconds(lambda: compute(num_tokens))
         token_s = prompt_s / num_tokens
         self.swap_costs = SwapCosts(
@@ -391,6 +381,7 @@ class DeviceExecutor:
             token_s=token_s,
             position_s=token_s * self._work_of_a_position(),
         )
+        self._costs.save(self.swap_costs)
 
     def _work_of_a_position(self) -> float:
         """Return the FLOPs of attending to one position, relative to a token's other FLOPs."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.steps import slots as edits
 from jaxserve.steps.sampling.variants import SamplingNeeds
 from jaxserve.steps.slots import ADMISSIONS_A_CALL, MOVES_A_CALL, PAGE_UPDATES_A_CALL, SlotState
+from jaxserve.steps.step_function import Shelf, abstract, unkept
 
 _Item = TypeVar("_Item")
 
@@ -25,20 +26,25 @@ class DeviceSlots:
     """A copy of the slot state; `state` is donated to every step and replaced by its result.
 
     The host holds, for each slot, which features of the sampler its request needs.
+
+    Args:
+      shelf: where executables are kept; by default nowhere.
     """
 
-    def __init__(self, config: EngineConfig, place: jax.sharding.Sharding):
+    def __init__(
+        self, config: EngineConfig, place: jax.sharding.Sharding, shelf: Shelf | None = None
+    ):
+        step = partial((shelf or unkept(place)).function, out_shardings=place)
         # A jitted function creates the state, since `device_put` onto a mesh over several processes
         # would compare the host's values across processes.
-        self._new = jax.jit(edits.empty_slots, static_argnums=0, out_shardings=place)
-        self.state: SlotState = self._new(config)
+        self._new = step("empty_slots", partial(edits.empty_slots, config), config)
+        self.state: SlotState = self._new()
         self._needs = [SamplingNeeds()] * config.max_slots
         self._config = config
         self._place = place
-        jit = partial(jax.jit, donate_argnums=0, out_shardings=place)
-        self._edit_slots = jit(edits.edit)
-        self._move_slots = jit(edits.move)
-        self._admit_slots = jit(edits.admit)
+        self._edit_slots = step("edit", edits.edit, donate_argnums=0)
+        self._move_slots = step("move", edits.move, donate_argnums=0)
+        self._admit_slots = step("admit", edits.admit, donate_argnums=0)
 
     def apply(self, plan: StepPlan) -> None:
         """Carry out releases, moves, admissions and page updates."""
@@ -69,9 +75,19 @@ class DeviceSlots:
 
     def warm_up(self) -> None:
         """Compile every edit without changing a slot."""
-        self._edit((), ())
-        self._move(())
-        self.state = self._admit_slots(self.state, *edits.pack_admissions(self._config, ()))
+        for _, prepare in self.preparations():
+            prepare()
+
+    def preparations(self) -> list[tuple[str, Callable[[], Any]]]:
+        """Return (name, function) of every edit; a function makes its executable, on any thread."""
+        state = abstract(self.state)
+        admissions = edits.pack_admissions(self._config, ())
+        prepare = {
+            "admissions": partial(self._admit_slots.prepare, state, *admissions),
+            "edits of slots": partial(self._edit_slots.prepare, state, *self._packed((), ())),
+            "moves of slots": partial(self._move_slots.prepare, state, *self._places(())),
+        }
+        return list(prepare.items())
 
     def relocate(self, targets: np.ndarray) -> None:
         """Rewrite page tables after pages were moved.
@@ -85,7 +101,7 @@ class DeviceSlots:
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Replace the slots by inert ones within the block."""
-        own, self.state = self.state, self._new(self._config)
+        own, self.state = self.state, self._new()
         try:
             yield
         finally:
@@ -97,19 +113,27 @@ class DeviceSlots:
             leaf.delete()
 
     def _edit(self, releases: Sequence[int], updates: Sequence[tuple[int, int, int]]) -> None:
+        self.state = self._edit_slots(self.state, *self._packed(releases, updates))
+
+    def _packed(
+        self, releases: Sequence[int], updates: Sequence[tuple[int, int, int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
         released = np.zeros(self._config.max_slots, np.bool_)
         released[list(releases)] = True
         entries = np.full((PAGE_UPDATES_A_CALL, 3), self._config.max_slots, np.int32)
         if updates:
             entries[: len(updates)] = updates
-        self.state = self._edit_slots(self.state, released, entries)
+        return released, entries
 
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
+        self.state = self._move_slots(self.state, *self._places(moves))
+
+    def _places(self, moves: Sequence[tuple[int, int]]) -> np.ndarray:
         places = np.full((2, MOVES_A_CALL), self._config.max_slots, np.int32)
         places[0] = 0
         if moves:
             places[:, : len(moves)] = np.transpose(moves)
-        self.state = self._move_slots(self.state, *places)
+        return places
 
 
 def _chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:

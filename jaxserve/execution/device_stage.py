@@ -49,8 +49,8 @@ class DeviceStage:
     def __init__(self, programs: Programs, params: Any, cache: KVCache):
         self.programs = programs
         self.params = params
-        self.slots = DeviceSlots(programs.config, programs.place.whole)
-        self.pages = DevicePages(cache, programs.place.pages)
+        self.slots = DeviceSlots(programs.config, programs.place.whole, programs.shelf)
+        self.pages = DevicePages(cache, programs.place.pages, shelf=programs.shelf)
         self._incoming: deque[_Sampled] = deque()
 
     def update_params(self, params: Any) -> None:

@@ -108,6 +108,15 @@ class GroupExecutor(abc.ABC):
         """See `ModelExecutor`. All processes call the functions, in this order."""
         return self._executor.warmup_steps()
 
+    @property
+    def prepares_in_parallel(self) -> bool:
+        """False, since the processes compile in the same order."""
+        return False
+
+    def warm_up_behind(self) -> bool:
+        """Return False, see `prepares_in_parallel`."""
+        return False
+
     def finish_warmup(self) -> None:
         self._executor.finish_warmup()
 

@@ -57,6 +57,7 @@ class GroupedExecutor:
         self.group: GroupRole | None = None
         self.num_device_groups = len(self._groups)
         self.can_resize = True
+        self.prepares_in_parallel = False  # handovers are warmed up by running them
         self._compilations = CompilationCounter(strict=strict)
         # By source and target.
         self._links = {
@@ -142,6 +143,10 @@ class GroupedExecutor:
             for step, function in group.warmup_steps()
         ]
         return [*steps, *(("handover", link.warm_up) for link in self._links.values())]
+
+    def warm_up_behind(self) -> bool:
+        """Return False, see `prepares_in_parallel`."""
+        return False
 
     def finish_warmup(self) -> None:
         """See `ModelExecutor`."""

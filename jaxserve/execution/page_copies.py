@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar, final
 
 import jax
@@ -16,6 +17,7 @@ from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.plan import PageCopies
 from jaxserve.steps.placement import staging_place
+from jaxserve.steps.step_function import Shelf, abstract, unkept
 from pallas_kernels import gather_pages, scatter_pages
 from sharding.shards import TENSOR, over_tensor
 
@@ -37,6 +39,7 @@ class DevicePages:
     Args:
       place: sharding of the cache's buffers.
       num_host_pages: number of pages that fit on the host.
+      shelf: where executables are kept; by default nowhere.
       copy: function that takes a buffer and an array of page ids and returns these pages; by
         default `gathered`, jitted here.
     """
@@ -46,12 +49,13 @@ class DevicePages:
         cache: KVCache,
         place: jax.sharding.Sharding,
         num_host_pages: int = 0,
+        shelf: Shelf | None = None,
         *,
         copy: Callable[[jax.Array, np.ndarray], jax.Array] | None = None,
     ):
         self.cache = cache
         self.place = place
-        self._host = HostPages(num_host_pages, place)
+        self._host = HostPages(num_host_pages, place, shelf or unkept(place))
         self._copy = copy or jax.jit(gathered, out_shardings=place)
 
     @property
@@ -80,6 +84,17 @@ class DevicePages:
     def incoming(self, back: PageCopies, count: int) -> IncomingPages:
         """Return the pages of at most `count` copies from the host, for a step to write."""
         return self._host.incoming(self.cache, back, count)
+
+    def preparations(self) -> list[tuple[str, Callable[[], Any]]]:
+        """Return (name, function) of the copies; a function makes its executable, on any thread."""
+        return self._host.preparations(abstract(self.cache))
+
+    def abstract_incoming(self, count: int) -> IncomingPages | None:
+        """Return the shapes of `incoming`, or None where `count` is 0."""
+        if not count:
+            return None
+        values = abstract_pages(self.cache, count, sharding=self._host.staging)
+        return IncomingPages(np.zeros(count, np.int32), values)  # pyright: ignore[reportArgumentType]
 
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""
@@ -140,13 +155,28 @@ class HostPages:
         it.
     """
 
-    def __init__(self, num_pages: int, place: jax.sharding.Sharding):
+    def __init__(self, num_pages: int, place: jax.sharding.Sharding, shelf: Shelf):
         self._num_pages = num_pages + 1
         self._place = place
         self._buffers: list[np.ndarray] = []
         self._leaving: deque[tuple[tuple[int, ...], list[jax.Array]]] = deque()
-        self._gather = jax.jit(gathered)
-        self._scatter = jax.jit(scattered, donate_argnums=0, out_shardings=place)
+        self.staging = staging_place(place)
+        self._gather = shelf.function("gathered", gathered)
+        self._scatter = shelf.function(
+            "scattered", scattered, donate_argnums=0, out_shardings=place
+        )
+
+    def preparations(self, cache: KVCache) -> list[tuple[str, Callable[[], Any]]]:
+        """See `DevicePages`; `cache` is abstract."""
+        ids = np.zeros(PAGES_A_CALL, np.int32)
+        pages = jax.tree.map(
+            lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape),
+            abstract_pages(cache, PAGES_A_CALL),
+        )
+        return [
+            ("pages to the host", partial(self._gather.prepare, cache, ids)),
+            ("pages from the host", partial(self._scatter.prepare, cache, ids, pages)),
+        ]
 
     def swap_out(self, cache: KVCache, copies: PageCopies) -> None:
         """Start copies of (device page, host page). The caller may donate the cache afterwards."""
@@ -175,7 +205,7 @@ class HostPages:
         target = np.full(count, cache.num_pages, np.int32)
         target[: len(copies)] = [page for _, page in copies]
         values = self._read(cache, copies, count)
-        staged = jax.device_put(values, staging_place(self._place))
+        staged = jax.device_put(values, self.staging)
         return IncomingPages(target, staged)  # pyright: ignore[reportArgumentType]
 
     def settle(self, *, wait: bool) -> None:
@@ -231,6 +261,16 @@ class HostPages:
                 f"the host has no memory for {self._num_pages - 1:,} pages ({error}); pass a "
                 "smaller host_memory, or 0"
             ) from error
+
+
+def abstract_pages(cache: KVCache, count: int, **placed: Any) -> Any:
+    """Return the shapes of `count` pages in the structure of a cache."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            (leaf.shape[0], count, *leaf.shape[2:]), leaf.dtype, **placed
+        ),
+        cache,
+    )
 
 
 def _is_ready(array: Any) -> bool:

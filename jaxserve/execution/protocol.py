@@ -141,6 +141,19 @@ class ModelExecutor(Executor, Protocol):
         """
         ...
 
+    @property
+    def prepares_in_parallel(self) -> bool:
+        """Whether several threads may call the functions of `warmup_steps` except the last."""
+        ...
+
+    def warm_up_behind(self) -> bool:
+        """Start to make every executable on other threads, and return at once.
+
+        A step that needs one that does not exist yet makes it, or waits for it. False if the
+        executor cannot; then nothing is started, and `warmup_steps` must be called.
+        """
+        ...
+
     def finish_warmup(self) -> None:
         """Treat every later compilation as a stall, and in strict mode as an error."""
         ...

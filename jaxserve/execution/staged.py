@@ -83,11 +83,12 @@ class StagedExecutor:
     ):
         self.config = stages[0].programs.config
         self.swap_costs: SwapCosts | None = None
-        self.refinement: Refinement | None = None
         self.host_memory: HostMemory | None = None
+        self.refinement: Refinement | None = None
         self.group: GroupRole | None = None
         self.num_device_groups = 1
         self.can_resize = True
+        self.prepares_in_parallel = False  # its warm-up runs steps
         self._stages = list(stages)
         self._parts = list(parts)
         self._whole = whole
@@ -333,6 +334,10 @@ class StagedExecutor:
                 step = partial(self._warm_decode, variant, num)
                 steps.append((f"{name} decoding, {num} slots", step))
         return [(name, self._idly(step)) for name, step in steps]
+
+    def warm_up_behind(self) -> bool:
+        """See `ModelExecutor`."""
+        return False
 
     def finish_warmup(self) -> None:
         """See `ModelExecutor`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, final
@@ -280,11 +281,14 @@ def empty_cache(
     dtype: jax.typing.DTypeLike,
     layer_layout: Literal["unrolled", "scanned"],
     num_shards: int = 1,
+    *,
+    zeros: Callable[[tuple[int, ...], Any], Array] = jnp.zeros,
 ) -> KVCache:
     """Return a cache of zeros: one buffer a layer when `unrolled`, one for all when `scanned`.
 
     `num_pages` counts the null page (page 0). With more shards than KV heads, the cache has a copy
-    of a head for each shard that needs it. A `dtype` of `KV_DTYPES` adds scales.
+    of a head for each shard that needs it. A `dtype` of `KV_DTYPES` adds scales. `zeros` makes a
+    buffer from shape and dtype.
     """
     buffers, layers = (
         (config.num_layers, 1) if layer_layout == "unrolled" else (1, config.num_layers)
@@ -293,12 +297,12 @@ def empty_cache(
     shape = (layers, num_pages, heads, page_size, config.head_dim)
     scale_buffers = buffers if jnp.dtype(dtype).name in KV_DTYPES else 0
 
-    def zeros(count: int, shape: tuple[int, ...], dtype: Any) -> tuple[Array, ...]:
-        return tuple(jnp.zeros(shape, dtype) for _ in range(count))
+    def made(count: int, shape: tuple[int, ...], dtype: Any) -> tuple[Array, ...]:
+        return tuple(zeros(shape, dtype) for _ in range(count))
 
     return KVCache(
-        k_pages=zeros(buffers, shape, dtype),
-        v_pages=zeros(buffers, shape, dtype),
-        k_scales=zeros(scale_buffers, shape[:-1], jnp.float32),
-        v_scales=zeros(scale_buffers, shape[:-1], jnp.float32),
+        k_pages=made(buffers, shape, dtype),
+        v_pages=made(buffers, shape, dtype),
+        k_scales=made(scale_buffers, shape[:-1], jnp.float32),
+        v_scales=made(scale_buffers, shape[:-1], jnp.float32),
     )

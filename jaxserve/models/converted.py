@@ -1,4 +1,4 @@
-"""Converted models kept on disk: parameters by Orbax, beside configuration and tokenizer."""
+"""Converted models kept on disk: parameters as files that are mapped into memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, final
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxserve.core.assets import cache_errors, cache_folder, remove_abandoned
@@ -21,7 +22,7 @@ from jaxserve.core.errors import ModelCacheError
 from jaxserve.models.tokenizer import Tokenizer
 
 # Raise it whenever the parameters' names, shapes or meaning change.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _log = logging.getLogger(__name__)
 
 
@@ -64,32 +65,39 @@ class ConvertedModel:
             return None
 
     def restore(self, abstract: nnx.State, shardings: nnx.State | None) -> nnx.State | None:
-        """Read the parameters straight onto their devices; None when they cannot be read."""
-        import orbax.checkpoint as ocp
+        """Map the parameters into memory, onto their devices; None when they cannot be read.
 
+        Arrays on a CPU are the files' pages themselves, which other processes share. They are read
+        when they are first used.
+        """
         flat = dict(nnx.to_flat_state(abstract))
         places = None if shardings is None else dict(nnx.to_flat_state(shardings))
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        target = {}
-        for path, variable in flat.items():
-            shape = variable.get_value()
-            place = here if places is None else places[path].get_value()
-            target[_key(path)] = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
         try:
-            with _checkpointer() as checkpointer:
-                arrays = checkpointer.restore(
-                    self.folder / "params",
-                    args=ocp.args.PyTreeRestore(
-                        item=target,
-                        restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-                    ),
-                )
-        except Exception as error:  # Orbax and TensorStore raise many kinds
+            arrays = {
+                path: self._mapped(path, variable.get_value()) for path, variable in flat.items()
+            }
+        except Exception as error:  # NumPy raises many kinds for a damaged file
             self._warn_damaged(error)
             return None
-        return nnx.from_flat_state(
-            [(path, variable.replace(arrays[_key(path)])) for path, variable in flat.items()]
+        placed = jax.device_put(
+            list(arrays.values()),
+            [here if places is None else places[path].get_value() for path in arrays],
         )
+        return nnx.from_flat_state(
+            [
+                (path, variable.replace(array))
+                for (path, variable), array in zip(flat.items(), placed, strict=True)
+            ]
+        )
+
+    def _mapped(self, path: tuple[Any, ...], wanted: Any) -> np.ndarray:
+        """Return a parameter's file as an array; its data begin at a multiple of 64 bytes."""
+        file = self.folder / "params" / f"{_key(path)}.npy"
+        found = np.load(file, mmap_mode="r").view(wanted.dtype)
+        if found.shape != wanted.shape:
+            raise ValueError(f"{file.name} has shape {found.shape}, not {wanted.shape}")
+        return found
 
     def save(self, config: Mapping[str, Any], tokenizer: Tokenizer, params: nnx.State) -> None:
         """Write the entry; a failure causes a warning only, because the model itself is loaded."""
@@ -107,14 +115,12 @@ class ConvertedModel:
         aside = Path(tempfile.mkdtemp(prefix=".save-", dir=self.folder.parent))
         try:
             _require_space(aside, sum(array.nbytes for array in arrays.values()))
-            try:
-                with _checkpointer() as checkpointer:
-                    checkpointer.save(aside / "params", arrays)
-                tokenizer.save(aside)
-            except OSError:
-                raise
-            except Exception as error:  # Orbax and TensorStore have their own kinds
-                raise OSError(f"cannot save: {error}") from error
+            (aside / "params").mkdir()
+            for name, array in arrays.items():
+                # NumPy's files have no name for bfloat16; its bits are kept as integers.
+                bits = np.asarray(array).view(f"u{array.dtype.itemsize}")
+                np.save(aside / "params" / f"{name}.npy", bits)
+            tokenizer.save(aside)
             entry = {"made_from": self._identity(), "config": dict(config), "files": _sizes(aside)}
             (aside / "entry.json").write_text(json.dumps(entry), encoding="utf-8")
             if self.folder.exists():
@@ -132,15 +138,6 @@ class ConvertedModel:
             "the converted model %s is damaged (%s: %s); converting again",
             self.folder, type(error).__name__, str(error).partition("\n")[0],
         )  # fmt: skip
-
-
-def _checkpointer() -> Any:
-    import orbax.checkpoint as ocp
-
-    # Uncompressed, with a file for each array: the fastest to read of the forms measured.
-    return ocp.Checkpointer(
-        ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
-    )
 
 
 def _key(path: tuple[Any, ...]) -> str:

@@ -37,6 +37,7 @@ from jaxserve.models.quantisation import Quantisation
 from jaxserve.models.registry import pull, resolve
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.source import WeightSource
+from jaxserve.models.start_times import timed
 from jaxserve.models.tokenizer import Tokenizer, declared_end_ids
 from sharding import DeviceGroups, StagePlan, placed, state_shardings
 
@@ -120,7 +121,8 @@ def load_model(
     path = pull(resolved.name, progress=progress) if resolved.registered else resolved.path
     if resolved.kind == "folder":
         config = how.read(_config_json(path))
-        tokenizer, ends = _folder_tokenizer(path)
+        with timed("tokenizer"):
+            tokenizer, ends = _folder_tokenizer(path)
         if load == "random":
             return _random(resolved.name, config, seed, how, tokenizer, ends, path)
         if quantisation is not None and quantisation.keeps_blocks:
@@ -226,15 +228,19 @@ def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
     if how.quantisation is not None:
         variant += f"-{how.quantisation.name}"
     kept = ConvertedModel(name, path, variant) if cache else None
-    if kept is not None and (header := kept.read_header()) is not None:
+    with timed("tokenizer"):
+        header = None if kept is None else kept.read_header()
+    if kept is not None and header is not None:
         config, tokenizer = how.read(header.config), header.tokenizer
-        graphdef, abstract, shardings = how.abstract(config)
-        params = kept.restore(abstract, shardings)
+        with timed("weights"):
+            graphdef, abstract, shardings = how.abstract(config)
+            params = kept.restore(abstract, shardings)
         if params is not None:
             ends = tokenizer.eos_token_ids
             return _loaded(name, config, graphdef, params, tokenizer, ends, path)
     source = GGUFSource(path)
-    config, tokenizer = how.read(source.config), Tokenizer.from_gguf(source)
+    with timed("tokenizer"):
+        config, tokenizer = how.read(source.config), Tokenizer.from_gguf(source)
     if keeps:
         graphdef, params = _with_blocks(config, source, how)
     else:
@@ -270,7 +276,7 @@ def _converted(
     config: DecoderConfig, source: WeightSource, how: _How
 ) -> tuple[nnx.GraphDef, nnx.State]:
     _, abstract, shardings = how.abstract(config, dense=True)
-    with _bar("Loading weights", how.progress) as report:
+    with timed("weights"), _bar("Loading weights", how.progress) as report:
         params = load_params(abstract, config, source, shardings, report, how.change)
     graphdef, _, shardings = how.abstract(config)
     return graphdef, params if shardings is None else placed(params, shardings)

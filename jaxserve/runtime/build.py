@@ -20,11 +20,12 @@ from jaxserve.core.request import EncoderPrompts
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.engine.requests import RequestBuilder
-from jaxserve.execution.build import build_executor, enable_compilation_cache, nbytes
+from jaxserve.execution.build import build_executor, nbytes
 from jaxserve.execution.build_groups import build_groups
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import ModelExecutor
+from jaxserve.execution.warmup import enable_compilation_cache
 from jaxserve.execution.weights import sharded
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.page_files import PageFiles

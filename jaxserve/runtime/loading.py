@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import jax
 from jax.sharding import Mesh
 
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.execution.build import enable_compilation_cache, platform_defaults
+from jaxserve.execution.build import platform_defaults
 from jaxserve.execution.device_errors import out_of_memory_as
+from jaxserve.execution.warmup import enable_compilation_cache
 from jaxserve.runtime.build import check_early, check_quantised
 from jaxserve.runtime.processes import processes_of
 from jaxserve.scheduling.presets import get_policy
+from pallas_kernels.cpu_targets import cpu_targets
 from sharding import DeviceGroups, StagePlan
 
 if TYPE_CHECKING:
@@ -38,6 +42,9 @@ def load_for(
     policy = get_policy(options.policy)
     enable_compilation_cache()
     defaults = platform_defaults()
+    if jax.default_backend() == "cpu":
+        # On a machine's first start a compiler takes seconds; the weights are loaded meanwhile.
+        threading.Thread(target=cpu_targets, name="jaxserve-kernels", daemon=True).start()
     group = processes_of(mesh)
     check_early(options, policy, mesh, group)
     if options.quantize is not None:

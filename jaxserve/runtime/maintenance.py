@@ -14,8 +14,9 @@ from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.loop import Running
-from jaxserve.execution.build import resized, warm_up
+from jaxserve.execution.build import resized
 from jaxserve.execution.device_errors import out_of_memory_as
+from jaxserve.execution.warmup import warm_up
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
 from jaxserve.models.quantisation import Quantiser
@@ -60,7 +61,7 @@ class Maintenance:
         self._decode_origin = decode_origin
         self._group_times: GroupTimes | None = None
         self._clock = clock
-        self._warmup = options.warmup
+        self._options = options
         self._progress = options.progress
         self._times: StepTimes | None = None
 
@@ -219,8 +220,9 @@ class Maintenance:
         for replica, size in zip(replicas, sizes, strict=True):
             if size.num_pages != replica.executor.config.num_pages:
                 replica.resize(size)
-            if self._warmup and not replica.executor.is_warm:
-                warm_up(replica.executor, progress=self._progress)
+            if self._options.warmup and not replica.executor.is_warm:
+                behind = self._options.warms_up_behind
+                warm_up(replica.executor, progress=self._progress, behind=behind)
 
     def _check_one_group(self) -> None:
         if self._replicas.first.executor.num_device_groups > 1:

@@ -22,12 +22,15 @@ from jaxserve.scheduling.plan import Row
 from jaxserve.steps import decode, encoding, heads, mixed
 from jaxserve.steps.attention_planner import AttentionPlanner
 from jaxserve.steps.batches import MixedBatch, Params
+from jaxserve.steps.executable_store import ExecutableStore
 from jaxserve.steps.outputs import no_outputs
 from jaxserve.steps.packing import pack_rows
 from jaxserve.steps.placement import Placement, staging_place
+from jaxserve.steps.preparation import prepared_together
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import empty_slots
+from jaxserve.steps.step_function import StepFunction, shelf_of
 from pallas_kernels.paged_attention import Plan
 
 
@@ -41,6 +44,7 @@ class Programs:
       model_config: configuration of the decoder, or of its part.
       place: where parameters, cache and slots are.
       probe: of remaining lengths, which whole steps read; None for none.
+      store: keeps the executables for later processes; None to keep none.
 
     Attributes:
       probe_params: the probe's parameters, in place; None without a probe.
@@ -54,6 +58,7 @@ class Programs:
         model_config: Any,
         place: Placement,
         probe: Probe | None = None,
+        store: ExecutableStore | None = None,
     ):
         self.config = config
         self.model_config = model_config
@@ -62,40 +67,62 @@ class Programs:
         self.probe_params = None if probe is None else jax.device_put(probe.params, place.whole)
         self._step_bytes: dict[Any, int] = {}
         self._planner = AttentionPlanner.of(config, model_config, place)
+        pages_dtype = str(config.kv_dtype or model_config.dtype)
+        self.shelf = shelf = shelf_of(
+            *(store, place, graphdef, config, model_config, probe),
+            has_float8=pages_dtype.startswith("float8"),
+        )
         bind = partial(partial, graphdef=graphdef, config=config)
         read = partial(bind, probe=probe)
         whole, pages = place.whole, place.pages
-        self.mixed_body = jax.jit(
+        self.mixed_body = StepFunction(
+            "mixed_body",
             read(mixed.mixed_body),
+            shelf,
             donate_argnames="cache",
             out_shardings=(pages, whole, whole, whole),
         )
-        self.mixed_head = jax.jit(
+        self.mixed_head = StepFunction(
+            "mixed_head",
             read(heads.mixed_head),
+            shelf,
             donate_argnames="slots",
             static_argnames="variant",
             out_shardings=whole,
         )
-        self.decode_loop = jax.jit(
+        self.decode_loop = StepFunction(
+            "decode_loop",
             read(decode.decode_loop),
+            shelf,
             donate_argnames=("cache", "slots"),
             static_argnames="variant",
             out_shardings=(pages, whole, whole),
         )
-        self.prompt_logprobs = jax.jit(bind(mixed.score_prompts), out_shardings=whole)
-        self.stage_decode = jax.jit(
+        self.prompt_logprobs = StepFunction(
+            "prompt_logprobs", bind(mixed.score_prompts), shelf, out_shardings=whole
+        )
+        self.stage_decode = StepFunction(
+            "stage_decode",
             bind(decode.stage_decode),
+            shelf,
             donate_argnames="cache",
             out_shardings=(pages, whole),
         )
-        self.stage_head = jax.jit(
+        self.stage_head = StepFunction(
+            "stage_head",
             bind(heads.stage_head),
+            shelf,
             donate_argnames=("slots", "outputs"),
             static_argnames="variant",
             out_shardings=whole,
         )
-        self.stage_append = jax.jit(
-            decode.stage_append, donate_argnames="slots", out_shardings=whole
+        self.stage_append = StepFunction(
+            "stage_append",
+            decode.stage_append,
+            shelf,
+            num_fixed=0,
+            donate_argnames="slots",
+            out_shardings=whole,
         )
         self.prompts_of = jax.jit(encoding.prompts_of, out_shardings=whole)
         self.encode = jax.jit(partial(encoding.encode, graphdef=graphdef), out_shardings=whole)
@@ -112,6 +139,7 @@ class Programs:
         model_config: Any,
         place: Placement,
         probe: Probe | None = None,
+        store: ExecutableStore | None = None,
     ) -> Programs:
         """Return the programs that this process made last for equal arguments, or make them.
 
@@ -119,8 +147,8 @@ class Programs:
         once. Programs with a probe, which hold its parameters, are always made.
         """
         if probe is not None:
-            return cls(graphdef, config, model_config, place, probe)
-        return _shared(graphdef, config, model_config, place)
+            return cls(graphdef, config, model_config, place, probe, store)
+        return _shared(graphdef, config, model_config, place, store)
 
     def plan_mixed(self, batch: MixedBatch) -> Plan | None:
         """The plan of attention in a mixed step, for `mixed_body`."""
@@ -144,28 +172,34 @@ class Programs:
         batch, scalar, decodes = self._arguments()
         cache, slots = self._placed(cache)
         decode_plan = self.plan_decode((), range(self.config.max_slots))
+        steps: list[Any] = prepared_together(
+            partial(
+                self.mixed_body.prepare,
+                *(params, cache, slots, batch, self.plan_mixed(batch), None),
+                self._incoming(cache),
+            ),
+            partial(
+                self.decode_loop.prepare,
+                *(params, cache, slots, scalar, decodes, scalar, decode_plan),
+                self.probe_params,
+                variant=variant,
+            ),
+        )
         with self.place.in_force():
-            lowered = [
-                self.mixed_body.lower(
-                    *(params, cache, slots, batch, self.plan_mixed(batch), None),
-                    self._incoming(cache),
-                ),
-                self.decode_loop.lower(
-                    *(params, cache, slots, scalar, decodes, scalar, decode_plan),
-                    self.probe_params,
-                    variant=variant,
-                ),
-            ]
-            lowered += self._encoding_steps(params, cache, slots, batch)
-        return [step.compile() for step in lowered]
+            lowered = self._encoding_steps(params, cache, slots, batch)
+        return steps + [step.compile() for step in lowered]
 
     def step_bytes(self, params: Params, cache: KVCache) -> int:
         """Return the memory that `compiled_steps` need beside their arguments; measured once."""
         leaves, structure = jax.tree.flatten((params, cache))
         arguments = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         if arguments not in self._step_bytes:
-            self._step_bytes[arguments] = largest_step_bytes(self.compiled_steps(params, cache))
+            measure = partial(self._measured_step_bytes, params, cache)
+            self._step_bytes[arguments] = self.shelf.number("step_bytes", leaves, measure)
         return self._step_bytes[arguments]
+
+    def _measured_step_bytes(self, params: Params, cache: KVCache) -> int:
+        return largest_step_bytes(self.compiled_steps(params, cache))
 
     def compiled_stage_steps(
         self, params: Params, cache: KVCache, embed: int | None = None, *, samples: bool
@@ -187,31 +221,33 @@ class Programs:
             return None if embed is None else whole(jax.ShapeDtypeStruct((num, embed), dtype))
 
         rows = self.config.max_slots
+        body = self.mixed_body.prepare(
+            *(params, cache, slots, batch, self.plan_mixed(batch)),
+            inputs(self.config.max_step_tokens),
+        )
         with self.place.in_force():
-            lowered = [
-                self.mixed_body.lower(
-                    *(params, cache, slots, batch, self.plan_mixed(batch)),
-                    inputs(self.config.max_step_tokens),
-                ),
-                self.stage_decode.lower(
-                    *(params, cache, slots, scalar, decodes),
-                    self.plan_decode((), range(rows)),
-                    inputs(rows),
-                ),
-            ]
-            lowered += self._encoding_steps(params, cache, slots, batch)
-            if samples:
-                _, _, row_hidden, _ = lowered[0].out_info
-                index: Any = np.zeros(rows, np.int32)
-                outputs = jax.eval_shape(lambda: no_outputs(rows, 1, Variant.FULL))
-                lowered.append(
-                    self.stage_head.lower(
-                        *(params, slots, whole(row_hidden), index, jax.tree.map(whole, outputs)),
-                        scalar,
-                        variant=Variant.FULL,
-                    )
+            lowered = self._encoding_steps(params, cache, slots, batch)
+        steps = [
+            body,
+            *(step.compile() for step in lowered),
+            self.stage_decode.prepare(
+                *(params, cache, slots, scalar, decodes),
+                self.plan_decode((), range(rows)),
+                inputs(rows),
+            ),
+        ]
+        if samples:
+            _, _, row_hidden, _ = body.out_info
+            index: Any = np.zeros(rows, np.int32)
+            outputs = jax.eval_shape(lambda: no_outputs(rows, 1, Variant.FULL))
+            steps.append(
+                self.stage_head.prepare(
+                    *(params, slots, whole(row_hidden), index, jax.tree.map(whole, outputs)),
+                    scalar,
+                    variant=Variant.FULL,
                 )
-        return [step.compile() for step in lowered]
+            )
+        return steps
 
     def _encoding_steps(self, params: Params, cache: Any, slots: Any, batch: Any) -> list[Any]:
         """The lowered steps of an encoder, and of what the decoder's layers write of its output."""
@@ -253,10 +289,9 @@ class Programs:
         return IncomingPages(target, values)
 
     def _arguments(self) -> tuple[MixedBatch, Any, Any]:
-        """The largest batch, without rows; abstract: a number, and a flag for every slot."""
+        """The largest batch, without rows; a number, and a flag for every slot."""
         batch, _ = pack_rows(self.config, (), self.config.max_step_tokens)
-        flags = jax.ShapeDtypeStruct((self.config.max_slots,), jnp.bool_)
-        return batch, jax.ShapeDtypeStruct((), jnp.int32), flags
+        return batch, np.int32(0), np.zeros(self.config.max_slots, np.bool_)
 
 
 def largest_step_bytes(steps: Sequence[Any]) -> int:
@@ -271,6 +306,10 @@ def _extra_bytes(analysis: Any) -> int:
 
 @lru_cache(maxsize=8)
 def _shared(
-    graphdef: nnx.GraphDef, config: EngineConfig, model_config: Any, place: Placement
+    graphdef: nnx.GraphDef,
+    config: EngineConfig,
+    model_config: Any,
+    place: Placement,
+    store: ExecutableStore | None,
 ) -> Programs:
-    return Programs(graphdef, config, model_config, place)
+    return Programs(graphdef, config, model_config, place, store=store)

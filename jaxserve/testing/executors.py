@@ -51,6 +51,13 @@ class ExecutorWrapper:
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
         return self.inner.warmup_steps()
 
+    @property
+    def prepares_in_parallel(self) -> bool:
+        return self.inner.prepares_in_parallel
+
+    def warm_up_behind(self) -> bool:
+        return self.inner.warm_up_behind()
+
     def finish_warmup(self) -> None:
         self.inner.finish_warmup()
 

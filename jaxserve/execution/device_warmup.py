@@ -1,0 +1,120 @@
+"""The executables of a device executor, made without running a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.execution.device_slots import DeviceSlots
+from jaxserve.execution.page_copies import DevicePages
+from jaxserve.steps.packing import pack_rows, pack_window
+from jaxserve.steps.programs import Programs
+from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.step_function import abstract
+
+_Step = tuple[str, Callable[[], Any]]
+
+
+@final
+class DeviceWarmup:
+    """Makes every executable of a configuration from the shapes of what it will be called with.
+
+    The object holds no array of the executor, so that it can work beside running steps.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        programs: Programs,
+        params: Any,
+        slots: DeviceSlots,
+        pages: DevicePages,
+    ):
+        self._config = config
+        self._programs = programs
+        self._params, self._cache, self._state = abstract((params, pages.cache, slots.state))
+        self._edits = slots.preparations()
+        self._copies = pages.preparations() if config.num_host_pages else ()
+        self._incoming = pages.abstract_incoming(config.num_incoming_pages)
+
+    def steps(self) -> Iterator[_Step]:
+        """Yield (name, function), those first that most requests need first.
+
+        These are a short prompt's step and greedy decoding of few sequences, then longer prompts
+        and more sequences, then random draws, and last what few requests ask for.
+        """
+        config = self._config
+        tokens = list(config.token_buckets)
+        yield self._body(tokens[0])
+        yield from self._variant(Variant.GREEDY, 1)
+        yield from self._edits
+        yield from map(self._body, tokens[1:])
+        yield from self._variant(Variant.GREEDY, None)
+        yield from self._copies
+        if self._incoming is not None and config.num_host_pages:
+            yield from map(self._body_with_pages, tokens)
+        yield from self._variant(Variant.RANDOM, None)
+        yield from self._variant(Variant.FULL, None)
+        yield from map(self._scores, tokens)
+
+    def _variant(self, variant: Variant, most: int | None) -> Iterator[_Step]:
+        """Yield the `most` smallest sizes of a variant; without it all, or the greedy rest."""
+        begin = 1 if variant is Variant.GREEDY and most is None else 0
+        name = variant.name.lower()
+        for num_rows in variant.sizes(self._config.slot_buckets)[begin:most]:
+            yield f"{name} decode loop, {num_rows} slots", partial(self._decode, variant, num_rows)
+        for num_rows in variant.sizes(self._config.head_buckets)[begin:most]:
+            yield f"{name} sampling, {num_rows} rows", partial(self._head, variant, num_rows)
+
+    def _body(self, num_tokens: int) -> _Step:
+        return f"mixed step, {num_tokens} tokens", partial(self._mixed, num_tokens, None)
+
+    def _body_with_pages(self, num_tokens: int) -> _Step:
+        step = partial(self._mixed, num_tokens, self._incoming)
+        return f"mixed step with pages, {num_tokens} tokens", step
+
+    def _scores(self, num_tokens: int) -> _Step:
+        return f"scores of prompts, {num_tokens} tokens", partial(self._prompt_scores, num_tokens)
+
+    def _mixed(self, num_tokens: int, incoming: Any) -> jax.stages.Compiled:
+        batch, _ = pack_rows(self._config, (), num_tokens)
+        return self._programs.mixed_body.prepare(
+            *(self._params, self._cache, self._state, batch),
+            *(self._programs.plan_mixed(batch), None, incoming),
+        )
+
+    def _outputs(self, num_tokens: int) -> list[Any]:
+        """Return the shapes of hidden states, those of rows, and what the probe reads."""
+        _, *outputs = self._mixed(num_tokens, None).out_info
+
+        def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+            whole = self._programs.place.whole
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+
+        return jax.tree.map(placed, outputs)
+
+    def _prompt_scores(self, num_tokens: int) -> None:
+        batch, _ = pack_rows(self._config, (), num_tokens)
+        hidden, _, _ = self._outputs(num_tokens)
+        self._programs.prompt_logprobs.prepare(self._params, self._state, hidden, batch)
+
+    def _head(self, variant: Variant, num_rows: int) -> None:
+        _, row_hidden, tapped = self._outputs(self._config.token_buckets[0])
+        index = np.full(num_rows, self._config.max_slots, np.int32)
+        self._programs.mixed_head.prepare(
+            *(self._params, self._state, row_hidden, index, tapped, self._programs.probe_params),
+            variant=variant,
+        )
+
+    def _decode(self, variant: Variant, num_rows: int) -> None:
+        window = range(num_rows)
+        self._programs.decode_loop.prepare(
+            *(self._params, self._cache, self._state, np.int32(0), pack_window(window, ())),
+            *(np.int32(0), self._programs.plan_decode((), window), self._programs.probe_params),
+            variant=variant,
+        )

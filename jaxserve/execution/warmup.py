@@ -1,0 +1,91 @@
+"""Where executables are kept between processes, and the warm-up that makes or loads them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from jaxserve.core.assets import cache_folder
+from jaxserve.execution.protocol import ModelExecutor
+from jaxserve.steps.executable_identity import Unnameable, key_of, this_installation
+from jaxserve.steps.executable_store import ExecutableStore
+from jaxserve.steps.preparation import Preparation
+
+# The least that an earlier pool may have of the pages that fit now.
+_SMALLEST_SHARE = 0.7
+# Names of the steps of a warm-up that run on the device, one after the other.
+_RUN = ("page swaps", "encoder")
+
+
+def enable_compilation_cache(folder: Path | None = None) -> None:
+    """Store every executable in JAX's persistent cache, however short its compilation was.
+
+    Args:
+      folder: folder of the cache unless the user has set one in JAX; by default below jaxserve's
+        cache folder.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder or cache_folder() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+@cache
+def _store_in(folder: Path) -> ExecutableStore:
+    return ExecutableStore(folder)
+
+
+def executable_store() -> ExecutableStore:
+    """Return the store of executables below jaxserve's cache folder."""
+    return _store_in(cache_folder() / "executables")
+
+
+def steady(num_pages: int, store: ExecutableStore, *parts: Any) -> int:
+    """Return the size of an earlier start's page pool if it fits and is not much smaller.
+
+    Free memory differs from start to start, and executables are for one number of pages.
+
+    Args:
+      num_pages: number that fits now.
+      parts: what the earlier start must have in common with this one.
+    """
+    try:
+        key = key_of("pool", this_installation(), parts)
+    except Unnameable:
+        return num_pages
+    kept = store.read(key)
+    if kept is not None and _SMALLEST_SHARE * num_pages <= int(kept) <= num_pages:
+        return int(kept)
+    store.write(key, str(num_pages).encode())
+    return num_pages
+
+
+def warm_up(executor: ModelExecutor, *, progress: bool, behind: bool = False) -> None:
+    """Make every executable.
+
+    Args:
+      progress: show a progress bar.
+      behind: return at once where the executor can make them while it serves.
+    """
+    if behind and executor.warm_up_behind():
+        return
+    steps = executor.warmup_steps()
+    with tqdm(
+        total=len(steps), desc="compiling", leave=False, delay=2, disable=not progress
+    ) as bar:
+        if executor.prepares_in_parallel:
+            measuring = [step for step in steps if step[0].startswith(_RUN)]
+            preparing = [step for step in steps if step not in measuring]
+            for name in Preparation(preparing).finished():
+                bar.set_postfix_str(name)
+                bar.update()
+            steps = measuring
+        for name, compile_step in steps:
+            bar.set_postfix_str(name)
+            compile_step()
+            bar.update()
+    executor.finish_warmup()

@@ -1,0 +1,161 @@
+"""Compiled executables on disk, so that a later process loads them without tracing.
+
+An executable is native code, and its entry is unpickled. The store is therefore a folder of its own
+that only this user can write to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import stat
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+import jax
+from jax.experimental import serialize_executable
+
+_log = logging.getLogger(__name__)
+
+MAX_BYTES = 2 << 30
+_SUFFIX = ".executable"
+
+
+@final
+class ExecutableStore:
+    """A folder of executables by key; the least recently used entries are removed.
+
+    A key must name everything that decides the program, see `steps.executable_identity`. Several
+    processes may use a folder at once: an entry is written aside and renamed. It starts with a
+    digest of its contents. An entry that cannot be loaded counts as absent, is removed, and causes
+    one line in the log. If the folder cannot be used, the store is empty and keeps nothing.
+
+    Args:
+      folder: created if it does not exist, for this user alone.
+      max_bytes: size of all entries together.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int = MAX_BYTES):
+        self.folder = folder
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._is_usable = self._is_ours()
+
+    def load(self, key: str, devices: list[Any]) -> jax.stages.Compiled | None:
+        """Return the executable of a key, loaded onto devices; None without a valid entry."""
+        contents = self.read(key)
+        if contents is None:
+            return None
+        try:
+            serialized, in_tree, out_tree = pickle.loads(contents)
+            return serialize_executable.deserialize_and_load(
+                serialized, in_tree, out_tree, devices[0].client, devices
+            )
+        except Exception as error:  # XLA and pickle raise many kinds
+            self._drop(key, error)
+            return None
+
+    def save(self, key: str, compiled: jax.stages.Compiled) -> None:
+        """Write an executable; one that cannot be serialised is not kept."""
+        if not self._is_usable:
+            return
+        try:
+            contents = pickle.dumps(serialize_executable.serialize(compiled))
+        except Exception as error:  # not every executable can be, and XLA raises many kinds
+            _log.info("an executable is not kept for later starts: %s", _first_line(error))
+            return
+        self.write(key, contents)
+
+    def read(self, key: str) -> bytes | None:
+        """Return the contents that were written under a key; None without a valid entry."""
+        if not self._is_usable:
+            return None
+        path = self._path(key)
+        try:
+            entry = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._drop(key, error)
+            return None
+        digest, contents = entry[:32], entry[32:]
+        if digest != hashlib.sha256(contents).digest():
+            self._drop(key, ValueError("its digest is not that of its contents"))
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        return contents
+
+    def write(self, key: str, contents: bytes) -> None:
+        """Write an entry; a failure causes a line in the log only."""
+        if not self._is_usable:
+            return
+        try:
+            handle, scratch = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
+            try:
+                with open(handle, "wb") as file:
+                    file.write(hashlib.sha256(contents).digest())
+                    file.write(contents)
+                os.replace(scratch, self._path(key))
+            finally:
+                Path(scratch).unlink(missing_ok=True)
+            with self._lock:
+                self._shrink()
+        except OSError as error:
+            _log.warning("an executable is not kept for later starts: %s", error)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}{_SUFFIX}"
+
+    def _drop(self, key: str, error: Exception) -> None:
+        _log.warning(
+            "the executable %s is compiled again, as its entry cannot be used (%s: %s)",
+            self._path(key), type(error).__name__, _first_line(error),
+        )  # fmt: skip
+        with suppress(OSError):
+            self._path(key).unlink(missing_ok=True)
+
+    def _shrink(self) -> None:
+        """Remove the least recently used entries until all fit."""
+        entries = []
+        for path in self.folder.iterdir():
+            with suppress(OSError):  # another process may remove it
+                about = path.stat()
+                entries.append((about.st_mtime, about.st_size, path))
+        excess = sum(size for _, size, _ in entries) - self._max_bytes
+        for _, size, path in sorted(entries):
+            if excess <= 0:
+                return
+            with suppress(OSError):
+                path.unlink()
+            excess -= size
+
+    def _is_ours(self) -> bool:
+        """Create the folder; return whether only this user can write to it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            about = self.folder.lstat()
+        except OSError as error:
+            _log.warning("executables are not kept for later starts: %s", error)
+            return False
+        if (
+            not stat.S_ISDIR(about.st_mode)
+            or about.st_uid != os.getuid()
+            or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        ):
+            _log.warning(
+                "executables are neither kept nor loaded: %s is not a folder that this user alone "
+                "can write to, and executables are code; remove it, or set JAXSERVE_CACHE",
+                self.folder,
+            )
+            return False
+        return True
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:300]

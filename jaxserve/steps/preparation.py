@@ -1,0 +1,120 @@
+"""Threads that make executables, in the order in which they are likely to be needed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar, final
+
+_log = logging.getLogger(__name__)
+
+# XLA and MLIR recurse deeply; the stacks of Python's threads are too small for large programs.
+_STACK_BYTES = 64 << 20
+_MAX_THREADS = 8
+_stack_size = threading.Lock()
+
+_T = TypeVar("_T")
+Steps = Sequence[tuple[str, Callable[[], Any]]]
+
+
+@final
+class Preparation:
+    """Threads that call functions, each once, in their order.
+
+    XLA compiles and loads without Python's global lock, so that several threads shorten the whole.
+
+    Args:
+      steps: (name, function).
+      on_end: called when all functions have returned; not if one failed or `close` was called.
+    """
+
+    def __init__(self, steps: Steps, on_end: Callable[[], None] | None = None):
+        self._steps = iter(list(steps))
+        self._num_steps = self._num_left = len(steps)
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._is_closed = False
+        # Names of functions that have returned, and errors of those that failed.
+        self._news: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+        num = min(len(steps), os.cpu_count() or 1, _MAX_THREADS)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"jaxserve-compile-{i}", daemon=True)
+            for i in range(num)
+        ]
+        with _large_stacks():
+            for thread in self._threads:
+                thread.start()
+
+    def finished(self) -> Iterator[str]:
+        """Yield the name of each function when it has returned; end after the last one.
+
+        Raises:
+          Exception: that of a function that failed. Those that have not begun are dropped.
+        """
+        for _ in range(self._num_steps):
+            news = self._news.get()
+            if isinstance(news, Exception):
+                self.close()
+                raise news
+            yield news
+
+    def close(self) -> None:
+        """Drop the functions that have not begun, and wait for those that have."""
+        with self._lock:
+            self._is_closed = True
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                step = None if self._is_closed else next(self._steps, None)
+            if step is None:
+                return
+            name, function = step
+            try:
+                function()
+            except Exception as error:
+                _log.info("%s was not prepared: %s: %s", name, type(error).__name__, error)
+                self._news.put(error)
+                continue
+            self._news.put(name)
+            with self._lock:
+                self._num_left -= 1
+                is_last = self._num_left == 0 and not self._is_closed
+            if is_last and self._on_end is not None:
+                self._on_end()
+
+
+def prepared_together(*functions: Callable[[], _T]) -> list[_T]:
+    """Return the results of functions that are called on threads of their own.
+
+    Raises:
+      Exception: that of a function that failed.
+    """
+    results: dict[int, _T] = {}
+
+    def kept(index: int, function: Callable[[], _T]) -> None:
+        results[index] = function()
+
+    steps = [("", partial(kept, i, function)) for i, function in enumerate(functions)]
+    for _ in Preparation(steps).finished():
+        pass
+    return [results[i] for i in range(len(functions))]
+
+
+@contextmanager
+def _large_stacks() -> Iterator[None]:
+    """Give threads that start within the block large stacks."""
+    with _stack_size:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)

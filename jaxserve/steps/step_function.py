@@ -1,0 +1,336 @@
+"""A jitted function whose executables are prepared before its calls, and kept for later processes.
+
+`jax.jit` compiles at a call. A `StepFunction` also prepares an executable without running it, on
+any thread: it loads it from the store, where that has it, and else traces and compiles it once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from jaxserve.steps.executable_identity import (
+    Unnameable,
+    describe_devices,
+    key_of,
+    our_sources,
+    these_settings,
+    this_installation,
+)
+from jaxserve.steps.executable_store import ExecutableStore
+from jaxserve.steps.placement import Placement
+from pallas_kernels.cpu_targets import cpu_targets
+
+_log = logging.getLogger(__name__)
+
+# Recorded with `jax.monitoring` for a call that waits while its executable is loaded, or compiled
+# by another thread. JAX records compilations of the calling thread itself.
+STALL_EVENT = "/jaxserve/executable_wait_duration"
+
+# Recorded for every executable that is made, with the `name` of its function. A lowered program
+# whose executable an earlier start has left counts as compiled, since it was traced.
+COMPILED_EVENT = "/jaxserve/executable/compiled"
+LOADED_EVENT = "/jaxserve/executable/loaded"
+
+
+@final
+class Shelf:
+    """What executables of one placement have in common: devices, and where they are kept.
+
+    A key that can be made without tracing leads to the name of a lowered program, and that to the
+    executable. So a start traces nothing, and a change of our sources that leaves a program as it
+    was compiles nothing.
+
+    Args:
+      place: where the programs run.
+      store: None to keep nothing.
+      below: of all that decides what XLA makes of a program.
+      above: of all that decides the programs themselves and that they share.
+    """
+
+    def __init__(
+        self,
+        place: Placement,
+        store: ExecutableStore | None = None,
+        below: str = "",
+        above: str = "",
+    ):
+        self.in_force = place.in_force
+        self.devices = devices_of(place)
+        self._functions: dict[Any, StepFunction] = {}
+        self._store = store
+        self._below = below
+        self._above = above
+
+    def function(
+        self, name: str, function: Callable[..., Any], *sizes: Any, **options: Any
+    ) -> StepFunction:
+        """Return the `StepFunction` of a name and hashable sizes, made at the first call.
+
+        Runtimes that share programs so share what each of them needs of its own.
+        """
+        key = name, sizes
+        if key not in self._functions:
+            self._functions[key] = StepFunction(
+                name, function, self, sizes=sizes, num_fixed=0, **options
+            )
+        return self._functions[key]
+
+    def key(self, *parts: Any) -> str | None:
+        """Return the key of something that these programs and `parts` decide; None if not kept."""
+        if self._store is None:
+            return None
+        try:
+            return key_of(self._above, parts)
+        except Unnameable as error:
+            _log.info("an executable is not kept for later starts, as it depends on %s", error)
+            return None
+
+    def load(self, key: str | None) -> jax.stages.Compiled | None:
+        """Return the executable that an earlier start made for a key; None without one."""
+        name = self.read(key)
+        return None if self._store is None or name is None else self._load(name.decode())
+
+    def compile(self, lowered: jax.stages.Lowered, key: str | None) -> jax.stages.Compiled:
+        """Return the executable of a lowered program, and keep it for a key."""
+        if self._store is None or key is None:
+            return lowered.compile()
+        trees = str(lowered.in_tree), str(lowered.out_tree)
+        name = key_of(self._below, trees, lowered.as_text())
+        executable = self._load(name)
+        if executable is None:
+            executable = lowered.compile(_not_cached(self.devices[0].platform))
+            self._store.save(name, executable)
+        self._store.write(key, name.encode())
+        return executable
+
+    def read(self, key: str | None) -> bytes | None:
+        """Return what `write` kept for a key."""
+        return None if self._store is None or key is None else self._store.read(key)
+
+    def write(self, key: str | None, contents: bytes) -> None:
+        """Keep a few bytes for a key."""
+        if self._store is not None and key is not None:
+            self._store.write(key, contents)
+
+    def number(self, name: str, leaves: Sequence[Any], measure: Callable[[], int]) -> int:
+        """Return a number that an earlier process measured for these arrays, or measure it."""
+        key = self.key(name, [_abstract(leaf) for leaf in leaves])
+        kept = self.read(key)
+        if kept is not None:
+            return int(kept)
+        number = measure()
+        self.write(key, str(number).encode())
+        return number
+
+    def _load(self, name: str) -> jax.stages.Compiled | None:
+        return None if self._store is None else self._store.load(name, self.devices)
+
+
+def _not_cached(platform: str) -> dict[str, Any] | None:
+    """Return options with which JAX's persistent cache does not have an executable.
+
+    On a CPU an executable from that cache lacks its functions when it is serialised again: it
+    loads, and fails when it is called (jaxlib 0.10). The option is of GPUs alone, and has no effect
+    here except that it is part of the cache's key.
+    """
+    if platform != "cpu":
+        return None
+    return {"xla_gpu_algorithm_denylist_path": f"not-cached-{uuid.uuid4()}"}
+
+
+def shelf_of(
+    store: ExecutableStore | None, place: Placement, *parts: Any, has_float8: bool = False
+) -> Shelf:
+    """Return the shelf of programs that `parts` decide.
+
+    Programs over several processes, and those that a part without a name decides, are not kept.
+
+    Args:
+      has_float8: whether pages are in float8.
+    """
+    if store is None or (place.mesh is not None and place.mesh.is_multi_process):
+        return Shelf(place)
+    devices = devices_of(place)
+    # An executable calls C++ kernels by name, so that they must be registered before it is loaded.
+    kernels = cpu_targets(has_float8=has_float8) if devices[0].platform == "cpu" else ()
+    try:
+        below = key_of(
+            *(this_installation(), these_settings(), describe_devices(devices), kernels),
+        )
+        above = key_of(below, our_sources(), place.whole, place.pages, parts)
+    except Unnameable as error:
+        _log.info("executables are not kept for later starts, as they depend on %s", error)
+        return Shelf(place)
+    return Shelf(place, store, below, above)
+
+
+def unkept(sharding: jax.sharding.Sharding) -> Shelf:
+    """Return a shelf for arrays with this sharding that keeps nothing."""
+    return Shelf(Placement.like(sharding))
+
+
+def devices_of(place: Placement) -> list[Any]:
+    """Return the devices of a placement, in its order."""
+    return list(place.whole.device_set) if place.mesh is None else list(place.mesh.devices.flat)
+
+
+@final
+class StepFunction:
+    """A jitted function on a shelf.
+
+    A call must pass arrays where `prepare` gets arrays or their shapes. The executable is looked up
+    by the static arguments and by the shape of the first leaf of each argument. If it refuses the
+    arguments, all shapes and dtypes are compared; if it then refuses them still, as for arrays on
+    other devices, `jax.jit` serves the call.
+
+    Args:
+      name: of the function on the shelf.
+      sizes: what `function` depends on besides its arguments and what names the shelf.
+      function: function of arrays and static keyword arguments.
+      num_fixed: number of first arguments that have the same shapes in nearly every call.
+      options: of `jax.jit`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        shelf: Shelf,
+        *,
+        sizes: tuple[Any, ...] = (),
+        num_fixed: int = 1,
+        **options: Any,
+    ):
+        self._name = name
+        self._jitted = jax.jit(function, **options)
+        self._shelf = shelf
+        self._sizes = sizes
+        self._num_fixed = num_fixed
+        self._lock = threading.Lock()
+        self._found: dict[Any, jax.stages.Compiled] = {}
+        self._prepared: dict[Any, Future[jax.stages.Compiled]] = {}
+
+    def __call__(self, *arguments: Any, **static: Any) -> Any:
+        sizes = tuple(map(_size, arguments[self._num_fixed :]))
+        known = (sizes, *static.values())
+        executable = self._found.get(known)
+        if executable is not None:
+            try:
+                return executable(*arguments)
+            except (TypeError, ValueError) as error:
+                _log.debug("%s: looking for another executable: %s", self._name, error)
+        executable = self._found[known] = self._prepare(arguments, static, stalls=True)
+        try:
+            return executable(*arguments)
+        except (TypeError, ValueError) as error:
+            _log.debug("%s: calling jax.jit: %s", self._name, error)
+            return self._jitted(*arguments, **static)
+
+    def prepare(self, *arguments: Any, **static: Any) -> jax.stages.Compiled:
+        """Return the executable for arguments of these shapes; load or compile it if need be.
+
+        Any thread may call it. Each executable is made once; other threads wait for it.
+
+        Args:
+          arguments: arrays, or a `jax.ShapeDtypeStruct` with a sharding in place of a jax.Array.
+        """
+        return self._prepare(arguments, static, stalls=False)
+
+    def trace(self, *arguments: Any, **static: Any) -> Any:
+        """Return what `jax.jit` traces, for lowering to another platform."""
+        return self._jitted.trace(*arguments, **static)
+
+    def is_prepared(self, *arguments: Any, **static: Any) -> bool:
+        """Return whether the executable exists in this process or is being made."""
+        return _signature(arguments, static) in self._prepared
+
+    def _prepare(
+        self, arguments: tuple[Any, ...], static: dict[str, Any], *, stalls: bool
+    ) -> jax.stages.Compiled:
+        signature = _signature(arguments, static)
+        with self._lock:
+            future = self._prepared.get(signature)
+            is_ours = future is None
+            if future is None:
+                future = self._prepared[signature] = Future()
+        if not is_ours:
+            if stalls and not future.done():
+                _record_stall()
+            return future.result()
+        try:
+            executable = self._make(arguments, static, stalls=stalls)
+        except BaseException as error:
+            with self._lock:
+                del self._prepared[signature]
+            future.set_exception(error)
+            raise
+        future.set_result(executable)
+        return executable
+
+    def _make(
+        self, arguments: tuple[Any, ...], static: dict[str, Any], *, stalls: bool
+    ) -> jax.stages.Compiled:
+        shelf = self._shelf
+        abstract = jax.tree.map(_abstract, arguments)
+        leaves, structure = jax.tree.flatten(abstract)
+        key = shelf.key(self._name, self._sizes, static, structure, leaves)
+        begin_s = time.perf_counter()
+        executable = shelf.load(key)
+        if executable is None:
+            with shelf.in_force():
+                executable = shelf.compile(self._jitted.lower(*abstract, **static), key)
+            event = COMPILED_EVENT
+        else:
+            event = LOADED_EVENT
+            if stalls:
+                _record_stall()
+        passed_s = time.perf_counter() - begin_s
+        jax.monitoring.record_event_duration_secs(event, passed_s, name=self._name)
+        return executable
+
+
+def abstract(tree: Any) -> Any:
+    """Return the shapes, dtypes and shardings of a pytree's arrays, for `prepare`."""
+    return jax.tree.map(_abstract, tree)
+
+
+def _record_stall() -> None:
+    jax.monitoring.record_event_duration_secs(STALL_EVENT, 0.0)
+
+
+def _abstract(leaf: Any) -> Any:
+    """Return the shape of an array on devices; arrays of the host are placed by each call."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
+    )
+
+
+def _size(argument: Any) -> tuple[int, ...] | None:
+    """Return the shape of the first array of an argument."""
+    if argument is None:
+        return None
+    if isinstance(argument, (np.ndarray, np.generic, jax.Array)):
+        return argument.shape
+    leaves = jax.tree.leaves(argument)
+    return leaves[0].shape if leaves else None
+
+
+def _signature(arguments: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    leaves, structure = jax.tree.flatten(arguments)
+    return structure, tuple(map(_leaf_signature, leaves)), *static.values()
+
+
+def _leaf_signature(leaf: Any) -> Any:
+    placed = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+    return leaf.shape, leaf.dtype, leaf.sharding.memory_kind if placed and leaf.sharding else None

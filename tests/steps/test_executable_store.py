@@ -1,0 +1,205 @@
+"""Executables are kept between processes, and never taken where they do not belong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.core.assets import cache_folder
+from jaxserve.steps.executable_identity import Unnameable, key_of
+from jaxserve.steps.executable_store import ExecutableStore
+from jaxserve.steps.placement import Placement
+from jaxserve.steps.step_function import StepFunction, abstract, shelf_of
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+X = np.arange(8, dtype=np.float32)
+
+# Serves a tiny model from the cache folder in the environment, and prints tokens and what compiled.
+_SERVES = """
+import json, logging, sys
+import jax
+logging.basicConfig(level=logging.WARNING)
+from jaxserve import Runtime, SamplingParams
+from jaxserve.testing import tiny_llama
+names = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, **about: names.append(about.get("fun_name", ""))
+    if event == "/jax/core/compile/jaxpr_trace_duration" else None
+)
+options = dict(max_slots=2, max_step_tokens=8, max_context=32, page_size=4, kv_memory="40KB")
+with Runtime(tiny_llama(), warmup="full", host_memory=0, progress=False, **options) as runtime:
+    six = SamplingParams(max_tokens=6, ignore_eos=True)
+    done = runtime.generate([1, 2, 3], six, progress=False)
+print(json.dumps({"tokens": done.samples[0].token_ids, "traced": names}))
+"""
+
+
+def _function(folder: Path, *parts: str) -> StepFunction:
+    place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    shelf = shelf_of(ExecutableStore(folder), place, *parts)
+    return StepFunction("scaled", lambda x, y: jnp.sort(x * y), shelf, num_fixed=0)
+
+
+@pytest.fixture
+def compiled():
+    """The number of compilations since the test began, in a list."""
+    count = []
+
+    def on_event(event: str, _: float, **__: object) -> None:
+        if event == _COMPILED:
+            count.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    yield count
+    jax.monitoring.unregister_event_duration_listener(on_event)
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.executable"), key=lambda path: path.stat().st_size)
+
+
+def test_an_executable_is_loaded_and_not_compiled(tmp_path, compiled):
+    """Another function of the same name on an equal shelf compiles nothing, and computes the same.
+
+    Functions stand for processes here: nothing that they share is in memory.
+    """
+    first = _function(tmp_path)(X, X)
+    assert len(compiled) == 1
+    np.testing.assert_array_equal(_function(tmp_path)(X, X), first)
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("other", ["shelf", "shape", "dtype", "settings"])
+def test_another_program_is_compiled(tmp_path, compiled, other):
+    """A key differs if what decides the program differs."""
+    _function(tmp_path)(X, X)
+    if other == "shelf":
+        _function(tmp_path, "another")(X, X)
+        assert len(compiled) == 1, "the lowered program is the same, so its executable serves"
+        return
+    if other == "settings":
+        with_settings = jax.config.values["jax_numpy_rank_promotion"]
+        jax.config.update("jax_numpy_rank_promotion", "warn")
+        try:
+            _function(tmp_path)(X, X)
+        finally:
+            jax.config.update("jax_numpy_rank_promotion", with_settings)
+    else:
+        x = X[:4] if other == "shape" else X.astype(np.int32)
+        _function(tmp_path)(x, x)
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "foreign"])
+def test_a_damaged_entry_is_compiled_anew(tmp_path, compiled, caplog, damage):
+    """The log has one line, the result is right, and the next load finds a good entry."""
+    wanted = _function(tmp_path)(X, X)
+    entry = _entries(tmp_path)[-1]
+    contents = bytearray(entry.read_bytes())
+    if damage == "flipped":
+        contents[len(contents) // 2] ^= 1
+    elif damage == "foreign":  # a good digest of something else
+        ExecutableStore(tmp_path).write(entry.stem, b"not an executable")
+        contents = bytearray(entry.read_bytes())
+    else:
+        del contents[0 if damage == "empty" else len(contents) // 2 :]
+    entry.write_bytes(contents)
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        np.testing.assert_array_equal(_function(tmp_path)(X, X), wanted)
+    assert len(caplog.records) == 1 and "compiled again" in caplog.text
+    assert len(compiled) == 2
+    np.testing.assert_array_equal(_function(tmp_path)(X, X), wanted)
+    assert len(compiled) == 2
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path, compiled, caplog):
+    """Executables are code, so nothing is loaded from such a folder or written to it."""
+    tmp_path.chmod(0o777)
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        for _ in range(2):
+            _function(tmp_path)(X, X)
+    assert "this user alone" in caplog.text and len(compiled) == 2
+    assert _entries(tmp_path) == []
+
+
+def test_a_new_folder_is_for_its_user_alone(tmp_path):
+    """Nobody else can read or write it."""
+    folder = tmp_path / "cache" / "executables"
+    ExecutableStore(folder).write("key", b"contents")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_the_oldest_entries_are_removed(tmp_path):
+    """The size of all entries stays below the bound, and what was read last stays."""
+    store = ExecutableStore(tmp_path, max_bytes=3000)
+    for number in range(3):
+        store.write(f"key{number}", bytes(900))
+        os.utime(tmp_path / f"key{number}.executable", (number, number))
+    assert store.read("key0") is not None  # now the newest
+    store.write("key3", bytes(900))
+    assert [store.read(f"key{number}") is not None for number in range(4)] == [
+        *(True, False, True, True),
+    ]
+
+
+def test_a_prepared_executable_serves_without_compiling(tmp_path, compiled):
+    """`prepare` from shapes is what a call with arrays needs."""
+    function = _function(tmp_path)
+    x = jax.device_put(X, jax.devices()[0])
+    function.prepare(abstract(x), X)
+    num = len(compiled)
+    np.testing.assert_array_equal(function(x, X), X * X)
+    assert len(compiled) == num == 1
+
+
+def test_things_without_a_stable_name_are_refused():
+    """A function made in another function, and an object of a foreign class, have none."""
+    for thing in (lambda: 0, partial(lambda: 0), object(), pytest.Item):
+        with pytest.raises(Unnameable):
+            key_of(thing)
+    assert key_of(jax.nn.silu, np.dtype("float32"), {"a": (1, 2.0)}) == key_of(
+        jax.nn.silu, np.dtype("float32"), {"a": (1, 2.0)}
+    )
+    assert len({key_of(1), key_of("1"), key_of(1.0), key_of((1,)), key_of(True)}) == 5
+
+
+def test_a_second_process_traces_no_step(tmp_path):
+    """It gets the tokens of the first, which started at the same time as a third on one cache."""
+    environment = {
+        **os.environ,
+        "JAXSERVE_CACHE": str(tmp_path),
+        "PALLAS_KERNELS_CACHE": str(cache_folder() / "kernels"),
+    }
+    begin = partial(
+        subprocess.Popen,
+        [sys.executable, "-c", _SERVES],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+    def result(process: subprocess.Popen[str]) -> tuple[list[int], list[str], str]:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        found = json.loads(out.splitlines()[-1])
+        return found["tokens"], found["traced"], err
+
+    both = [begin(), begin()]
+    (tokens, traced, _), (others, _, _) = map(result, both)
+    again, traced_again, err = result(begin())
+    assert tokens == others == again
+    assert any("decode_loop" in name for name in traced)
+    assert not any("decode_loop" in name or "mixed" in name for name in traced_again)
+    assert "compiled again" not in err
