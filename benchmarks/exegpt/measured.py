@@ -136,7 +136,7 @@ def _runtime(options: argparse.Namespace, model: Llama, case: Case) -> Runtime:
     else:
         encode, decode = case.devices
         mesh = make_groups(encode=encode, decode=decode)
-    return Runtime(model, mesh=mesh, policy=case.policy, **_sizes(options))
+    return Runtime(model, mesh=mesh, policy=case.policy, warmup="full", **_sizes(options))
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:

@@ -110,6 +110,7 @@ def _cost(done: TrainedProbe, options: argparse.Namespace) -> dict[str, Any]:
         "max_slots": size,
         "max_context": _PROMPT_TOKENS + options.tokens,
         "host_memory": 0,
+        "warmup": "full",
     }
 
     def opened(probe: Any) -> Runtime:

@@ -98,7 +98,7 @@ class DevicePages:
 
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""
-        return self._host.read(host_page)
+        return self._host.read(self.cache, host_page)
 
     def write_host_page(self, host_page: int, contents: bytes) -> None:
         """See `HostMemory`."""
@@ -218,9 +218,10 @@ class HostPages:
                 for i, host_page in enumerate(host_pages):
                     buffer[host_page] = pages[:, i]
 
-    def read(self, host_page: int) -> bytes:
-        """Return the contents of a page that was copied to the host."""
+    def read(self, cache: KVCache, host_page: int) -> bytes:
+        """Return the contents of a host page; arbitrary ones if nothing was copied to it yet."""
         self.settle(wait=True)
+        self._allocate(jax.tree.leaves(cache))
         return b"".join(buffer[host_page].tobytes() for buffer in self._buffers)
 
     def write(self, cache: KVCache, host_page: int, contents: bytes) -> None:
