@@ -1,4 +1,4 @@
-"""From a name or path to a model ready to serve; converted GGUF weights are kept with Orbax."""
+"""From a name or path to a model ready to serve; converted GGUF weights are kept."""
 
 from __future__ import annotations
 

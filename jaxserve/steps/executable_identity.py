@@ -57,7 +57,10 @@ def key_of(*parts: Any) -> str:
 
 @functools.cache
 def our_sources() -> str:
-    """Return a digest of the sources of our packages."""
+    """Return a digest of the sources of our packages, as they were when this module was imported.
+
+    Sources that are edited later are not those of the modules that this process runs.
+    """
     lines = [line for name in _OURS for line in _sources(name)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -86,6 +89,17 @@ def describe_devices(devices: list[Any]) -> tuple[Any, ...]:
     )
 
 
+def kept_arguments(lowered: jax.stages.Lowered) -> list[int] | None:
+    """Return the indices of the flat arguments that a lowered program uses.
+
+    None with a version of JAX that does not tell, so that the program is not stored. JAX has them
+    in no public attribute.
+    """
+    details = getattr(getattr(lowered, "_lowering", None), "compile_args", {})
+    kept = details.get("kept_var_idx")
+    return None if kept is None else sorted(kept)
+
+
 def _tokens(value: Any) -> Iterator[str]:
     """Yield the parts of a value's name."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
@@ -101,7 +115,7 @@ def _tokens(value: Any) -> Iterator[str]:
         # Devices are described apart.
         yield f"{value} {value.memory_kind}"
     elif isinstance(value, (np.ndarray, np.generic)):
-        yield f"{value.shape}{value.dtype}"
+        yield f"{value.shape}{value.dtype}{np.asarray(value).tobytes().hex()}"
     elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         yield _global(value)
     elif isinstance(value, functools.partial):
@@ -160,3 +174,6 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return sys.modules[name].__version__
+
+
+our_sources()

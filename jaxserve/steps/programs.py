@@ -22,6 +22,7 @@ from jaxserve.scheduling.plan import Row
 from jaxserve.steps import decode, encoding, heads, mixed
 from jaxserve.steps.attention_planner import AttentionPlanner
 from jaxserve.steps.batches import MixedBatch, Params
+from jaxserve.steps.executable_identity import these_settings
 from jaxserve.steps.executable_store import ExecutableStore
 from jaxserve.steps.outputs import no_outputs
 from jaxserve.steps.packing import pack_rows
@@ -148,7 +149,7 @@ class Programs:
         """
         if probe is not None:
             return cls(graphdef, config, model_config, place, probe, store)
-        return _shared(graphdef, config, model_config, place, store)
+        return _shared(graphdef, config, model_config, place, store, these_settings())
 
     def plan_mixed(self, batch: MixedBatch) -> Plan | None:
         """The plan of attention in a mixed step, for `mixed_body`."""
@@ -311,5 +312,6 @@ def _shared(
     model_config: Any,
     place: Placement,
     store: ExecutableStore | None,
+    settings: str,  # of JAX, which may be others when the next runtime is made
 ) -> Programs:
     return Programs(graphdef, config, model_config, place, store=store)

@@ -20,6 +20,7 @@ import numpy as np
 from jaxserve.steps.executable_identity import (
     Unnameable,
     describe_devices,
+    kept_arguments,
     key_of,
     our_sources,
     these_settings,
@@ -52,8 +53,8 @@ class Shelf:
     Args:
       place: where the programs run.
       store: None to keep nothing.
-      below: of all that decides what XLA makes of a program.
-      above: of all that decides the programs themselves and that they share.
+      below: digest of everything that decides what XLA makes of a program.
+      above: digest of everything that decides the programs themselves and that they share.
     """
 
     def __init__(
@@ -99,12 +100,20 @@ class Shelf:
         name = self.read(key)
         return None if self._store is None or name is None else self._load(name.decode())
 
-    def compile(self, lowered: jax.stages.Lowered, key: str | None) -> jax.stages.Compiled:
-        """Return the executable of a lowered program, and keep it for a key."""
-        if self._store is None or key is None:
+    def compile(
+        self, lowered: jax.stages.Lowered, key: str | None, leaves: Sequence[Any]
+    ) -> jax.stages.Compiled:
+        """Return the executable of a lowered program, and keep it for a key.
+
+        Args:
+          leaves: the flat arguments that it was lowered for, abstract.
+        """
+        kept = kept_arguments(lowered)
+        if self._store is None or key is None or kept is None:
             return lowered.compile()
+        # The text has no arguments that the program does not use, and an executable checks all.
         trees = str(lowered.in_tree), str(lowered.out_tree)
-        name = key_of(self._below, trees, lowered.as_text())
+        name = key_of(self._below, trees, list(leaves), kept, lowered.as_text())
         executable = self._load(name)
         if executable is None:
             executable = lowered.compile(_not_cached(self.devices[0].platform))
@@ -123,7 +132,7 @@ class Shelf:
 
     def number(self, name: str, leaves: Sequence[Any], measure: Callable[[], int]) -> int:
         """Return a number that an earlier process measured for these arrays, or measure it."""
-        key = self.key(name, [_abstract(leaf) for leaf in leaves])
+        key = self.key(name, [_shape(leaf) for leaf in leaves])
         kept = self.read(key)
         if kept is not None:
             return int(kept)
@@ -263,9 +272,14 @@ class StepFunction:
             if future is None:
                 future = self._prepared[signature] = Future()
         if not is_ours:
-            if stalls and not future.done():
+            if not stalls:
+                return future.result()
+            if not future.done():
                 _record_stall()
-            return future.result()
+            # A thread that prepares it may have failed for lack of memory; a call tries once more.
+            if future.exception() is None:
+                return future.result()
+            return self._prepare(arguments, static, stalls=False)
         try:
             executable = self._make(arguments, static, stalls=stalls)
         except BaseException as error:
@@ -282,12 +296,13 @@ class StepFunction:
         shelf = self._shelf
         abstract = jax.tree.map(_abstract, arguments)
         leaves, structure = jax.tree.flatten(abstract)
+        leaves = [_shape(leaf) for leaf in leaves]
         key = shelf.key(self._name, self._sizes, static, structure, leaves)
         begin_s = time.perf_counter()
         executable = shelf.load(key)
         if executable is None:
             with shelf.in_force():
-                executable = shelf.compile(self._jitted.lower(*abstract, **static), key)
+                executable = shelf.compile(self._jitted.lower(*abstract, **static), key, leaves)
             event = COMPILED_EVENT
         else:
             event = LOADED_EVENT
@@ -314,6 +329,13 @@ def _abstract(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(
         leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
     )
+
+
+def _shape(leaf: Any) -> Any:
+    """Return the shape of an array on devices or of the host, for a key."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return _abstract(leaf)
 
 
 def _size(argument: Any) -> tuple[int, ...] | None:
