@@ -167,7 +167,8 @@ def _build_whole(
     optimistic = pages.plan(step_bytes=0).num_pages
     if options.kv_memory is None and group is None:
         optimistic = steady(
-            optimistic, store, graphdef, model_config, options.page_size, place.whole
+            *(optimistic, store, graphdef, model_config, place.whole, options.page_size),
+            *(options.kv_dtype, options.max_slots, options.max_context),
         )
     optimistic = _agreed_number(optimistic, group)
     draft = _engine_config(model_config, options, num_pages=optimistic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,12 @@ from jaxserve.steps.executable_identity import Unnameable, key_of, this_installa
 from jaxserve.steps.executable_store import ExecutableStore
 from jaxserve.steps.preparation import Preparation
 
-# The least that an earlier pool may have of the pages that fit now.
-_SMALLEST_SHARE = 0.7
+_log = logging.getLogger(__name__)
+
+# The least that an earlier pool may have of the pages that fit now. Free memory of a host differs
+# more from start to start than a GPU's.
+_SMALLEST_SHARE = {"cpu": 0.7}
+_SMALLEST_SHARE_OTHERWISE = 0.95
 # Names of the steps of a warm-up that run on the device, one after the other.
 _RUN = ("page swaps", "encoder")
 
@@ -58,7 +63,12 @@ def steady(num_pages: int, store: ExecutableStore, *parts: Any) -> int:
     except Unnameable:
         return num_pages
     kept = store.read(key)
-    if kept is not None and _SMALLEST_SHARE * num_pages <= int(kept) <= num_pages:
+    share = _SMALLEST_SHARE.get(jax.default_backend(), _SMALLEST_SHARE_OTHERWISE)
+    if kept is not None and share * num_pages <= int(kept) <= num_pages:
+        if int(kept) < num_pages:
+            _log.info(
+                "%d of the %d pages that fit are used, as at an earlier start", int(kept), num_pages
+            )
         return int(kept)
     store.write(key, str(num_pages).encode())
     return num_pages

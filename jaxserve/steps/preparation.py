@@ -30,7 +30,7 @@ class Preparation:
 
     Args:
       steps: (name, function).
-      on_end: called when all functions have returned; not if one failed or `close` was called.
+      on_end: called when each function has returned or failed; not if `close` was called.
     """
 
     def __init__(self, steps: Steps, on_end: Callable[[], None] | None = None):
@@ -81,10 +81,10 @@ class Preparation:
             try:
                 function()
             except Exception as error:
-                _log.info("%s was not prepared: %s: %s", name, type(error).__name__, error)
+                _log.warning("%s was not prepared: %s: %s", name, type(error).__name__, error)
                 self._news.put(error)
-                continue
-            self._news.put(name)
+            else:
+                self._news.put(name)
             with self._lock:
                 self._num_left -= 1
                 is_last = self._num_left == 0 and not self._is_closed
