@@ -53,7 +53,7 @@ class Adapter:
 
     def put(self, lengths: Sequence[AnswerLength]) -> None:
         """Take in ended answers, without blocking; any thread may call it."""
-        if self._adaptation is not None and lengths:
+        if self._adaptation is not None and not self._is_closed and lengths:
             self._ended.put(lengths)
 
     def running(self) -> list[AnswerLength]:
@@ -82,19 +82,25 @@ class Adapter:
                 self._carry_out(plan)
             self._adaptation = adaptation
             if adaptation is not None and self._thread is None and not self._is_closed:
-                self._thread = threading.Thread(
-                    target=self._run, name="jaxserve-adapter", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="jaxserve-adapter", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def close(self) -> None:
-        """Stop the thread; return when it has ended."""
-        with self._lock:
-            self._is_closed = True
-            self._adaptation = None
+        """Stop the thread; return when it has ended. Any thread may call it.
+
+        On an engine's thread, or on its own, it does not wait. The thread then ends when the
+        replicas are closed, which ends its open question.
+        """
+        # Not under the lock: its holder may wait for the thread that calls this.
+        self._is_closed = True
+        self._adaptation = None
         self._ended.put(None)
-        if self._thread is not None:
-            self._thread.join()
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        if not any(replica.loop.is_here for replica in self._replicas.all):
+            thread.join()
 
     def _carry_out(self, plan: Plan) -> None:
         iteration = plan.iteration()
@@ -106,16 +112,24 @@ class Adapter:
     # ---- on its own thread ----
 
     def _run(self) -> None:
-        try:
-            while (ended := self._ended.get()) is not None:
-                adaptation = self._adaptation
-                if adaptation is not None and adaptation.observe(ended):
+        while (ended := self._ended.get()) is not None:
+            adaptation = self._adaptation
+            if adaptation is None:
+                continue
+            try:
+                if adaptation.observe(ended):
                     self._revise(adaptation)
-        except JaxserveError as error:  # closed, or an engine failed
-            _log.info("the schedule is adapted no more: %s", error)
-        except Exception:
-            _log.exception("the schedule is adapted no more; the present one stays")
-        self._adaptation = None
+            except JaxserveError as error:  # closed, or an engine failed
+                _log.info("the schedule is adapted no more: %s", error)
+                self._give_up(adaptation)
+            except Exception:
+                _log.exception("the schedule is adapted no more; the present one stays")
+                self._give_up(adaptation)
+
+    def _give_up(self, adaptation: Adaptation) -> None:
+        with self._lock:
+            if self._adaptation is adaptation:
+                self._adaptation = None
 
     def _revise(self, adaptation: Adaptation) -> None:
         plan = adaptation.revised(self.running())
