@@ -96,6 +96,9 @@ def test_reserved_slots_are_for_bounded_requests():
     bounded = [_item(30, 0.0, 1e6) for _ in range(6)]
     run = simulate(bounded, _rra(encode_batch=4, reserved_slots=2), CONFIG, SECOND, progress=False)
     assert max(step.num_running for step in run.steps) == 4
+    mixed = [*bounded[:2], *items]
+    run = simulate(mixed, _rra(encode_batch=4, reserved_slots=2), CONFIG, SECOND, progress=False)
+    assert run.steps[0].num_rows == 4  # two in the reserved slots, and two in the others
     with pytest.raises(InvalidConfigError, match="reserved_slots=-1"):
         RRA(encode_batch=1, decode_iterations=1, reserved_slots=-1)
 

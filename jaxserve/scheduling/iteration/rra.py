@@ -50,7 +50,8 @@ class RRA:
     - The number of sequences is adjusted as `Workload` says.
     - A sequence with a latency bound of its own does not wait for an encode phase. The step after
       those in flight computes its prompt, and one token of each running answer beside it. Others
-      are preempted where it finds no slot or memory, and counts as much as any in the next phase.
+      are preempted where it finds no slot or memory. It counts as a running sequence in the next
+      encode phase.
 
     Attributes:
       encode_batch: B_E, sequences of an encode phase on average.
@@ -118,7 +119,7 @@ class RRA:
             if sequence is not None:
                 state.batch.add(sequence.num_uncomputed)
                 sequence = step.admit()
-            elif len(step.running) < most:
+            elif sum(each.request.due_s is None for each in step.running) < most:
                 sequence = workload.next_of(step, state.batch)
             if sequence is None:
                 return
