@@ -66,7 +66,8 @@ class Schedule:
       encode_tokens: their input tokens, on average.
       decode_batch: B_D, sequences of all micro-batches together, on average; for RRA at the start
         of a decode phase.
-      num_decodes: N_D, decode iterations per encode phase; 1 for WAA.
+      num_decodes: N_D, decode iterations per encode phase; for WAA, iterations of a decode step (1
+        on a cluster).
       num_micro_batches: B_m, parts of a decode batch; for RRA the number of stages.
       stages: in the order of the devices; WAA's encode group comes first.
     """
@@ -83,11 +84,6 @@ class Schedule:
     def num_encode_devices(self) -> int:
         """Devices with encode layers."""
         return sum(stage.num_devices for stage in self.stages if stage.num_encode_layers)
-
-    @property
-    def num_decode_devices(self) -> int:
-        """Devices with decode layers."""
-        return sum(stage.num_devices for stage in self.stages if stage.num_decode_layers)
 
 
 @final
