@@ -125,12 +125,7 @@ class Maintenance:
         """See `Runtime.measure_step_times`."""
         self._replicas.check_leads()
         self._check_one_group()
-        if self._replicas.first.executor.config.has_encoder:
-            raise UnsupportedModelError(
-                "step times of an encoder-decoder model are not measured yet, so it has no plan "
-                'under a latency bound; choose a policy, such as "exegpt_rra", with sizes of '
-                "your own"
-            )
+        self._check_has_no_encoder()
         with self._replicas.paused():
             times = measure(
                 self._replicas.first.executor,
@@ -153,6 +148,7 @@ class Maintenance:
                 "this runtime has one group of devices; call measure_step_times, or create it with "
                 "mesh=sharding.make_groups(...)"
             )
+        self._check_has_no_encoder()
         config = self._replicas.first.executor.config
         origins = [replace(each, config=config) for each in (self._origin, self._decode_origin)]
         with self._replicas.paused():
@@ -229,6 +225,14 @@ class Maintenance:
             raise InvalidConfigError(
                 "step times are those of one group of devices, and this runtime has two; call "
                 "measure_group_times"
+            )
+
+    def _check_has_no_encoder(self) -> None:
+        if self._replicas.first.executor.config.has_encoder:
+            raise UnsupportedModelError(
+                "step times of an encoder-decoder model are not measured yet, so it has no plan "
+                'under a latency bound; choose a policy, such as "exegpt_rra" or "exegpt_waa_c", '
+                "with sizes of your own"
             )
 
     def _value_pages_by(self, cost: RecomputeCost) -> None:

@@ -64,6 +64,7 @@ class Planned(abc.ABC):
           InvalidConfigError: no answer has ended yet and `lengths` is missing, or an argument is
             not allowed.
           DeviceMemoryError: one answer of such lengths is expected to exceed the page pool.
+          UnsupportedModelError: the model has an encoder.
           ProcessGroupError: this process follows.
           RuntimeClosedError, EngineFailedError
         """
@@ -84,6 +85,9 @@ class Planned(abc.ABC):
           rounds: repetitions of the whole measurement; the result has the medians.
 
         Raises:
+          InvalidConfigError: the runtime has two groups of devices.
+          UnsupportedModelError: the model has an encoder.
+          ProcessGroupError: this process follows.
           RuntimeClosedError, EngineFailedError
         """
         return self._maintenance.measure_step_times(rounds)
@@ -96,6 +100,8 @@ class Planned(abc.ABC):
 
         Raises:
           InvalidConfigError: the runtime has one group of devices.
+          UnsupportedModelError: the model has an encoder.
+          ProcessGroupError: this process follows.
           RuntimeClosedError, EngineFailedError
         """
         return self._maintenance.measure_group_times(rounds)

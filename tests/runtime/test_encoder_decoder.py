@@ -257,4 +257,6 @@ def test_device_groups_have_the_answers_of_one_device(t5):
     ) as rt:
         assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
         assert rt.encode(PROMPTS)[1].shape == (len(PROMPTS[1]), 48)
+        with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+            rt.measure_group_times()
         rt.check_integrity()
