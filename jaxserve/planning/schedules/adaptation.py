@@ -47,11 +47,12 @@ class Adaptation:
     search, and older answers are forgotten. Without a change, the search runs again when the
     answers since the first ones have doubled, because more answers tell more of the longest ones.
 
-    The search also runs when an answer had a tighter latency bound of its own than those before.
+    The search also runs when an answer had a tighter latency bound of its own than all answers of
+    the last search.
 
-    Hysteresis: another schedule is adopted only if the present one is expected to miss a bound, or
-    to serve 2 % less. If no schedule keeps the bounds, the one that misses them least serves; a
-    warning says so.
+    Hysteresis: another schedule is adopted only if the present one is expected to miss a bound, to
+    exceed the memory, or to serve 2 % less. If no schedule keeps the bounds, the one that misses
+    them least serves; a warning says so.
 
     It is not thread-safe.
 
@@ -83,6 +84,8 @@ class Adaptation:
         self._known = list(answers[-_MOST:])
         self._since: list[AnswerLength] = []
         self._num_untested = 0
+        # The tightest bound of a single answer in the last search.
+        self._tightest_s = _tightest_s(self._known)
 
     def observe(self, answers: Iterable[AnswerLength]) -> bool:
         """Take in ended answers; return whether `revised` should be called."""
@@ -103,7 +106,8 @@ class Adaptation:
         if sum(answer.has_ended for answer in (*known, *newest)) < LEAST_ANSWERS:
             return None
         changed = _changed(known, newest)
-        is_due = self.plan is None or len(newest) >= len(known) or _has_tighter(newest, self.plan)
+        has_tighter = _tightest_s(newest) < self._tightest_s
+        is_due = self.plan is None or len(newest) >= len(known) or has_tighter
         if changed is None and not is_due:
             return None
         lengths = _newest([*known, *newest], _MOST) if changed is None else changed
@@ -111,6 +115,7 @@ class Adaptation:
             return None
         task = task_of(lengths)
         self.num_searches += 1
+        self._tightest_s = _tightest_s(lengths)
         try:
             plan = self._planner.nearest(
                 task,
@@ -150,7 +155,9 @@ class Adaptation:
             num_lengths=plan.num_lengths,
             classes=[each for each, _ in plan.classes],
         )
-        if present.keeps_bounds:
+        if not present.fits:
+            is_better = True
+        elif present.keeps_bounds:
             is_better = plan.answers_per_s >= _GAIN * present.answers_per_s
         else:
             is_better = plan.keeps_bounds or _GAIN * plan.worst_share <= present.worst_share
@@ -200,12 +207,10 @@ def _is_known(answers: Sequence[AnswerLength]) -> bool:
     return not others or share_beyond(_lifetimes(others)[1]) <= _MOST_UNKNOWN
 
 
-def _has_tighter(newest: Sequence[AnswerLength], plan: Plan) -> bool:
-    """Return whether an ended answer had a tighter bound of its own than any that was planned."""
-    own = [a.latency_bound_s for a in newest if a.has_ended and a.latency_bound_s is not None]
-    return min(own, default=np.inf) < min(
-        (each.latency_bound_s for each, _ in plan.classes), default=np.inf
-    )
+def _tightest_s(answers: Sequence[AnswerLength]) -> float:
+    """Return the tightest bound of a single ended answer; infinity if none has one."""
+    own = [a.latency_bound_s for a in answers if a.has_ended and a.latency_bound_s is not None]
+    return min(own, default=np.inf)
 
 
 def task_of(answers: Sequence[AnswerLength]) -> TaskLengths:

@@ -267,6 +267,7 @@ class _Grid:
             max_answer_tokens=self.lengths.outputs.percentile(self.lengths.level),
             num_lengths=num_lengths,
             search_s=time.perf_counter() - began_s,
+            fits=bool(estimates.fits),
         )
 
 

@@ -38,6 +38,8 @@ class Plan:
       search_s: seconds that the search took.
       classes: requests with bounds of their own, and the seconds that their long answers are
         expected to take from their submission; they do not wait for an encode phase.
+      fits: whether the schedule is expected to fit in memory. The figures of one that does not are
+        as if it did.
       lowest: the lowest seconds that some schedule reaches, by name of the bound, if no schedule
         keeps the bounds; empty if this one does.
     """
@@ -53,6 +55,7 @@ class Plan:
     num_lengths: int
     search_s: float
     classes: tuple[tuple[RequestClass, float], ...] = ()
+    fits: bool = True
     lowest: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -196,6 +196,7 @@ class RRAPlanner:
             num_lengths=num_lengths,
             search_s=time.perf_counter() - began_s,
             classes=tuple(reached),
+            fits=bool(estimates.fits),
         )
 
     def _timeline(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from jaxserve.core.prediction import LengthPrediction
-from jaxserve.planning import simulate
+from jaxserve.planning import GroupTimes, simulate
 from jaxserve.planning.schedules import LatencyBounds, RRAPlanner
 from jaxserve.planning.schedules.adaptation import Adaptation, task_of
+from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength
 from jaxserve.planning.schedules.pilot import AdaptingPilot
 from jaxserve.planning.schedules.rra_planner import lengths_of
@@ -133,6 +135,36 @@ def test_predictions_tell_the_rest_of_answers_that_run():
     assert outputs.mean == pytest.approx((20 + 75.5) / 2)
     over = AnswerLength(admitted_s=1, num_prompt=5, num_output=120, has_ended=False, estimate=even)
     assert task_of([over]).outputs.percentile(0.5) == 121
+
+
+def test_a_tighter_bound_is_searched_for_once():
+    """Also for two device groups, whose plans have no classes: later searches wait as ever."""
+    times = GroupTimes(
+        groups=(like_a_small_model(), like_a_small_model()), handover_s=1e-3, page_s=2e-4
+    )
+    planner, known = WAAPlanner(times=times, config=lambda: CONFIG), _answers(300, 120, seed=0)
+    plan = planner.plan(task_of(known), LatencyBounds(), num_lengths=len(known))
+    adaptation = Adaptation(planner, LatencyBounds(), plan=plan, answers=known)
+    bounded = [replace(each, latency_bound_s=50.0) for each in _answers(250, 120, 1, 1000)]
+    for answer in bounded:
+        if adaptation.observe([answer]):
+            adaptation.revised([])
+    assert adaptation.num_searches == 1
+
+
+def test_a_schedule_that_exceeds_the_memory_is_replaced():
+    """The pool becomes smaller: the present schedule serves more by its figures, but cannot."""
+    config = CONFIG
+    planner = RRAPlanner.measured(like_a_small_model(), lambda: config)
+    known = _answers(100, 120, seed=0)
+    plan = planner.plan(task_of(known), LatencyBounds(), num_lengths=len(known))
+    adaptation = Adaptation(planner, LatencyBounds(), plan=plan, answers=known)
+    config = replace(CONFIG, num_pages=40)
+    present = planner.expected(plan, task_of(known), num_lengths=len(known))
+    assert plan.fits and not present.fits
+    assert _after(adaptation, _answers(128, 120, seed=1, begin_s=1000)) is not None
+    assert adaptation.plan is not None and adaptation.plan.fits
+    assert adaptation.plan.answers_per_s < present.answers_per_s
 
 
 def test_a_simulated_engine_adapts_and_loses_nothing():
