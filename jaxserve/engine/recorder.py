@@ -101,16 +101,26 @@ class Recorder:
 
     @property
     def iteration_s(self) -> float | None:
-        """Mean seconds per iteration over the newest steps; None before the first step."""
+        """Median seconds of an iteration over the newest steps; None before the first step.
+
+        A step takes part with each of its iterations. A few steps that waited for their executables
+        (`warmup="background"`) do not change the median.
+        """
         with self._lock:
             recent = list(itertools.islice(reversed(self._steps), _NUM_RECENT))[::-1]
-        num_iterations = sum(step.num_iterations for step in recent)
-        busy_s, before_s = 0.0, 0.0
+        found, before_s = [], 0.0
         for step in recent:
             assert step.collected_s is not None
-            busy_s += step.collected_s - max(step.submitted_s, before_s)
+            if step.num_iterations:
+                busy_s = step.collected_s - max(step.submitted_s, before_s)
+                found.append((busy_s / step.num_iterations, step.num_iterations))
             before_s = step.collected_s
-        return busy_s / num_iterations if num_iterations else None
+        num_left = sum(num for _, num in found) / 2
+        for iteration_s, num in sorted(found):
+            num_left -= num
+            if num_left <= 0:
+                return iteration_s
+        return None
 
     def step_submitted(
         self, plan: StepPlan, scheduler: Scheduler, now_s: float, host_gap_s: float

@@ -157,6 +157,23 @@ def test_what_is_expected_to_be_late_is_refused_alone():
     assert not late.output
 
 
+def test_a_few_stalled_steps_refuse_nothing():
+    """Two of ten steps wait 1000 s for their executables: the time of an iteration stays 1 s."""
+    clock = VirtualClock()
+    config = replace(CONFIG, max_decode_iterations=1)
+    engine = Engine(SimulatedExecutor(config, clock, cost=SECOND), PRESETS["auto"], clock)
+    engine.add(_request("before", 100, 1e6, clock))
+    for i in range(10):
+        engine.step()
+        if i in (1, 4):
+            clock.advance_to(clock.now() + 1000.0)
+    durations = [(step.collected_s or 0.0) - step.submitted_s for step in engine.recorder.steps]
+    assert max(durations) >= 1000.0
+    assert engine.recorder.iteration_s == pytest.approx(1.0)
+    [sequence] = engine.add(_request("in time", 20, 100.0, clock))
+    assert sequence.error is None
+
+
 def test_the_queue_counts():
     """A request that would be in time alone is refused where earlier ones fill the engine."""
     clock = VirtualClock()
