@@ -83,7 +83,8 @@ class Planner:
         self._maintenance.kept_step_times()
         planner = self._planner()
         bounds = LatencyBounds(latency_s=math.inf if latency_bound is None else latency_bound)
-        self._adapter.adopt(None, Adaptation(planner, bounds))
+        adaptation = Adaptation(planner, bounds, heeds_bounds=self._heeds_bounds)
+        self._adapter.adopt(None, adaptation)
 
     def plan(
         self,
@@ -112,7 +113,7 @@ class Planner:
                 AnswerLength(admitted_s=-math.inf, num_prompt=prompt, num_output=output)
                 for prompt, output in lengths
             ]
-        classes = classes_of(used, planner.num_slots)
+        classes = classes_of(used, planner.num_slots) if self._heeds_bounds else ()
         plan = planner.plan(task, bounds, num_lengths=len(used), classes=classes)
         if adopt:
             self._adopt(planner, plan, used, adapt=adapt, is_given=lengths is not None)
@@ -142,9 +143,18 @@ class Planner:
             begins_s = max((answer.admitted_s for answer in known), default=-math.inf)
             running = []
         adaptation = Adaptation(
-            planner, plan.bounds, plan=plan, answers=[*used, *running], begins_s=begins_s
+            planner,
+            plan.bounds,
+            plan=plan,
+            answers=[*used, *running],
+            begins_s=begins_s,
+            heeds_bounds=self._heeds_bounds,
         )
         self._adapter.adopt(plan, adaptation)
+
+    @property
+    def _heeds_bounds(self) -> bool:
+        return self._replicas.first.engine.scheduler.policy.order.heeds_bounds
 
     def _planner(self) -> SchedulePlanner:
         executor = self._replicas.first.executor

@@ -52,7 +52,14 @@ class Admission(Protocol):
 
 
 class Order(Protocol):
-    """Which sequence goes first."""
+    """Which sequence goes first.
+
+    Attributes:
+      heeds_bounds: requests with a latency bound of their own go before others, so that a plan may
+        reserve slots for them.
+    """
+
+    heeds_bounds: ClassVar[bool]
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> Any:
         """Return the sort key of a sequence: a total order.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,19 @@ def test_without_answers_or_a_bound_there_is_no_plan(measured: tuple[list, Path]
             rt.plan(-1, lengths=[(10, 20)])
     with pytest.raises(RuntimeClosedError):
         rt.plan(math.inf, lengths=[(10, 20)])
+
+
+@pytest.mark.parametrize(("policy", "num_classes"), [("auto", 1), ("vllm_like", 0)])
+def test_slots_are_reserved_where_the_order_heeds_bounds(
+    measured: tuple[list, Path], policy: str, num_classes: int
+):
+    """Under first come, first served no request could take a reserved slot before others."""
+    bounded = [replace(params, latency_bound=100.0) for params in PARAMS]
+    with Runtime(tiny_llama(), policy=policy, **OPTIONS) as rt:
+        rt.load_step_times(measured[1])
+        rt.generate(PROMPTS, bounded)
+        plan = rt.plan(adopt=False)
+        assert len(plan.classes) == num_classes and bool(plan.reserved_slots) == bool(num_classes)
 
 
 def test_step_times_are_measured_once():

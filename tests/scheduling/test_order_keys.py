@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -104,6 +104,7 @@ def test_no_answer_counts_as_longer_than_its_limit(order: Order):
 class _Counting:
     """The order of arrival, which counts the keys that are computed."""
 
+    heeds_bounds: ClassVar[bool] = False
     max_passes: int = 0
     taken: list[int] = field(default_factory=list)
 

@@ -61,6 +61,8 @@ class Adaptation:
       answers: those that it was computed from, and those that went on then.
       begins_s: answers that were admitted until then do not count, unless they are in `answers`. Of
         these only the long ones would end later.
+      heeds_bounds: the order of the engine's policy heeds latency bounds of single requests
+        (`Order.heeds_bounds`); if not, they are left out.
 
     Attributes:
       plan: the plan in force, with what is expected of it with the newest lengths.
@@ -75,12 +77,14 @@ class Adaptation:
         plan: Plan | None = None,
         answers: Sequence[AnswerLength] = (),
         begins_s: float = -np.inf,
+        heeds_bounds: bool = True,
     ):
         self.plan = plan
         self.num_searches = 0
         self._planner = planner
         self._bounds = bounds
         self._begins_s = begins_s
+        self._heeds_bounds = heeds_bounds
         self._known = list(answers[-_MOST:])
         self._since: list[AnswerLength] = []
         self._num_untested = 0
@@ -106,7 +110,7 @@ class Adaptation:
         if sum(answer.has_ended for answer in (*known, *newest)) < LEAST_ANSWERS:
             return None
         changed = _changed(known, newest)
-        has_tighter = _tightest_s(newest) < self._tightest_s
+        has_tighter = self._heeds_bounds and _tightest_s(newest) < self._tightest_s
         is_due = self.plan is None or len(newest) >= len(known) or has_tighter
         if changed is None and not is_due:
             return None
@@ -121,7 +125,9 @@ class Adaptation:
                 task,
                 self._bounds,
                 num_lengths=len(lengths),
-                classes=classes_of(lengths, self._planner.num_slots),
+                classes=(
+                    classes_of(lengths, self._planner.num_slots) if self._heeds_bounds else ()
+                ),
             )
         except DeviceMemoryError as error:
             _log.warning("the schedule stays, because the newest lengths have no plan: %s", error)

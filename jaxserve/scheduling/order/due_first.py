@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
@@ -18,6 +18,8 @@ class DueFirst:
     arrival, as is one with a longer bound. So it is overtaken only by requests that arrive less
     than `ageing_s` after it. Where no request has a bound, this is first come, first served.
     """
+
+    heeds_bounds: ClassVar[bool] = True
 
     ageing_s: float = 300.0
 

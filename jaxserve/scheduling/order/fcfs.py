@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
@@ -13,6 +13,8 @@ from jaxserve.scheduling.sequence import Sequence
 @dataclass(frozen=True)
 class FCFS:
     """Order by arrival; a preempted sequence keeps its place."""
+
+    heeds_bounds: ClassVar[bool] = False
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, int]:
         return (sequence.request.arrival_s, sequence.key)

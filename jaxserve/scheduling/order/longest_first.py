@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.policy import Admission
@@ -23,6 +23,8 @@ class LongestFirst:
     Attributes:
       by: computes the reservation.
     """
+
+    heeds_bounds: ClassVar[bool] = False
 
     by: Admission
     ageing_s: float = 1.0

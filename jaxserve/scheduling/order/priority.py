@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
@@ -20,6 +20,8 @@ class Priority:
     stream of urgent requests starves it. A deadline later than `ageing_s` has no effect. Requests
     that arrive together are in strict order of priority, then deadline.
     """
+
+    heeds_bounds: ClassVar[bool] = False
 
     ageing_s: float = 300.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
@@ -18,6 +18,8 @@ class ShortestPredictedFirst:
     that arrive less than its expected length times `ageing_s` later. No answer counts as
     longer than its limit, which also stands in for a missing estimate.
     """
+
+    heeds_bounds: ClassVar[bool] = False
 
     ageing_s: float = 0.1
     max_passes: int = 0

@@ -152,6 +152,16 @@ def test_a_tighter_bound_is_searched_for_once():
     assert adaptation.num_searches == 1
 
 
+def test_bounds_that_the_order_does_not_heed_are_left_out():
+    """No class, so no reserved slot, and no search for a tighter bound."""
+    adaptation = Adaptation(PLANNER, LatencyBounds(), heeds_bounds=False)
+    answers = [replace(each, latency_bound_s=50.0) for each in _answers(96, 120, seed=0)]
+    assert _after(adaptation, answers[:64]) == 64
+    assert adaptation.plan is not None and not adaptation.plan.reserved_slots
+    _after(adaptation, [replace(each, latency_bound_s=9.0) for each in answers[64:]])
+    assert adaptation.num_searches == 1
+
+
 def test_a_schedule_that_exceeds_the_memory_is_replaced():
     """The pool becomes smaller: the present schedule serves more by its figures, but cannot."""
     config = CONFIG
