@@ -234,7 +234,8 @@ def _show(
     typer.echo(plan_tables.summary(about))
     show_wide(plan_tables.frontier_table(frontier, chosen))
     for bound_s, outcome in chosen.items():
-        show_wide(plan_tables.neighbours_table(bound_s, outcome, beside[bound_s]))
+        bounds = replace(fixed, latency_s=bound_s)
+        show_wide(plan_tables.neighbours_table(bounds, outcome, beside[bound_s]))
     if picture is not None:
         typer.echo(f"drawn in {picture}")
 

@@ -86,6 +86,20 @@ def test_json_has_the_frontier_the_choice_and_its_neighbours():
 
 
 @pytest.mark.parametrize(
+    ("option", "bound"), [("--first-token-bound", "0.3"), ("--token-bound", "0.03")]
+)
+def test_neighbours_that_miss_any_bound_are_marked(option, bound):
+    """A neighbour that misses a bound on tokens is marked, and the title names the bound."""
+    done = _run(*SIMULATED, "--task", "S", option, bound, "--quiet")
+    assert done.exit_code == 0, done.stderr
+    title, *rows = done.stdout.partition("chosen for ")[2].splitlines()
+    assert title.split()[-2:] in (["0.3", "s"], ["30", "ms"])
+    (chosen,) = (row for row in rows if row.split()[:1] == ["chosen"])
+    (beside,) = (row for row in rows if "B_E + 1" in row)
+    assert "misses the bound" in beside and "misses" not in chosen
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
         ((), 2, "exactly one way: --task or --lengths"),
