@@ -137,6 +137,34 @@ def test_devices_belong_to_a_cluster():
     assert done.exit_code == 2 and "omit --quantize" in done.stderr
 
 
+_ENGINE = ("--load random", "--kv-memory 1GiB", "--quantize-embeddings int4")
+_MACHINE = (
+    *_ENGINE,
+    *("--profile times.json", "--measure-again", "--dtype float32", "--kv-dtype int8"),
+    *("--quantize int8", "--max-slots 4", "--max-context 64", "--tensor-parallel 2"),
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("--model OPT-13B --cluster A40", _MACHINE),
+        ("--layers", _ENGINE),
+        ("--profile times.json", ("--measure-again",)),
+        ("--layers --profile times.json", ("--measure-again",)),
+    ],
+)
+def test_options_without_an_effect_are_refused(mode, options):
+    """An option that the way of planning does not use is named in one sentence, alone or not."""
+    asked = ("plan", "--task", "S", "--quiet", *mode.split())
+    for given in (*((option,) for option in options), options):
+        done = _run(*asked, *" ".join(given).split())
+        assert (done.exit_code, done.stdout) == (2, ""), given
+        names = ", ".join(option.split()[0] for option in given)
+        said = " ".join(done.stderr.split())
+        assert said.startswith(f"InvalidConfigError: {names} would have no effect with"), said
+
+
 def test_an_engine_is_measured_once(model, lengths, tmp_path, monkeypatch):
     """The first call measures and keeps step times, the next one reads them; both agree."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
