@@ -24,12 +24,22 @@ if TYPE_CHECKING:
 _SCHEDULE = "Schedule"
 _SIMULATED = "Simulated cluster"
 
+# Options of an engine, which measured layers do not have.
+_ENGINE = ("load", "kv_memory", "quantize_embeddings")
+# Options of this machine, which a simulated cluster does not have.
+_MACHINE = (
+    *_ENGINE,
+    *("profile", "measure_again", "dtype", "kv_dtype", "quantize"),
+    *("max_slots", "max_context", "tensor_parallel"),
+)
+
 
 def _option(*names: str, text: str, panel: str = _SCHEDULE, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
 def plan(
+    context: typer.Context,
     latency_bound: Annotated[
         list[float] | None,
         _option(
@@ -139,6 +149,12 @@ def plan(
                 "--layers chooses the degree of tensor parallelism; omit --tensor-parallel"
             )
         if cluster is not None:
+            _refuse(context, _MACHINE, "--cluster, which plans by rooflines")
+        if layers:
+            _refuse(context, _ENGINE, "--layers, which loads no weights and has no engine")
+        if profile is not None:
+            _refuse(context, ("measure_again",), "--profile, which names the times to use")
+        if cluster is not None:
             schedules, where = _on_cluster(model, cluster, devices, task_lengths)
         elif layers:
             schedules, where = _on_layers(
@@ -181,6 +197,20 @@ def plan(
             "long_output_tokens": task_lengths.outputs.percentile(task_lengths.level),
         }
         _show(schedules, fixed, asked, about, num_bounds, picture, as_json=as_json, quiet=quiet)
+
+
+def _refuse(context: typer.Context, names: Sequence[str], by: str) -> None:
+    """Refuse options of these names if they are given, since another one makes them idle."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, source in sources.items()
+        if source is not None and source.name != "DEFAULT"
+    ]
+    if given:
+        raise InvalidConfigError(
+            f"{', '.join(given)} would have no effect with {by}; omit one or the other"
+        )
 
 
 def _show(
@@ -234,7 +264,8 @@ def _show(
     typer.echo(plan_tables.summary(about))
     show_wide(plan_tables.frontier_table(frontier, chosen))
     for bound_s, outcome in chosen.items():
-        show_wide(plan_tables.neighbours_table(bound_s, outcome, beside[bound_s]))
+        bounds = replace(fixed, latency_s=bound_s)
+        show_wide(plan_tables.neighbours_table(bounds, outcome, beside[bound_s]))
     if picture is not None:
         typer.echo(f"drawn in {picture}")
 

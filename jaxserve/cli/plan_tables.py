@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from jaxserve.planning.schedules import Schedule
+    from jaxserve.planning.schedules import LatencyBounds, Schedule
     from jaxserve.planning.schedules.frontier import Frontier, Outcome
 
 _NAMES = {"rra": "RRA", "waa_c": "WAA-C", "waa_m": "WAA-M"}
@@ -61,15 +61,25 @@ def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table
     return table
 
 
-def neighbours_table(bound_s: float, chosen: Outcome, neighbours: Mapping[str, Outcome]) -> Table:
-    """Return the chosen schedule of a bound, and one row for each neighbour."""
+def neighbours_table(
+    bounds: LatencyBounds, chosen: Outcome, neighbours: Mapping[str, Outcome]
+) -> Table:
+    """Return the schedule that is chosen for bounds, and one row for each neighbour."""
     from rich import box
     from rich.table import Table
 
-    bound = f"bound {seconds(bound_s)}" if math.isfinite(bound_s) else "no bound"
-    table = Table(title=f"chosen for {bound}", title_justify="left", box=box.SIMPLE_HEAD)
+    title = f"chosen for {_bounds_of(bounds)}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("schedule")
-    for name in ("B_E", control_name(chosen), "answers/s", "", "p99 answer", "first token"):
+    for name in (
+        "B_E",
+        control_name(chosen),
+        "answers/s",
+        "",
+        "p99 answer",
+        "1st token",
+        "a token",
+    ):
         table.add_column(name, justify="right")
     table.add_column("")
     for name, outcome in {"chosen": chosen, **neighbours}.items():
@@ -83,17 +93,18 @@ def neighbours_table(bound_s: float, chosen: Outcome, neighbours: Mapping[str, O
             "" if name == "chosen" else f"{change:+.1%}",
             seconds(float(estimates.latency_s)),
             seconds(float(estimates.first_token_s)),
-            remark(bound_s, outcome),
+            seconds(float(estimates.token_s)),
+            remark(bounds, outcome),
             style="bold green" if name == "chosen" else None,
         )
     return table
 
 
-def remark(bound_s: float, outcome: Outcome) -> str:
-    """Return why a schedule cannot be chosen for a bound, if it cannot."""
+def remark(bounds: LatencyBounds, outcome: Outcome) -> str:
+    """Return why a schedule cannot be chosen for bounds, if it cannot."""
     if not outcome.estimates.fits:
         return "does not fit in memory"
-    return "misses the bound" if outcome.estimates.latency_s > bound_s else ""
+    return "" if bounds.met(outcome.estimates) else "misses the bound"
 
 
 def control_name(outcome: Outcome) -> str:
@@ -128,6 +139,16 @@ def summary(about: Mapping[str, Any]) -> str:
         f"{about['mean_input_tokens']:.4g} tokens and answers of {about['mean_output_tokens']:.4g} "
         f"on average, 99th percentile {about['long_output_tokens']}"
     )
+
+
+def _bounds_of(bounds: LatencyBounds) -> str:
+    named = {
+        "bound": bounds.latency_s,
+        "1st token in": bounds.first_token_s,
+        "a token in": bounds.token_s,
+    }
+    given = [f"{name} {seconds(bound_s)}" for name, bound_s in named.items() if bound_s != math.inf]
+    return ", ".join(given) or "no bound"
 
 
 def _counted(names: list[str]) -> str:

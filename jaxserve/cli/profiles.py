@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from jaxserve.planning import StepTimes
     from jaxserve.planning.layers import LayerOrigin
     from jaxserve.planning.schedules import Deployment, TaskLengths
-    from jaxserve.runtime import Runtime
 
 
 def step_times(
@@ -53,7 +52,7 @@ def step_times(
         check_context(lengths, rt.config.max_context)
         if given is not None:
             return rt.load_step_times(given), rt.config
-        kept = None if measure_again else _kept(rt, folder)
+        kept = None if measure_again else rt.find_step_times(folder)
         if kept is not None:
             return kept, rt.config
     # Executables are compiled before they are timed.
@@ -62,16 +61,6 @@ def step_times(
         with cache_errors("keeping step times"):
             keep_step_times(folder, times)
         return times, rt.config
-
-
-def _kept(rt: Runtime, folder: Path) -> StepTimes | None:
-    """Return the newest step times in the folder that are of this runtime."""
-    for path in sorted(folder.glob("steps-*.json"), key=lambda path: -path.stat().st_mtime):
-        try:
-            return rt.load_step_times(path)
-        except InvalidProfileError:
-            continue  # of another model, device or configuration
-    return None
 
 
 def layer_deployment(

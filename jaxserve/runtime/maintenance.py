@@ -172,6 +172,14 @@ class Maintenance:
         self._use(times)
         return times
 
+    def find_step_times(self, folder: Path) -> StepTimes | None:
+        """See `Runtime.find_step_times`."""
+        self._check_one_group()
+        times = find_step_times(folder, self._origin)
+        if times is not None:
+            self._use(times)
+        return times
+
     def step_times(self) -> StepTimes:
         """Return the step times that were measured or loaded last; measure them if there are none.
 
@@ -189,9 +197,8 @@ class Maintenance:
           RuntimeClosedError, EngineFailedError
         """
         folder = cache_folder() / "profiles"
-        kept = find_step_times(folder, self._origin)
+        kept = self.find_step_times(folder)
         if kept is not None:
-            self._use(kept)
             return kept
         _log.info("measuring step times once for this model, device and configuration")
         times = self.measure_step_times(rounds=1)

@@ -116,3 +116,14 @@ class Planned(abc.ABC):
           RuntimeClosedError, EngineFailedError
         """
         return self._maintenance.load_step_times(path)
+
+    def find_step_times(self, folder: Path) -> StepTimes | None:
+        """Load the newest step times in a folder that `load_step_times` accepts; None without any.
+
+        Cached pages are valued by these times from now on.
+
+        Raises:
+          InvalidConfigError: the runtime has two groups of devices.
+          RuntimeClosedError, EngineFailedError
+        """
+        return self._maintenance.find_step_times(folder)

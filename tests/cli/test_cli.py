@@ -244,6 +244,13 @@ def test_bench_prints_one_object(model):
     assert report["output_tokens_per_s"] > 0
 
 
+def test_bench_splits_prompts_and_answers():
+    """The measurement takes device groups too, and refuses text that names none."""
+    done = _run("bench", "--groups", "1", "--quiet")
+    assert done.exit_code == 2
+    assert "groups='1' is not understood" in " ".join(done.stderr.split())
+
+
 def test_models_are_listed_and_described(model):
     """`models list` names the default model, `models show` reads a folder's configuration."""
     assert "smollm2-135m" in _run("models", "list").stdout

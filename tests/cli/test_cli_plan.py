@@ -86,6 +86,20 @@ def test_json_has_the_frontier_the_choice_and_its_neighbours():
 
 
 @pytest.mark.parametrize(
+    ("option", "bound"), [("--first-token-bound", "0.3"), ("--token-bound", "0.03")]
+)
+def test_neighbours_that_miss_any_bound_are_marked(option, bound):
+    """A neighbour that misses a bound on tokens is marked, and the title names the bound."""
+    done = _run(*SIMULATED, "--task", "S", option, bound, "--quiet")
+    assert done.exit_code == 0, done.stderr
+    title, *rows = done.stdout.partition("chosen for ")[2].splitlines()
+    assert title.split()[-2:] in (["0.3", "s"], ["30", "ms"])
+    (chosen,) = (row for row in rows if row.split()[:1] == ["chosen"])
+    (beside,) = (row for row in rows if "B_E + 1" in row)
+    assert "misses the bound" in beside and "misses" not in chosen
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
         ((), 2, "exactly one way: --task or --lengths"),
@@ -121,6 +135,34 @@ def test_devices_belong_to_a_cluster():
     assert done.exit_code == 2 and "omit --tensor-parallel" in done.stderr
     done = _run("plan", "--task", "S", "--layers", "--quantize", "int8")
     assert done.exit_code == 2 and "omit --quantize" in done.stderr
+
+
+_ENGINE = ("--load random", "--kv-memory 1GiB", "--quantize-embeddings int4")
+_MACHINE = (
+    *_ENGINE,
+    *("--profile times.json", "--measure-again", "--dtype float32", "--kv-dtype int8"),
+    *("--quantize int8", "--max-slots 4", "--max-context 64", "--tensor-parallel 2"),
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("--model OPT-13B --cluster A40", _MACHINE),
+        ("--layers", _ENGINE),
+        ("--profile times.json", ("--measure-again",)),
+        ("--layers --profile times.json", ("--measure-again",)),
+    ],
+)
+def test_options_without_an_effect_are_refused(mode, options):
+    """An option that the way of planning does not use is named in one sentence, alone or not."""
+    asked = ("plan", "--task", "S", "--quiet", *mode.split())
+    for given in (*((option,) for option in options), options):
+        done = _run(*asked, *" ".join(given).split())
+        assert (done.exit_code, done.stdout) == (2, ""), given
+        names = ", ".join(option.split()[0] for option in given)
+        said = " ".join(done.stderr.split())
+        assert said.startswith(f"InvalidConfigError: {names} would have no effect with"), said
 
 
 def test_an_engine_is_measured_once(model, lengths, tmp_path, monkeypatch):

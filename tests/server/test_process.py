@@ -101,6 +101,10 @@ def test_signal_while_loading(tmp_path: Path):
         (("--api-key-file", "no-such-file"), "cannot be read"),
         (("--max-body", "much"), "'much'"),
         (("no-such-model", "--port", "0"), "UnknownModelError: 'no-such-model'"),
+        (("--port", "0", "--latency-bound", "-1"), "latency_bound=-1.0 is not allowed"),
+        (("--port", "0", "--quantize", "int3"), "quantize='int3'"),
+        (("--port", "0", "--quantize-embeddings", "int3"), "quantize_embeddings='int3'"),
+        (("--port", "0", "--groups", "1"), "groups='1' is not understood"),
     ],
 )
 def test_bad_options(arguments: tuple[str, ...], said: str):
