@@ -109,6 +109,7 @@ MAY_BE_LONG = {
 
 # "path name" -> reason why a file may use this private name of another one.
 MAY_REACH = {
+    "jaxserve/steps/executable_identity.py _lowering": "kept_var_idx is nowhere public",
     "sharding/process_group.py _exit": "os._exit, which Python documents under this name",
     "sharding/processes.py _exit": "os._exit, which Python documents under this name",
 }
