@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve import Runtime, SamplingParams
-from jaxserve.core.errors import BoundNotMetError, InvalidConfigError
+from jaxserve.core.errors import BoundNotMetError, InfeasibleBoundError, InvalidConfigError
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 
 PROMPTS = random_prompts(70, longest=20)
@@ -59,6 +59,15 @@ def test_the_preset_plans_by_itself(cache: Path, monkeypatch: pytest.MonkeyPatch
         rt.check_integrity()
 
 
+def _tight_bound(rt: Runtime) -> float:
+    """Return half as much again as without a bound, or what is feasible on a busy machine."""
+    free = rt.plan(adopt=False)
+    try:
+        return rt.plan(1.5 * free.latency_s, adopt=False).latency_bound_s
+    except InfeasibleBoundError as error:
+        return 1.05 * error.lowest["latency_s"]
+
+
 def test_a_plan_follows_the_lengths_while_requests_run(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -73,8 +82,7 @@ def test_a_plan_follows_the_lengths_while_requests_run(
     with Runtime(tiny_llama(), **OPTIONS) as rt, caplog.at_level(logging.WARNING):
         rt.load_step_times(path)
         rt.generate(PROMPTS, SHORT)
-        free = rt.plan(adopt=False)
-        plan = rt.plan(1.5 * free.latency_s)
+        plan = rt.plan(_tight_bound(rt))
         assert rt.stats().num_plans == 1 and plan.keeps_bounds
         pending = [rt.submit(*each) for each in zip(PROMPTS, LONG, strict=True)]
         cancelled = [rt.submit(PROMPTS[0], SamplingParams(max_tokens=60)) for _ in range(10)]
@@ -82,8 +90,11 @@ def test_a_plan_follows_the_lengths_while_requests_run(
             each.cancel()
         assert [each.result(120).token_ids for each in pending] == answers
         assert len([each.result(120) for each in cancelled]) == 10
-        while rt.stats().num_plans == 1:
+        for _ in range(60):
+            if rt.stats().num_plans > 1:
+                break
             rt.generate(PROMPTS, LONG)
+        assert rt.stats().num_plans > 1
         now = rt.stats().plan
         assert now is not None and now.max_answer_tokens > plan.max_answer_tokens
         if not now.keeps_bounds:
