@@ -134,9 +134,9 @@ class Exchange:
         Raises:
           JaxserveError: a request failed without a piece.
         """
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), timeout_s)
         try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), timeout_s)
             self._check_time()
             if not self._open and not any(piece.token_ids for _, piece in self._pieces):
                 self._results()

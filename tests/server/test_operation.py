@@ -16,7 +16,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve import Runtime
+from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.server import ServerOptions, is_loopback
 from tests.server.serving import CHAT, NAME, client, connect, post, runtime, server
@@ -101,6 +101,24 @@ def test_disconnect_cancels(slow: Runtime, stream: bool):
         found = _metrics(url)
         assert found["jaxserve:num_requests_running"] == 0
         assert found["jaxserve:request_success_total['abort']"] == 1
+
+
+def test_disconnect_before_the_first_token_cancels():
+    """A client that leaves a stream while its request still waits for a slot ends the request."""
+    with (
+        runtime(step_s=0.05, max_decode_iterations=1, max_slots=1) as busy,
+        server(busy) as url,
+    ):
+        first = busy.submit("a", SamplingParams(max_tokens=100))
+        body = json.dumps({**LONG, "stream": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        with connect(url) as connection:
+            connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+            _wait(lambda: len(busy.outlook()) == 2)
+        _wait(lambda: len(busy.outlook()) < 2)
+        assert not first.future.done()  # so the other was not run to its end
+        first.cancel()
+        assert _metrics(url)["jaxserve:num_requests_waiting"] == 0
 
 
 def test_full_queue_is_429(slow: Runtime):
