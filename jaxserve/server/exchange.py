@@ -124,6 +124,10 @@ class Exchange:
                 on_piece=lambda piece, i=i: mailbox.post(partial(self._take, i, piece)),
             )
             self._pending.append(pending)
+            # `close` runs on the event loop: what is appended after it is cancelled here.
+            if self._is_closed:
+                pending.cancel()
+                return
             pending.future.add_done_callback(
                 lambda future, i=i: mailbox.post(partial(self._finish, i, future))
             )

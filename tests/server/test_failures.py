@@ -6,15 +6,19 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import openai
 import pytest
 
-from jaxserve import Runtime
+from jaxserve import Runtime, SamplingParams
 from jaxserve.engine.answers import Piece
-from jaxserve.server.exchange import merged
+from jaxserve.runtime import Service
+from jaxserve.runtime.pending import Pending
+from jaxserve.server import ServerOptions
+from jaxserve.server.backend import Backend
+from jaxserve.server.exchange import Exchange, Job, merged
 from jaxserve.testing import OPTIONS, FaultyExecutor, letter_tokenizer, tiny_llama
 from tests.server.serving import NAME, client, connect, post, runtime, server
 
@@ -46,6 +50,34 @@ def test_failed_engine(stream: bool):
         with pytest.raises(openai.InternalServerError):
             ai.completions.create(model=NAME, prompt="a")
         assert httpx2.get(url + "/ready").json()["error"]["code"] == "failed"
+
+
+def test_disconnect_while_prompts_are_submitted(rt: Runtime):
+    """A client that leaves while its prompts are submitted leaves none of them running."""
+    submitted: list[Pending] = []
+
+    class Watched:
+        """The runtime, whose first request is submitted just before the client leaves."""
+
+        def submit(self, *arguments: Any, **options: Any) -> Pending:
+            exchange.close()
+            submitted.append(rt.submit(*arguments, **options))
+            return submitted[-1]
+
+    def jobs(_: Service) -> list[Job]:
+        return [Job([1, 2], SamplingParams(max_tokens=100)) for _ in range(3)]
+
+    async def leave() -> None:
+        nonlocal exchange
+        backend = Backend(ServerOptions(model_name=NAME))
+        backend.serve(cast(Service, Watched()), 127)
+        exchange = Exchange(backend)
+        await exchange.start(jobs)
+
+    exchange: Any = None
+    asyncio.run(leave())
+    (pending,) = submitted
+    assert len(pending.result(60).token_ids) < 100
 
 
 def test_slow_reader_holds_up_nobody(rt: Runtime):
