@@ -21,7 +21,8 @@ from jaxserve.core.errors import JaxserveError
 from jaxserve.server.backend import Backend
 from jaxserve.server.errors import Kind, RefusedError, body_of, headers_of, invalid, kind_of
 from jaxserve.server.exchange import ClientGoneError
-from jaxserve.server.guard import AccessLog, BodyReader, KeyGuard
+from jaxserve.server.guard import AccessLog, BodyReader, HostGuard, KeyGuard
+from jaxserve.server.options import is_loopback
 from jaxserve.server.routes import (
     chat,
     completions,
@@ -62,6 +63,7 @@ def make_app(backend: Backend) -> FastAPI:
     options = backend.options
     middleware = [
         Middleware(AccessLog, options),
+        *([Middleware(HostGuard, options.host)] if is_loopback(options.host) else []),
         *([Middleware(KeyGuard, options.api_keys)] if options.api_keys else []),
         Middleware(BodyReader, options.max_body_bytes, options.body_timeout_s),
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import math
 import socket
@@ -92,14 +91,6 @@ class _Server(uvicorn.Server):
             _log.warning("the time to drain is over; open requests are cancelled")
             self._abort()
         self.should_exit = True
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a server on this address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def listen(options: ServerOptions) -> socket.socket:

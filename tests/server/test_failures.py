@@ -87,7 +87,7 @@ def test_slow_reader_holds_up_nobody(rt: Runtime):
         sent = json.dumps({**body, "stream": True}).encode()
         with connect(url) as slow:
             slow.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
                 b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(sent) + sent
             )
             for _ in range(3):
