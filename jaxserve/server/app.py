@@ -94,8 +94,9 @@ def _response(error: JaxserveError) -> Response:
     )
 
 
-async def _answer_error(_: Request, error: Exception) -> Response:
+async def _answer_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, JaxserveError)
+    http.app.backend.fail_if_over(error)
     if kind_of(error).status == 500:
         _log.error("a request failed", exc_info=error)
     return _response(error)

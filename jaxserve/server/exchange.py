@@ -14,7 +14,7 @@ from typing import TypeVar, final
 from anyio import to_thread
 from starlette.requests import Request as HttpRequest
 
-from jaxserve.core.errors import EngineFailedError, PromptTooLongError, RuntimeClosedError
+from jaxserve.core.errors import PromptTooLongError, RuntimeClosedError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
@@ -248,8 +248,7 @@ class Exchange:
         completions = [pending.future.result() for pending in self._pending]
         for completion in completions:
             if completion.error is not None:
-                if isinstance(completion.error, EngineFailedError):
-                    self._backend.fail()
+                self._backend.fail_if_over(completion.error)
                 raise completion.error
             if any(sample.finish_reason == "cancelled" for sample in completion.samples):
                 raise RuntimeClosedError("the server was stopped before the answer was complete")
