@@ -119,7 +119,8 @@ def _server(options: ServerOptions) -> _Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=options.max_connections,
+        # uvicorn refuses at this number of connections, with the present one counted.
+        limit_concurrency=options.max_connections + 1,
         timeout_graceful_shutdown=None
         if options.drain_timeout_s is None
         else math.ceil(options.drain_timeout_s),

@@ -133,6 +133,15 @@ def test_disconnect_before_the_first_token_cancels():
         assert _metrics(url)["jaxserve:num_requests_waiting"] == 0
 
 
+def test_connections_are_bounded(slow: Runtime):
+    """As many connections as allowed are answered, and one more gets 503."""
+    with server(slow, max_connections=1) as url:
+        with httpx2.Client() as first:
+            assert first.get(url + "/version").status_code == 200
+            assert httpx2.get(url + "/version").status_code == 503
+            assert first.get(url + "/version").status_code == 200
+
+
 def test_full_queue_is_429(slow: Runtime):
     """Beyond the bound a client is told when to come again, and accepted requests are answered."""
 
