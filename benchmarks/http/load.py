@@ -64,7 +64,7 @@ async def _send_one(host: str, port: int, body: bytes, at_s: float) -> Seen:
     await asyncio.sleep(at_s - time.perf_counter())
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(
-        b"POST /inference/v1/generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        b"POST /inference/v1/generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
         b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
     )
     writer.write(body)

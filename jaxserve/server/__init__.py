@@ -9,7 +9,7 @@ It needs the extra `serve`. `jaxserve serve` starts it; `running` serves in a th
             ...
 """
 
-from jaxserve.server.options import ServerOptions
-from jaxserve.server.run import is_loopback, listen, running, serve
+from jaxserve.server.options import ServerOptions, is_loopback
+from jaxserve.server.run import listen, running, serve
 
 __all__ = ["ServerOptions", "is_loopback", "listen", "running", "serve"]

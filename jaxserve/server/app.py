@@ -21,7 +21,8 @@ from jaxserve.core.errors import JaxserveError
 from jaxserve.server.backend import Backend
 from jaxserve.server.errors import Kind, RefusedError, body_of, headers_of, invalid, kind_of
 from jaxserve.server.exchange import ClientGoneError
-from jaxserve.server.guard import AccessLog, BodyReader, KeyGuard
+from jaxserve.server.guard import AccessLog, BodyReader, HostGuard, KeyGuard
+from jaxserve.server.options import is_loopback
 from jaxserve.server.routes import (
     chat,
     completions,
@@ -62,6 +63,7 @@ def make_app(backend: Backend) -> FastAPI:
     options = backend.options
     middleware = [
         Middleware(AccessLog, options),
+        *([Middleware(HostGuard, options.host)] if is_loopback(options.host) else []),
         *([Middleware(KeyGuard, options.api_keys)] if options.api_keys else []),
         Middleware(BodyReader, options.max_body_bytes, options.body_timeout_s),
     ]
@@ -92,8 +94,9 @@ def _response(error: JaxserveError) -> Response:
     )
 
 
-async def _answer_error(_: Request, error: Exception) -> Response:
+async def _answer_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, JaxserveError)
+    http.app.backend.fail_if_over(error)
     if kind_of(error).status == 500:
         _log.error("a request failed", exc_info=error)
     return _response(error)

@@ -11,8 +11,8 @@ from typing import Literal, final
 
 from anyio import to_thread
 
-from jaxserve.core.errors import JaxserveError
-from jaxserve.runtime import RuntimeStats, Service
+from jaxserve.core.errors import EngineFailedError, JaxserveError
+from jaxserve.runtime import Runtime, RuntimeStats, Service
 from jaxserve.scheduling.lengths.outlook import Outlook
 from jaxserve.server.errors import failed, too_busy, unavailable, unknown_model
 from jaxserve.server.mailbox import Mailbox
@@ -82,6 +82,14 @@ class Backend:
     def fail(self) -> None:
         """Refuse all requests, since the service could not be created or has failed."""
         self.phase = "failed"
+
+    def fail_if_over(self, error: JaxserveError) -> None:
+        """Refuse all requests if the error of one says that the engine has failed for good.
+
+        A fleet goes on: it replaces replicas, and the error is that of one request.
+        """
+        if isinstance(error, EngineFailedError) and isinstance(self._service, Runtime):
+            self.fail()
 
     def drain(self) -> None:
         """Refuse new requests; those that were accepted go on."""

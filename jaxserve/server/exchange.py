@@ -14,7 +14,7 @@ from typing import TypeVar, final
 from anyio import to_thread
 from starlette.requests import Request as HttpRequest
 
-from jaxserve.core.errors import EngineFailedError, PromptTooLongError, RuntimeClosedError
+from jaxserve.core.errors import PromptTooLongError, RuntimeClosedError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
@@ -124,6 +124,10 @@ class Exchange:
                 on_piece=lambda piece, i=i: mailbox.post(partial(self._take, i, piece)),
             )
             self._pending.append(pending)
+            # `close` runs on the event loop: what is appended after it is cancelled here.
+            if self._is_closed:
+                pending.cancel()
+                return
             pending.future.add_done_callback(
                 lambda future, i=i: mailbox.post(partial(self._finish, i, future))
             )
@@ -134,9 +138,9 @@ class Exchange:
         Raises:
           JaxserveError: a request failed without a piece.
         """
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), timeout_s)
         try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), timeout_s)
             self._check_time()
             if not self._open and not any(piece.token_ids for _, piece in self._pieces):
                 self._results()
@@ -244,8 +248,7 @@ class Exchange:
         completions = [pending.future.result() for pending in self._pending]
         for completion in completions:
             if completion.error is not None:
-                if isinstance(completion.error, EngineFailedError):
-                    self._backend.fail()
+                self._backend.fail_if_over(completion.error)
                 raise completion.error
             if any(sample.finish_reason == "cancelled" for sample in completion.samples):
                 raise RuntimeClosedError("the server was stopped before the answer was complete")

@@ -1,4 +1,4 @@
-"""ASGI middleware: API keys, limits of bodies, request ids and the access log."""
+"""ASGI middleware: hosts, API keys, limits of bodies, request ids and the access log."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import re
 import sys
 import time
 import uuid
@@ -67,6 +68,35 @@ class KeyGuard:
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(matches)
+
+
+@final
+class HostGuard:
+    """Refuses requests that name another host than this machine.
+
+    For a server on a loopback address. A page of another site can point its own name at that
+    address (DNS rebinding); the browser then sends that name, and takes the server for the site.
+    """
+
+    def __init__(self, app: ASGIApp, host: str):
+        self._app = app
+        self._allowed = {"localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = Headers(scope=scope).get("host", "")
+            name = re.sub(r":[0-9]*$", "", given).lower()
+            if name not in self._allowed:
+                await _refuse(self._misdirected(given), scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _misdirected(self, given: str) -> RefusedError:
+        return RefusedError(
+            f"the Host header is {given!r}, and this server listens for this machine only; send "
+            f"one of {', '.join(sorted(self._allowed))}, or start it with another --host",
+            Kind(421, "invalid_request_error", "unknown_host"),
+        )
 
 
 @final

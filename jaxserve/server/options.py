@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from typing import final
@@ -78,3 +79,11 @@ class ServerOptions:
                 raise InvalidConfigError(f"{name}={seconds} is not allowed; pass more than 0")
         if any(not key or not key.isascii() or not key.isprintable() for key in self.api_keys):
             raise InvalidConfigError("an API key is empty or not printable ASCII; replace it")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a server on this address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

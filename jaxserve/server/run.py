@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import math
 import socket
@@ -94,14 +93,6 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a server on this address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def listen(options: ServerOptions) -> socket.socket:
     """Return a listening socket.
 
@@ -128,7 +119,8 @@ def _server(options: ServerOptions) -> _Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=options.max_connections,
+        # uvicorn refuses at this number of connections, with the present one counted.
+        limit_concurrency=options.max_connections + 1,
         timeout_graceful_shutdown=None
         if options.drain_timeout_s is None
         else math.ceil(options.drain_timeout_s),

@@ -10,6 +10,7 @@ from typing import Any, final
 from anyio import to_thread
 
 from jaxserve.conversations import Conversation
+from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
@@ -87,6 +88,9 @@ class TurnExchange:
                             open_, self._as_completion(tokens, piece, begun_s, first_s or begun_s)
                         )
                     yield [(0, piece)]
+            except JaxserveError as error:
+                self._backend.fail_if_over(error)
+                raise
             finally:
                 await pieces.aclose()
         finally:

@@ -6,17 +6,23 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, cast
 
 import httpx2
 import openai
 import pytest
 
-from jaxserve import Runtime
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import EngineFailedError
 from jaxserve.engine.answers import Piece
-from jaxserve.server.exchange import merged
+from jaxserve.runtime import Service
+from jaxserve.runtime.pending import Pending
+from jaxserve.server import ServerOptions
+from jaxserve.server.backend import Backend
+from jaxserve.server.exchange import Exchange, Job, merged
 from jaxserve.testing import OPTIONS, FaultyExecutor, letter_tokenizer, tiny_llama
-from tests.server.serving import NAME, client, connect, post, runtime, server
+from tests.server.serving import CHAT, NAME, client, connect, post, runtime, server
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +31,23 @@ def rt() -> Iterator[Runtime]:
         yield rt
 
 
+@contextmanager
+def _faulty() -> Iterator[Runtime]:
+    """Yield a runtime whose engine fails after a few steps."""
+    with Runtime(
+        tiny_llama(),
+        tokenizer=letter_tokenizer(),
+        wrap_executor=lambda executor: FaultyExecutor(executor, raises_at=6),
+        **{**OPTIONS, "max_decode_iterations": 1},
+    ) as rt:
+        yield rt
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_failed_engine(stream: bool):
     """Open requests end with a server error, and from then on /health and /ready say so."""
     with (
-        Runtime(
-            tiny_llama(),
-            tokenizer=letter_tokenizer(),
-            wrap_executor=lambda executor: FaultyExecutor(executor, raises_at=6),
-            **{**OPTIONS, "max_decode_iterations": 1},
-        ) as rt,
+        _faulty() as rt,
         server(rt) as url,
         client(url) as ai,
     ):
@@ -48,6 +61,61 @@ def test_failed_engine(stream: bool):
         assert httpx2.get(url + "/ready").json()["error"]["code"] == "failed"
 
 
+@pytest.mark.parametrize("by", ["turn", "stream of a turn", "submit"])
+def test_failed_engine_is_known_to_health(by: str):
+    """A failure that a turn meets, or that was before a request came, is the server's, too."""
+    with _faulty() as rt, server(rt) as url:
+        if by == "submit":
+            with pytest.raises(EngineFailedError):
+                rt.generate("a", SamplingParams(max_tokens=50))
+            assert httpx2.get(url + "/health").status_code == 200  # nobody has seen it yet
+            assert post(url, "/v1/completions", {"prompt": "a"}).status_code == 500
+        else:
+            asked: Any = {"messages": CHAT, "conversation_id": "c", "max_tokens": 50}
+            post(url, "/v1/chat/completions", {**asked, "stream": by != "turn"})
+        assert httpx2.get(url + "/health").status_code == 500
+
+
+def test_fleet_goes_on_after_a_failed_request():
+    """For a service that is not a runtime, a failed engine is the failure of one request."""
+
+    async def phase_after_failure(service: Any) -> str:
+        backend = Backend(ServerOptions(model_name=NAME))
+        backend.serve(service, 127)
+        backend.fail_if_over(EngineFailedError("the fleet could not answer"))
+        return backend.phase
+
+    assert asyncio.run(phase_after_failure(object())) == "ready"
+
+
+def test_disconnect_while_prompts_are_submitted(rt: Runtime):
+    """A client that leaves while its prompts are submitted leaves none of them running."""
+    submitted: list[Pending] = []
+
+    class Watched:
+        """The runtime, whose first request is submitted just before the client leaves."""
+
+        def submit(self, *arguments: Any, **options: Any) -> Pending:
+            exchange.close()
+            submitted.append(rt.submit(*arguments, **options))
+            return submitted[-1]
+
+    def jobs(_: Service) -> list[Job]:
+        return [Job([1, 2], SamplingParams(max_tokens=100)) for _ in range(3)]
+
+    async def leave() -> None:
+        nonlocal exchange
+        backend = Backend(ServerOptions(model_name=NAME))
+        backend.serve(cast(Service, Watched()), 127)
+        exchange = Exchange(backend)
+        await exchange.start(jobs)
+
+    exchange: Any = None
+    asyncio.run(leave())
+    (pending,) = submitted
+    assert len(pending.result(60).token_ids) < 100
+
+
 def test_slow_reader_holds_up_nobody(rt: Runtime):
     """While a client does not read its stream, others are answered; then it gets all of it."""
     with server(rt) as url:
@@ -55,7 +123,7 @@ def test_slow_reader_holds_up_nobody(rt: Runtime):
         sent = json.dumps({**body, "stream": True}).encode()
         with connect(url) as slow:
             slow.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
                 b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(sent) + sent
             )
             for _ in range(3):

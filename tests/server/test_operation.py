@@ -16,7 +16,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve import Runtime
+from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.server import ServerOptions, is_loopback
 from tests.server.serving import CHAT, NAME, client, connect, post, runtime, server
@@ -85,12 +85,24 @@ def test_loopback():
     assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "host")] == [False] * 4
 
 
+def test_other_hosts_are_refused(slow: Runtime):
+    """A server for this machine refuses requests under a name that a site could have rebound."""
+    with server(slow) as url:
+        port = url.rpartition(":")[2]
+        for host in ("localhost", "LOCALHOST", f"127.0.0.1:{port}", f"[::1]:{port}", "[::1]"):
+            assert httpx2.get(url + "/v1/models", headers={"host": host}).status_code == 200
+        for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "::1"):
+            refused = httpx2.get(url + "/v1/models", headers={"host": host})
+            assert refused.status_code == 421
+            assert refused.json()["error"]["code"] == "unknown_host"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_cancels(slow: Runtime, stream: bool):
     """A client that closes its connection ends its request, whether it streams or waits."""
     with server(slow) as url:
         body = json.dumps({**LONG, "stream": stream}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
         sent = head + b"content-length: %d\r\n\r\n" % len(body)
         with connect(url) as connection:
             connection.sendall(sent + body)
@@ -101,6 +113,33 @@ def test_disconnect_cancels(slow: Runtime, stream: bool):
         found = _metrics(url)
         assert found["jaxserve:num_requests_running"] == 0
         assert found["jaxserve:request_success_total['abort']"] == 1
+
+
+def test_disconnect_before_the_first_token_cancels():
+    """A client that leaves a stream while its request still waits for a slot ends the request."""
+    with (
+        runtime(step_s=0.05, max_decode_iterations=1, max_slots=1) as busy,
+        server(busy) as url,
+    ):
+        first = busy.submit("a", SamplingParams(max_tokens=100))
+        body = json.dumps({**LONG, "stream": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
+        with connect(url) as connection:
+            connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+            _wait(lambda: len(busy.outlook()) == 2)
+        _wait(lambda: len(busy.outlook()) < 2)
+        assert not first.future.done()  # so the other was not run to its end
+        first.cancel()
+        assert _metrics(url)["jaxserve:num_requests_waiting"] == 0
+
+
+def test_connections_are_bounded(slow: Runtime):
+    """As many connections as allowed are answered, and one more gets 503."""
+    with server(slow, max_connections=1) as url:
+        with httpx2.Client() as first:
+            assert first.get(url + "/version").status_code == 200
+            assert httpx2.get(url + "/version").status_code == 503
+            assert first.get(url + "/version").status_code == 200
 
 
 def test_full_queue_is_429(slow: Runtime):
@@ -134,12 +173,12 @@ def test_request_timeout(slow: Runtime, stream: bool):
 def test_late_heads_and_bodies(slow: Runtime):
     """A connection whose head does not come is closed, and a body that does not come is 408."""
     with server(slow, header_timeout_s=0.3, body_timeout_s=0.3) as url:
-        for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"):
+        for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"):
             with connect(url) as connection:
                 connection.sendall(sent)
                 assert connection.recv(100) == b""
         with connect(url) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
             connection.sendall(b"content-length: 100\r\n\r\n{")
             assert connection.recv(100).startswith(b"HTTP/1.1 408")
         assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200

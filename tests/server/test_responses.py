@@ -38,6 +38,8 @@ def test_response_is_the_runtimes(rt: Runtime, ai: openai.OpenAI):
     assert answer.output_text == expected.text
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert answer.usage.input_tokens == len(expected.prompt_token_ids)
+    assert answer.usage.input_tokens_details.cached_tokens == 0
+    assert answer.usage.output_tokens_details.reasoning_tokens == 0
     assert (answer.usage.output_tokens, answer.metadata, answer.store) == (9, {"a": "b"}, False)
 
 
@@ -90,6 +92,7 @@ def test_logprobs(ai: openai.OpenAI):
     assert len(found) == 9 and len(found[0].top_logprobs) == 1
     *_, last = _respond(ai, **asked, stream=True)
     assert last.response.output[0].content[0].logprobs == found
+    assert _respond(ai, include=[]).output[0].content[0].logprobs == []
 
 
 def test_conversation(rt: Runtime, ai: openai.OpenAI):

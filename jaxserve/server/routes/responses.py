@@ -67,7 +67,7 @@ async def respond(body: ResponseRequest, http: Request, backend: Here) -> Respon
 
 
 def _params(body: ResponseRequest) -> SamplingParams:
-    wants_scores = body.include is not None
+    wants_scores = bool(body.include)
     if body.top_logprobs is not None and not wants_scores:
         raise invalid("top_logprobs needs include=['message.output_text.logprobs']", "top_logprobs")
     return SamplingParams(

@@ -104,11 +104,25 @@ class Incomplete(Reply):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
+class InputTokensDetails(Reply):
+    """Parts of the input; the server does not say which tokens were cached."""
+
+    cached_tokens: int = 0
+
+
+class OutputTokensDetails(Reply):
+    """Parts of the output; no tokens are hidden as reasoning."""
+
+    reasoning_tokens: int = 0
+
+
 class ResponseUsage(Reply):
     """Numbers of tokens."""
 
     input_tokens: int
+    input_tokens_details: InputTokensDetails = InputTokensDetails()
     output_tokens: int
+    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
     total_tokens: int
 
 
