@@ -86,6 +86,18 @@ def test_fork_and_delete(url: str):
         assert gone.json()["error"]["code"] == "conversation_not_found"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_of_turns_are_bounded(rt: Runtime, stream: bool):
+    """The server's limit of prompts counts the history, and a refused turn is not kept."""
+    id = f"bounded {stream}"
+    with server(rt, max_prompt_tokens=20) as url:
+        assert _say(url, id, "a", stream=stream).status_code == 200
+        refused = _say(url, id, "b" * 20, stream=stream)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert len(rt.conversation(id).turns) == 1
+
+
 def test_ids_with_a_slash_are_refused(url: str):
     """An id that no path could name cannot be given to a conversation."""
     assert _say(url, "a/b", "hi").status_code == 400
