@@ -21,6 +21,7 @@ from jaxserve.core.errors import (
     InvalidConfigError,
     InvalidSamplingParamsError,
     OtherModelError,
+    PromptTooLongError,
     TurnCancelledError,
     TurnTimeoutError,
     UnknownConversationError,
@@ -141,13 +142,17 @@ class Conversation:
         params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        max_prompt_tokens: int | None = None,
     ) -> Completion:
         """`send` for asyncio. Cancelling the task cancels the turn.
 
         A turn that is being written to the journal at that moment is kept.
+
+        Args:
+          max_prompt_tokens: limit of the caller on the prompt, the history included.
         """
         params = _checked(params)
-        async with entered(self._turn(said)) as prompt:
+        async with entered(self._turn(said, max_prompt_tokens)) as prompt:
             completion = await self._home.client.aanswer(
                 prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
             )
@@ -184,11 +189,12 @@ class Conversation:
         params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
+        max_prompt_tokens: int | None = None,
     ) -> AsyncGenerator[Piece]:
         """`stream` for asyncio. Close the generator (`contextlib.aclosing`) to leave it early."""
         params = _checked(params)
         received = _Received()
-        async with entered(self._turn(said)) as prompt:
+        async with entered(self._turn(said, max_prompt_tokens)) as prompt:
             pieces = self._home.client.astream(
                 prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
             )
@@ -236,7 +242,7 @@ class Conversation:
     # ---- one turn ----
 
     @contextmanager
-    def _turn(self, said: Said) -> Iterator[NextPrompt]:
+    def _turn(self, said: Said, limit: int | None = None) -> Iterator[NextPrompt]:
         with self._alone(), self._home.journal.using(self.id):
             self._catch_up()
             prompt = next_prompt(self._home.tokenizer, self._history, self._start, said)
@@ -244,6 +250,11 @@ class Conversation:
             if num_history and len(prompt.token_ids) > most:
                 num_new = len(prompt.token_ids) - num_history
                 raise ConversationTooLongError(self.id, num_history, num_new, most)
+            if limit is not None and len(prompt.token_ids) > limit:
+                raise PromptTooLongError(
+                    f"the prompt has {len(prompt.token_ids)} tokens with the history, and "
+                    f"max_prompt_tokens={limit}; shorten it, or begin a new conversation"
+                )
             yield prompt
 
     @contextmanager

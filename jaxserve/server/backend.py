@@ -62,19 +62,17 @@ class Backend:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
-    def serve(
-        self, service: Service, max_prompt_tokens: int, outlook: OutlookOf | None = None
-    ) -> None:
+    def serve(self, service: Service, max_model_len: int, outlook: OutlookOf | None = None) -> None:
         """Be ready, with this service, unless the server is being shut down already.
 
         Args:
-          max_prompt_tokens: length of the longest prompt that leaves room for one token.
+          max_model_len: maximum number of tokens of a prompt and its answer together.
           outlook: estimates when waiting requests begin (`Runtime.outlook`). Without it, the rate
             at which requests ended last says when a client may come again.
         """
         self._outlook = outlook
         self._service = service
-        self.max_model_len = max_prompt_tokens + 1
+        self.max_model_len = max_model_len
         self.mailbox = Mailbox(asyncio.get_running_loop())
         if self.phase == "loading":
             self.phase = "ready"

@@ -58,7 +58,10 @@ class TurnExchange:
         conversation, open_ = await self._open()
         try:
             completion = await conversation.asend(
-                self._said, self._params, timeout_s=self._backend.options.request_timeout_s
+                self._said,
+                self._params,
+                timeout_s=self._backend.options.request_timeout_s,
+                max_prompt_tokens=self._backend.options.max_prompt_tokens,
             )
             self._ended(open_, completion)
         finally:
@@ -75,7 +78,10 @@ class TurnExchange:
         begun_s, first_s, tokens = time.monotonic(), None, []
         try:
             pieces = conversation.astream(
-                self._said, self._params, timeout_s=self._backend.options.request_timeout_s
+                self._said,
+                self._params,
+                timeout_s=self._backend.options.request_timeout_s,
+                max_prompt_tokens=self._backend.options.max_prompt_tokens,
             )
             try:
                 async for piece in pieces:

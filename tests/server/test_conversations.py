@@ -86,6 +86,26 @@ def test_fork_and_delete(url: str):
         assert gone.json()["error"]["code"] == "conversation_not_found"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_of_turns_are_bounded(rt: Runtime, stream: bool):
+    """The server's limit of prompts counts the history, and a refused turn is not kept."""
+    id = f"bounded {stream}"
+    with server(rt, max_prompt_tokens=20) as url:
+        assert _say(url, id, "a", stream=stream).status_code == 200
+        refused = _say(url, id, "b" * 20, stream=stream)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert len(rt.conversation(id).turns) == 1
+
+
+def test_ids_with_a_slash_are_refused(url: str):
+    """An id that no path could name cannot be given to a conversation."""
+    assert _say(url, "a/b", "hi").status_code == 400
+    for given in ("a/b", {"id": "a/b"}):
+        assert post(url, "/v1/responses", {"input": "hi", "conversation": given}).status_code == 400
+    assert "a/b" not in [card["id"] for card in httpx2.get(url + "/conversations").json()["data"]]
+
+
 def test_errors_of_turns(url: str):
     """A turn has one sample, and a failed turn leaves the conversation as it was."""
     assert _say(url, "n", "a", n=2, temperature=1).status_code == 400

@@ -81,7 +81,7 @@ def test_fleet_goes_on_after_a_failed_request():
 
     async def phase_after_failure(service: Any) -> str:
         backend = Backend(ServerOptions(model_name=NAME))
-        backend.serve(service, 127)
+        backend.serve(service, 128)
         backend.fail_if_over(EngineFailedError("the fleet could not answer"))
         return backend.phase
 
@@ -106,7 +106,7 @@ def test_disconnect_while_prompts_are_submitted(rt: Runtime):
     async def leave() -> None:
         nonlocal exchange
         backend = Backend(ServerOptions(model_name=NAME))
-        backend.serve(cast(Service, Watched()), 127)
+        backend.serve(cast(Service, Watched()), 128)
         exchange = Exchange(backend)
         await exchange.start(jobs)
 

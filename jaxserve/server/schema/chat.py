@@ -10,6 +10,7 @@ from jaxserve.core.sampling_params import MAX_LOGPROBS
 from jaxserve.server.schema.base import (
     MAX_INT32,
     Asking,
+    ConversationId,
     FinishReason,
     PromptLogprobs,
     Reply,
@@ -95,10 +96,8 @@ class ChatRequest(Asking):
     )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    conversation_id: str | None = Field(
+    conversation_id: ConversationId | None = Field(
         None,
-        min_length=1,
-        max_length=256,
         description="Continue the conversation with this id, or begin it. `messages` are then the "
         "new ones only, and the server keeps the history.",
     )

@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxserve.core.sampling_params import MAX_LOGPROBS
-from jaxserve.server.schema.base import MAX_INT32, Reply, ScoredChoice, Strict, optional
+from jaxserve.server.schema.base import (
+    MAX_INT32,
+    ConversationId,
+    Reply,
+    ScoredChoice,
+    Strict,
+    optional,
+)
 
 
 class InputText(Strict):
@@ -52,7 +59,7 @@ class TextOptions(Strict):
 class ConversationParam(Strict):
     """A conversation that the server keeps."""
 
-    id: str = Field(min_length=1, max_length=256)
+    id: ConversationId
 
 
 class ResponseRequest(Strict):
@@ -61,8 +68,8 @@ class ResponseRequest(Strict):
     input: Annotated[str, Field(min_length=1)] | Annotated[list[InputMessage], Field(min_length=1)]
     model: str | None = None
     instructions: str | None = None
-    conversation: Annotated[str, Field(min_length=1, max_length=256)] | ConversationParam | None = (
-        Field(None, description="As `conversation_id` of a chat; `input` is new then.")
+    conversation: ConversationId | ConversationParam | None = Field(
+        None, description="As `conversation_id` of a chat; `input` is new then."
     )
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     temperature: float | None = Field(None, ge=0, le=100)
