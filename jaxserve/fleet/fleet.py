@@ -68,6 +68,8 @@ class Fleet:
       JournalError: the journal of conversations cannot be used.
     """
 
+    recovers = True  # see `Service`; a replica that fails is replaced
+
     def __init__(
         self,
         model: str,

@@ -68,6 +68,8 @@ class Runtime(Planned):
       ProcessGroupError: the processes already serve another model, or some have left.
     """
 
+    recovers = False  # see `Service`
+
     def __init__(
         self,
         model: nnx.Module,

@@ -37,6 +37,11 @@ class Service(Protocol):
         ...
 
     @property
+    def recovers(self) -> bool:
+        """Whether requests are served after an EngineFailedError, as by other replicas."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """Size of the vocabulary; token ids are below it."""
         ...

@@ -12,7 +12,7 @@ from typing import Literal, final
 from anyio import to_thread
 
 from jaxserve.core.errors import EngineFailedError, JaxserveError
-from jaxserve.runtime import Runtime, RuntimeStats, Service
+from jaxserve.runtime import RuntimeStats, Service
 from jaxserve.scheduling.lengths.outlook import Outlook
 from jaxserve.server.errors import failed, too_busy, unavailable, unknown_model
 from jaxserve.server.mailbox import Mailbox
@@ -84,9 +84,10 @@ class Backend:
     def fail_if_over(self, error: JaxserveError) -> None:
         """Refuse all requests if the error of one says that the engine has failed for good.
 
-        A fleet goes on: it replaces replicas, and the error is that of one request.
+        A service that recovers goes on, and the error is that of one request.
         """
-        if isinstance(error, EngineFailedError) and isinstance(self._service, Runtime):
+        is_over = self._service is not None and not self._service.recovers
+        if isinstance(error, EngineFailedError) and is_over:
             self.fail()
 
     def drain(self) -> None:

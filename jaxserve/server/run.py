@@ -15,7 +15,7 @@ from typing import Any, final
 import uvicorn
 
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.runtime import Runtime, Service
+from jaxserve.runtime import Service
 from jaxserve.server.app import make_app
 from jaxserve.server.backend import Backend, OutlookOf
 from jaxserve.server.options import ServerOptions
@@ -198,12 +198,8 @@ def _publish(server: _Server, service: Service, outlook: OutlookOf | None) -> No
     """Let the server answer with a service, from the event loop's next iteration on."""
     # A fleet reads its tokenizer at the first access, which may take seconds.
     _ = service.tokenizer
-    # An encoder's prompts are shorter than its context; a fleet tells only the length of prompts.
-    most = (
-        service.config.max_length
-        if isinstance(service, Runtime)
-        else service.conversations.client.max_prompt_tokens + 1
-    )
+    # For an encoder-decoder model, whose prompts have a limit of their own, its context is longer.
+    most = service.conversations.client.max_prompt_tokens + 1
     server.post(server.backend.serve, service, most, outlook)
 
 
