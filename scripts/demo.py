@@ -45,7 +45,7 @@ def main() -> int:
     console.print(
         f"{figures['output_tokens']} tokens for {len(QUESTIONS)} prompts in one batch, "
         f"{wall_s:.1f} s: {figures['output_tokens_per_s']:.0f} tokens/s "
-        f"({ready_s - started_s:.1f} s to start)",
+        f"({ready_s - started_s:.1f} s to start; a first run also compiles while it answers)",
         highlight=False,
     )
     console.print(_memory(stats), highlight=False)
