@@ -2,7 +2,7 @@
 
 RRA on one group of devices and WAA on two serve the same requests, all waiting from the start. Each
 schedule runs on the devices and then on the simulated executor with the step times that were
-measured on those devices, and that nobody fitted to it. A table on stderr, one JSON object on
+measured on those devices. They are not fitted to the run. A table on stderr, one JSON object on
 stdout; docs/benchmarks/papers.md says what each figure means.
 """
 

@@ -68,7 +68,7 @@ def test_failed_engine_is_known_to_health(by: str):
         if by == "submit":
             with pytest.raises(EngineFailedError):
                 rt.generate("a", SamplingParams(max_tokens=50))
-            assert httpx2.get(url + "/health").status_code == 200  # nobody has seen it yet
+            assert httpx2.get(url + "/health").status_code == 200  # no request has failed yet
             assert post(url, "/v1/completions", {"prompt": "a"}).status_code == 500
         else:
             asked: Any = {"messages": CHAT, "conversation_id": "c", "max_tokens": 50}
