@@ -20,6 +20,7 @@ from jaxserve.execution.encoding import encode_prompts
 from jaxserve.execution.handle import DeviceHandle, PromptPart
 from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
 from jaxserve.execution.protocol import GroupRole
+from jaxserve.execution.state_moves import StateMoves
 from jaxserve.execution.swap_costs import KeptSwapCosts
 from jaxserve.execution.weights import fingerprint, fitted
 from jaxserve.memory.disk_tier import HostMemory
@@ -79,6 +80,7 @@ class DeviceExecutor:
             cache, programs.place.pages, self.config.num_host_pages, programs.shelf
         )
         self._slots = DeviceSlots(self.config, programs.place.whole, programs.shelf)
+        self._states = StateMoves(self.config, programs.place.pages, programs.shelf)
         self._programs = programs
         self._compilations = CompilationCounter(strict=strict)
         self._is_closed = False
@@ -125,7 +127,8 @@ class DeviceExecutor:
     def _preparations(self) -> list[tuple[str, Callable[[], Any]]]:
         return list(
             DeviceWarmup(
-                self.config, self._programs, self._params, self._slots, self._pages
+                *(self.config, self._programs, self._params, self._slots, self._pages),
+                self._states,
             ).steps()
         )
 
@@ -152,6 +155,7 @@ class DeviceExecutor:
             late = plan.swaps_in[:count]
             self._pages.swap(plan.swaps_out, plan.swaps_in[count:])
             self._slots.apply(plan)
+            self._states.apply(self._pages, plan.moves)
             needs = self._slots.needs(plan.rows)
             if plan.is_decode_loop:
                 return self._decode(plan, needs)
@@ -387,5 +391,5 @@ class DeviceExecutor:
         """Return the FLOPs of attending to one position, relative to a token's other FLOPs."""
         model = self._programs.model_config
         num_params = sum(leaf.size for leaf in jax.tree.leaves(self._params))
-        attention = 2 * model.num_layers * model.num_heads * model.head_dim
+        attention = 2 * model.num_attention_layers * model.num_heads * model.head_dim
         return attention / num_params
