@@ -112,9 +112,6 @@ _OTHERS = {
         ),
         {},
     ),
-}
-
-_OTHERS |= {
     "mamba2": (
         "Mamba2Config",
         dict(
