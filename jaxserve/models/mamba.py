@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -221,3 +221,15 @@ def mixer_weights(path: str, name: str) -> dict[str, Weight]:
         f"{path}skip": Weight.of(name + "D", "h"),
         f"{path}step_bias": Weight.of(name + "dt_bias", "h"),
     }
+
+
+def step_limits(given: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the bounds of the step from a config.json.
+
+    transformers 5 writes infinity as a dictionary, {"__float__": "Infinity"}, and 4 as a number.
+    """
+    low, high = (
+        float(each["__float__"] if isinstance(each, Mapping) else each)
+        for each in given.get("time_step_limit") or (0.0, float("inf"))
+    )
+    return low, high

@@ -21,7 +21,7 @@ from jaxserve.models.families.llama import (
 )
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, GatedMLP
-from jaxserve.models.mamba import Mamba2Mixer, Mamba2Sizes, mixer_weights
+from jaxserve.models.mamba import Mamba2Mixer, Mamba2Sizes, mixer_weights, step_limits
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope
@@ -70,7 +70,7 @@ def _sizes(given: Mapping[str, Any]) -> Mamba2Sizes:
     inner = (given.get("mamba_expand") or 2) * given["hidden_size"]
     num_heads = given.get("mamba_n_heads") or 128
     head_dim = given.get("mamba_d_head", "auto")
-    low, high = given.get("time_step_limit") or (0.0, float("inf"))
+    low, high = step_limits(given)
     return Mamba2Sizes(
         num_heads=num_heads,
         head_dim=inner // num_heads if head_dim in ("auto", None) else int(head_dim),
@@ -79,8 +79,8 @@ def _sizes(given: Mapping[str, Any]) -> Mamba2Sizes:
         kernel_size=given.get("mamba_d_conv") or 4,
         has_bias=bool(given.get("mamba_proj_bias", False)),
         has_conv_bias=given.get("mamba_conv_bias") is not False,
-        min_step=float(low),
-        max_step=float(high),
+        min_step=low,
+        max_step=high,
     )
 
 

@@ -15,7 +15,7 @@ from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block
-from jaxserve.models.mamba import Mamba2Mixer, Mamba2Sizes, mixer_weights
+from jaxserve.models.mamba import Mamba2Mixer, Mamba2Sizes, mixer_weights, step_limits
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.weights import Weight
@@ -49,7 +49,7 @@ class Mamba2Config(DecoderConfig):
         """See `DecoderConfig.from_hf`."""
         check_readable(given, _REQUIRED)
         check_is(given, "hidden_act", ("silu", "swish"))
-        low, high = given.get("time_step_limit") or (0.0, float("inf"))
+        low, high = step_limits(given)
         sizes = Mamba2Sizes(
             num_heads=given["num_heads"],
             head_dim=given["head_dim"],
@@ -58,8 +58,8 @@ class Mamba2Config(DecoderConfig):
             kernel_size=given.get("conv_kernel") or 4,
             has_bias=bool(given.get("use_bias", False)),
             has_conv_bias=bool(given.get("use_conv_bias", True)),
-            min_step=float(low),
-            max_step=float(high),
+            min_step=low,
+            max_step=high,
         )
         return cls(
             vocab_size=given["vocab_size"],
