@@ -278,7 +278,9 @@ class _Pages:
 
     def plan_host(self, size: PoolSize) -> int:
         """Return the number of pages on the host."""
-        wanted = 0 if self.model_config.num_recurrent_layers else self.options.host_memory
+        wanted = self.options.host_memory
+        if self.model_config.num_recurrent_layers:
+            return 0
         return plan_host_pages(
             size.page_bytes * self.place.num_shards,
             size.num_pages - 1,
