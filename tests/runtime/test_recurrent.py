@@ -8,6 +8,7 @@ import pytest
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.store import load_model
+from jaxserve.testing import RecordingExecutor, WrapAll
 from sharding import StagePlan, make_groups, make_mesh
 from tests.models.hf_checkpoints import VOCAB_SIZE, greedy_shortfall, write_checkpoint
 
@@ -24,7 +25,6 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 _RNG = np.random.default_rng(5)
 # More prompts than slots; some are longer than a step.
 PROMPTS = [_RNG.integers(0, VOCAB_SIZE, n).tolist() for n in (1, 9, 100, 30, 2, 70, 5)]
-# Answers that end apart, so that slots are compacted.
 LENGTHS = [12, 3, 12, 1, 7, 12, 5]
 EACH = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in LENGTHS]
 
@@ -67,7 +67,7 @@ def _cut(wanted: list[list[int]]) -> list[list[int]]:
     ],
 )
 def test_every_policy_gives_the_same_answers(checkpoint, policy):
-    """Chunks of prompts beside decoding, slots that are compacted, and repeated prompts."""
+    """Chunks of prompts beside decoding, answers that end apart, and repeated prompts."""
     folder, wanted = checkpoint
     with Runtime.from_pretrained(folder, policy=policy, **OPTIONS) as rt:
         assert _tokens(rt.generate(PROMPTS, EACH)) == _cut(wanted)
@@ -82,6 +82,20 @@ def test_nothing_compiles_after_the_warm_up(checkpoint):
     folder, wanted = checkpoint
     with Runtime.from_pretrained(folder, **OPTIONS | dict(warmup=True, strict=True)) as rt:
         assert _tokens(rt.generate(PROMPTS, EACH)) == _cut(wanted)
+
+
+def test_states_move_with_their_slots(checkpoint):
+    """Sequences that are left go on in other slots when their neighbours end."""
+    folder, wanted = checkpoint
+    recording = WrapAll(RecordingExecutor)
+    order = [1, 4, 6, 0, 4, 6, 0, 3]  # of PROMPTS, one for each slot
+    lengths = [12, *[2] * 6, 12]
+    each = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in lengths]
+    options = OPTIONS | dict(wrap_executor=recording, policy="orca", max_slots=8)
+    with Runtime.from_pretrained(folder, **options) as rt:
+        got = _tokens(rt.generate([PROMPTS[i] for i in order], each))
+    assert got == [wanted[i][:n] for i, n in zip(order, lengths, strict=True)]
+    assert any(plan.moves for plan in recording.executors[0].plans)
 
 
 def test_samples_are_those_of_as_many_requests(checkpoint):
