@@ -35,14 +35,14 @@ def _options(command: str) -> dict[str, tuple]:
     """Return what a command's options are, by name."""
     parameters = get_command(app).commands[command].params  # type: ignore[attr-defined]
     return {
-        each.name: (each.opts, each.default, each.help, repr(each.type), each.rich_help_panel)
+        each.name: (each.opts, each.default, each.help, each.multiple, each.rich_help_panel)
         for each in parameters
     }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_agree_on_shared_options(command):
-    """Names, default, help, type and panel of an option are those of `generate`."""
+    """Names, default, help and panel of an option are those of `generate`."""
     expected = set().union(*map(_names, COMMANDS[command]))
     if command == "chat":
         expected -= set(OF_MANY_REQUESTS)
