@@ -62,6 +62,13 @@ class Quantisation:
             rounds_activations=rounds,
         )
 
+    @classmethod
+    def stored(cls) -> Self:
+        """Return that of a folder whose weights are in few bits: they stay as they are stored."""
+        kept = cls.of(RuntimeOptions(quantize="keep"))
+        assert kept is not None
+        return kept
+
     def change(self, weight: nnx.Param, axes: WeightAxes) -> Any:
         """Return the weight in its format: a `QuantisedWeight`, or itself.
 
@@ -90,8 +97,9 @@ class Quantiser:
         is_quantised = any(isinstance(module, QuantisedWeight) for module in modules)
         if quantisation.keeps_blocks and not is_quantised:
             raise InvalidConfigError(
-                "quantize='keep' keeps the blocks of a GGUF file, and this model has dense "
-                "weights; pass quantize='int8' or 'int4' to round them"
+                "quantize='keep' keeps the blocks of a GGUF file or the codes of a folder in few "
+                "bits, and this model has dense weights; pass quantize='int8' or 'int4' to round "
+                "them"
             )
         if is_quantised and not quantisation.keeps_blocks:
             decoder = cast(Any, model)

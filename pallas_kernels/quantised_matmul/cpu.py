@@ -44,12 +44,13 @@ def call(
     """Call the kernel that is registered under `target`."""
     columns = weight.channels.size
     none = np.zeros(0, np.float32)
+    least = weight.minima if weight.zeros is None else weight.zeros
     return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32))(
         x.astype(jnp.float32),
         weight.codes,
         weight.channels,
         none if weight.scales is None else weight.scales,
-        none if weight.minima is None else weight.minima,
+        none if least is None else least,
         bits=np.int64(weight.bits),
         offset=np.int64(weight.offset),
         group=np.int64(weight.group),

@@ -1,0 +1,37 @@
+"""The formats of quantised folders by their name in `quantization_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.models.quantised_folders.awq import AWQ
+from jaxserve.models.quantised_folders.compressed_tensors import CompressedTensors
+from jaxserve.models.quantised_folders.gptq import GPTQ
+from jaxserve.models.quantised_folders.matrix import Method
+
+METHODS: Mapping[str, Callable[[Mapping[str, Any]], Method]] = MappingProxyType(
+    {"gptq": GPTQ.of, "awq": AWQ.of, "compressed-tensors": CompressedTensors.of}
+)
+
+
+def method_of(config: Mapping[str, Any]) -> Method | None:
+    """Return the format of a folder's weights, from config.json; None for dense weights.
+
+    Raises:
+      UnsupportedModelError: the format is not read.
+    """
+    given = config.get("quantization_config")
+    if not given:
+        return None
+    name = given.get("quant_method")
+    if name not in METHODS:
+        raise UnsupportedModelError(
+            f"quantization_config has quant_method={name!r}; read are 'gptq' (4 and 8 bits), 'awq' "
+            "(4 bits, version 'gemm') and 'compressed-tensors' ('pack-quantized' and "
+            "'int-quantized'). Use a checkpoint in one of these, or one in 16 bits with "
+            "quantize='int4' or 'int8'"
+        )
+    return METHODS[name](given)
