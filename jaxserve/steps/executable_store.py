@@ -1,7 +1,7 @@
 """Compiled executables on disk, so that a later process loads them without tracing.
 
 An executable is native code, and its entry is unpickled. The store is therefore a folder of its own
-that only this user can write to.
+that only this user can write to, and so is each entry.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any, final
 
 import jax
 from jax.experimental import serialize_executable
+
+from pallas_kernels.own_files import is_own, read_own_file
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ class ExecutableStore:
             return None
         path = self._path(key)
         try:
-            entry = path.read_bytes()
+            entry = read_own_file(path)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -143,11 +145,7 @@ class ExecutableStore:
         except OSError as error:
             _log.warning("executables are not kept for later starts: %s", error)
             return False
-        if (
-            not stat.S_ISDIR(about.st_mode)
-            or about.st_uid != os.getuid()
-            or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        ):
+        if not stat.S_ISDIR(about.st_mode) or not is_own(about):
             _log.warning(
                 "executables are neither kept nor loaded: %s is not a folder that this user alone "
                 "can write to, and executables are code; remove it, or set JAXSERVE_CACHE",

@@ -122,6 +122,44 @@ def test_whole_numbers_are_exact(format, instructions):
     np.testing.assert_array_equal(_by_kernel(x, packed, instructions), x @ weight.T)
 
 
+@pytest.mark.parametrize("implementation", [*INSTRUCTIONS, "xla"])
+@pytest.mark.parametrize("scales_dtype", [None, "float16", "float32"])
+@pytest.mark.parametrize(("bits", "kind"), [(4, np.uint8), (8, np.int16)])
+def test_zero_points(bits, kind, scales_dtype, implementation):
+    """Zero points from 0 to one past the largest code agree, with and without scales."""
+    rng, (width, depth), group = np.random.default_rng(bits), (40, 96), 32
+    codes = rng.integers(0, 2**bits, (width, depth)).astype(np.uint8)
+    zeros = rng.choice([0, 1, 2 ** (bits - 1), 2**bits - 1, 2**bits], (width, depth // group))
+    scales = None
+    if scales_dtype is not None:
+        scales = rng.uniform(0.5, 2, zeros.shape).astype(scales_dtype)
+    channels = rng.uniform(0.5, 2, width).astype(np.float32)
+    packed = pack(
+        *(jnp.asarray(codes), jnp.asarray(channels)),
+        *(None if scales is None else jnp.asarray(scales), None),
+        bits=bits,
+        group=group,
+        zeros=jnp.asarray(zeros.astype(kind)),
+    )
+    numbers = codes.astype(np.float64) - np.repeat(zeros, group, axis=1)
+    if scales is not None:
+        numbers *= np.repeat(scales.astype(np.float64), group, axis=1)
+    numbers *= channels[:, None]
+    np.testing.assert_allclose(dequantise(packed)[:width], numbers, rtol=1e-6)
+    np.testing.assert_array_equal(
+        dequantised_rows(packed, jnp.asarray([39, 0, 17])),
+        dequantise(packed)[jnp.asarray([39, 0, 17])],
+    )
+    x = rng.standard_normal((7, depth), np.float32)
+    if implementation == "xla":
+        got = quantised_matmul(
+            jnp.asarray(x), packed, rounds_activations=True, implementation="xla"
+        )
+    else:
+        got = _by_kernel(x, packed, implementation)
+    _assert_close(got[:, :width], _rounded(x, group) @ numbers.T, 1e-3)
+
+
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_bits_of_a_row_are_its_own(format, instructions):
