@@ -150,7 +150,7 @@ def test_an_entry_that_others_may_have_written_is_not_loaded(tmp_path, compiled,
 
 
 def test_jax_keeps_no_second_copy(tmp_path):
-    """An executable of the store is not in JAX's own cache, which has what is compiled beside it."""
+    """An executable of the store is not in JAX's own cache; what is compiled beside it is."""
 
     def kept_by_the_store(x):
         return jnp.sort(x * 3)
