@@ -14,10 +14,10 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.models.linear import WeightAxes, replace_weights
 from jaxserve.models.loading import abstract_model
-from jaxserve.models.quantised import INT4, INT8, QuantisedWeight, WeightFormat
+from jaxserve.models.quantised import FP8, INT4, INT8, QuantisedWeight, WeightFormat
 
 _log = logging.getLogger(__name__)
-_FORMATS = {"int8": INT8, "int4": INT4}
+_FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8}
 
 
 @final
@@ -49,7 +49,9 @@ class Quantisation:
 
         def format_of(name: str) -> WeightFormat | None:
             found = _FORMATS.get(name)
-            return None if found is None else replace(found, rounds_activations=rounds)
+            if found is None:
+                return None
+            return replace(found, rounds_activations=rounds and not found.is_float)
 
         layers = format_of(options.quantize)
         embeddings = None if options.quantize == "keep" else format_of(ends)

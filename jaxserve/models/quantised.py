@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.linear import WeightAxes
 from pallas_kernels import PackedMatrix, dequantise, quantised_matmul
-from pallas_kernels.quantised_matmul import dequantised_rows, quantise
+from pallas_kernels.quantised_matmul import dequantised_rows, quantise, quantise_float8
 from sharding import DEFAULT_RULES
 
 
@@ -32,16 +32,19 @@ class WeightFormat:
       has_minima: whether each group has a minimum too; symmetric otherwise.
       rounds_activations: whether a product rounds activations to int8, with a scale for each token
         and group, as the kernel for CPUs does. Otherwise they keep their dtype.
+      is_float: whether numbers are float8_e4m3fn; then activations are not rounded.
     """
 
     bits: int
     group: int
     has_minima: bool = False
     rounds_activations: bool = False
+    is_float: bool = False
 
 
 INT8 = WeightFormat(bits=8, group=32)
 INT4 = WeightFormat(bits=4, group=32, has_minima=True)
+FP8 = WeightFormat(bits=8, group=32, is_float=True)
 
 
 @final
@@ -89,6 +92,7 @@ class QuantisedWeight(nnx.Module):
         if order is not None:
             self.order = param(jnp.asarray(order), (*stacked, None))
         self.bits = matrix.bits
+        self.is_float = matrix.is_float
         self.width = width
         self.out = out
         self.rounds_activations = rounds_activations
@@ -121,6 +125,7 @@ class QuantisedWeight(nnx.Module):
             held("minima"),
             self.bits,
             held("zeros"),
+            self.is_float,
         )
 
     def dequantised(self) -> Float32[Array, " *stacked_and_out in"]:
@@ -190,6 +195,8 @@ class QuantisedWeight(nnx.Module):
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _quantised(array: Float[Array, ...], axes: WeightAxes, format: WeightFormat) -> PackedMatrix:
+    if format.is_float:
+        return quantise_float8(in_axes_last(array, axes), group=format.group)
     return quantise(
         in_axes_last(array, axes),
         bits=format.bits,

@@ -28,6 +28,8 @@ def quantised_matmul(
     platform = dispatch.target_platform()
     if platform != "cpu":
         raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
+    if weight.is_float:
+        raise NotImplementedError("it multiplies integers")
     if not rounds_activations:
         raise NotImplementedError("it rounds activations to eight bits")
     if dispatch.is_partitioned():

@@ -7,6 +7,7 @@ from typing import final
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Integer, UInt8
 
 # Columns that are stored together.
@@ -31,6 +32,8 @@ class PackedMatrix:
     minima     as scales; None for zeros
     zeros      as scales: uint8 or int16 zero points, in place of minima; None for `offset`
 
+    With `is_float`, which needs 8 bits, a code is a float8_e4m3fn number, and there is no offset.
+
     `lead` are more axes of columns, each with panels of its own. The last panel and the last group
     are filled up with numbers that the product does not use: their scales or activations are zeros.
     """
@@ -41,6 +44,7 @@ class PackedMatrix:
     minima: Float[Array, " *lead panels groups 16"] | None
     bits: int = field(metadata=dict(static=True))
     zeros: Integer[Array, " *lead panels groups 16"] | None = None
+    is_float: bool = field(default=False, metadata=dict(static=True))
 
     @property
     def group(self) -> int:
@@ -67,6 +71,7 @@ def pack(
     bits: int,
     group: int,
     zeros: Integer[Array, " *lead out groups"] | None = None,
+    is_float: bool = False,
 ) -> PackedMatrix:
     """Return codes [*lead, out, in] in panels; `in` is a multiple of `group`.
 
@@ -99,7 +104,7 @@ def pack(
     scales, minima, zeros = (
         None if x is None else jnp.swapaxes(panels(x, -2), -1, -2) for x in (scales, minima, zeros)
     )
-    return PackedMatrix(codes, panels(channels, -1), scales, minima, bits, zeros)
+    return PackedMatrix(codes, panels(channels, -1), scales, minima, bits, zeros, is_float)
 
 
 def dequantise(packed: PackedMatrix) -> Float32[Array, " *lead out in"]:
@@ -108,8 +113,12 @@ def dequantise(packed: PackedMatrix) -> Float32[Array, " *lead out in"]:
     if packed.bits == 4:
         codes = jnp.stack([codes & 15, codes >> 4], axis=-2)
     *first, groups = codes.shape[: packed.codes.ndim - 2]
-    zeros = packed.offset if packed.zeros is None else _turned(packed.zeros)
-    numbers = codes.reshape(*first, groups, packed.group).astype(jnp.float32) - zeros
+    codes = codes.reshape(*first, groups, packed.group)
+    if packed.is_float:
+        numbers = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    else:
+        zeros = packed.offset if packed.zeros is None else _turned(packed.zeros)
+        numbers = codes.astype(jnp.float32) - zeros
     if packed.scales is not None:
         numbers = numbers * _turned(packed.scales)
     if packed.minima is not None:
@@ -135,6 +144,7 @@ def dequantised_rows(
         own(packed.minima),
         packed.bits,
         own(packed.zeros),
+        packed.is_float,
     )
     return dequantise(part)
 

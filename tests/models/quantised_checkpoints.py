@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 
 Arrays = dict[str, np.ndarray]
 Numbers = dict[str, np.ndarray]
@@ -134,6 +135,42 @@ def int_quantized(module: str, m: Drawn) -> Arrays:
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrawnFloats:
+    """A matrix [out, in] in float8 with a scale for each block of outputs and inputs."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    block: tuple[int, int]
+
+    @property
+    def numbers(self) -> np.ndarray:
+        rows, columns = self.block
+        whole = np.repeat(np.repeat(self.scales, rows, 0), columns, 1)
+        return self.codes.astype(np.float32) * whole[: len(self.codes)]
+
+
+def in_blocks(matrix: Drawn, block: tuple[int, int]) -> DrawnFloats:
+    """Return a matrix rounded to float8; a block of -1 is the whole axis."""
+    numbers = matrix.numbers
+    out, width = numbers.shape
+    rows, columns = (
+        n if size == -1 else size for n, size in zip(numbers.shape, block, strict=True)
+    )
+    padded = np.zeros((-(-out // rows) * rows, width), np.float32)
+    padded[:out] = numbers
+    blocks = padded.reshape(len(padded) // rows, rows, width // columns, columns)
+    scales = (np.abs(blocks).max((1, 3)) / 300).astype(np.float32)
+    whole = np.repeat(np.repeat(scales, rows, 0), columns, 1)[:out]
+    codes = (numbers / whole).astype(ml_dtypes.float8_e4m3fn)
+    return DrawnFloats(codes=codes, scales=scales, block=(rows, columns))
+
+
+def float8(module: str, m: DrawnFloats, *, scale: str = "weight_scale") -> Arrays:
+    """Return a module's tensors as compressed-tensors and others write float8."""
+    return {f"{module}.weight": m.codes, f"{module}.{scale}": m.scales}
+
+
 def compressed(format: str, bits: int, group: int, **weights: Any) -> dict[str, Any]:
     """Return the quantization_config of compressed-tensors."""
     scheme = {
@@ -172,12 +209,12 @@ def module_shapes(hidden: int, inner: int) -> dict[str, tuple[int, int]]:
 def write_folders(
     parent: Path,
     config: Mapping[str, Any],
-    write: Callable[[str, Drawn], Arrays],
+    write: Callable[[str, Any], Arrays],
     *,
     hidden: int = 64,
     inner: int = 96,
     acts_in_order: bool = True,
-    change: Callable[[Drawn], Drawn] = lambda matrix: matrix,
+    change: Callable[[Drawn], Drawn | DrawnFloats] = lambda matrix: matrix,
     seed: int = 0,
     **drawn: Any,
 ) -> tuple[Path, Path, Numbers]:
@@ -225,5 +262,23 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Arrays) -> No
     """Write config.json and model.safetensors."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
-    whole = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    save_file(whole, folder / "model.safetensors")
+    save(tensors, folder / "model.safetensors")
+
+
+def save(tensors: Arrays, path: Path) -> None:
+    """Write a safetensors file, which may have float8 tensors too."""
+    names = {"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "int8": "I8", "int32": "I32"}
+    names |= {"int64": "I64", "float16": "F16", "float32": "F32"}
+    header, parts, at = {}, [], 0
+    for name, array in tensors.items():
+        octets = np.ascontiguousarray(array).tobytes()
+        header[name] = {
+            "dtype": names[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [at, at + len(octets)],
+        }
+        parts.append(octets)
+        at += len(octets)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))

@@ -25,7 +25,9 @@ from tests.models.kept_weights import dense, restored
 from tests.models.quantised_checkpoints import (
     awq,
     compressed,
+    float8,
     gptq,
+    in_blocks,
     int_quantized,
     pack_quantized,
     write_folder,
@@ -79,6 +81,21 @@ FORMATS = {
         compressed("int-quantized", 8, -1),
         int_quantized,
         dict(bits=8, group=-1, is_symmetric=True, scale_dtype=BF16),
+    ),
+    "float8, channels": (
+        compressed("float-quantized", 8, -1, type="float"),
+        float8,
+        dict(bits=4, group=32, change=partial(in_blocks, block=(1, -1))),
+    ),
+    "float8, one scale": (
+        compressed("float-quantized", 8, -1, type="float", strategy="tensor"),
+        float8,
+        dict(bits=4, group=32, change=partial(in_blocks, block=(-1, -1))),
+    ),
+    "float8, blocks": (
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 32]},
+        partial(float8, scale="weight_scale_inv"),
+        dict(bits=4, group=32, change=partial(in_blocks, block=(24, 32))),
     ),
 }
 FORMATS["gptq, second version"][0]["group_size"] = 16
@@ -137,7 +154,8 @@ def test_stacked_and_sharded_weights(tmp_path, format, how):
 
 
 @pytest.mark.parametrize(
-    "format", ["gptq", "gptq, act order", "awq", "packed, 8 bits, act order", "int8"]
+    "format",
+    ["gptq", "gptq, act order", "awq", "packed, 8 bits, act order", "int8", "float8, blocks"],
 )
 def test_logits_are_those_of_the_dense_model(tmp_path, format):
     """They agree to float32's rounding, and to 2 % where the kernel rounds activations."""
@@ -171,6 +189,7 @@ def _bytes(loaded) -> int:
         ("awq", 4 + 24 / 32),
         ("packed", 4 + 16 / 32),
         ("int8", 8),
+        ("float8, channels", 8),
     ],
 )
 def test_memory_is_that_of_the_format(tmp_path, format, bits):
@@ -308,14 +327,16 @@ def test_uneven_orders_of_inputs_are_refused(tmp_path):
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "read are 'gptq'"),
         ({"quant_method": "hqq"}, "quant_method='hqq'"),
-        ({"quant_method": "fp8"}, "compressed-tensors"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "'e4m3' is read"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size=\[128\]"),
         ({"bits": 4}, "quant_method=None"),
         (GPTQ4 | {"bits": 3}, "bits=3"),
         (GPTQ4 | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         (GPTQ4 | {"is_marlin_format": True}, "'gptq' and 'gptq_v2' are read"),
         (AWQ4 | {"version": "gemv"}, "version='gemv'"),
         (AWQ4 | {"bits": 8}, "4 bits in the version 'gemm'"),
-        (compressed("float-quantized", 8, -1, type="float"), "type='float'"),
+        (compressed("float-quantized", 4, 16, type="float"), "num_bits=4"),
+        (compressed("nvfp4-pack-quantized", 4, 16, type="float"), "nvfp4"),
         (compressed("pack-quantized", 4, 32, strategy="block"), "strategy='block'"),
         (compressed("marlin-24", 4, 32), "format='marlin-24'"),
         (

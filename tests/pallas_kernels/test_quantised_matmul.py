@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import build, dequantise, quantised_matmul
-from pallas_kernels.quantised_matmul import cpu, dequantised_rows, pack, quantise
+from pallas_kernels.quantised_matmul import (
+    cpu,
+    dequantised_rows,
+    pack,
+    quantise,
+    quantise_float8,
+)
 from sharding import make_mesh
 
 # (bits, group, has_minima).
@@ -120,6 +126,25 @@ def test_whole_numbers_are_exact(format, instructions):
     x[0] = 127
     weight = codes.astype(np.int64) - packed.offset - (3 if has_minima else 0)
     np.testing.assert_array_equal(_by_kernel(x, packed, instructions), x @ weight.T)
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1.0, 1e30])
+def test_float8(factor):
+    """Columns keep their largest number to float8's precision, zeros are exact, NaN stays."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((40, 70), np.float32) * np.float32(factor)
+    weight[3], weight[5, 7] = 0, np.nan
+    packed = quantise_float8(jnp.asarray(weight), group=32)
+    got = np.asarray(dequantise(packed))[:40, :70]
+    assert not got[3].any() and np.isnan(got[5]).all()
+    rest = np.setdiff1d(np.arange(40), [5])
+    _assert_close(got[rest] / factor, weight[rest] / factor, 0.03)
+    np.testing.assert_allclose(np.abs(got[rest]).max(1), np.abs(weight[rest]).max(1), rtol=1e-5)
+    x = rng.standard_normal((6, 70), np.float32)
+    product = quantised_matmul(jnp.asarray(x), packed, rounds_activations=False)[:, rest]
+    _assert_close(product / factor, x @ (got[rest] / factor).T, 1e-5)
+    with pytest.raises(NotImplementedError, match="multiplies integers"):
+        quantised_matmul(jnp.asarray(x), packed, rounds_activations=True, implementation="cpu")
 
 
 @pytest.mark.parametrize("implementation", [*INSTRUCTIONS, "xla"])

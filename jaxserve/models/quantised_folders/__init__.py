@@ -1,4 +1,7 @@
-"""Hugging Face folders whose weights are in eight or four bits: GPTQ, AWQ, compressed-tensors."""
+"""Hugging Face folders whose weights are in eight or four bits.
+
+GPTQ, AWQ, compressed-tensors and fp8.
+"""
 
 from jaxserve.models.quantised_folders.kept import KeptMatrices
 from jaxserve.models.quantised_folders.matrix import Method

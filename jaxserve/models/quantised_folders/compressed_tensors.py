@@ -1,9 +1,10 @@
-"""compressed-tensors folders, as llm-compressor writes them: packed integers, and int8.
+"""compressed-tensors folders, as llm-compressor writes them: packed integers, int8, and float8.
 
 Format "pack-quantized": a module has `weight_packed` int32 [out, in * bits / 32], `weight_scale`
 [out, groups], `weight_shape` [2], and where asymmetric `weight_zero_point`, packed along `out`.
 With activation order, `weight_g_idx` int32 [in]. Format "int-quantized": `weight` int8 [out, in]
 and a zero point int8 [out, groups]. Numbers are signed; packed ones have 2 ** (bits - 1) added.
+Format "float-quantized": see `float8`.
 Source: compressed_tensors/compressors/quantized_compressors.
 """
 
@@ -18,19 +19,32 @@ import numpy as np
 from jaxtyping import Int, Int16, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.models.quantised_folders.float8 import SPARE, Block, float8_matrix
 from jaxserve.models.quantised_folders.matrix import Found, Matrix, unpacked, whole_number
 from jaxserve.models.source import WeightSource
 
-FORMATS = ("pack-quantized", "int-quantized")
+# The types and bits of weights by format.
+_TYPES = {
+    "pack-quantized": ("int", (4, 8)),
+    "int-quantized": ("int", (8,)),
+    "float-quantized": ("float", (8,)),
+}
 
 
 @final
 @dataclass(frozen=True, order=True)
 class _Scheme:
-    """The weights of a group of modules; `group` -1 is one scale for each output."""
+    """The weights of a group of modules.
+
+    Attributes:
+      group: number of inputs that share a scale; -1 for one scale an output, or one in all.
+      block: see `Float8`; (0, 0) for no blocks.
+    """
 
     bits: int
     group: int
+    is_float: bool = False
+    block: Block = (0, 0)
 
 
 @final
@@ -54,7 +68,13 @@ class CompressedTensors:
                 "is read, so save the checkpoint without sparse compression"
             )
         groups = (given.get("config_groups") or {}).values()
-        return cls(schemes=frozenset(_scheme(each, given.get("format")) for each in groups))
+        schemes = frozenset(_scheme(each, given.get("format")) for each in groups)
+        if any(each.is_float for each in schemes) and len(schemes) > 1:
+            raise UnsupportedModelError(
+                "quantization_config of 'compressed-tensors' has several config_groups, one of "
+                "them 'float-quantized'; such a folder may have no others"
+            )
+        return cls(schemes=schemes)
 
     def matrices(self, source: WeightSource, found: Found) -> None:
         """See `Method`."""
@@ -69,6 +89,10 @@ class CompressedTensors:
     def _matrix(
         self, source: WeightSource, found: Found, module: str, is_packed: bool
     ) -> Matrix | None:
+        floats = [each for each in self.schemes if each.is_float]
+        if floats:
+            block = floats[0].block if any(floats[0].block) else None
+            return float8_matrix(source, found, module, "weight_scale", block)
         read = partial(_read, source, module)
         last = "weight_packed" if is_packed else "weight"
         stored = found.shapes.get(f"{module}.{last}")
@@ -112,8 +136,7 @@ class CompressedTensors:
             return None
         # Scales of activations are not used: products take activations as they are, or round them
         # by groups.
-        spare = ("input_scale", "input_zero_point", "input_global_scale")
-        others = (zeros, groups, *(f"{module}.{name}" for name in spare))
+        others = (zeros, groups, *(f"{module}.{name}" for name in SPARE))
         tensors += [name for name in others if name in found.shapes]
 
         def read_codes() -> np.ndarray:
@@ -151,19 +174,26 @@ def _scheme(given: Mapping[str, Any], format: Any) -> _Scheme:
     group = whole_number(weights, "group_size")
     if strategy is None:
         strategy = "channel" if group in (None, -1) else "group"
-    is_read = (
-        format in FORMATS
-        and kind == "int"
-        and bits in ((4, 8) if format == "pack-quantized" else (8,))
-        and (strategy == "channel" or (strategy == "group" and group is not None and group > 0))
-    )
-    if not is_read:
+    block = weights.get("block_structure") or ()
+    wanted, allowed = _TYPES.get(str(format), (None, ()))
+    is_float = wanted == "float"
+    strategies = ("channel", "tensor", "block") if is_float else ("channel", "group")
+    is_sized = {"group": group is not None and group > 0, "block": len(block) == 2}
+    if (
+        kind != wanted
+        or bits not in allowed
+        or strategy not in strategies
+        or not is_sized.get(strategy, True)
+    ):
         raise UnsupportedModelError(
             f"quantization_config of 'compressed-tensors' has format={format!r} with weights of "
             f"num_bits={bits!r}, type={kind!r} and strategy={strategy!r}; read are "
             "'pack-quantized' (int, 4 and 8 bits) and 'int-quantized' (int, 8 bits) with the "
-            "strategies 'group' and 'channel'"
+            "strategies 'group' and 'channel', and 'float-quantized' (float, 8 bits) with "
+            "'channel', 'tensor' and 'block'"
         )
+    if is_float:
+        return _Scheme(bits, -1, True, (block[0], block[1]) if strategy == "block" else (0, 0))
     return _Scheme(bits, -1 if strategy == "channel" or group is None else group)
 
 

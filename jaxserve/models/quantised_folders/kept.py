@@ -59,7 +59,7 @@ class KeptMatrices:
         shape = dense.get_value().shape
         stacked, summed, out = axes.split(shape)
         orders = [self._order(name, each) for name, each in zip(names, matrices, strict=False)]
-        forms = {(each.bits, each.group) for each in matrices}
+        forms = {(each.bits, each.group, each.is_float) for each in matrices}
         order = _common(orders, math.prod(stacked))
         if len(matrices) < len(names) or len(forms) > 1 or isinstance(order, str):
             _log.warning(
@@ -70,7 +70,7 @@ class KeptMatrices:
             return None
         if order is not None:
             order = order.reshape(*stacked, -1)
-        bits, group = matrices[0].bits, matrices[0].group
+        (bits, group, is_float), *_ = forms
         form = _Form(matrices, is_channel=group == math.prod(summed))
         last = axes.split(range(len(shape)))[1][-1]
         unit = math.gcd(group, shape[last])
@@ -84,13 +84,14 @@ class KeptMatrices:
             for part in form.parts
         }
         every = group // unit
-        matrix = _packed(parts, axes, bits, INT8.group if form.is_channel else group, every)
+        width = INT8.group if form.is_channel else group
+        matrix = _packed(parts, axes, bits, width, every, is_float)
         return QuantisedWeight(
             matrix,
             axes.split(dense.get_metadata()["logical_axes"]),
             width=math.prod(summed),
             out=out[-1],
-            rounds_activations=self._rounds_activations,
+            rounds_activations=self._rounds_activations and not is_float,
             order=order,
         )
 
@@ -203,9 +204,14 @@ def _are_halves(scales: np.ndarray) -> bool:
     return bool((unit.astype(np.float16).astype(np.float32) == unit).all())
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+@partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
 def _packed(
-    parts: dict[Part, jax.Array], axes: WeightAxes, bits: int, group: int, every: int
+    parts: dict[Part, jax.Array],
+    axes: WeightAxes,
+    bits: int,
+    group: int,
+    every: int,
+    is_float: bool,
 ) -> PackedMatrix:
     codes = in_axes_last(parts["codes"], axes)
     depth = codes.shape[-1]
@@ -220,4 +226,6 @@ def _packed(
 
     channels = in_axes_last(parts["channels"], axes)[..., 0]
     scales, zeros = by_group("scales"), by_group("zeros")
-    return pack(codes, channels, scales, None, bits=bits, group=group, zeros=zeros)
+    return pack(
+        *(codes, channels, scales, None), bits=bits, group=group, zeros=zeros, is_float=is_float
+    )

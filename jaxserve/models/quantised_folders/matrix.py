@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
+import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Int, Int32, UInt8
 
@@ -27,6 +28,7 @@ class Matrix:
       scales: reads [out, in // group], in float16, bfloat16 or float32.
       zeros: reads zero points as `scales`; None if all are 8, or 128 with 8 bits.
       groups: reads the group of each input, [in]; None if it is k // group.
+      is_float: whether a code is a float8_e4m3fn number; there are no zero points then.
     """
 
     shape: tuple[int, int]
@@ -37,6 +39,7 @@ class Matrix:
     scales: Callable[[], Float[np.ndarray, "out groups"]]
     zeros: Callable[[], Int[np.ndarray, "out groups"]] | None = None
     groups: Callable[[], Int32[np.ndarray, " in"]] | None = None
+    is_float: bool = False
 
     @property
     def num_groups(self) -> int:
@@ -65,8 +68,11 @@ class Matrix:
 
     def numbers(self) -> Float[np.ndarray, "out in"]:
         """Return the weight in float32."""
-        zeros = self.middle if self.zeros is None else self.zeros().astype(np.float32)
         scales = self.scales().astype(np.float32)
+        if self.is_float:
+            numbers = self.codes().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            return numbers * np.repeat(scales, self.group, axis=1)
+        zeros = self.middle if self.zeros is None else self.zeros().astype(np.float32)
         group = np.arange(self.shape[1]) // self.group if self.groups is None else self.groups()
         offsets = zeros if isinstance(zeros, int) else zeros[:, group]
         return (self.codes().astype(np.float32) - offsets) * scales[:, group]
