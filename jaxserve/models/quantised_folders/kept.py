@@ -58,13 +58,15 @@ class KeptMatrices:
             return None
         shape = dense.get_value().shape
         stacked, summed, out = axes.split(shape)
-        orders = [self._order(name, each) for name, each in zip(names, matrices, strict=False)]
         forms = {(each.bits, each.group, each.is_float) for each in matrices}
-        order = _common(orders, math.prod(stacked))
-        if len(matrices) < len(names) or len(forms) > 1 or isinstance(order, str):
+        order = "differ"
+        if len(matrices) == len(names):
+            orders = [self._order(*each) for each in zip(names, matrices, strict=True)]
+            order = _common(orders, math.prod(stacked))
+        if len(forms) > 1 or isinstance(order, str):
             _log.warning(
                 "%s: %s and the tensors that are fused with it are dequantised, as they differ in "
-                "their bits, groups or order of inputs",
+                "their bits, groups or order of inputs, or some are dense",
                 self._source.where, names[0],
             )  # fmt: skip
             return None
