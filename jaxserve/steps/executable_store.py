@@ -13,6 +13,7 @@ import pickle
 import stat
 import tempfile
 import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
@@ -26,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 MAX_BYTES = 2 << 30
 _SUFFIX = ".executable"
+# Executables that a start uses before it is said to have begun.
+_MAX_FIRST = 12
 
 
 @final
@@ -47,9 +50,63 @@ class ExecutableStore:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._is_usable = self._is_ours()
+        self._expected: dict[str, Future[jax.stages.Compiled | None]] = {}
+        # The key under which the keys of the executables that are used first are written.
+        self._first_key: str | None = None
+        self._keys_before: set[str] = set()
+        self._first: list[str] = []
+        self._first_before: list[str] = []
+
+    def expect(self, key: str) -> bool:
+        """Expect the executables that an earlier process used first after the same call.
+
+        `load_expected` loads them while this process does something else. What it uses first is
+        written for the next one. A wrong expectation costs time only.
+
+        Returns:
+          Whether `load_expected` has anything to do: not for a key that was expected before.
+        """
+        with self._lock:
+            if key in self._keys_before:
+                return False
+            self._keys_before.add(key)
+            self._first_key, self._first = key, []
+            self._first_before = (self.read(key) or b"").decode().split()
+            self._expected = {name: Future() for name in self._first_before}
+            return bool(self._expected)
+
+    def load_expected(self, devices: list[Any]) -> None:
+        """Load what is expected and not loaded yet; for a thread of its own."""
+        for key, future in list(self._expected.items()):
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._loaded(key, devices))
+                except BaseException as error:
+                    future.set_exception(error)
+
+    def note_use(self, key: str) -> None:
+        """Note that an executable was called for the first time."""
+        with self._lock:
+            first = self._first
+            if self._first_key is None or key in first or len(first) == _MAX_FIRST:
+                return
+            first.append(key)
+            is_known = self._first_before[: len(first)] == first
+            where, contents = self._first_key, " ".join(first).encode()
+        if not is_known:
+            self.write(where, contents)
 
     def load(self, key: str, devices: list[Any]) -> jax.stages.Compiled | None:
         """Return the executable of a key, loaded onto devices; None without a valid entry."""
+        with self._lock:
+            expected = self._expected.pop(key, None)
+        if expected is not None and not expected.cancel():  # begun
+            executable = expected.result()
+            if executable is not None:
+                return executable
+        return self._loaded(key, devices)
+
+    def _loaded(self, key: str, devices: list[Any]) -> jax.stages.Compiled | None:
         contents = self.read(key)
         if contents is None:
             return None

@@ -109,6 +109,14 @@ def prepared_together(*functions: Callable[[], _T]) -> list[_T]:
     return [results[i] for i in range(len(functions))]
 
 
+def start_thread(name: str, function: Callable[[], Any]) -> threading.Thread:
+    """Start a daemon thread with a large stack that calls `function`."""
+    thread = threading.Thread(target=function, name=name, daemon=True)
+    with _large_stacks():
+        thread.start()
+    return thread
+
+
 @contextmanager
 def _large_stacks() -> Iterator[None]:
     """Give threads that start within the block large stacks."""

@@ -67,6 +67,7 @@ class Shelf:
         self.in_force = place.in_force
         self.devices = devices_of(place)
         self._functions: dict[Any, StepFunction] = {}
+        self._names: dict[int, str] = {}  # of executables, by their ids
         self._store = store
         self._below = below
         self._above = above
@@ -119,6 +120,7 @@ class Shelf:
             with without_jax_cache(self.devices[0].platform) as options:
                 executable = lowered.compile(options)
             self._store.save(name, executable)
+            self._names[id(executable)] = name
         self._store.write(key, name.encode())
         return executable
 
@@ -141,8 +143,17 @@ class Shelf:
         self.write(key, str(number).encode())
         return number
 
+    def note_use(self, executable: jax.stages.Compiled) -> None:
+        """Note the first call of an executable, so that the next start loads it early."""
+        name = self._names.get(id(executable))
+        if self._store is not None and name is not None:
+            self._store.note_use(name)
+
     def _load(self, name: str) -> jax.stages.Compiled | None:
-        return None if self._store is None else self._store.load(name, self.devices)
+        executable = None if self._store is None else self._store.load(name, self.devices)
+        if executable is not None:
+            self._names[id(executable)] = name
+        return executable
 
 
 def shelf_of(
@@ -230,6 +241,7 @@ class StepFunction:
             except (TypeError, ValueError) as error:
                 _log.debug("%s: looking for another executable: %s", self._name, error)
         executable = self._found[known] = self._prepare(arguments, static, stalls=True)
+        self._shelf.note_use(executable)
         try:
             return executable(*arguments)
         except (TypeError, ValueError) as error:

@@ -149,6 +149,37 @@ def test_an_entry_that_others_may_have_written_is_not_loaded(tmp_path, compiled,
     assert len(compiled) == 2
 
 
+def test_what_a_start_used_first_is_loaded_early(tmp_path, compiled):
+    """The next process has it before it asks; stores stand for processes here."""
+    place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+    def started() -> tuple[ExecutableStore, StepFunction]:
+        store = ExecutableStore(tmp_path)
+        shelf = shelf_of(store, place)
+        return store, StepFunction("scaled", lambda x, y: jnp.sort(x * y), shelf, num_fixed=0)
+
+    store, function = started()
+    assert not store.expect("start") and not store.expect("start")
+    function.prepare(X[:2], X[:2])  # never called
+    for x in (X, X[:4], X):
+        function(x, x)
+    assert len((store.read("start") or b"").split()) == 2
+    store, function = started()
+    assert store.expect("start") and not store.expect("start")
+    store.load_expected(jax.devices()[:1])
+    for entry in _entries(tmp_path):
+        if entry.stat().st_size > 200:
+            entry.unlink()
+    num = len(compiled)
+    np.testing.assert_array_equal(function(X, X), X * X)
+    np.testing.assert_array_equal(function(X[:4], X[:4]), X[:4] * X[:4])
+    assert len(compiled) == num
+    # A start that does not wait for the early load loads for itself.
+    store, function = started()
+    assert store.expect("start")
+    np.testing.assert_array_equal(function(X, X), X * X)
+
+
 def test_jax_keeps_no_second_copy(tmp_path):
     """An executable of the store is not in JAX's own cache; what is compiled beside it is."""
 
