@@ -40,6 +40,10 @@ from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
 
+# Seconds before executables are made behind requests, if those that a start needs first are loaded
+# early: a process that answers one prompt ends before, and others answer with all cores.
+_DELAY_S = 4.0
+
 
 @final
 class DeviceExecutor:
@@ -110,7 +114,8 @@ class DeviceExecutor:
         if self.config.has_encoder:
             return False
         self._stop_preparing()
-        self._preparing = Preparation(self._preparations(), self._has_prepared)
+        delay_s = _DELAY_S if self._programs.shelf.knows_first else 0.0
+        self._preparing = Preparation(self._preparations(), self._has_prepared, delay_s=delay_s)
         return True
 
     def finish_warmup(self) -> None:

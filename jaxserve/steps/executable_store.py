@@ -75,6 +75,11 @@ class ExecutableStore:
             self._expected = {name: Future() for name in self._first_before}
             return bool(self._expected)
 
+    @property
+    def knows_first(self) -> bool:
+        """Whether an earlier process left what it used first, after the last call of `expect`."""
+        return bool(self._first_before)
+
     def load_expected(self, devices: list[Any]) -> None:
         """Load what is expected and not loaded yet; for a thread of its own."""
         for key, future in list(self._expected.items()):

@@ -86,6 +86,11 @@ class Shelf:
             )
         return self._functions[key]
 
+    @property
+    def knows_first(self) -> bool:
+        """Whether this start loads early what the last one used first."""
+        return self._store is not None and self._store.knows_first
+
     def key(self, *parts: Any) -> str | None:
         """Return the key of something that these programs and `parts` decide; None if not kept."""
         if self._store is None:
