@@ -10,7 +10,6 @@ from jaxserve.cli.bench import bench
 from jaxserve.cli.chat import chat
 from jaxserve.cli.conversations import conversations_app
 from jaxserve.cli.generate import generate
-from jaxserve.cli.lazy_imports import import_lazily
 from jaxserve.cli.models import models_app
 from jaxserve.cli.plan import plan
 from jaxserve.cli.predictor import predictor_app
@@ -53,5 +52,4 @@ def _root(
 
 def main() -> None:
     """Entry point of the `jaxserve` script."""
-    import_lazily()
     app()

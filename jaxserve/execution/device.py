@@ -40,8 +40,8 @@ from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
 
-# Seconds before executables are made behind requests, if those that a start needs first are loaded
-# early: a process that answers one prompt ends before, and others answer with all cores.
+# Seconds before executables are made behind requests, if those that are needed first are loaded
+# early: a process that answers one prompt ends before.
 _DELAY_S = 4.0
 
 
@@ -115,7 +115,8 @@ class DeviceExecutor:
             return False
         self._stop_preparing()
         delay_s = _DELAY_S if self._programs.shelf.knows_first else 0.0
-        self._preparing = Preparation(self._preparations(), self._has_prepared, delay_s=delay_s)
+        steps = self._preparations()
+        self._preparing = Preparation(steps, self._has_prepared, delay_s=delay_s)
         return True
 
     def finish_warmup(self) -> None:
@@ -207,7 +208,7 @@ class DeviceExecutor:
         return self._slots
 
     def compiled_steps(self, variant: Variant = Variant.FULL) -> list[Any]:
-        """Return the executables of the largest mixed step and decode loop, for measurements."""
+        """Return the largest mixed step and decode loop, for measurements."""
         self._raise_if_closed()
         return self._programs.compiled_steps(self._params, self._pages.cache, variant)
 
@@ -344,10 +345,6 @@ class DeviceExecutor:
     def _measures_swaps(self) -> bool:
         return self.config.num_host_pages > 0 and self.swap_costs is None
 
-    def _run_empty_prompt(self, num_tokens: int) -> None:
-        batch, _ = pack_rows(self.config, (), num_tokens)
-        self._body(batch, None)
-
     def _warm_encoder(self, num_tokens: int) -> None:
         with self._programs.place.in_force():
             self._encode(pack_rows(self.config, (), num_tokens)[0])
@@ -376,14 +373,16 @@ class DeviceExecutor:
         to_nobody = self.config.num_host_pages
         out, back = ((NULL_PAGE, to_nobody),), ((to_nobody, NULL_PAGE),)
         num_tokens = self.config.token_buckets[-1]
-        compute = self._warm_encoder if self.config.has_encoder else self._run_empty_prompt
 
         def swap() -> None:
             self._pages.swap(out * PAGES_A_CALL, back * PAGES_A_CALL)
             jax.block_until_ready(self._pages.cache)
 
         def prefill() -> None:
-            compute(num_tokens)
+            if self.config.has_encoder:
+                self._warm_encoder(num_tokens)
+            else:
+                self._body(pack_rows(self.config, (), num_tokens)[0], None)
             jax.block_until_ready(self._pages.cache)
 
         return measured_costs(
