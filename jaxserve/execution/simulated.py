@@ -135,6 +135,10 @@ class SimulatedExecutor:
         """See `Executor`; this executor reads and writes the pages itself."""
         return self if self.config.num_host_pages else None
 
+    def use_idle_time(self) -> bool:
+        """See `Executor`."""
+        return False
+
     def submit(self, plan: StepPlan) -> _SimulatedHandle:
         self._clock.advance_to(self._clock.now() + self._cost.host_s(plan))
         if plan.handovers:
