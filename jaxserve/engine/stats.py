@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -37,11 +38,14 @@ class EngineStats:
       num_taken_back: planned output tokens that steps did not deliver although their answers had
         not ended.
       num_handovers_lost: sequences whose pages did not arrive at the other device group.
+      num_constrained: requests with a grammar.
+      num_forced: output tokens that their grammars forced, which took no step of their own.
       max_pages_owned: maximum number of pages in use at the same time.
       busy_s: seconds during which there was work.
       host_gap_s: seconds of `busy_s` during which the device may have been idle.
       planning_s: seconds that the scheduler took, during which the device works.
       penalty_s: seconds of the device that preemptions took, by costs measured at the start.
+      mask_s: seconds of host threads that compute which tokens grammars allow.
     """
 
     clock: Clock
@@ -65,11 +69,14 @@ class EngineStats:
     num_refined: int = 0
     num_taken_back: int = 0
     num_handovers_lost: int = 0
+    num_constrained: int = 0
+    num_forced: int = 0
     max_pages_owned: int = 0
     busy_s: float = 0.0
     host_gap_s: float = 0.0
     planning_s: float = 0.0
     penalty_s: float = 0.0
+    mask_s: float = 0.0
     _busy_since_s: float | None = field(default=None, repr=False)
     _seen_busy_s: float = field(default=0.0, repr=False)
 
@@ -93,7 +100,14 @@ class EngineStats:
         if newest is None or newest.is_ready():
             self.host_gap_s += self.clock.now() - self._seen_busy_s
 
-    def after_submit(self, plan: StepPlan, scheduler: Scheduler) -> None:
+    def after_submit(
+        self, plan: StepPlan, scheduler: Scheduler, others: Mapping[str, float]
+    ) -> None:
+        """Count a step.
+
+        Args:
+          others: counters that are kept elsewhere, beside those of the scheduler.
+        """
         self._seen_busy_s = self.clock.now()
         self.num_pages_handed_over += plan.num_pages_handed_over
         if plan.handovers:
@@ -104,7 +118,7 @@ class EngineStats:
         self.num_tokens += plan.num_tokens
         if plan.is_decode_loop:
             self.num_padding_tokens += plan.num_iterations * (plan.window_size - len(plan.rows))
-        for name, count in scheduler.counters().items():
+        for name, count in {**scheduler.counters(), **others}.items():
             setattr(self, name, count)
         self.max_pages_owned = max(self.max_pages_owned, scheduler.page_usage().num_owned)
 

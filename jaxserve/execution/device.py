@@ -32,6 +32,7 @@ from jaxserve.scheduling.plan import PageCopies, StepPlan
 from jaxserve.steps.batches import MixedBatch
 from jaxserve.steps.packing import (
     decode_window,
+    pack_masks,
     pack_rows,
     pack_window,
     sampling_first,
@@ -55,6 +56,7 @@ class DeviceExecutor:
       params: parameters of the programs' decoder.
       cache: a cache of zeros; the executor donates it to each step and keeps the step's result.
       strict: raise on any compilation after the warm-up.
+      takes_masks: warm up what requests with a grammar need.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class DeviceExecutor:
         cache: KVCache,
         *,
         strict: bool = False,
+        takes_masks: bool = False,
     ):
         self.config = config
+        self._takes_masks = takes_masks
         self._params = params
         self._costs = KeptSwapCosts(programs.shelf, config, cache)
         self.swap_costs: SwapCosts | None = self._costs.load()
@@ -125,7 +129,8 @@ class DeviceExecutor:
     def _preparations(self) -> list[tuple[str, Callable[[], Any]]]:
         return list(
             DeviceWarmup(
-                self.config, self._programs, self._params, self._slots, self._pages
+                *(self.config, self._programs, self._params, self._slots, self._pages),
+                takes_masks=self._takes_masks,
             ).steps()
         )
 
@@ -284,13 +289,13 @@ class DeviceExecutor:
         num_sampling = sum(row.samples for row in rows)
         if num_sampling == 0:
             return DeviceHandle(plan, needs, row_hidden, (), np.empty(0, np.int32), prompt_parts)
+        index = sampling_slots(self.config, rows, needs.variant)
+        # The device computes the body while the masks are still being computed.
+        masks = pack_masks(plan, order[:num_sampling], len(index))
         self._slots.state, outputs = self._programs.mixed_head(
-            self._params,
-            self._slots.state,
-            row_hidden,
-            sampling_slots(self.config, rows, needs.variant),
-            tapped,
+            *(self._params, self._slots.state, row_hidden, index, tapped),
             self._programs.probe_params,
+            *(() if masks is None else (masks,)),
             variant=needs.variant,
         )
         output_rows = np.full(len(plan.rows), -1, np.int32)

@@ -180,6 +180,18 @@ class Tokenizer:
         told = json.dumps([tokens, self.chat_template])
         return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
 
+    @property
+    def control_token_ids(self) -> frozenset[int]:
+        """The tokens that stand for no text."""
+        return self._control_ids
+
+    def to_json(self) -> str:
+        """Return the backend as a tokenizer.json, without padding and truncation."""
+        plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        plain.no_padding()
+        plain.no_truncation()
+        return plain.to_str()
+
     def save(self, folder: str | Path) -> None:
         """Write files for `load` into an existing folder."""
         settings = {
