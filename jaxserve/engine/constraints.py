@@ -5,14 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import final
+from typing import Any, Protocol, final
 
-from jaxserve.engine.grammars import Grammars
-from jaxserve.engine.matcher import Matcher
+from jaxserve.core.constraint import Constraint
+from jaxserve.core.errors import JaxserveError
 from jaxserve.scheduling.collect import Progress
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import StepPlan, TokenMasks
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Phase, Sequence
+
+
+class AnswerMatcher(Protocol):
+    """Where one answer stands in its grammar; see `matcher.Matcher`."""
+
+    @property
+    def mask_s(self) -> float: ...
+
+    @property
+    def is_complete(self) -> bool: ...
+
+    @property
+    def error(self) -> JaxserveError | None: ...
+
+    def follow(self, output: Seq[int]) -> None: ...
+
+    def forced(self) -> list[int]: ...
+
+
+class GrammarSource(Protocol):
+    """What makes matchers, and computes masks of theirs; see `grammars.Grammars`."""
+
+    def matcher(self, constraint: Constraint) -> AnswerMatcher: ...
+
+    def masks(self, rows: tuple[int, ...], matchers: Seq[Any]) -> TokenMasks: ...
 
 
 @final
@@ -24,10 +49,10 @@ class Constraints:
         are not enforced.
     """
 
-    def __init__(self, scheduler: Scheduler, grammars: Grammars | None):
+    def __init__(self, scheduler: Scheduler, grammars: GrammarSource | None):
         self._scheduler = scheduler
         self._grammars = grammars
-        self._matched: dict[int, tuple[Sequence, Matcher]] = {}
+        self._matched: dict[int, tuple[Sequence, AnswerMatcher]] = {}
         self._num_constrained = self._num_forced = 0
         self._mask_s = 0.0
 
@@ -79,7 +104,7 @@ class Constraints:
                 self._follow(sequence, matcher, each.num_new)
         self._drop_ended()
 
-    def _follow(self, sequence: Sequence, matcher: Matcher, num_new: int) -> None:
+    def _follow(self, sequence: Sequence, matcher: AnswerMatcher, num_new: int) -> None:
         num_before = len(sequence.output) - num_new
         if matcher.error is not None:  # the last token had no mask
             self._scheduler.stop_at(sequence, num_before, matcher.error)
@@ -87,7 +112,7 @@ class Constraints:
             matcher.follow(sequence.output)
             self._go_on(sequence, matcher)
 
-    def _go_on(self, sequence: Sequence, matcher: Matcher) -> None:
+    def _go_on(self, sequence: Sequence, matcher: AnswerMatcher) -> None:
         """Append what is forced, and end the sequence where nothing can follow."""
         num_known = len(sequence.output)
         if sequence.request.params.logprobs is None and not matcher.is_complete:

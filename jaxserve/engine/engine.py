@@ -14,8 +14,7 @@ from typing import Any, final
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Request
-from jaxserve.engine.constraints import Constraints
-from jaxserve.engine.grammars import Grammars
+from jaxserve.engine.constraints import Constraints, GrammarSource
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
 from jaxserve.execution.protocol import Executor, StepHandle
@@ -72,7 +71,7 @@ class Engine:
         max_in_flight: int = 2,
         replica: int = 0,
         disk: DiskTier | None = None,
-        grammars: Grammars | None = None,
+        grammars: GrammarSource | None = None,
     ):
         if policy.num_device_groups > 1:
             _check_groups(policy, executor.num_device_groups)

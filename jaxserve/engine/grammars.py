@@ -1,4 +1,4 @@
-"""Grammars, compiled by llguidance on threads of their own within bounds, and kept by their text."""
+"""Grammars, compiled by llguidance on their own threads, within bounds, and kept by their text."""
 
 from __future__ import annotations
 

@@ -42,14 +42,23 @@ class ChatTemplate:
         self._control_texts = control_texts
         self._encode = encode
 
-    def apply(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
+    def apply(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """Return the token ids of a chat.
+
+        Args:
+          tools: functions that the model may call, in OpenAI's form.
 
         Raises:
           InvalidRequestError: the template refuses these messages, or they are not valid Unicode.
         """
-        shielded, marker = self._shielded(messages)
-        return self._ids(self._rendered(shielded, add_generation_prompt), marker)
+        (said, given), marker = self._shielded([list(messages), list(tools)])
+        return self._ids(self._rendered(said, add_generation_prompt, given), marker)
 
     def continuation(
         self, asked: Sequence[Message], answer: Message, new: Sequence[Message]
@@ -100,13 +109,14 @@ class ChatTemplate:
             ) from error
         return token_ids
 
-    def _rendered(self, messages: Any, add_generation_prompt: bool) -> str:
+    def _rendered(self, messages: Any, add_generation_prompt: bool, tools: Any = ()) -> str:
         templates = from_transformers("transformers.utils.chat_template_utils")
         names: dict[str, Any] = dict(self._special_tokens)
         try:
             rendered, _ = templates.render_jinja_template(
                 conversations=[messages],
                 chat_template=self._source,
+                tools=list(tools) or None,
                 add_generation_prompt=add_generation_prompt,
                 **names,
             )
