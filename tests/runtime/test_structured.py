@@ -65,7 +65,7 @@ def test_answers_match_alone_and_in_a_batch(rt: Runtime):
     free = [(prompt, SamplingParams(max_tokens=40), ".*") for prompt in PROMPTS]
     mixed = [each for pair in zip(asked, free * 3, strict=True) for each in pair]
     answers = rt.generate([prompt for prompt, _, _ in mixed], [params for _, params, _ in mixed])
-    for (prompt, params, pattern), answer in zip(mixed, answers, strict=True):
+    for (_, params, pattern), answer in zip(mixed, answers, strict=True):
         assert answer.error is None
         if params.is_constrained:
             assert answer.finish_reason == "stop"
