@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from jaxserve.runtime import Runtime
 
 _TEXT = {"type": "string", "maxLength": 60}
+_LONG = {"type": "string", "maxLength": 200}
+_AGE = {"type": "integer", "minimum": 0, "maximum": 130}
+_STEPS = {"type": "array", "items": _TEXT, "minItems": 2, "maxItems": 5}
+_LABEL = {"enum": ["positive", "negative", "neutral"]}
 # Objects such as applications ask for; request i has schema i modulo their number.
 SCHEMAS: tuple[dict[str, Any], ...] = tuple(
     {
@@ -35,12 +39,12 @@ SCHEMAS: tuple[dict[str, Any], ...] = tuple(
         "additionalProperties": False,
     }
     for properties in (
-        {"title": _TEXT, "summary": {"type": "string", "maxLength": 200}, "rating": {"enum": [1, 2]}},
-        {"name": _TEXT, "age": {"type": "integer", "minimum": 0, "maximum": 130}, "email": _TEXT},
-        {"steps": {"type": "array", "items": _TEXT, "minItems": 2, "maxItems": 5}, "done": {"type": "boolean"}},
-        {"label": {"enum": ["positive", "negative", "neutral"]}, "reason": {"type": "string", "maxLength": 120}},
+        {"title": _TEXT, "summary": _LONG, "rating": {"enum": [1, 2, 3]}},
+        {"name": _TEXT, "age": _AGE, "email": _TEXT},
+        {"steps": _STEPS, "is_done": {"type": "boolean"}},
+        {"label": _LABEL, "reason": _LONG},
     )
-)  # fmt: skip
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
