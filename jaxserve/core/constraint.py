@@ -93,8 +93,8 @@ def check_constraints(params: Any) -> None:
     (name,) = given
     value = getattr(params, name)
     if name == "choice":
-        are_texts = bool(value) and all(isinstance(text, str) and text for text in value)
-        if not are_texts:
+        are_texts = isinstance(value, tuple) and all(isinstance(t, str) and t for t in value)
+        if not are_texts or not value:
             raise InvalidSamplingParamsError(
                 f"choice={value!r} is not allowed; pass a list of strings that are not empty"
             )

@@ -92,12 +92,9 @@ class Constraints:
             return plan
         return replace(plan, masks=self._grammars.masks(tuple(rows), matchers))
 
-    def take_in(self, plan: StepPlan, news: Seq[Progress]) -> None:
-        """Follow the tokens of a step, which end sequences or force others."""
-        if plan.masks is not None:
-            plan.masks.words()  # their threads use the matchers until then
-        if not self._matched:
-            return
+    def take_in(self, masks: TokenMasks, news: Seq[Progress]) -> None:
+        """Follow the tokens of a step with masks, which end sequences or force others."""
+        masks.words()  # their threads use the matchers until then
         for each in news:
             if each.num_new and each.sequence.key in self._matched:
                 sequence, matcher = self._matched[each.sequence.key]

@@ -134,7 +134,9 @@ class Engine:
             )
             for sequence in sequences if late is not None else ():
                 self.scheduler.end(sequence, "error", late)
-        self._constraints.begin(sequences)
+        if request.awaits_tokens:
+            self._constraints.begin(sequences)
+            self.stats.take_in(self._constraints.counters())
         return sequences
 
     def step(self) -> list[Progress]:
@@ -158,7 +160,7 @@ class Engine:
             if self._swap_costs is not self._executor.swap_costs:  # measured after the start
                 self._swap_costs = self._executor.swap_costs
                 self._kv.swap_by(self._swap_costs)
-            self.stats.after_submit(plan, self.scheduler, self._constraints.counters())
+            self.stats.after_submit(plan, self.scheduler)
         if not self._is_at_work:
             if self.has_work and self.scheduler.wake_s is None:
                 raise AssertionError("work is left, but no step can be planned")
@@ -275,7 +277,9 @@ class Engine:
         self.stats.after_collect(_newest_handle(lane))
         self.recorder.step_collected(oldest.plan.index, self._clock.now())
         news = self.scheduler.apply(oldest.plan, result)
-        self._constraints.take_in(oldest.plan, news)
+        if oldest.plan.masks is not None:
+            self._constraints.take_in(oldest.plan.masks, news)
+            self.stats.take_in(self._constraints.counters())
         return news
 
     def _notify(self) -> None:

@@ -7,6 +7,8 @@ from typing import Any, final
 
 from jaxserve.core.errors import GrammarTooComplexError
 
+_MAX_MESSAGE = 300
+
 
 @final
 class Matcher:
@@ -59,5 +61,8 @@ class Matcher:
 
 
 def first_line(message: str) -> str:
-    """Return what a message of llguidance says, without its dump of the grammar."""
-    return message.partition("\n")[0].strip().rstrip(".")[:500]
+    """Return what a message of llguidance says as one line, without its dump of the grammar."""
+    if message.startswith("NoExtension"):
+        return "no text matches it"
+    said = " ".join(message.partition("<non-verbose")[0].split())
+    return said.rstrip(".;, ")[:_MAX_MESSAGE]

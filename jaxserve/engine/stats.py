@@ -100,14 +100,7 @@ class EngineStats:
         if newest is None or newest.is_ready():
             self.host_gap_s += self.clock.now() - self._seen_busy_s
 
-    def after_submit(
-        self, plan: StepPlan, scheduler: Scheduler, others: Mapping[str, float]
-    ) -> None:
-        """Count a step.
-
-        Args:
-          others: counters that are kept elsewhere, beside those of the scheduler.
-        """
+    def after_submit(self, plan: StepPlan, scheduler: Scheduler) -> None:
         self._seen_busy_s = self.clock.now()
         self.num_pages_handed_over += plan.num_pages_handed_over
         if plan.handovers:
@@ -118,9 +111,13 @@ class EngineStats:
         self.num_tokens += plan.num_tokens
         if plan.is_decode_loop:
             self.num_padding_tokens += plan.num_iterations * (plan.window_size - len(plan.rows))
-        for name, count in {**scheduler.counters(), **others}.items():
-            setattr(self, name, count)
+        self.take_in(scheduler.counters())
         self.max_pages_owned = max(self.max_pages_owned, scheduler.page_usage().num_owned)
+
+    def take_in(self, counters: Mapping[str, float]) -> None:
+        """Set counters that are kept elsewhere, by name."""
+        for name, count in counters.items():
+            setattr(self, name, count)
 
     def after_collect(self, newest: StepHandle | None) -> None:
         """Record that the device is busy now, or was until the step that was just collected."""

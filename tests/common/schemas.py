@@ -22,7 +22,7 @@ def _string(rng: random.Random, _: int) -> dict[str, Any]:
     if kind == "pattern":
         return {"type": "string", "pattern": rng.choice(["^[a-z]{2}$", "^\\d+-x$", "^(ab|c)+$"])}
     if kind == "format":
-        return {"type": "string", "format": rng.choice(["date", "ipv4", "time"])}
+        return {"type": "string", "format": rng.choice(["date", "ipv4", "uuid"])}
     least = rng.randrange(3)
     return {"type": "string", "minLength": least, "maxLength": least + rng.randrange(4)}
 

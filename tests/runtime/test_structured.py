@@ -44,6 +44,11 @@ GRAMMARS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+# Each rule is twice the next one, and the last one is ambiguous.
+_RULES = [f"{chr(97 + i)}: {chr(98 + i)} {chr(98 + i)}" for i in range(24)]
+DOUBLING = "\n".join(["start: a", *_RULES, 'y: "q" | y y'])
+
+
 @pytest.fixture(scope="module")
 def rt() -> Iterator[Runtime]:
     """Yield a runtime in which a compilation after the warm-up is an error."""
@@ -78,7 +83,7 @@ def test_preempted_answers_are_the_same(rt: Runtime):
     """In a small pool sequences are preempted; no token changes."""
     params = [_params({"regex": "[a-z ]{40,50}"}, i) for i in range(len(PROMPTS))]
     wanted = [answer.token_ids for answer in rt.generate(PROMPTS, params)]
-    options = {**OPTIONS, "kv_memory": 8 * 1024 * 14, "policy": "vllm_like"}
+    options = {**OPTIONS, "kv_memory": 2048 * 21, "policy": "vllm_like"}
     with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), **options) as small:
         answers = small.generate(PROMPTS, params)
         assert small.stats().num_preemptions > 0
@@ -196,11 +201,7 @@ def test_grammars_that_do_not_compile(rt: Runtime, given: dict[str, Any]):
     [
         {"regex": "((a{1,900}b{1,900}){1,900}c{1,900}){1,900}"},
         {"regex": "(.*a.{60}b.*|.*b.{70}a.*)&(.*c.{80}d.*)" + "|(x|y)*x(x|y){400}"},
-        {
-            "grammar": "start: a\n"
-            + "\n".join(f"{chr(97 + i)}: {chr(98 + i)} {chr(98 + i)}" for i in range(24))
-            + '\ny: "q" | y y'
-        },
+        {"grammar": DOUBLING},
         {"json_schema": {"type": "array", "minItems": 10**9, "items": {"type": "string"}}},
     ],
     ids=["repeats", "states", "doubling", "items"],
@@ -216,7 +217,8 @@ def test_grammars_that_explode(rt: Runtime, given: dict[str, Any]):
     (answer,) = rt.generate(["hi"], SamplingParams(max_tokens=20, **given))
     assert time.monotonic() - begin_s < 30
     neighbour.join(30)
-    assert answer.error is None or isinstance(answer.error, InvalidGrammarError)
+    assert answer.error is None or isinstance(answer.error, GrammarTooComplexError)
+    assert (answer.error is not None) == (given == {"grammar": DOUBLING})
     assert re.fullmatch("[ab]{9}", others[0])
 
 
@@ -225,24 +227,23 @@ def test_schemas_hold():
     rng = random.Random(0)
     schemas = [random_schema(rng) for _ in range(200)]
     params = [
-        _params({"json_schema": schema}, seed, max_tokens=100)
+        _params({"json_schema": schema}, seed, max_tokens=120)
         for schema in schemas
-        for seed in range(3)
+        for seed in range(4)
     ]
     options = {**OPTIONS, "max_slots": 32}
     with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), **options) as rt:
         answers = rt.generate(["x"] * len(params), params)
     num_ended = 0
     for i, answer in enumerate(answers):
-        schema = schemas[i // 3]
+        schema = schemas[i // 4]
         assert answer.error is None, (schema, answer.error)
         if answer.finish_reason == "stop":
             num_ended += 1
-            checked = jsonschema.Draft202012Validator(
-                schema, format_checker=jsonschema.FormatChecker()
-            )
+            checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+            checked = jsonschema.Draft202012Validator(schema, format_checker=checker)
             checked.validate(json.loads(answer.text))
-    assert num_ended > 0.9 * len(answers), f"seed 0: only {num_ended} ended"
+    assert num_ended > 0.85 * len(answers), f"seed 0: only {num_ended} ended"
 
 
 def test_a_runtime_without_a_tokenizer_refuses_grammars():
@@ -250,8 +251,3 @@ def test_a_runtime_without_a_tokenizer_refuses_grammars():
     with Runtime(tiny_llama(), **OPTIONS) as rt:
         with pytest.raises(InvalidSamplingParamsError, match="tokenizer"):
             rt.generate([1, 2], SamplingParams(regex="a"))
-
-
-def test_too_complex_is_a_kind_of_invalid():
-    """Code that handles invalid grammars handles those beyond the bounds."""
-    assert issubclass(GrammarTooComplexError, InvalidGrammarError)

@@ -23,17 +23,17 @@ POLICIES = (
 def test_every_answer_has_the_tokens_it_has_alone(name):
     """Forced tokens, preemptions, cancellations, faults and other requests change no token."""
     num_preemptions = 0
-    for seed in range(80):
+    for seed in range(40):
         trace = Trace(seed, with_faults=seed % 2 == 0, has_grammars=True)
         together = trace.run(PRESETS[name], cancel_rate=0.02 if seed % 3 else 0.0)
         for key, wanted in trace.expected().items():
             assert together[key].agrees_with(wanted), f"seed {seed}, sequence {key}"
         num_preemptions += sum(outcome.num_preemptions for outcome in together.values())
-    assert name in ("orca", "fastertransformer", "concurrent_instances") or num_preemptions
+    assert num_preemptions or name not in ("vllm_like", "auto", "s3", "pensieve")
 
 
 def test_others_run_ahead_of_a_request_that_awaits_its_tokens():
-    """It has one token in flight at most, in mixed steps; the other one's steps overlap."""
+    """It has one token in flight at most, in mixed steps; the other is in loops between them."""
     config = EngineConfig(num_pages=50, page_size=4, max_slots=4, max_context=60)
     clock = VirtualClock()
     executor = RecordingExecutor(SimulatedExecutor(config, clock))
@@ -42,20 +42,18 @@ def test_others_run_ahead_of_a_request_that_awaits_its_tokens():
         engine.add(_request(name, **others))[0]
         for name, others in (("a", {"regex": "a"}), ("b", {}))
     )
-    most = {awaiting.key: 0, free.key: 0}
     while engine.has_work:
         engine.step()
         engine.scheduler.check_integrity()
-        for each in (awaiting, free):
-            unread = each.num_planned_outputs - len(each.output)
-            most[each.key] = max(most[each.key], unread)
-    assert most == {awaiting.key: 1, free.key: 2}
-    rows = {plan.is_decode_loop: plan for plan in executor.plans if plan.rows}
+        assert awaiting.num_planned_outputs - len(awaiting.output) <= 1
     assert len(awaiting.output) == len(free.output) == 20
-    for plan in executor.plans:
-        keys = {row.sequence_key for row in plan.rows}
-        assert not (plan.is_decode_loop and awaiting.key in keys)
-    assert True in rows and False in rows
+    kinds = {
+        (plan.is_decode_loop, frozenset(row.sequence_key for row in plan.rows))
+        for plan in executor.plans
+    }
+    both, alone = frozenset({awaiting.key, free.key}), frozenset({free.key})
+    assert {(False, both), (True, alone)} <= kinds
+    assert not any(is_loop and awaiting.key in keys for is_loop, keys in kinds)
 
 
 def _request(name: str, **params: str) -> Request:
