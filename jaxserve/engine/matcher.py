@@ -55,8 +55,9 @@ class Matcher:
         if not self.inner.is_error():
             return None
         return GrammarTooComplexError(
-            f"the answer cannot go on after {self._num_tokens} tokens: its grammar needs more time "
-            f"or memory than is allowed ({first_line(self.inner.get_error())}); pass a simpler one"
+            f"the answer cannot go on after {self._num_tokens} tokens, since its grammar needs "
+            "more time or memory than is allowed, or tokens that the model does not have: "
+            f"{first_line(self.inner.get_error())}. Pass a simpler one"
         )
 
 

@@ -34,7 +34,8 @@ def read_vocabulary(
             tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
         )
     except ValueError:
-        return package.LLTokenizer(_Decoded(tokenizer, eos_token_ids, vocab_size))
+        decoded = _Decoded(tokenizer, eos_token_ids, vocab_size)
+        return package.LLTokenizer(decoded, eos_token=list(eos_token_ids) or None)
     if eos_token_ids:
         return read
     spelt = [read.decode_bytes([token]) for token in range(vocab_size)]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 from jaxserve import Runtime, SamplingParams
@@ -19,7 +22,9 @@ from jaxserve.core.errors import (
     InvalidGrammarError,
     InvalidSamplingParamsError,
 )
+from jaxserve.scheduling.plan import StepPlan, TokenMasks
 from jaxserve.testing import OPTIONS, letter_tokenizer, random_prompts, tiny_llama
+from sharding import StagePlan, make_groups
 from tests.common.schemas import random_schema
 
 PROMPTS = random_prompts(8, longest=20)
@@ -88,6 +93,47 @@ def test_preempted_answers_are_the_same(rt: Runtime):
         answers = small.generate(PROMPTS, params)
         assert small.stats().num_preemptions > 0
     assert [answer.token_ids for answer in answers] == wanted
+
+
+MESHES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "stages": (lambda: StagePlan.of([1, 1], micro_batches=2), {}),
+    "groups": (lambda: make_groups(encode=1, decode=1), {"policy": "exegpt_waa_c"}),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_several_devices_give_the_same_answers(rt: Runtime, name: str):
+    """A model in stages, and prompts and answers on devices of their own, obey the grammar too."""
+    make, options = MESHES[name]
+    given = [{"regex": "[a-c]{2}: (true|false)"}, {"json_object": True, "max_tokens": 12}]
+    asked = [_params(given[i % 2], i) for i in range(len(PROMPTS))]
+    asked[0] = SamplingParams(max_tokens=12)
+    wanted = [answer.token_ids for answer in rt.generate(PROMPTS, asked)]
+    with Runtime(
+        tiny_llama(), tokenizer=letter_tokenizer(), mesh=make(), **{**OPTIONS, **options}
+    ) as several:
+        assert [answer.token_ids for answer in several.generate(PROMPTS, asked)] == wanted
+
+
+def test_masks_are_complete_when_they_are_sent():
+    """The leader of several processes sends plans; a copy has the masks themselves."""
+    words = np.arange(6, dtype=np.uint32).reshape(2, 3)
+    with ThreadPoolExecutor(1) as pool:
+        masks = TokenMasks.begin((4, 7), lambda: words, pool)
+        copied = pickle.loads(pickle.dumps(StepPlan(index=0, masks=masks))).masks
+    assert copied is not None and copied.rows == (4, 7)
+    np.testing.assert_array_equal(copied.words(), words)
+
+
+def test_end_tokens_come_where_the_grammar_allows_them():
+    """A model with end tokens ends a repetition by one of them, never before its least."""
+    ends = (95, 96)
+    with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), eos_token_ids=ends, **OPTIONS) as rt:
+        params = [_params({"regex": "(ab|cd){3,}"}, seed, max_tokens=90) for seed in range(16)]
+        answers = rt.generate(PROMPTS * 2, params)
+    ended = [answer for answer in answers if answer.finish_reason == "stop"]
+    assert len(ended) > 8 and {answer.token_ids[-1] for answer in ended} == set(ends)
+    assert all(re.fullmatch("(ab|cd){3,}", answer.text) for answer in ended)
 
 
 def test_forced_tokens_take_no_step(rt: Runtime):
