@@ -25,11 +25,26 @@ from jaxserve.scheduling.plan import TokenMasks
 TIMEOUT_S = 10.0
 # Compiled grammars that are kept.
 MAX_KEPT = 128
-# llguidance's own bounds. Its lexer takes 1 to 2 kB a state, and 200,000 units of fuel last for
-# about 15 ms.
-_LIMITS = {"max_lexer_states": 50_000, "initial_lexer_fuel": 2_000_000, "verbose_errors": False}
+# llguidance's own bounds, which keep one grammar at about a hundred megabytes. Its lexer takes 1 to
+# 2 kB a state; the bounds of a mask's time are its defaults.
+_LIMITS = {
+    "max_grammar_size": 100_000,
+    "max_lexer_states": 50_000,
+    "initial_lexer_fuel": 2_000_000,
+    "verbose_errors": False,
+}
 # Words of llguidance's messages about its bounds.
-_BOUND_WORDS = ("fuel", "limit", "too large", "too many", "too complex", "exceed", "too big")
+_BOUND_WORDS = (
+    "fuel",
+    "limit",
+    "too large",
+    "too many",
+    "too complex",
+    "exceed",
+    "too big",
+    "panic",
+    "max is",
+)
 # JSON as Python's `json.dumps` writes it. A schema's own "x-guidance" comes first.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
