@@ -135,6 +135,10 @@ class SimulatedExecutor:
         """See `Executor`; this executor reads and writes the pages itself."""
         return self if self.config.num_host_pages else None
 
+    def use_idle_time(self) -> bool:
+        """See `Executor`."""
+        return False
+
     def submit(self, plan: StepPlan) -> _SimulatedHandle:
         self._clock.advance_to(self._clock.now() + self._cost.host_s(plan))
         if plan.handovers:
@@ -225,6 +229,8 @@ class SimulatedExecutor:
                 new.sample_index,
                 new.request.end_length(new.max_length, new.sample_index),
             )
+        for new in plan.extensions:
+            self._slots[new.slot].tokens[new.start :] = new.tokens
         for slot, index, page in plan.page_updates:
             self._slots[slot].page_table[index] = page
         self._check_window(plan)

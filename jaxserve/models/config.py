@@ -183,16 +183,11 @@ class DecoderConfig:
 
 
 def check_readable(given: Mapping[str, Any], required: Sequence[str]) -> None:
-    """Raise UnsupportedModelError if config.json lacks fields, or if its weights are quantized."""
+    """Raise UnsupportedModelError if config.json lacks fields."""
     missing = [name for name in required if given.get(name) is None]
     if missing:
         raise UnsupportedModelError(
             f"config.json lacks {missing}, which {given['model_type']!r} needs"
-        )
-    if given.get("quantization_config"):
-        raise UnsupportedModelError(
-            "quantized checkpoints (quantization_config) are not supported; use float32, "
-            "bfloat16 or float16 weights"
         )
 
 
@@ -215,7 +210,7 @@ def plain_sizes(
         requires the field.
 
     Raises:
-      UnsupportedModelError: a field is missing, or the weights are quantized.
+      UnsupportedModelError: a field is missing.
     """
     required = ("vocab_size", embed, layers, heads)
     check_readable(given, required if mlp_factor else (*required, mlp))
