@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.core.config import EngineConfig
 from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.page_copies import DevicePages
+from jaxserve.execution.state_moves import StateMoves
 from jaxserve.steps.packing import no_masks, pack_rows, pack_window
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import Variant
@@ -37,13 +38,14 @@ class DeviceWarmup:
         params: Any,
         slots: DeviceSlots,
         pages: DevicePages,
+        states: StateMoves,
         *,
         takes_masks: bool = False,
     ):
         self._config = config
         self._programs = programs
         self._params, self._cache, self._state = abstract((params, pages.cache, slots.state))
-        self._edits = slots.preparations()
+        self._edits = slots.preparations() + states.preparations(pages)
         self._takes_masks = takes_masks
         self._edits_for_grammars = slots.preparations_for_grammars()
         self._copies = pages.preparations() if config.num_host_pages else ()
