@@ -20,6 +20,7 @@ from jaxserve.execution.protocol import Executor, StepHandle
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
+from jaxserve.scheduling.deferred import Deferred
 from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.bounds import expected_late
@@ -81,9 +82,10 @@ class Engine:
             host_memory=executor.host_memory,
             on_arrival=self._notify,
         )
-        self.scheduler = Scheduler(policy, clock, self._kv, executor.refinement)
-        self.stats = EngineStats(clock)
         self.recorder = Recorder(executor.config, replica)
+        self.scheduler = Scheduler(policy, clock, self._kv, executor.refinement, self.recorder.pace)
+        self.stats = EngineStats(clock)
+        self._deferred = Deferred()
         self._clock = clock
         self._executor = executor
         self._max_in_flight = max_in_flight
@@ -120,15 +122,15 @@ class Engine:
         """Add a validated request to the waiting pool, and return its sequences.
 
         If the request is expected to miss its own latency bound, they have failed with
-        BoundNotMetError. That does not concern other requests.
+        BoundNotMetError. That does not concern other requests. They fail so in a later `step` if
+        they have not begun when it becomes too late (`scheduling.lengths.bounds`).
         """
         sequences = self.scheduler.add(request)
         if request.due_s is not None:
-            late = expected_late(
-                self.scheduler, request, self.recorder.iteration_s, self._clock.now()
-            )
+            late = expected_late(self.scheduler, request, self.recorder.pace(), self._clock.now())
             for sequence in sequences if late is not None else ():
                 self.scheduler.end(sequence, "error", late)
+            self._deferred.add(sequences)
         return sequences
 
     def step(self) -> list[Progress]:
@@ -137,6 +139,7 @@ class Engine:
         The next step is planned and submitted before the previous one is collected, so that the
         device has work while the host applies results. So it is for each of several device groups.
         """
+        news = self._refuse_late()
         begin_s = time.perf_counter()
         plan = self.scheduler.plan(self._open_groups)
         self.stats.after_plan(time.perf_counter() - begin_s)
@@ -155,10 +158,20 @@ class Engine:
         if not self._is_at_work:
             if self.has_work and self.scheduler.wake_s is None:
                 raise AssertionError("work is left, but no step can be planned")
-            return []
+            return news
         if plan is not None and self._open_groups:
-            return []
-        return self._collect()
+            return news
+        return news + self._collect()
+
+    def _refuse_late(self) -> list[Progress]:
+        """End the requests that have not begun and can keep their latency bounds no more."""
+        news = []
+        for sequence, late in self._deferred.late(
+            self.scheduler, self.recorder.pace, self._clock.now()
+        ):
+            self.scheduler.end(sequence, "error", late)
+            news.append(Progress(sequence, 0))
+        return news
 
     def drain(self) -> list[Progress]:
         """Collect every step in flight and return their progress, without submitting a step."""

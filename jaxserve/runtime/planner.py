@@ -14,7 +14,8 @@ from jaxserve.planning.schedules.adaptation import Adaptation, task_of
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength, answer_lengths, classes_of
-from jaxserve.planning.schedules.plan import Plan, SchedulePlanner
+from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.rra_planner import RRAPlanner, lengths_of
 from jaxserve.runtime.adapter import Adapter
 from jaxserve.runtime.maintenance import Maintenance
@@ -113,7 +114,7 @@ class Planner:
                 AnswerLength(admitted_s=-math.inf, num_prompt=prompt, num_output=output)
                 for prompt, output in lengths
             ]
-        classes = classes_of(used, planner.num_slots) if self._heeds_bounds else ()
+        classes = classes_of(used, planner.max_slots) if self._heeds_bounds else ()
         plan = planner.plan(task, bounds, num_lengths=len(used), classes=classes)
         if adopt:
             self._adopt(planner, plan, used, adapt=adapt, is_given=lengths is not None)

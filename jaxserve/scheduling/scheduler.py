@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import InvalidConfigError, JaxserveError
+from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import FinishReason, Request
 from jaxserve.memory.relocation import Moves
 from jaxserve.scheduling.collect import append_outputs, append_prompt_logprobs
@@ -19,12 +19,14 @@ from jaxserve.scheduling.kv.usage import PageUsage
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.limits import (
     MAX_LOST_HANDOVERS,
+    check_groups,
     max_length,
     not_finite,
     not_handed_over,
     too_long,
 )
 from jaxserve.scheduling.order_keys import OrderKeys
+from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.plan import Handover, StepPlan, StepResult
 from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.queues import Queues
@@ -58,6 +60,7 @@ class Scheduler:
       policy: every decision; its state is the scheduler's alone.
       kv: owns the pages of the sequences.
       refinement: what the readings of a probe are worth; None without a probe.
+      pace: returns how long steps took lately; None before any step was timed.
 
     Attributes:
       lengths: what is expected of the sequences' lengths; policies read it.
@@ -66,14 +69,19 @@ class Scheduler:
     """
 
     def __init__(
-        self, policy: Policy, clock: Clock, kv: KVManager, refinement: Refinement | None = None
+        self,
+        policy: Policy,
+        clock: Clock,
+        kv: KVManager,
+        refinement: Refinement | None,
+        pace: Callable[[], Pace | None],
     ):
         self.policy = policy
         self.lengths = LengthTracker(refinement)
         self.wake_s: float | None = None
         self._clock = clock
         self._kv = kv
-        self._queues = Queues(policy, kv, self.lengths, clock.now)
+        self._queues = Queues(policy, kv, self.lengths, clock.now, pace)
         self._policy_state = policy.new_state()
         self._sequences: dict[int, Sequence] = {}
         self._num_plans = 0
@@ -341,12 +349,7 @@ class Scheduler:
         Raises:
           InvalidConfigError: it plans for another number of device groups.
         """
-        if iteration.num_device_groups != self.policy.num_device_groups:
-            raise InvalidConfigError(
-                f"{iteration} plans for {iteration.num_device_groups} device groups, and policy "
-                f"{self.policy.name!r} has {self.policy.num_device_groups}; adopt a shape for as "
-                "many groups, or create an engine with another policy"
-            )
+        check_groups(iteration, self.policy)
         self.policy = replace(self.policy, iteration=iteration)
         state = self.policy.new_state()
         if type(state) is not type(self._policy_state):

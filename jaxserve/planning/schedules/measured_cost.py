@@ -21,6 +21,8 @@ from jaxserve.steps.slots import ADMISSIONS_A_CALL
 THRESHOLD = 0.1
 # A batch is taken as evenly distributed within the threshold; these are its values over the mean.
 _SPREAD = 1 + THRESHOLD * np.linspace(-1, 1, 17)
+# An N_D that no schedule exceeds.
+_MOST_DECODES = 1 << 30
 # Keys and values of a token, the unit of memory of a deployment on a page pool.
 _KV_UNITS = 2.0
 
@@ -47,14 +49,16 @@ class MeasuredCost:
     Attributes:
       input_tokens: mean tokens of a prompt.
       num_iterations: mean decode iterations of an answer.
-      num_decodes: N_D of the schedule, which decides how many decode loops a round has. None for
-        at least as many as any N_D has: N_D / `max_decode_iterations` + 1.
+      num_decodes: N_D of the schedule, which decides how many decode loops a round has.
+      most_decodes: None for exact costs of `num_decodes`; else the costs are lower limits for any
+        N_D from `num_decodes` to this one.
     """
 
     times: StepTimes
     input_tokens: float
     num_iterations: float
-    num_decodes: int | None = None
+    num_decodes: Numbers
+    most_decodes: Numbers | None = None
 
     @property
     def batching_pays(self) -> bool:
@@ -100,14 +104,15 @@ class MeasuredCost:
         return self.times.origin.config
 
     @property
-    def _loops_a_decode(self) -> float:
-        """Decode loops per iteration; without N_D, those of a round's rounding are in its encode
-        phase.
+    def _loops_a_decode(self) -> np.ndarray:
+        """Decode loops per iteration.
+
+        It falls with N_D up to the next multiple of the longest loop, where it has its lower limit.
         """
-        most = self._config.max_decode_iterations
-        if self.num_decodes is None:
-            return 1 / most
-        return -(-self.num_decodes // most) / self.num_decodes
+        longest, fewest = self._config.max_decode_iterations, np.asarray(self.num_decodes)
+        most = fewest if self.most_decodes is None else np.asarray(self.most_decodes)
+        has_multiple = most // longest * longest >= fewest
+        return np.where(has_multiple, 1 / longest, -(-most // longest) / most)
 
     def _iteration_s(self, batch: Numbers, positions: Numbers) -> np.ndarray:
         """Return the seconds of a decode iteration that attends to so many positions in all."""
@@ -124,12 +129,15 @@ class MeasuredCost:
 
     def _rows(self, batch: Numbers) -> np.ndarray:
         """Return the rows that windows span for so many decoding sequences; see the class."""
-        most = self._config.max_decode_iterations
-        if self.num_decodes is None:
-            lag = 1.5 * most
-        else:
-            num_loops = -(-self.num_decodes // most)
-            lag = self.num_decodes / num_loops * (1.5 - 1 / num_loops)
+        longest, fewest = self._config.max_decode_iterations, np.asarray(self.num_decodes)
+        num_loops = -(-fewest // longest)
+        lag = fewest / num_loops * (1.5 - 1 / num_loops)
+        if self.most_decodes is not None:
+            # It rises with N_D while a round has as many loops, and falls where it has one more;
+            # so it does from a higher value each time.
+            one_more = num_loops * longest / (num_loops + 1) * (1.5 - 1 / (num_loops + 1))
+            has_more = np.asarray(self.most_decodes) > num_loops * longest
+            lag = np.where(has_more, np.minimum(lag, one_more), lag)
         ended = lag / max(self.num_iterations, 1.0)
         return batch + np.maximum(np.subtract(batch, 1.0), 0.0) * ended
 
@@ -150,8 +158,6 @@ class MeasuredCost:
         per_step = num_prompts / num_steps
         steps_s += num_steps * (times.edit_s + _padded(per_step, config.head_buckets, head_s))
         steps_s += np.maximum(num_prompts / ADMISSIONS_A_CALL, num_steps) * times.admit_s
-        if self.num_decodes is None:
-            steps_s = steps_s + self._loop_s(float(config.max_slots))
         return steps_s + times.plan_s + times.submit_s
 
 
@@ -160,8 +166,6 @@ def measured_deployment(
     config: EngineConfig,
     input_tokens: float,
     num_iterations: float,
-    *,
-    num_decodes: int | None = None,
 ) -> Deployment:
     """Return one engine as a cluster of one device with one layer, limited by slots and pages.
 
@@ -171,8 +175,18 @@ def measured_deployment(
     Args:
       times: step times of the engine.
       config: its present configuration, whose page pool may differ from that of `times`.
-      input_tokens, num_iterations, num_decodes: see `MeasuredCost`.
+      input_tokens, num_iterations: see `MeasuredCost`.
     """
+
+    def cost_within(fewest: Numbers, most: Numbers) -> MeasuredCost:
+        return MeasuredCost(
+            times=times,
+            input_tokens=input_tokens,
+            num_iterations=num_iterations,
+            num_decodes=fewest,
+            most_decodes=most,
+        )
+
     half_pages = config.max_slots * config.page_size // 2
     num_tokens = max(config.page_size, (config.num_pages - 1) * config.page_size - half_pages)
     unit = LayerShape(hidden_size=0, attention_width=0, kv_width=1, num_params=0.0)
@@ -203,12 +217,8 @@ def measured_deployment(
             launch_s=0.0,
             memory_share=1.0,
         ),
-        cost=MeasuredCost(
-            times=times,
-            input_tokens=input_tokens,
-            num_iterations=num_iterations,
-            num_decodes=num_decodes,
-        ),
+        cost=cost_within(1, _MOST_DECODES),
+        cost_within=cost_within,
         max_encode_batch=config.max_slots,
         max_sequences=max(1.0 + 1e-9, config.max_slots / (1 + THRESHOLD)),
         encode_margin=THRESHOLD,

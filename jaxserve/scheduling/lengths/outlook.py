@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -34,7 +36,9 @@ class Outlook:
     ends_in_s: float | None
 
 
-def outlooks(scheduler: Scheduler, iteration_s: float | None) -> dict[str, Outlook]:
+def outlooks(
+    scheduler: Scheduler, iteration_s: float | None, *, without: Collection[Sequence] = ()
+) -> dict[str, Outlook]:
     """Return the outlook of every request that has tokens left to compute, by id.
 
     Waiting sequences are taken to begin in the policy's order, as slots and memory become free, and
@@ -42,10 +46,12 @@ def outlooks(scheduler: Scheduler, iteration_s: float | None) -> dict[str, Outlo
 
     Args:
       iteration_s: seconds of one iteration; None before any step was timed.
+      without: running sequences that are taken as gone, and get no outlook.
     """
-    config, num_running = scheduler.config, len(scheduler.running)
-    sequences = [*scheduler.running, *scheduler.waiting]
-    tokens = _expected_tokens(scheduler.lengths, sequences)
+    running = [each for each in scheduler.running if each not in without]
+    config, num_running = scheduler.config, len(running)
+    sequences = [*running, *scheduler.waiting]
+    tokens = expected_tokens(scheduler.lengths, sequences)
     pages = [_pages(scheduler, *each) for each in zip(sequences, tokens, strict=True)]
     # Iterations that each sequence runs for; then, from now, when it begins and ends.
     lasts = [
@@ -92,8 +98,11 @@ def _pages(scheduler: Scheduler, sequence: Sequence, num_tokens: float) -> int:
     )
 
 
-def _expected_tokens(lengths: LengthTracker, sequences: list[Sequence]) -> list[float]:
-    """Return the expected output tokens still to come of each sequence."""
+def expected_tokens(lengths: LengthTracker, sequences: Seq[Sequence]) -> list[float]:
+    """Return the expected output tokens still to come of each sequence.
+
+    One of whose length nothing is known is taken to go to its limit.
+    """
     forecast = lengths.forecast(sequences)
     if forecast is None:
         return [float(sequence.num_outputs_left) for sequence in sequences]
