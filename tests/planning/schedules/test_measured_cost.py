@@ -91,7 +91,10 @@ def test_an_encode_phase_costs_what_was_measured():
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_costs_rise_with_batch_and_positions_although_measurements_do_not(seed: int):
-    """Noisy tables: a larger batch or a longer context never costs less."""
+    """Noisy tables: a larger batch or a longer context never costs less.
+
+    Costs within a range of N_D are lower limits of those of each N_D.
+    """
     rng = random.Random(seed)
 
     def noisy(at: float) -> Curve:
@@ -103,7 +106,22 @@ def test_costs_rise_with_batch_and_positions_although_measurements_do_not(seed: 
         loop_s={w: rng.uniform(0, 1e-3) for w in CONFIG.slot_buckets},
         prefill_s={t: noisy(1e-2) for t in CONFIG.token_buckets},
     )
-    cost = MeasuredCost(times=times, input_tokens=50.0, num_iterations=60.0)
+    within = MeasuredCost(
+        times=times, input_tokens=50.0, num_iterations=60.0, num_decodes=3, most_decodes=30
+    )
+    for num_decodes in range(3, 31):
+        cost = replace(within, num_decodes=num_decodes, most_decodes=None)
+        _assert_rises(cost)
+        for batch in (1.0, 7.5, 30.0):
+            least_s = within.rest_s(Phase.DECODE, np.array([batch]), 1)
+            least_s = least_s + within.attention_s(Phase.DECODE, np.array([batch]), 40.0, 1)
+            exact_s = cost.rest_s(Phase.DECODE, np.array([batch]), 1)
+            exact_s = exact_s + cost.attention_s(Phase.DECODE, np.array([batch]), 40.0, 1)
+            assert (least_s <= exact_s * (1 + 1e-9)).all(), (num_decodes, batch)
+    _assert_rises(within)
+
+
+def _assert_rises(cost: MeasuredCost) -> None:
     batch = np.linspace(0.1, 40, 200)
     for length in (1.0, 100.0, 1000.0):
         total = cost.rest_s(Phase.DECODE, batch, 1)
@@ -128,7 +146,6 @@ def test_throughput_is_that_of_the_real_scheduler(encode_batch: int, num_decodes
         CONFIG,
         task.inputs.mean,
         task.outputs.mean - 1,
-        num_decodes=num_decodes,
     )
     timeline = RRATimeline(deployment, task)
     point = Points.one(0, encode_batch, num_decodes)
