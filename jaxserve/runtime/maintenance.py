@@ -10,7 +10,7 @@ from typing import Any, final, get_args
 
 from jaxserve.core.assets import cache_folder
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.loop import Running
@@ -121,12 +121,11 @@ class Maintenance:
             self._origin = replace(self._origin, config=self._replicas.first.executor.config)
         return self._replicas.first.pool_size.pool_bytes
 
-    def measure_step_times(self, rounds: int) -> StepTimes:
+    def measure_step_times(self, rounds: int, max_wait_s: float | None = None) -> StepTimes:
         """See `Runtime.measure_step_times`."""
         self._replicas.check_leads()
         self._check_one_group()
-        self._check_has_no_encoder()
-        with self._replicas.paused():
+        with self._replicas.paused(until_s=self._until_s(max_wait_s)):
             times = measure(
                 self._replicas.first.executor,
                 self._origin,
@@ -140,7 +139,7 @@ class Maintenance:
         self._times = times
         return times
 
-    def measure_group_times(self, rounds: int) -> GroupTimes:
+    def measure_group_times(self, rounds: int, max_wait_s: float | None = None) -> GroupTimes:
         """See `Runtime.measure_group_times`."""
         self._replicas.check_leads()
         if self._decode_origin is None:
@@ -148,10 +147,9 @@ class Maintenance:
                 "this runtime has one group of devices; call measure_step_times, or create it with "
                 "mesh=sharding.make_groups(...)"
             )
-        self._check_has_no_encoder()
         config = self._replicas.first.executor.config
         origins = [replace(each, config=config) for each in (self._origin, self._decode_origin)]
-        with self._replicas.paused():
+        with self._replicas.paused(until_s=self._until_s(max_wait_s)):
             self._group_times = measure_groups(
                 self._replicas.first.executor,
                 origins,
@@ -161,9 +159,9 @@ class Maintenance:
             )
         return self._group_times
 
-    def group_times(self) -> GroupTimes:
+    def group_times(self, max_wait_s: float | None = None) -> GroupTimes:
         """Return the group times that were measured last; measure them if there are none."""
-        return self._group_times or self.measure_group_times(rounds=2)
+        return self._group_times or self.measure_group_times(2, max_wait_s)
 
     def load_step_times(self, path: str | Path) -> StepTimes:
         """See `Runtime.load_step_times`."""
@@ -180,12 +178,12 @@ class Maintenance:
             self._use(times)
         return times
 
-    def step_times(self) -> StepTimes:
+    def step_times(self, max_wait_s: float | None = None) -> StepTimes:
         """Return the step times that were measured or loaded last; measure them if there are none.
 
         See `Runtime.measure_step_times`.
         """
-        return self._times or self.measure_step_times(rounds=2)
+        return self._times or self.measure_step_times(2, max_wait_s)
 
     def kept_step_times(self) -> StepTimes:
         """Return step times of the cache folder; measure and keep them there if it has none.
@@ -234,13 +232,8 @@ class Maintenance:
                 "measure_group_times"
             )
 
-    def _check_has_no_encoder(self) -> None:
-        if self._replicas.first.executor.config.has_encoder:
-            raise UnsupportedModelError(
-                "step times of an encoder-decoder model are not measured yet, so it has no plan "
-                'under a latency bound; choose a policy, such as "exegpt_rra" or "exegpt_waa_c", '
-                "with sizes of your own"
-            )
+    def _until_s(self, max_wait_s: float | None) -> float | None:
+        return None if max_wait_s is None else self._clock.now() + max_wait_s
 
     def _value_pages_by(self, cost: RecomputeCost) -> None:
         for replica in self._replicas.all:

@@ -94,6 +94,7 @@ class Planner:
         *,
         adopt: bool,
         adapt: bool,
+        max_wait_s: float,
     ) -> Plan:
         """See `Runtime.plan`."""
         self._replicas.check_leads()
@@ -104,7 +105,7 @@ class Planner:
                 "no answer has ended in this runtime, so no lengths are known; pass lengths=[("
                 "prompt tokens, output tokens), ...], or plan after some requests"
             )
-        planner = self._planner()
+        planner = self._planner(max_wait_s)
         if lengths is None:
             used = observed
             task = task_of(used)
@@ -157,9 +158,11 @@ class Planner:
     def _heeds_bounds(self) -> bool:
         return self._replicas.first.engine.scheduler.policy.order.heeds_bounds
 
-    def _planner(self) -> SchedulePlanner:
+    def _planner(self, max_wait_s: float | None = None) -> SchedulePlanner:
         executor = self._replicas.first.executor
         # The page pool may be resized later.
         if executor.num_device_groups > 1:
-            return WAAPlanner(times=self._maintenance.group_times(), config=lambda: executor.config)
-        return RRAPlanner.measured(self._maintenance.step_times(), lambda: executor.config)
+            times = self._maintenance.group_times(max_wait_s)
+            return WAAPlanner(times=times, config=lambda: executor.config)
+        times = self._maintenance.step_times(max_wait_s)
+        return RRAPlanner.measured(times, lambda: executor.config)

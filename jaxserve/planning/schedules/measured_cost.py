@@ -38,7 +38,9 @@ class MeasuredCost:
 
     A decode iteration takes what was measured for its window and positions, and its share of a
     decode loop. An encode phase takes mixed steps, each padded to a compiled size, with admissions
-    and sampling, and the host's planning, for which the device idles once a round.
+    and sampling, and the host's planning, for which the device idles once a round. Of an
+    encoder-decoder model each step has the encoder's part, of whole prompts, and the decoder's,
+    with one token of each of them.
 
     A decode loop is planned while the one before it runs. So a window also spans the rows of
     answers whose ends were not known then, up to one and a half loops ago on average.
@@ -74,9 +76,13 @@ class MeasuredCost:
         if phase is Phase.DECODE:
             positions = np.multiply(batch, length)
             return self._iteration_s(batch, positions) - self._iteration_s(batch, 0.0)
+        largest = self._config.token_buckets[-1]
+        if self.times.encode_s:
+            # A prompt of n tokens attends to n positions with each.
+            return np.multiply(batch, np.square(length)) * _slope(self.times.encode_s[largest])
         # A prompt of n tokens attends to n (n + 1) / 2 positions.
         positions = np.multiply(batch, np.square(length) + length) / 2
-        return positions * _slope(self.times.prefill_s[self._config.token_buckets[-1]])
+        return positions * _slope(self.times.prefill_s[largest])
 
     def rest_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         if phase is Phase.ENCODE:
@@ -144,21 +150,31 @@ class MeasuredCost:
     def _encode_s(self, num_tokens: np.ndarray) -> np.ndarray:
         """Return the seconds of an encode phase without attention."""
         times, config = self.times, self._config
-        most = config.token_buckets[-1]
+        prompt = max(self.input_tokens, 1.0)
+        most = float(config.token_buckets[-1])
+        if times.encode_s:  # prompts are not cut
+            most = max(1.0, np.floor(most / prompt)) * prompt
         tokens = num_tokens[..., None] * _SPREAD
         num_full = np.floor(tokens / most)
+        body_s = self._body_s(times.encode_s or times.prefill_s)
         sizes = np.array([0, *config.token_buckets])
-        bodies = [_seconds(times.prefill_s[size], 0.0) for size in config.token_buckets]
-        body_s = np.maximum.accumulate(np.array([0.0, *(float(body) for body in bodies)]))
         last = np.searchsorted(sizes, tokens - num_full * most)
         steps_s = (num_full * body_s[-1] + body_s[np.minimum(last, len(sizes) - 1)]).mean(-1)
         num_steps = np.maximum(np.ceil(tokens / most), 1).mean(-1)
-        num_prompts = num_tokens / max(self.input_tokens, 1.0)
+        num_prompts = num_tokens / prompt
         head_s = np.array([times.head_s[size] for size in config.head_buckets])
         per_step = num_prompts / num_steps
+        if times.encode_s:
+            decoder_s = self._body_s(times.prefill_s)[1:]
+            steps_s += num_steps * _padded(per_step, config.token_buckets, decoder_s)
         steps_s += num_steps * (times.edit_s + _padded(per_step, config.head_buckets, head_s))
         steps_s += np.maximum(num_prompts / ADMISSIONS_A_CALL, num_steps) * times.admit_s
         return steps_s + times.plan_s + times.submit_s
+
+    def _body_s(self, curves: dict[int, Curve]) -> np.ndarray:
+        """Return the seconds of 0 tokens, and of each token bucket, without attention."""
+        bodies = [float(_seconds(curves[size], 0.0)) for size in self._config.token_buckets]
+        return np.maximum.accumulate(np.array([0.0, *bodies]))
 
 
 def measured_deployment(
@@ -170,7 +186,7 @@ def measured_deployment(
     """Return one engine as a cluster of one device with one layer, limited by slots and pages.
 
     Memory is counted in keys and values of tokens. Half of each sequence's last page is empty on
-    average. Batches may exceed their mean by `THRESHOLD`, and phases last longer by as much.
+    average, and half of the last one of an encoder's prompt. Batches may exceed their mean by `THRESHOLD`, and phases last longer by as much.
 
     Args:
       times: step times of the engine.
@@ -187,7 +203,7 @@ def measured_deployment(
             most_decodes=most,
         )
 
-    half_pages = config.max_slots * config.page_size // 2
+    half_pages = config.max_slots * config.page_size // (1 if config.has_encoder else 2)
     num_tokens = max(config.page_size, (config.num_pages - 1) * config.page_size - half_pages)
     unit = LayerShape(hidden_size=0, attention_width=0, kv_width=1, num_params=0.0)
     return Deployment(

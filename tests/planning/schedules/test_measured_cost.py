@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, InvalidConfigError
 from jaxserve.core.request import Timing
 from jaxserve.planning import simulate
@@ -43,22 +44,27 @@ def _lengths(num: int, seed: int) -> list[tuple[int, int]]:
 
 def _throughput(lengths: list[tuple[int, int]], iteration: RRA) -> tuple[float, list[float]]:
     """Simulate answers that all wait; return answers/s of the middle third, and all seconds."""
-    timings = _simulated(lengths, iteration)
+    return _rate(_simulated(lengths, iteration))
+
+
+def _rate(timings: list[Timing]) -> tuple[float, list[float]]:
     ends = np.sort([timing.finished_s or 0.0 for timing in timings])
     low, high = len(ends) // 3, 2 * len(ends) // 3
     spent = [(timing.finished_s or 0.0) - (timing.admitted_s or 0.0) for timing in timings]
     return (high - low) / (ends[high] - ends[low]), spent
 
 
-def _simulated(lengths: list[tuple[int, int]], iteration: RRA) -> list[Timing]:
+def _simulated(
+    lengths: list[tuple[int, int]], iteration: RRA, config: EngineConfig = CONFIG
+) -> list[Timing]:
     simulation = simulate(
         [
             WorkloadItem(prompt_token_ids=(1,) * num_prompt, num_output_tokens=num_output)
             for num_prompt, num_output in lengths
         ],
         Policy("rra", OnDemand(), FCFS(), iteration, Stateless()),
-        CONFIG,
-        like_a_small_model(),
+        config,
+        like_a_small_model(config),
         progress=False,
     )
     return [completion.timing for completion in simulation.completions]
@@ -159,6 +165,20 @@ def test_throughput_is_that_of_the_real_scheduler(encode_batch: int, num_decodes
     )
     throughput, _ = _throughput(lengths, iteration)
     assert float(figures.throughput) == pytest.approx(throughput, rel=0.1)
+
+
+@pytest.mark.parametrize("share", [1.05, 1.5, math.inf])
+def test_a_plan_of_an_encoder_decoder_model_keeps_its_bound(share: float):
+    """As of other models: throughput within 10 %, and 99 % of answers in time."""
+    config, lengths = replace(CONFIG, has_encoder=True), _lengths(600, seed=5)
+    times = like_a_small_model(config)
+    with pytest.raises(InfeasibleBoundError) as refused:
+        plan_rra(times, config, lengths, 1e-6)
+    bound_s = share * refused.value.lowest["latency_s"]
+    plan = plan_rra(times, config, lengths, bound_s)
+    throughput, spent = _rate(_simulated(lengths, plan.iteration(), config))
+    assert plan.answers_per_s == pytest.approx(throughput, rel=0.1)
+    assert np.mean(np.array(spent) <= bound_s) >= 0.99
 
 
 @pytest.mark.parametrize("share", [1.05, 1.5, 4.0, math.inf])
