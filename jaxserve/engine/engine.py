@@ -196,13 +196,28 @@ class Engine:
         """
         self._kv.swap_by(costs)
 
-    def preload(self, tokens: Seq[int], contents: bytes) -> bool:
-        """Cache the full pages of `tokens` on the host; return False if they do not all fit.
+    def export_kv(self, tokens: Seq[int]) -> list[bytes]:
+        """Return the contents of the leading full pages of a context that are cached.
+
+        They pass through host memory, as far as it has room. Steps may be in flight.
+        """
+        self._kv.transfer.copy_to_host(tokens)
+        plan = self.scheduler.plan_flush(0.0)
+        if plan is not None:
+            self._executor.submit(plan).collect()
+        return self._kv.transfer.read(tokens)
+
+    def import_kv(self, tokens: Seq[int], pages: Seq[bytes]) -> int:
+        """Cache the leading full pages of `tokens` on the host; return how many it has room for.
 
         Args:
-          contents: contents of each page, as `HostMemory.read_host_page` returns them.
+          pages: contents of each page, as `export_kv` of an engine with these weights and sizes
+            returned them.
+
+        Raises:
+          InvalidConfigError: the pages have another size.
         """
-        return self._kv.preload(tokens, contents)
+        return self._kv.transfer.load(tokens, pages)
 
     def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
         """Evict full pages of a context, by index, that are cached on the device and not owned."""

@@ -237,8 +237,8 @@ class SimulatedExecutor:
         """Run the plan's rows and return how many positions they attend to.
 
         Returns:
-          The positions of all rows with several tokens, without an encoder's, and those of the other
-          rows for each iteration.
+          The positions of all rows with several tokens, except an encoder's, and those of the
+          other rows for each iteration.
         """
         prefilled, decoded = 0, []
         # Number of tokens that each row still delivers; a row that delivers none is computed too.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import platform
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
@@ -29,6 +30,8 @@ from jaxserve.runtime.pending import Pending
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime, RuntimeStats
+
+_log = logging.getLogger(__name__)
 
 # Maximum number of concurrent requests of one actor. Ray queues the others.
 _MAX_OPEN = 4096
@@ -88,13 +91,53 @@ class _Actor:
             vocab_size=runtime.model_config.vocab_size,
         )
 
-    async def answer(self, prompt: Any, params: SamplingParams, others: Asked) -> Completion:
+    async def prefill(self, prompt: Any, others: Asked) -> list[Any]:
+        """Compute a prompt, and put the KV of its full pages into Ray's object store.
+
+        Returns:
+          The reference, in a list, so that Ray copies the KV to the process that reads it and to no
+          other; an empty list without KV.
+        """
+        runtime = self._runtime
+        assert runtime is not None
+        one = SamplingParams(max_tokens=1, ignore_eos=True)
+        completion = await self._submit(prompt, one, others).aresult()
+        if isinstance(completion.error, _FATAL):
+            raise completion.error
+        tokens = completion.prompt_token_ids
+        if completion.finish_reason != "length":
+            return []
+        pages = await asyncio.to_thread(runtime.export_kv, tokens)
+        ray = import_ray()
+        try:
+            return [ray.put((tokens, pages))] if pages else []
+        except ray.exceptions.RayError as error:  # such as a full store
+            _log.warning("KV of a prompt is not sent, and is computed again: %s", error)
+            return []
+
+    async def _take(self, kv: list[Any]) -> None:
+        """Cache the KV of a prompt that another replica has computed, if it still has it."""
+        runtime = self._runtime
+        assert runtime is not None
+        for reference in kv:
+            try:
+                tokens, pages = await reference
+            except import_ray().exceptions.RayError as error:
+                _log.warning("KV of a prompt is lost, which is computed again: %s", error)
+                return
+            await asyncio.to_thread(runtime.import_kv, tokens, pages)
+
+    async def answer(
+        self, prompt: Any, params: SamplingParams, others: Asked, kv: list[Any]
+    ) -> Completion:
+        await self._take(kv)
         return await self._submit(prompt, params, others).aresult()
 
     async def stream(
-        self, prompt: Any, params: SamplingParams, others: Asked
+        self, prompt: Any, params: SamplingParams, others: Asked, kv: list[Any]
     ) -> AsyncGenerator[Piece | Completion]:
         """Yield the pieces, then the completion."""
+        await self._take(kv)
         news: asyncio.Queue[Piece | Completion] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -161,23 +204,18 @@ class RayReplica:
         self._actor = make(_Actor).remote()
         return await self._result(self._actor.start.remote(*self._how))
 
-    async def answer(self, call: Call, on_piece: PieceSink | None = None) -> Completion:
-        deadline_s = call.deadline_s
-        others = Asked(
-            request_id=call.id,
-            priority=call.priority,
-            # The process has another clock.
-            deadline_s=None if deadline_s is None else deadline_s - WallClock().now(),
-            conversation_id=call.conversation_id,
-        )
-        method = self._actor.answer if on_piece is None else self._actor.stream
+    async def prefill(self, call: Call) -> Any:
+        reply = self._sent(self._actor.prefill, call.prompt, _asked(call))
         try:
-            reply = method.remote(call.prompt, call.params, others)
-        except TypeError as error:
-            raise InvalidRequestError(
-                f"the prompt cannot be sent to a replica: {error}; pass a string, token ids or "
-                "chat messages"
-            ) from error
+            return await self._result(reply)
+        except _FATAL as error:
+            raise _useless(error) from error
+
+    async def answer(
+        self, call: Call, on_piece: PieceSink | None = None, kv: Any = None
+    ) -> Completion:
+        method = self._actor.answer if on_piece is None else self._actor.stream
+        reply = self._sent(method, call.prompt, call.params, _asked(call), kv or [])
         try:
             completion = await (
                 self._result(reply) if on_piece is None else self._streamed(reply, on_piece)
@@ -187,6 +225,16 @@ class RayReplica:
         if isinstance(completion.error, _FATAL):
             raise _useless(completion.error) from completion.error
         return completion
+
+    def _sent(self, method: Any, *arguments: Any) -> Any:
+        """Call a method of the actor with a prompt among its arguments."""
+        try:
+            return method.remote(*arguments)
+        except TypeError as error:
+            raise InvalidRequestError(
+                f"the prompt cannot be sent to a replica: {error}; pass a string, token ids or "
+                "chat messages"
+            ) from error
 
     async def stats(self) -> RuntimeStats:
         return await self._result(self._actor.stats.remote())
@@ -220,6 +268,17 @@ class RayReplica:
         except failures.RayError as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ReplicaDiedError(reason) from error
+
+
+def _asked(call: Call) -> Asked:
+    deadline_s = call.deadline_s
+    return Asked(
+        request_id=call.id,
+        priority=call.priority,
+        # The process has another clock.
+        deadline_s=None if deadline_s is None else deadline_s - WallClock().now(),
+        conversation_id=call.conversation_id,
+    )
 
 
 def _useless(error: JaxserveError) -> ReplicaDiedError:

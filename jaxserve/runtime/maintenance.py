@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final, get_args
 
 from jaxserve.core.assets import cache_folder
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.loop import Running
@@ -96,6 +97,23 @@ class Maintenance:
         """See `Runtime.residency`."""
         found = [r.engine.residency(token_ids) for r in self._replicas.all]
         return min(found, key=lambda tiers: tiers.count("nowhere"))
+
+    def export_kv(self, token_ids: Sequence[int]) -> list[bytes]:
+        """See `Runtime.export_kv`."""
+        self._check_is_alone()
+        found = [
+            replica.loop.ask(partial(replica.engine.export_kv, token_ids))
+            for replica in self._replicas.all
+        ]
+        return max(found, key=len)
+
+    def import_kv(self, token_ids: Sequence[int], pages: Sequence[bytes]) -> int:
+        """See `Runtime.import_kv`."""
+        self._check_is_alone()
+        return min(
+            replica.loop.ask(partial(replica.engine.import_kv, token_ids, pages))
+            for replica in self._replicas.all
+        )
 
     def forget_kept_pages(self) -> None:
         """See `Runtime.forget_kept_pages`."""
@@ -230,6 +248,14 @@ class Maintenance:
             raise InvalidConfigError(
                 "step times are those of one group of devices, and this runtime has two; call "
                 "measure_group_times"
+            )
+
+    def _check_is_alone(self) -> None:
+        self._replicas.check_may_wait()
+        if self._replicas.group is not None:
+            raise ProcessGroupError(
+                "KV is neither exported nor imported where several processes serve one model; use "
+                "one process for each runtime"
             )
 
     def _until_s(self, max_wait_s: float | None) -> float | None:

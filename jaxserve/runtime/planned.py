@@ -10,16 +10,17 @@ from pathlib import Path
 from jaxserve.planning import GroupTimes, StepTimes
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.plan import Plan
+from jaxserve.runtime.cached_pages import CachedPages
 from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.planner import Planner
 
 
-class Planned(abc.ABC):
+class Planned(CachedPages):
     """The methods of `Runtime` that measure step times, and find a schedule from them."""
 
     @abc.abstractmethod
     def __init__(self, maintenance: Maintenance, planner: Planner):
-        self._maintenance = maintenance
+        super().__init__(maintenance)
         self._planner = planner
 
     def plan(

@@ -254,9 +254,9 @@ class Scheduler:
         self.policy.iteration.select(step, self._policy_state)
         return step
 
-    def plan_flush(self) -> StepPlan | None:
-        """Copy cached pages to the host, where there is room; None where none is left to copy."""
-        copies = self._kv.flush()
+    def plan_flush(self, free_share: float = 1.0) -> StepPlan | None:
+        """Copy cached pages to the host, as `KVManager.flush`; None where none is left to copy."""
+        copies = self._kv.flush(free_share)
         if not copies:
             return None
         self._num_plans += 1

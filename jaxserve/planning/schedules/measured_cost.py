@@ -186,7 +186,8 @@ def measured_deployment(
     """Return one engine as a cluster of one device with one layer, limited by slots and pages.
 
     Memory is counted in keys and values of tokens. Half of each sequence's last page is empty on
-    average, and half of the last one of an encoder's prompt. Batches may exceed their mean by `THRESHOLD`, and phases last longer by as much.
+    average, and half of the last one of an encoder's prompt. Batches may exceed their mean by
+    `THRESHOLD`, and phases last longer by as much.
 
     Args:
       times: step times of the engine.
