@@ -50,7 +50,8 @@ class SamplingParams:
       skip_special_tokens: omit special tokens from `text`.
       latency_bound: seconds from the submission to the end of the answer, time in the queue
         included; None for no bound. Policies "auto" and "exegpt" put requests with a bound first.
-        One that is expected to miss its bound is refused with `BoundNotMetError`.
+        One that is expected to miss its bound is refused with `BoundNotMetError`, at its submission
+        or while it waits (`docs/latency_bounds.md`).
 
     Raises:
       InvalidSamplingParamsError: a field is out of range; the message names it.

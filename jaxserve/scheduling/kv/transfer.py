@@ -77,8 +77,10 @@ class PageTransfer:
                 "Send KV only between runtimes of the same model and options"
             )
         branch = Branch(self._now())
-        pages = zip(self._keys_of(tokens), contents, strict=False)
+        # No more than fit, so that the last ones do not evict the first ones.
+        fitting = contents[: self._cache.max_host_pages]
+        pages = zip(self._keys_of(tokens), fitting, strict=False)
         for index, (key, content) in enumerate(pages):
             if not self._cache.load(index, key, content, branch):
                 return index
-        return len(contents)
+        return len(fitting)
