@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -23,7 +23,7 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.page_copies import PAGES_A_CALL
-from jaxserve.execution.protocol import Executor
+from jaxserve.execution.protocol import Executor, StepHandle
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.planning.origin import Origin
@@ -42,7 +42,13 @@ _MAX_REPEATS = 8
 
 
 def measure(
-    executor: Executor, origin: Origin, clock: Clock, *, rounds: int = 2, progress: bool = True
+    executor: Executor,
+    origin: Origin,
+    clock: Clock,
+    *,
+    group: int = 0,
+    rounds: int = 2,
+    progress: bool = True,
 ) -> StepTimes:
     """Time every shape in several rounds, and return the median of the rounds for each entry.
 
@@ -52,8 +58,9 @@ def measure(
     Args:
       origin: origin of the returned table.
       clock: the executor's clock if it is simulated, otherwise a `WallClock`.
+      group: the device group to time.
     """
-    bench = _Bench(executor, clock)
+    bench = _Bench(executor, clock, group)
     shapes = bench.shapes()
     tables: list[StepTimes] = []
     with tqdm(
@@ -103,9 +110,10 @@ class _Shape:
 class _Bench:
     """A maker of plans of each shape, and their timer."""
 
-    def __init__(self, executor: Executor, clock: Clock):
+    def __init__(self, executor: Executor, clock: Clock, group: int):
         self.config = executor.config
         self._executor = executor
+        self._group = group
         self._clock = clock
         self._live: set[int] = set()
         self._submits_s: list[float] = []
@@ -305,15 +313,18 @@ class _Bench:
             num_iterations=0,
             window_size=config.slot_buckets[0],
         )
-        self._executor.submit(plan).collect()
+        self._submit(plan).collect()
         self._live = set(range(len(contexts)))
+
+    def _submit(self, plan: StepPlan) -> StepHandle:
+        return self._executor.submit(replace(plan, group=self._group))
 
     def _time(self, plans: Sequence[StepPlan]) -> float:
         """Return the median seconds from one step's end to the next one's, with two in flight."""
         ends, newest = [], None
         for plan in plans:
             begin_s = self._clock.now()
-            oldest, newest = newest, self._executor.submit(plan)
+            oldest, newest = newest, self._submit(plan)
             self._submits_s.append(self._clock.now() - begin_s)
             self._live.update(new.slot for new in plan.admissions)
             if oldest is not None:
