@@ -213,8 +213,8 @@ class Dispatcher:
     async def _answer(self, request: OpenRequest) -> Completion:
         """Return the completion of the first replica that does not die, of at most two."""
         died_at: int | None = None
-        kv = await self._prefilled(request)
         while not request.is_cancelled:
+            kv = await self._prefilled(request)
             serving = await self._serving(request)
             if request.is_cancelled:
                 break

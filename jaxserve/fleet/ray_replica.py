@@ -115,7 +115,7 @@ class _Actor:
             _log.warning("KV of a prompt is not sent, and is computed again: %s", error)
             return []
 
-    async def _take(self, kv: list[Any]) -> None:
+    async def take(self, kv: list[Any]) -> None:
         """Cache the KV of a prompt that another replica has computed, if it still has it."""
         runtime = self._runtime
         assert runtime is not None
@@ -127,17 +127,13 @@ class _Actor:
                 return
             await asyncio.to_thread(runtime.import_kv, tokens, pages)
 
-    async def answer(
-        self, prompt: Any, params: SamplingParams, others: Asked, kv: list[Any]
-    ) -> Completion:
-        await self._take(kv)
+    async def answer(self, prompt: Any, params: SamplingParams, others: Asked) -> Completion:
         return await self._submit(prompt, params, others).aresult()
 
     async def stream(
-        self, prompt: Any, params: SamplingParams, others: Asked, kv: list[Any]
+        self, prompt: Any, params: SamplingParams, others: Asked
     ) -> AsyncGenerator[Piece | Completion]:
         """Yield the pieces, then the completion."""
-        await self._take(kv)
         news: asyncio.Queue[Piece | Completion] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -215,8 +211,11 @@ class RayReplica:
         self, call: Call, on_piece: PieceSink | None = None, kv: Any = None
     ) -> Completion:
         method = self._actor.answer if on_piece is None else self._actor.stream
-        reply = self._sent(method, call.prompt, call.params, _asked(call), kv or [])
         try:
+            if kv:
+                await self._result(self._actor.take.remote(kv))
+                kv.clear()  # so that Ray frees it while the answer is computed
+            reply = self._sent(method, call.prompt, call.params, _asked(call))
             completion = await (
                 self._result(reply) if on_piece is None else self._streamed(reply, on_piece)
             )

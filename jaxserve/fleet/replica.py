@@ -74,7 +74,8 @@ class Replica(Protocol):
 
         Args:
           on_piece: called with the pieces, from the first token on, before the completion.
-          kv: what `prefill` of another replica returned. What cannot be read is computed.
+          kv: what `prefill` of another replica returned, which is used up. What cannot be read is
+            computed.
 
         Raises:
           InvalidRequestError: the prompt cannot be sent to the process.
