@@ -24,7 +24,7 @@ from jaxserve.core.errors import (
 from jaxserve.core.request import Completion, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink, failed_completion
-from jaxserve.fleet.call import Call
+from jaxserve.fleet.call import Call, cancelled_completion
 from jaxserve.fleet.replica import Started
 from jaxserve.runtime.pending import Pending
 
@@ -194,6 +194,9 @@ class RayReplica:
         self._how = (model, tensor_parallel, dict(options))
         self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         self._actor: Any = None
+        # Requests whose KV is on its way to the actor, which does not know them yet; and which of
+        # them were cancelled meanwhile.
+        self._taking: dict[str, bool] = {}
 
     async def start(self) -> Started:
         make = self._ray.remote(max_restarts=0, max_concurrency=_MAX_OPEN, **self._resources)
@@ -212,9 +215,8 @@ class RayReplica:
     ) -> Completion:
         method = self._actor.answer if on_piece is None else self._actor.stream
         try:
-            if kv:
-                await self._result(self._actor.take.remote(kv))
-                kv.clear()  # so that Ray frees it while the answer is computed
+            if kv and not await self._has_taken(call, kv):
+                return cancelled_completion(call, arrival_s=WallClock().now())
             reply = self._sent(method, call.prompt, call.params, _asked(call))
             completion = await (
                 self._result(reply) if on_piece is None else self._streamed(reply, on_piece)
@@ -224,6 +226,16 @@ class RayReplica:
         if isinstance(completion.error, _FATAL):
             raise _useless(completion.error) from completion.error
         return completion
+
+    async def _has_taken(self, call: Call, kv: list[Any]) -> bool:
+        """Have the actor take KV, which Ray frees then; False if the request was cancelled."""
+        self._taking[call.id] = False
+        try:
+            await self._result(self._actor.take.remote(kv))
+        finally:
+            is_cancelled = self._taking.pop(call.id)
+            kv.clear()
+        return not is_cancelled
 
     def _sent(self, method: Any, *arguments: Any) -> Any:
         """Call a method of the actor with a prompt among its arguments."""
@@ -239,7 +251,9 @@ class RayReplica:
         return await self._result(self._actor.stats.remote())
 
     def cancel(self, request_id: str) -> None:
-        if self._actor is not None:
+        if request_id in self._taking:
+            self._taking[request_id] = True
+        elif self._actor is not None:
             self._actor.cancel.remote(request_id)
 
     def kill(self) -> None:
