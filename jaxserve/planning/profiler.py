@@ -234,7 +234,8 @@ class _Bench:
         return list(shapes.values())
 
     def _encode(self, lengths: Sequence[int]) -> float:
-        self.reset([n + self._first for n in lengths], encoded=lengths)
+        contexts = [min(n + self._first, self.config.max_context) for n in lengths]
+        self.reset(contexts, encoded=lengths)
         rows = tuple(Row(i, i, 0, n, 0, encodes=True) for i, n in enumerate(lengths))
         return self._time([_plan(rows=rows)] * (_TIMED_STEPS + 1))
 
