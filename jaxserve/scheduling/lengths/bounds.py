@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jaxserve.scheduling.scheduler import Scheduler
 
 # Share by which the expected seconds of an answer may be wrong, in both directions.
-_MARGIN = 0.1
+_MARGIN = 0.2
 
 
 def expected_late(
@@ -112,7 +112,9 @@ class Slack:
         num_steps = -(-sequence.num_uncomputed // self._config.max_step_tokens)
         for each, left_s, alone_s in self._left:
             if self._keys.of(each) < self._keys.of(sequence):
-                needed_s = (1 + _MARGIN) * alone_s + num_steps * self._prompt_s
+                # Its steps in flight may compute prompts, too.
+                num_mixed = num_steps + each.num_in_flight
+                needed_s = (1 + _MARGIN) * alone_s + num_mixed * self._prompt_s
                 if (1 - _MARGIN) * alone_s <= left_s < needed_s:
                     return True
         return False
@@ -135,6 +137,7 @@ def _making_way(scheduler: Scheduler, request: Request) -> set[Sequence]:
 def _alone_s(sequence: Sequence, tokens: float, config: EngineConfig, pace: Pace) -> float:
     """Return the seconds of a sequence from now on if it runs, and no prompt but its own does."""
     iteration_s = min(pace.iteration_s, pace.decode_s)
+    tokens += sequence.num_planned_outputs - len(sequence.output)  # those in flight
     return (sequence.num_uncomputed / config.max_step_tokens + tokens) * iteration_s
 
 
