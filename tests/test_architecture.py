@@ -83,7 +83,7 @@ WRITERS = {
 
 CORE_DEPENDENCIES = {
     *("jax", "flax", "optax", "orbax", "numpy", "transformers", "safetensors", "tokenizers"),
-    *("tqdm", "rich", "typer", "matplotlib", "jaxtyping"),
+    *("tqdm", "rich", "typer", "matplotlib", "jaxtyping", "jinja2"),
     *("jaxlib", "ml_dtypes"),  # parts of JAX
 }
 ARRAY_DEPENDENCIES = {

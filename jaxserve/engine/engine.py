@@ -173,6 +173,13 @@ class Engine:
             news.append(Progress(sequence, 0))
         return news
 
+    def use_idle_time(self) -> bool:
+        """Do a piece of what the executor puts off until it is idle; return whether there was one.
+
+        Call it only without work.
+        """
+        return not self._is_at_work and self._executor.use_idle_time()
+
     def drain(self) -> list[Progress]:
         """Collect every step in flight and return their progress, without submitting a step."""
         news = []

@@ -20,6 +20,7 @@ from jaxserve.execution.group import check_alike, in_group
 from jaxserve.execution.memory_plan import PoolSize, plan_host_pages, plan_pool, plan_resize
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.execution.staged import StagedExecutor
+from jaxserve.execution.state_limits import check_slot_states
 from jaxserve.execution.warmup import executable_store, steady, warm_up
 from jaxserve.execution.weights import check_dtype
 from jaxserve.memory.page_pool import MIN_PAGES
@@ -116,6 +117,12 @@ def build_executor(
             "several separated by commas"
         )
     check_dtype(params, model_config.dtype)
+    check_slot_states(
+        *(model_config, options),
+        mesh=Placement.like(jax.tree.leaves(params)[0].sharding).mesh,
+        stages=stages,
+        num_processes=1 if group is None else group.num_processes,
+    )
     if probe is not None:
         check_probe(probe, model_config)
         if stages is not None or group is not None:
@@ -262,8 +269,8 @@ class _Pages:
         kv_memory = self.options.kv_memory
         return plan_pool(
             next(iter(self.place.whole.addressable_devices)),
-            page_bytes=nbytes(self.abstract(2)) // 2 // self.place.num_shards,
-            step_bytes=step_bytes,
+            page_bytes=nbytes(self.abstract(2).pages) // 2 // self.place.num_shards,
+            step_bytes=step_bytes + nbytes(self.abstract(2).states),
             wanted_pages=1 + draft.max_slots * draft.max_pages_per_sequence,
             min_pages=MIN_PAGES,
             kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),
@@ -272,6 +279,8 @@ class _Pages:
     def plan_host(self, size: PoolSize) -> int:
         """Return the number of pages on the host."""
         wanted = self.options.host_memory
+        if self.model_config.num_recurrent_layers:
+            return 0
         return plan_host_pages(
             size.page_bytes * self.place.num_shards,
             size.num_pages - 1,
@@ -298,6 +307,7 @@ class _Pages:
             self.options.kv_dtype or self.model_config.dtype,
             self.layer_layout,
             self.place.num_shards,
+            _engine_config(self.model_config, self.options, num_pages=num_pages).max_slots,
         )
 
 
@@ -309,7 +319,13 @@ def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
 
     Raises:
       DeviceMemoryError: the pool would not fit.
+      InvalidConfigError: the model has no keys and values.
     """
+    if not size.page_bytes:
+        raise InvalidConfigError(
+            f"a page pool of {kv_bytes:,} bytes for a model without attention, which has no keys "
+            "and values; create a runtime with another max_slots instead"
+        )
     config = executor.config
     return plan_resize(
         executor.device,
@@ -342,6 +358,7 @@ def _engine_config(
     model_config: Any, options: RuntimeOptions, *, num_pages: int, num_host_pages: int = 0
 ) -> EngineConfig:
     defaults = platform_defaults()
+    has_states = model_config.num_recurrent_layers > 0
     max_slots = options.max_slots or defaults.max_slots
     max_step_tokens = options.max_step_tokens or max(defaults.max_step_tokens, max_slots)
     return EngineConfig(
@@ -358,8 +375,9 @@ def _engine_config(
         attention=options.attention,
         num_host_pages=num_host_pages,
         kv_dtype=options.kv_dtype,
-        restore=options.restore or defaults.restore,
+        restore="on_admission" if has_states else options.restore or defaults.restore,
         has_encoder=model_config.has_encoder,
+        has_slot_state=has_states,
     )
 
 

@@ -57,13 +57,13 @@ class DeviceSlots:
             if releases:
                 self._edit(releases, ())
                 releases = ()
-            for some in _chunks(plan.moves, MOVES_A_CALL):
-                self._move(some)
-            for some in _chunks(plan.admissions, ADMISSIONS_A_CALL):
+            for some in chunks(plan.moves, MOVES_A_CALL):
+                self.state = self._move_slots(self.state, *edits.pack_moves(self._config, some))
+            for some in chunks(plan.admissions, ADMISSIONS_A_CALL):
                 self.state = self._admit_slots(
                     self.state, *edits.pack_admissions(self._config, some)
                 )
-        for updates in _chunks(plan.page_updates, PAGE_UPDATES_A_CALL):
+        for updates in chunks(plan.page_updates, PAGE_UPDATES_A_CALL):
             self._edit(releases, updates)
             releases = ()
         if releases:
@@ -82,10 +82,11 @@ class DeviceSlots:
         """Return (name, function) of every edit; a function makes its executable, on any thread."""
         state = abstract(self.state)
         admissions = edits.pack_admissions(self._config, ())
+        moves = edits.pack_moves(self._config, ())
         prepare = {
             "admissions": partial(self._admit_slots.prepare, state, *admissions),
             "edits of slots": partial(self._edit_slots.prepare, state, *self._packed((), ())),
-            "moves of slots": partial(self._move_slots.prepare, state, *self._places(())),
+            "moves of slots": partial(self._move_slots.prepare, state, *moves),
         }
         return list(prepare.items())
 
@@ -125,17 +126,8 @@ class DeviceSlots:
             entries[: len(updates)] = updates
         return released, entries
 
-    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
-        self.state = self._move_slots(self.state, *self._places(moves))
 
-    def _places(self, moves: Sequence[tuple[int, int]]) -> np.ndarray:
-        places = np.full((2, MOVES_A_CALL), self._config.max_slots, np.int32)
-        places[0] = 0
-        if moves:
-            places[:, : len(moves)] = np.transpose(moves)
-        return places
-
-
-def _chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+def chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    """Yield the items in runs of at most `size`."""
     for start in range(0, len(items), size):
         yield items[start : start + size]

@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.core.config import EngineConfig
 from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.page_copies import DevicePages
+from jaxserve.execution.state_moves import StateMoves
 from jaxserve.steps.packing import pack_rows, pack_window
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import Variant
@@ -34,11 +35,12 @@ class DeviceWarmup:
         params: Any,
         slots: DeviceSlots,
         pages: DevicePages,
+        states: StateMoves,
     ):
         self._config = config
         self._programs = programs
         self._params, self._cache, self._state = abstract((params, pages.cache, slots.state))
-        self._edits = slots.preparations()
+        self._edits = slots.preparations() + states.preparations(pages)
         self._copies = pages.preparations() if config.num_host_pages else ()
         self._incoming = pages.abstract_incoming(config.num_incoming_pages)
 

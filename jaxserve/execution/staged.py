@@ -335,6 +335,10 @@ class StagedExecutor:
                 steps.append((f"{name} decoding, {num} slots", step))
         return [(name, self._idly(step)) for name, step in steps]
 
+    def use_idle_time(self) -> bool:
+        """See `Executor`."""
+        return False
+
     def warm_up_behind(self) -> bool:
         """See `ModelExecutor`."""
         return False

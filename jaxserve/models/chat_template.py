@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
@@ -101,21 +99,21 @@ class ChatTemplate:
         return token_ids
 
     def _rendered(self, messages: Any, add_generation_prompt: bool) -> str:
-        templates = from_transformers("transformers.utils.chat_template_utils")
-        names: dict[str, Any] = dict(self._special_tokens)
+        # Jinja is for chats only.
+        from jaxserve.models.jinja import render
+
         try:
-            rendered, _ = templates.render_jinja_template(
-                conversations=[messages],
-                chat_template=self._source,
+            return render(
+                self._source,
+                messages,
+                self._special_tokens,
                 add_generation_prompt=add_generation_prompt,
-                **names,
             )
         except Exception as error:  # Jinja's own kinds, and KeyError and the like from templates
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}; give a list of "
                 "{'role': ..., 'content': ...}"
             ) from error
-        return rendered[0]
 
     def _shielded(self, messages: Any) -> tuple[Any, str | None]:
         """Return `messages` with a stand-in for every control token, and the pattern of stand-ins.
@@ -155,20 +153,3 @@ def _strings(value: Any) -> Iterable[str]:
     elif isinstance(value, Sequence):
         for item in value:
             yield from _strings(item)
-
-
-def from_transformers(module: str) -> Any:
-    """A module of transformers: seconds to import, so only where it is needed.
-
-    Without its advice to install PyTorch, which nothing here uses.
-    """
-    variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    given = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
-        return importlib.import_module(module)
-    finally:
-        if given is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = given

@@ -16,6 +16,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.memory.eviction import Eviction
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.preemption.last_in_order import LastInOrder
+from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.scheduling.sequence import Sequence
 
 _State = TypeVar("_State")
@@ -303,6 +304,10 @@ class Policy:
     def num_device_groups(self) -> int:
         """Groups of devices that the iteration shape plans for."""
         return self.iteration.num_device_groups
+
+    def retention_for(self, config: EngineConfig) -> Retention:
+        """Return what is kept after answers; nothing where a sequence has more than its pages."""
+        return Stateless() if config.has_slot_state else self.retention
 
     def new_state(self) -> Any:
         """Return the state of a scheduler that starts: what its iteration shape remembers."""

@@ -160,7 +160,7 @@ class Scheduler:
                 sample_index=index,
                 max_length=limit,
                 kv=self._kv.new(request.encoder_prompt),
-                primary=samples[0] if samples else None,
+                primary=samples[0] if samples and not self.config.has_slot_state else None,
             )
             self._next_key += 1
             self._sequences[sequence.key] = sequence

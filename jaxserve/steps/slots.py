@@ -111,6 +111,19 @@ def _moved(
     return jax.tree.map(lambda leaf: leaf[0], move_pages(layer, source, target))
 
 
+def move_states(
+    states: Any,
+    source: Int32[Array, " moves"],
+    target: Int32[Array, " moves"],
+) -> Any:
+    """Copy the states of recurrent layers between slots, as `move` does with the slots.
+
+    Args:
+      states: `KVCache.states`, [layers, slots, ...] each.
+    """
+    return move_pages(states, source, target)
+
+
 def admit(slots: SlotState, index: Int32[Array, " admissions"], rows: SlotState) -> SlotState:
     """Set the slots at `index` (the number of slots to skip); page tables stay."""
 
@@ -149,6 +162,17 @@ def append(
         length=slots.length.at[jnp.where(accepted, index, num)].set(new_length, mode="drop"),
         done=slots.done.at[jnp.where(ended, index, num)].set(True, mode="drop"),
     )
+
+
+def pack_moves(
+    config: EngineConfig, moves: Sequence[tuple[int, int]]
+) -> Int32[np.ndarray, "2 moves"]:
+    """Arguments of `move` and `move_states` for at most MOVES_A_CALL (from slot, to slot)."""
+    places = np.full((2, MOVES_A_CALL), config.max_slots, np.int32)
+    places[0] = 0
+    if moves:
+        places[:, : len(moves)] = np.transpose(moves)
+    return places
 
 
 def pack_admissions(
