@@ -49,8 +49,8 @@ KNOW_FORCED_LENGTHS = {
     "execution/simulated.py",
     "steps/slots.py",
     "scheduling/admission/oracle.py",
+    "scheduling/limits.py",
     "scheduling/plan.py",
-    "scheduling/scheduler.py",
     "workload/item.py",
     "workload/recorded.py",
 }

@@ -23,7 +23,7 @@ from jaxserve.engine.answers import Answer
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.execution.device_errors import is_out_of_memory
-from jaxserve.scheduling.scheduler import Progress
+from jaxserve.scheduling.collect import Progress
 from jaxserve.scheduling.sequence import Phase
 
 _T = TypeVar("_T")
@@ -211,6 +211,9 @@ class EngineLoop:
         for answer in arrived:
             answer.begin(self._engine.add(answer.request))
             self._by_sequence.update((s.key, answer) for s in answer.sequences)
+            for sequence in answer.sequences:
+                if sequence.output:  # what a grammar forces before any step
+                    answer.deliver(sequence, self._engine.scheduler)
             self._settle(answer)
         for request_id in cancelled:
             self._cancel(request_id)

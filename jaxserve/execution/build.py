@@ -95,6 +95,8 @@ def build_executor(
     stages: StagePlan | None = None,
     group: ProcessGroup | None = None,
     probe: Probe | None = None,
+    *,
+    takes_masks: bool = False,
 ) -> tuple[ModelExecutor, PoolSize]:
     """Return an executor: size and allocate its page pool, allocate its slots, and compile.
 
@@ -104,6 +106,7 @@ def build_executor(
       group: the processes that share the parameters, which all make the same calls; None if this
         process holds all parameters.
       probe: a probe that predicts remaining lengths from activations; None for no probe.
+      takes_masks: whether requests may have grammars, so that its warm-up includes what they need.
 
     Raises:
       DeviceMemoryError: the device has too little memory.
@@ -133,10 +136,10 @@ def build_executor(
     try:
         if stages is None:
             built = _build_whole(
-                graphdef, params, model_config, layer_layout, options, group, probe
+                *(graphdef, params, model_config, layer_layout, options, group, probe, takes_masks)
             )
         else:
-            built = _build_stages(params, model_config, layer_layout, options, stages)
+            built = _build_stages(params, model_config, layer_layout, options, stages, takes_masks)
     except NotImplementedError as error:
         if options.attention is None:
             raise
@@ -157,6 +160,7 @@ def _build_whole(
     options: RuntimeOptions,
     group: ProcessGroup | None,
     probe: Probe | None,
+    takes_masks: bool,
 ) -> tuple[ModelExecutor, PoolSize]:
     # Parameters are committed to their devices, as those of an update are; otherwise an update
     # would compile again.
@@ -165,7 +169,8 @@ def _build_whole(
     if place.mesh is not None:
         check_fits(place.mesh, model_config)
     if group is not None:
-        check_alike(group, _shared_settings(model_config, place, options))
+        shared = _shared_settings(model_config, place, options)
+        check_alike(group, {**shared, "tokenizer and llguidance": takes_masks})
         options = replace(options, restore="on_admission")  # there is no host memory
     pages = _Pages(model_config, options, layer_layout, place)
     # The largest steps are compiled for the number of pages that would fit without temporaries. If
@@ -194,7 +199,9 @@ def _build_whole(
         programs = Programs.shared(graphdef, config, model_config, place, probe, store)
     with timed("cache"):
         cache = jax.block_until_ready(pages.new(size.num_pages, programs.shelf))
-    executor = DeviceExecutor(config, programs, params, cache, strict=options.strict)
+    executor = DeviceExecutor(
+        config, programs, params, cache, strict=options.strict, takes_masks=takes_masks
+    )
     return (executor if group is None else in_group(executor, group)), size
 
 
@@ -204,6 +211,7 @@ def _build_stages(
     layer_layout: LayerLayout,
     options: RuntimeOptions,
     stages: StagePlan,
+    takes_masks: bool,
 ) -> tuple[ModelExecutor, PoolSize]:
     parts = cut(model_config, stages, layer_layout)
     own = [part.params_of(params) for part in parts]
@@ -249,6 +257,7 @@ def _build_stages(
         model_config.hidden_size,
         stages.micro_batches,
         strict=options.strict,
+        takes_masks=takes_masks,
     )
     return executor, size
 

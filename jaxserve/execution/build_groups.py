@@ -28,6 +28,8 @@ def build_groups(
     layer_layout: LayerLayout,
     options: RuntimeOptions,
     probe: Probe | None = None,
+    *,
+    takes_masks: bool = False,
 ) -> tuple[ModelExecutor, PoolSize]:
     """Return an executor of two device groups, compiled; see `build_executor`.
 
@@ -50,7 +52,9 @@ def build_groups(
         for params, stages in places:
             built.append(
                 build_executor(
-                    graphdef, params, model_config, layer_layout, own, stages, probe=probe
+                    *(graphdef, params, model_config, layer_layout, own, stages),
+                    probe=probe,
+                    takes_masks=takes_masks,
                 )
             )
             if_one_fails.callback(built[-1][0].close)

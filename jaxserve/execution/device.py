@@ -20,7 +20,7 @@ from jaxserve.execution.handle import DeviceHandle, PromptPart
 from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
 from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.state_moves import StateMoves
-from jaxserve.execution.swap_costs import KeptSwapCosts, measured_costs
+from jaxserve.execution.swap_costs import KeptSwapCosts, measured_costs, work_of_a_position
 from jaxserve.execution.weights import fingerprint, fitted
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
@@ -32,6 +32,7 @@ from jaxserve.scheduling.plan import PageCopies, StepPlan
 from jaxserve.steps.batches import MixedBatch
 from jaxserve.steps.packing import (
     decode_window,
+    pack_masks,
     pack_rows,
     pack_window,
     sampling_first,
@@ -56,6 +57,7 @@ class DeviceExecutor:
       params: parameters of the programs' decoder.
       cache: a cache of zeros; the executor donates it to each step and keeps the step's result.
       strict: raise on any compilation after the warm-up.
+      takes_masks: warm up what requests with a grammar need.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class DeviceExecutor:
         cache: KVCache,
         *,
         strict: bool = False,
+        takes_masks: bool = False,
     ):
         self.config = config
+        self._takes_masks = takes_masks
         self._params = params
         self._costs = KeptSwapCosts(programs.shelf, config, cache)
         self.swap_costs: SwapCosts | None = self._costs.load()
@@ -132,6 +136,7 @@ class DeviceExecutor:
             DeviceWarmup(
                 *(self.config, self._programs, self._params, self._slots, self._pages),
                 self._states,
+                takes_masks=self._takes_masks,
             ).steps()
         )
 
@@ -285,18 +290,19 @@ class DeviceExecutor:
         order = [i for i in sampling_first(plan.rows) if not plan.rows[i].encodes]
         rows = [plan.rows[i] for i in order]
         batch, starts = pack_rows(self.config, rows)
-        hidden, row_hidden, tapped = self._body(batch, self._incoming(late) if late else None)
+        incoming = self._pages.incoming(late, self.config.num_incoming_pages) if late else None
+        hidden, row_hidden, tapped = self._body(batch, incoming)
         prompt_parts = self._prompt_parts(plan, order, starts, batch, hidden)
         num_sampling = sum(row.samples for row in rows)
         if num_sampling == 0:
             return DeviceHandle(plan, needs, row_hidden, (), np.empty(0, np.int32), prompt_parts)
+        index = sampling_slots(self.config, rows, needs.variant)
+        # The device computes the body while the masks are still being computed.
+        masks = pack_masks(plan, order[:num_sampling], len(index))
         self._slots.state, outputs = self._programs.mixed_head(
-            self._params,
-            self._slots.state,
-            row_hidden,
-            sampling_slots(self.config, rows, needs.variant),
-            tapped,
+            *(self._params, self._slots.state, row_hidden, index, tapped),
             self._programs.probe_params,
+            *(() if masks is None else (masks,)),
             variant=needs.variant,
         )
         output_rows = np.full(len(plan.rows), -1, np.int32)
@@ -310,9 +316,6 @@ class DeviceExecutor:
         cache = programs.write_encoded(params, self._pages.cache, slots, batch, encoded)
         self._pages.cache = cache
         return encoded
-
-    def _incoming(self, copies: PageCopies) -> IncomingPages:
-        return self._pages.incoming(copies, self.config.num_incoming_pages)
 
     def _body(
         self, batch: MixedBatch, incoming: IncomingPages | None
@@ -367,8 +370,7 @@ class DeviceExecutor:
 
     def _measure_swaps_on(self) -> None:
         """Time copies of the null page or the prefill of an empty prompt, and keep the costs."""
-        if self._measuring is None:
-            self._measuring = self._swap_timings()
+        self._measuring = self._measuring or self._swap_timings()
         self.swap_costs = next(self._measuring)
         if self.swap_costs is not None:
             self._costs.save(self.swap_costs)
@@ -393,12 +395,5 @@ class DeviceExecutor:
             *(swap, prefill),
             num_pages=PAGES_A_CALL,
             num_tokens=num_tokens,
-            position_work=self._work_of_a_position(),
+            position_work=work_of_a_position(self._programs.model_config, self._params),
         )
-
-    def _work_of_a_position(self) -> float:
-        """Return the FLOPs of attending to one position, relative to a token's other FLOPs."""
-        model = self._programs.model_config
-        num_params = sum(leaf.size for leaf in jax.tree.leaves(self._params))
-        attention = 2 * model.num_attention_layers * model.num_heads * model.head_dim
-        return attention / num_params

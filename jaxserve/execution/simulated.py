@@ -229,6 +229,8 @@ class SimulatedExecutor:
                 new.sample_index,
                 new.request.end_length(new.max_length, new.sample_index),
             )
+        for new in plan.extensions:
+            self._slots[new.slot].tokens[new.start :] = new.tokens
         for slot, index, page in plan.page_updates:
             self._slots[slot].page_table[index] = page
         self._check_window(plan)

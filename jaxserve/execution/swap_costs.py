@@ -11,6 +11,7 @@ from typing import Any, final
 import jax
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.models.config import DecoderConfig
 from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.steps.step_function import Shelf, abstract
 
@@ -50,6 +51,12 @@ def measured_costs(
     yield SwapCosts(
         page_s=times[0] / 2 / num_pages, token_s=token_s, position_s=token_s * position_work
     )
+
+
+def work_of_a_position(model: DecoderConfig, params: Any) -> float:
+    """Return the FLOPs of attending to one position, relative to a token's other FLOPs."""
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return 2 * model.num_attention_layers * model.num_heads * model.head_dim / num_params
 
 
 @final

@@ -40,14 +40,23 @@ class ChatTemplate:
         self._control_texts = control_texts
         self._encode = encode
 
-    def apply(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
+    def apply(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """Return the token ids of a chat.
+
+        Args:
+          tools: functions that the model may call, in OpenAI's form.
 
         Raises:
           InvalidRequestError: the template refuses these messages, or they are not valid Unicode.
         """
-        shielded, marker = self._shielded(messages)
-        return self._ids(self._rendered(shielded, add_generation_prompt), marker)
+        (said, given), marker = self._shielded([list(messages), list(tools)])
+        return self._ids(self._rendered(said, add_generation_prompt, given), marker)
 
     def continuation(
         self, asked: Sequence[Message], answer: Message, new: Sequence[Message]
@@ -98,7 +107,7 @@ class ChatTemplate:
             ) from error
         return token_ids
 
-    def _rendered(self, messages: Any, add_generation_prompt: bool) -> str:
+    def _rendered(self, messages: Any, add_generation_prompt: bool, tools: Any = ()) -> str:
         # Jinja is for chats only.
         from jaxserve.models.jinja import render
 
@@ -107,6 +116,7 @@ class ChatTemplate:
                 self._source,
                 messages,
                 self._special_tokens,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # Jinja's own kinds, and KeyError and the like from templates

@@ -31,6 +31,7 @@ def render(
     messages: Any,
     special_tokens: Mapping[str, str],
     *,
+    tools: Any = (),
     add_generation_prompt: bool,
 ) -> str:
     """Return the text of a chat.
@@ -39,6 +40,7 @@ def render(
       source: the template.
       messages: mappings with a `role` and a `content`, of plain data.
       special_tokens: names that the template may use, and their texts.
+      tools: schemas of functions that the model may call, of plain data.
 
     Raises:
       TypeError: a message is not a mapping, or holds something else than plain data.
@@ -50,7 +52,7 @@ def render(
             raise TypeError(f"a message must be a mapping, not {message!r}")
     return _compiled(source).render(
         messages=[_with_thoughts(message) for message in plain],
-        tools=None,
+        tools=_plain(tools) or None,
         documents=None,
         add_generation_prompt=add_generation_prompt,
         **_plain(special_tokens),

@@ -153,14 +153,20 @@ class Tokenizer:
         return StreamDecoder(self, skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Message] = (),
     ) -> list[int]:
         """Return the token ids of a chat up to the model's answer; see `ChatTemplate.apply`.
 
         Raises:
           InvalidRequestError: the model has no chat template, or the template refuses the messages.
         """
-        return self._template.apply(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.apply(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
 
     def chat_continuation(
         self, asked: Sequence[Message], answer: Message, new: Sequence[Message]
@@ -180,6 +186,23 @@ class Tokenizer:
         tokens = sorted(self._backend.get_vocab(with_added_tokens=True).items())
         told = json.dumps([tokens, self.chat_template])
         return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
+
+    @property
+    def control_token_ids(self) -> frozenset[int]:
+        """The tokens that stand for no text."""
+        return self._control_ids
+
+    def added_token_id(self, text: str) -> int | None:
+        """Return the token that was added to the vocabulary for this text; None without one."""
+        added = self._backend.get_added_tokens_decoder()
+        return next((i for i, token in added.items() if token.content == text), None)
+
+    def to_json(self) -> str:
+        """Return the backend as a tokenizer.json, without padding and truncation."""
+        plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        plain.no_padding()
+        plain.no_truncation()
+        return plain.to_str()
 
     def save(self, folder: str | Path) -> None:
         """Write files for `load` into an existing folder."""
