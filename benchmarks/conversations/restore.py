@@ -191,7 +191,8 @@ class _Server:
         self._engine = Engine(self._executor, PRESETS["pensieve"], self._clock)
 
     def _put_on_host(self, tokens: tuple[int, ...]) -> None:
-        if not self._engine.preload(tokens, self._contents):
+        pages = [self._contents] * (len(tokens) // self.page_size)
+        if self._engine.import_kv(tokens, pages) < len(pages):
             raise InvalidConfigError(
                 f"the host has no room for {len(tokens)} tokens; give a larger --kv-memory, after "
                 "which the host's goes, or shorter --lengths"

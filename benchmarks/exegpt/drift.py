@@ -141,13 +141,13 @@ class Setting:
             for degree in deployment.cluster.degrees
             if degree > 1
         ]
-        planner = RRAPlanner(deploy=lambda *_: deployment, layouts=tuple(layouts))
+        planner = RRAPlanner(deploy=lambda _: deployment, layouts=tuple(layouts))
         plan = planner.plan(scenario.lengths(), bounds, num_lengths=num_before)
         return cls(deployment, plan.schedule.layout, bounds, num_before, num_after)
 
     @property
     def planner(self) -> RRAPlanner:
-        return RRAPlanner(deploy=lambda *_: self.deployment, layouts=(self.layout,))
+        return RRAPlanner(deploy=lambda _: self.deployment, layouts=(self.layout,))
 
     def serve(
         self, lengths: Sequence[tuple[int, int]], plan: Plan, pilot: AdaptingPilot | None = None

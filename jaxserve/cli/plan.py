@@ -25,11 +25,11 @@ _SCHEDULE = "Schedule"
 _SIMULATED = "Simulated cluster"
 
 # Options of an engine, which measured layers do not have.
-_ENGINE = ("load", "kv_memory", "quantize_embeddings")
+_ENGINE = ("load", "kv_memory")
 # Options of this machine, which a simulated cluster does not have.
 _MACHINE = (
     *_ENGINE,
-    *("profile", "measure_again", "dtype", "kv_dtype", "quantize"),
+    *("profile", "measure_again", "dtype", "kv_dtype", "quantize", "quantize_embeddings"),
     *("max_slots", "max_context", "tensor_parallel"),
 )
 
@@ -140,10 +140,6 @@ def plan(
             replace(fixed, latency_s=bound_s)  # refuses what is not allowed before it measures
         if cluster is not None and layers:
             raise InvalidConfigError("--cluster and --layers cannot be combined; pass one of them")
-        if layers and quantize is not None:
-            raise InvalidConfigError(
-                "--layers measures layers with dense weights; omit --quantize, or --layers"
-            )
         if layers and tensor_parallel != 1:
             raise InvalidConfigError(
                 "--layers chooses the degree of tensor parallelism; omit --tensor-parallel"
@@ -166,6 +162,8 @@ def plan(
                 num_devices=devices,
                 dtype=dtype,
                 kv_dtype=kv_dtype,
+                quantize=quantize,
+                quantize_embeddings=quantize_embeddings,
                 max_slots=max_slots,
                 max_context=max_context,
             )

@@ -73,6 +73,8 @@ def layer_deployment(
     num_devices: int | None,
     dtype: str | None,
     kv_dtype: str | None,
+    quantize: str | None,
+    quantize_embeddings: str | None,
     max_slots: int | None,
     max_context: int | None,
 ) -> Deployment:
@@ -114,8 +116,12 @@ def layer_deployment(
             "--xla_force_host_platform_device_count=8 makes eight host devices"
         )
     sizes = LayerSizes.of(config, max_length=max_context, kv_dtype=kv_dtype)
-    if max_slots is not None:
-        sizes = replace(sizes, max_batch=max_slots)
+    given_sizes = {
+        "max_batch": max_slots,
+        "quantize": quantize,
+        "quantize_embeddings": quantize_embeddings,
+    }
+    sizes = replace(sizes, **{name: x for name, x in given_sizes.items() if x is not None})
     origin = LayerOrigin.of(config, devices, sizes)
     if given is not None:
         profile = LayerProfile.load(given, expected=origin)

@@ -36,6 +36,7 @@ A message says what was given, what is allowed, and what to do.
     │   └── JournalError               the journal cannot be read or written
     │       ├── JournalLockedError         locked by another process
     │       └── JournalVersionError        written by a newer jaxserve
+    ├── EngineBusyError            requests run for longer than a call may wait for their end
     ├── EngineFailedError          the device or the loop failed; all running requests end with it
     ├── HandoverError              KV was lost several times on its way between device groups
     ├── ReplicaDiedError           two replicas of a fleet died under a request, or none is left
@@ -212,6 +213,10 @@ class InfeasibleBoundError(JaxserveError, ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.bounds, self.lowest)
+
+
+class EngineBusyError(JaxserveError, TimeoutError):
+    """Requests that run for longer than a call was told to wait for their end."""
 
 
 class InvalidProfileError(JaxserveError, ValueError):

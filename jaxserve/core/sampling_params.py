@@ -51,7 +51,8 @@ class SamplingParams:
       skip_special_tokens: omit special tokens from `text`.
       latency_bound: seconds from the submission to the end of the answer, time in the queue
         included; None for no bound. Policies "auto" and "exegpt" put requests with a bound first.
-        One that is expected to miss its bound is refused with `BoundNotMetError`.
+        One that is expected to miss its bound is refused with `BoundNotMetError`, at its submission
+        or while it waits (`docs/latency_bounds.md`).
       json_schema: the answer is JSON that validates: a mapping, or its JSON text, which it becomes.
       json_object: the answer is any JSON object.
       regex: the whole answer matches this regular expression, in the syntax of Rust's `regex`.

@@ -22,6 +22,7 @@ from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
 from jaxserve.scheduling.collect import Progress
+from jaxserve.scheduling.deferred import Deferred
 from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.bounds import expected_late
@@ -85,10 +86,11 @@ class Engine:
             host_memory=executor.host_memory,
             on_arrival=self._notify,
         )
-        self.scheduler = Scheduler(policy, clock, self._kv, executor.refinement)
+        self.recorder = Recorder(executor.config, replica)
+        self.scheduler = Scheduler(policy, clock, self._kv, executor.refinement, self.recorder.pace)
         self._constraints = Constraints(self.scheduler, grammars)
         self.stats = EngineStats(clock)
-        self.recorder = Recorder(executor.config, replica)
+        self._deferred = Deferred()
         self._clock = clock
         self._executor = executor
         self._max_in_flight = max_in_flight
@@ -125,15 +127,15 @@ class Engine:
         """Add a validated request to the waiting pool, and return its sequences.
 
         If the request is expected to miss its own latency bound, they have failed with
-        BoundNotMetError. That does not concern other requests.
+        BoundNotMetError. That does not concern other requests. They fail so in a later `step` if
+        they have not begun when it becomes too late (`scheduling.lengths.bounds`).
         """
         sequences = self.scheduler.add(request)
         if request.due_s is not None:
-            late = expected_late(
-                self.scheduler, request, self.recorder.iteration_s, self._clock.now()
-            )
+            late = expected_late(self.scheduler, request, self.recorder.pace(), self._clock.now())
             for sequence in sequences if late is not None else ():
                 self.scheduler.end(sequence, "error", late)
+            self._deferred.add(sequences)
         if request.awaits_tokens:
             self._constraints.begin(sequences)
             self.stats.take_in(self._constraints.counters())
@@ -145,6 +147,7 @@ class Engine:
         The next step is planned and submitted before the previous one is collected, so that the
         device has work while the host applies results. So it is for each of several device groups.
         """
+        news = self._refuse_late()
         begin_s = time.perf_counter()
         plan = self.scheduler.plan(self._open_groups)
         self.stats.after_plan(time.perf_counter() - begin_s)
@@ -164,10 +167,20 @@ class Engine:
         if not self._is_at_work:
             if self.has_work and self.scheduler.wake_s is None:
                 raise AssertionError("work is left, but no step can be planned")
-            return []
+            return news
         if plan is not None and self._open_groups:
-            return []
-        return self._collect()
+            return news
+        return news + self._collect()
+
+    def _refuse_late(self) -> list[Progress]:
+        """End the requests that have not begun and can keep their latency bounds no more."""
+        news = []
+        for sequence, late in self._deferred.late(
+            self.scheduler, self.recorder.pace, self._clock.now()
+        ):
+            self.scheduler.end(sequence, "error", late)
+            news.append(Progress(sequence, 0))
+        return news
 
     def use_idle_time(self) -> bool:
         """Do a piece of what the executor puts off until it is idle; return whether there was one.
@@ -199,13 +212,28 @@ class Engine:
         """
         self._kv.swap_by(costs)
 
-    def preload(self, tokens: Seq[int], contents: bytes) -> bool:
-        """Cache the full pages of `tokens` on the host; return False if they do not all fit.
+    def export_kv(self, tokens: Seq[int]) -> list[bytes]:
+        """Return the contents of the leading full pages of a context that are cached.
+
+        They pass through host memory, as far as it has room. Steps may be in flight.
+        """
+        self._kv.transfer.copy_to_host(tokens)
+        plan = self.scheduler.plan_flush(0.0)
+        if plan is not None:
+            self._executor.submit(plan).collect()
+        return self._kv.transfer.read(tokens)
+
+    def import_kv(self, tokens: Seq[int], pages: Seq[bytes]) -> int:
+        """Cache the leading full pages of `tokens` on the host; return how many it has room for.
 
         Args:
-          contents: contents of each page, as `HostMemory.read_host_page` returns them.
+          pages: contents of each page, as `export_kv` of an engine with these weights and sizes
+            returned them.
+
+        Raises:
+          InvalidConfigError: the pages have another size.
         """
-        return self._kv.preload(tokens, contents)
+        return self._kv.transfer.load(tokens, pages)
 
     def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
         """Evict full pages of a context, by index, that are cached on the device and not owned."""

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, final
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import (
     DeviceMemoryError,
+    EngineBusyError,
     EngineFailedError,
     JaxserveError,
     RuntimeClosedError,
@@ -113,7 +114,9 @@ class EngineLoop:
         return answer.result()
 
     @contextmanager
-    def paused(self, running: Running | Literal["keep"] = "finish") -> Iterator[None]:
+    def paused(
+        self, running: Running | Literal["keep"] = "finish", *, until_s: float | None = None
+    ) -> Iterator[None]:
         """Keep the loop's thread from using the engine within the block.
 
         No step is in flight in the block. Requests that are submitted from now on start after the
@@ -124,8 +127,10 @@ class EngineLoop:
             end, "abort" cancels them, "keep" continues them after the block, and "restart" starts
             them again after the block. "restart" continues a request that has sent tokens to a
             stream or has ended one of its samples.
+          until_s: the time on the clock until which the block must have begun; None for no limit.
 
         Raises:
+          EngineBusyError: the submitted requests had not ended by then. They continue.
           RuntimeClosedError: the loop was closed.
           EngineFailedError: the loop failed before.
         """
@@ -135,7 +140,13 @@ class EngineLoop:
             self._changed.notify_all()
             try:
                 while not pause.is_held:
-                    self._changed.wait()
+                    left_s = None if until_s is None else until_s - self._clock.now()
+                    if left_s is not None and left_s <= 0:
+                        raise EngineBusyError(
+                            "requests still run after the seconds that this call may wait for "
+                            "their end; pass more seconds (max_wait_s), or call it when less runs"
+                        )
+                    self._changed.wait(left_s)
                     self._raise_if_over()
                 yield
             finally:

@@ -10,6 +10,7 @@ from typing import Literal, final
 
 from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.core.request import Completion, Timing
+from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 
@@ -101,26 +102,36 @@ class Recorder:
 
     @property
     def iteration_s(self) -> float | None:
-        """Median seconds of an iteration over the newest steps; None before the first step.
+        """Median seconds of an iteration over the newest steps; None before the first step."""
+        pace = self.pace()
+        return None if pace is None else pace.iteration_s
+
+    def pace(self) -> Pace | None:
+        """Return median seconds over the newest steps; None before the first step.
 
         A step takes part with each of its iterations. A few steps that waited for their executables
         (`warmup="background"`) do not change the median.
         """
         with self._lock:
             recent = list(itertools.islice(reversed(self._steps), _NUM_RECENT))[::-1]
-        found, before_s = [], 0.0
+        before_s = 0.0
+        # (seconds of an iteration, iterations) of each step, by its kind.
+        found: dict[str, list[tuple[float, int]]] = {"mixed": [], "decode loop": []}
         for step in recent:
             assert step.collected_s is not None
             if step.num_iterations:
                 busy_s = step.collected_s - max(step.submitted_s, before_s)
-                found.append((busy_s / step.num_iterations, step.num_iterations))
+                found[step.kind].append((busy_s / step.num_iterations, step.num_iterations))
             before_s = step.collected_s
-        num_left = sum(num for _, num in found) / 2
-        for iteration_s, num in sorted(found):
-            num_left -= num
-            if num_left <= 0:
-                return iteration_s
-        return None
+        iteration_s = _median([*found["mixed"], *found["decode loop"]])
+        if iteration_s is None:
+            return None
+        decode_s, prefill_s = _median(found["decode loop"]), _median(found["mixed"])
+        return Pace(
+            iteration_s=iteration_s,
+            decode_s=iteration_s if decode_s is None else decode_s,
+            prefill_s=iteration_s if prefill_s is None else prefill_s,
+        )
 
     def step_submitted(
         self, plan: StepPlan, scheduler: Scheduler, now_s: float, host_gap_s: float
@@ -173,3 +184,13 @@ class Recorder:
         )
         with self._lock:
             self._requests.append(record)
+
+
+def _median(weighted: list[tuple[float, int]]) -> float | None:
+    """Return the median of (value, weight) pairs; None without any."""
+    num_left = sum(num for _, num in weighted) / 2
+    for value, num in sorted(weighted):
+        num_left -= num
+        if num_left <= 0:
+            return value
+    return None

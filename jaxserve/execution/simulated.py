@@ -244,8 +244,8 @@ class SimulatedExecutor:
         """Run the plan's rows and return how many positions they attend to.
 
         Returns:
-          The positions of all rows with several tokens, and those of the other rows for each
-          iteration.
+          The positions of all rows with several tokens, except an encoder's, and those of the
+          other rows for each iteration.
         """
         prefilled, decoded = 0, []
         # Number of tokens that each row still delivers; a row that delivers none is computed too.
@@ -260,7 +260,9 @@ class SimulatedExecutor:
                 if start is None or (iteration and not left[index]):
                     continue
                 attended = row.num_tokens * start + row.num_tokens * (row.num_tokens + 1) // 2
-                if row.num_tokens == 1:
+                if row.encodes:
+                    pass  # an encoder's tokens attend to all others
+                elif row.num_tokens == 1:
                     decoded[-1] += attended
                 else:
                     prefilled += attended

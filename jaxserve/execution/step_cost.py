@@ -17,7 +17,8 @@ class StepWork:
     longer rows, because kernels read the keys of a row once for many of its queries.
 
     Attributes:
-      prefilled: sum of the positions that the tokens of rows with several tokens attend to.
+      prefilled: sum of the positions that the tokens of rows with several tokens attend to, without
+        the prompts that an encoder computes.
       decoded: the same sum for rows with one token, for each iteration that ran. A mixed step has
         one iteration; a decode loop ends early when every row has ended.
     """

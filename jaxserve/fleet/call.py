@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.scheduling.router import page_hashes
 
@@ -42,6 +43,22 @@ class Call:
     conversation_id: str | None = None
 
 
+def pays(call: Call, num_cached: int, page_size: int) -> bool:
+    """Return whether the prompt of a call should be computed apart from its answer.
+
+    It should not where it has no full page, or where a replica that answers has half of its pages.
+    Prompts whose log-probabilities are wanted are computed with their answers, and so are requests
+    with a latency bound of their own.
+
+    Args:
+      num_cached: leading pages that a replica has which answers.
+    """
+    params = call.params
+    if params.prompt_logprobs is not None or params.latency_bound is not None:
+        return False
+    return call.num_prompt_tokens > page_size and 2 * num_cached < max(1, len(call.pages))
+
+
 def make_call(
     request_id: str,
     prompt: Any,
@@ -73,6 +90,17 @@ def make_call(
         has_tokens=has_tokens,
         deadline_s=deadline_s,
         conversation_id=conversation_id,
+    )
+
+
+def cancelled_completion(call: Call, arrival_s: float) -> Completion:
+    """Return the completion of a request that no replica worked on."""
+    sample = Sample(text="", token_ids=(), finish_reason="cancelled")
+    return Completion(
+        request_id=call.id,
+        prompt_token_ids=(),
+        samples=(sample,) * call.params.n,
+        timing=Timing(arrival_s=arrival_s, finished_s=arrival_s),
     )
 
 

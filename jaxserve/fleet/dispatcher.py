@@ -7,8 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import (
@@ -18,10 +17,11 @@ from jaxserve.core.errors import (
     ReplicaDiedError,
     RuntimeClosedError,
 )
-from jaxserve.core.request import Completion, Sample, Timing
+from jaxserve.core.request import Completion, Timing
 from jaxserve.engine.answers import PieceSink, failed_completion
-from jaxserve.fleet.call import Call
-from jaxserve.fleet.replica import Replica, ReplicaState, Started
+from jaxserve.fleet.call import Call, cancelled_completion, pays
+from jaxserve.fleet.replica import Replica, ReplicaState, Role, Started
+from jaxserve.fleet.seat import OpenRequest, Seat
 from jaxserve.fleet.stream_replay import StreamReplay
 from jaxserve.runtime import RuntimeStats
 from jaxserve.scheduling.router import Router, answered_pages, predicted_tokens
@@ -33,30 +33,6 @@ _MAX_STARTS = 3
 
 
 @final
-@dataclass(eq=False)
-class _Seat:
-    """The place of one replica in the fleet; a new process takes it when its process dies."""
-
-    replica: Replica
-    started: Started | None = None
-    error: JaxserveError | None = None
-    num_unfinished: int = 0
-    num_deaths: int = 0
-
-
-@final
-@dataclass(eq=False)
-class _Open:
-    """A request without a completion, and the replica that works on it."""
-
-    call: Call
-    replay: StreamReplay | None = None
-    index: int | None = None
-    replica: Replica | None = None
-    is_cancelled: bool = False
-
-
-@final
 class Dispatcher:
     """A thread-safe dispatcher, which answers requests with replicas that may die.
 
@@ -65,24 +41,37 @@ class Dispatcher:
     replica, each of them once: a request whose second replica dies fails with `ReplicaDiedError`.
     While no replica serves, requests wait. When none will serve again, they fail with the reason.
 
+    With prefill replicas, one of them computes the prompt first, and its KV goes to the replica
+    that answers. Where that fails, or none serves, or it does not pay, the latter computes it.
+
     Args:
       make_replica: returns a new replica; called on the loop's thread, so it must not wait.
       page_size: tokens per page, for routing.
+      num_prefill: prefill replicas beside the `num_replicas` that answer.
     """
 
-    def __init__(self, make_replica: Callable[[], Replica], num_replicas: int, *, page_size: int):
+    def __init__(
+        self,
+        make_replica: Callable[[], Replica],
+        num_replicas: int,
+        *,
+        page_size: int,
+        num_prefill: int = 0,
+    ):
         self._make_replica = make_replica
         self._clock = WallClock()
-        self._router = Router(num_replicas, page_size=page_size)
+        roles: list[Role] = ["decode" if num_prefill else "whole"] * num_replicas
+        roles += ["prefill"] * num_prefill
+        self._router = Router(len(roles), page_size=page_size)
         self._page_size = page_size
-        self._requests: dict[str, _Open] = {}
+        self._requests: dict[str, OpenRequest] = {}
         self._loop = asyncio.new_event_loop()
         self._news = asyncio.Event()  # set and replaced when a replica or a request has changed
         self._starts: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()  # guards the two attributes that follow
         self._open_ids: set[str] = set()
         self._is_closed = False
-        self._seats = [_Seat(make_replica()) for _ in range(num_replicas)]
+        self._seats = [Seat(make_replica(), role) for role in roles]
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="jaxserve-fleet", daemon=True
         )
@@ -93,6 +82,7 @@ class Dispatcher:
         """The present state of each replica."""
         return tuple(
             ReplicaState(
+                role=seat.role,
                 started=seat.started,
                 error=seat.error,
                 num_unfinished=seat.num_unfinished,
@@ -146,7 +136,7 @@ class Dispatcher:
                     "id to have one generated"
                 )
             self._open_ids.add(call.id)
-            request = _Open(call, None if sink is None else StreamReplay(sink, call.params.n))
+            request = OpenRequest(call, None if sink is None else StreamReplay(sink, call.params.n))
             return asyncio.run_coroutine_threadsafe(self._serve(request), self._loop)
 
     def cancel(self, request_id: str) -> None:
@@ -192,14 +182,14 @@ class Dispatcher:
 
     # ---- on the loop's thread ----
 
-    async def _serve(self, request: _Open) -> Completion:
+    async def _serve(self, request: OpenRequest) -> Completion:
         completion = await self._completion(request)
         if request.replay is not None:
             request.replay.end(completion)
         self._open_ids.discard(request.call.id)
         return completion
 
-    async def _completion(self, request: _Open) -> Completion:
+    async def _completion(self, request: OpenRequest) -> Completion:
         call, arrival_s = request.call, self._clock.now()
         self._requests[call.id] = request
         try:
@@ -220,15 +210,17 @@ class Dispatcher:
         finally:
             del self._requests[call.id]
 
-    async def _answer(self, request: _Open) -> Completion:
+    async def _answer(self, request: OpenRequest) -> Completion:
         """Return the completion of the first replica that does not die, of at most two."""
         died_at: int | None = None
         while not request.is_cancelled:
+            kv = await self._prefilled(request)
             serving = await self._serving(request)
             if request.is_cancelled:
                 break
             try:
-                return await self._ask(request, [i for i in serving if i != died_at] or serving)
+                among = [i for i in serving if i != died_at] or serving
+                return await self._ask(request, among, kv)
             except ReplicaDiedError as error:
                 if died_at is not None:
                     raise ReplicaDiedError(
@@ -236,54 +228,82 @@ class Dispatcher:
                         f"tried again; the second: {error}"
                     ) from error
                 died_at = request.index
-        return _cancelled(request.call, arrival_s=self._clock.now())
+        return cancelled_completion(request.call, arrival_s=self._clock.now())
 
-    async def _serving(self, request: _Open | None = None) -> list[int]:
-        """Return the indices of the replicas that serve; wait for one, or for a cancellation.
+    async def _serving(self, request: OpenRequest | None = None) -> list[int]:
+        """Return the indices of the replicas that answer; wait for one, or for a cancellation.
 
         Raises:
           ReplicaDiedError: no replica will serve again.
         """
         while request is None or not request.is_cancelled:
-            serving = [i for i, seat in enumerate(self._seats) if seat.started is not None]
-            if serving:
+            if serving := self._indices(answers=True):
                 return serving
             self._raise_if_hopeless()
             await self._news.wait()
         return []
 
-    async def _ask(self, request: _Open, among: list[int]) -> Completion:
+    def _indices(self, *, answers: bool) -> list[int]:
+        """Return the replicas that serve now, those that answer or those that only prefill."""
+        return [
+            i
+            for i, seat in enumerate(self._seats)
+            if seat.started is not None and seat.answers == answers
+        ]
+
+    async def _prefilled(self, request: OpenRequest) -> Any:
+        """Have a prefill replica compute the prompt; return what `Replica.answer` takes.
+
+        None where the replica that answers computes the prompt itself.
+        """
+        call, among = request.call, self._indices(answers=False)
+        cached = (self._router.num_cached(i, call.pages) for i in self._indices(answers=True))
+        if not (among and pays(call, max(cached, default=0), self._page_size)):
+            return None
+        work = call.num_prompt_tokens
+        index = self._router.route(call.pages, work, among=among)
+        replica = request.enter(index, self._seats[index])
+        try:
+            return await replica.prefill(call)
+        except ReplicaDiedError as error:
+            self._replace(index, replica, error)
+        except JaxserveError as error:
+            _log.warning("the prompt of %s is computed where it is answered: %s", call.id, error)
+        finally:
+            if request.leave(self._seats[index], replica):
+                self._router.finish(index, work)
+        return None
+
+    async def _ask(self, request: OpenRequest, among: list[int], kv: Any) -> Completion:
         call = request.call
         started = self._seats[among[0]].started
         assert started is not None
         work = predicted_tokens(
             call.num_prompt_tokens, call.params, max_context=started.max_context
         )
-        request.index = self._router.route(call.pages, work, among=among)
-        seat = self._seats[request.index]
-        replica = request.replica = seat.replica
-        seat.num_unfinished += 1
+        index = self._router.route(call.pages, work, among=among)
+        seat = self._seats[index]
+        replica = request.enter(index, seat)
         replay = request.replay
         try:
             if replay is not None:
                 replay.begin()
-            completion = await replica.answer(call, None if replay is None else replay.show)
+            show = None if replay is None else replay.show
+            completion = await replica.answer(call, show, kv)
         except ReplicaDiedError as error:
-            self._replace(request.index, replica, error)
+            self._replace(index, replica, error)
             raise
         finally:
-            request.replica = None
-            if seat.replica is replica:
-                seat.num_unfinished -= 1
-                self._router.finish(request.index, work)
+            if request.leave(seat, replica):
+                self._router.finish(index, work)
         if call.has_tokens and seat.replica is replica:
             for pages in answered_pages(completion, self._page_size):
-                self._router.remember(request.index, pages)
+                self._router.remember(index, pages)
         return completion
 
     async def _stats(self) -> RuntimeStats:
         while True:
-            serving = await self._serving()
+            serving = [*await self._serving(), *self._indices(answers=False)]
             found = await asyncio.gather(*(self._stats_of(i) for i in serving))
             parts = [part for part in found if part is not None]
             if parts:
@@ -304,12 +324,8 @@ class Dispatcher:
         if seat.replica is not dead:
             return
         _log.warning("replica %d died and is being replaced: %s", index, error)
-        dead.kill()
         self._router.forget(index)
-        seat.num_deaths += 1
-        seat.num_unfinished = 0
-        seat.started = None
-        seat.replica = self._make_replica()
+        seat.replace(self._make_replica())
         start = self._loop.create_task(self._start_again(index))
         self._starts.add(start)
         start.add_done_callback(self._starts.discard)
@@ -320,38 +336,33 @@ class Dispatcher:
         except JaxserveError as error:
             _log.error("replica %d could not be replaced: %s", index, error)
 
-    async def _start(self, seat: _Seat) -> Started:
+    async def _start(self, seat: Seat) -> Started:
         try:
             for _ in range(_MAX_STARTS - 1):
                 try:
-                    seat.started = await seat.replica.start()
-                    return seat.started
+                    return await seat.start()
                 except ReplicaDiedError:
-                    seat.replica.kill()
-                    seat.replica = self._make_replica()
-            seat.started = await seat.replica.start()
-            return seat.started
+                    seat.give_to(self._make_replica())
+            return await seat.start()
         except JaxserveError as error:
-            seat.error = error
+            seat.fail(error)
             raise
         finally:
             self._tell()
 
     def _raise_if_hopeless(self) -> None:
-        errors = [seat.error for seat in self._seats if seat.error is not None]
-        if len(errors) == len(self._seats):
+        seats = [seat for seat in self._seats if seat.answers]
+        errors = [seat.error for seat in seats if seat.error is not None]
+        if len(errors) == len(seats):
             raise ReplicaDiedError(
                 f"no replica is left and none could be replaced: {errors[0]}; create a new fleet"
             ) from errors[0]
 
     async def _cancel(self, request_id: str) -> None:  # a coroutine, so that it runs after `_serve`
         request = self._requests.get(request_id)
-        if request is None:
-            return
-        request.is_cancelled = True
-        if request.replica is not None:
-            request.replica.cancel(request_id)
-        self._tell()
+        if request is not None:
+            request.cancel()
+            self._tell()
 
     def _tell(self) -> None:
         self._news.set()
@@ -368,14 +379,3 @@ class Dispatcher:
     def _failed(self, call: Call, error: JaxserveError, arrival_s: float) -> Completion:
         timing = Timing(arrival_s=arrival_s, finished_s=self._clock.now())
         return failed_completion(call.id, (), error, timing)
-
-
-def _cancelled(call: Call, arrival_s: float) -> Completion:
-    """Return the completion of a request that no replica worked on."""
-    sample = Sample(text="", token_ids=(), finish_reason="cancelled")
-    return Completion(
-        request_id=call.id,
-        prompt_token_ids=(),
-        samples=(sample,) * call.params.n,
-        timing=Timing(arrival_s=arrival_s, finished_s=arrival_s),
-    )

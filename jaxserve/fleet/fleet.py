@@ -50,7 +50,10 @@ class Fleet:
 
     Args:
       model: a model as for `Runtime.from_pretrained`; a path must exist on every machine.
-      replicas: number of replicas.
+      replicas: number of replicas; 2 by default.
+      roles: how many replicas compute prompts ("prefill") and how many answers ("decode"), each at
+        least 1. KV of a prompt goes from one to the other through host memory and Ray's object
+        store. By default every replica computes both.
       tensor_parallel: number of devices over which each replica splits the model.
       num_cpus, num_gpus: number that Ray reserves for each replica. By default `num_gpus` is
         `tensor_parallel`, or 0 if Ray has no GPUs.
@@ -74,18 +77,25 @@ class Fleet:
         self,
         model: str,
         *,
-        replicas: int = 2,
+        replicas: int | None = None,
+        roles: Mapping[str, int] | None = None,
         tensor_parallel: int = 1,
         num_cpus: float = 1,
         num_gpus: float | None = None,
         **options: Any,
     ):
-        for name, value in (("replicas", replicas), ("tensor_parallel", tensor_parallel)):
+        num_prefill, num_replicas = _numbers_of(replicas, roles)
+        counts = {"replicas": num_replicas, "tensor_parallel": tensor_parallel}
+        if roles is not None:
+            counts["roles['prefill']"] = num_prefill
+        for name, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidConfigError(f"{name}={value!r}; pass a whole number of at least 1")
         self.options = RuntimeOptions.parse(
             {name: value for name, value in options.items() if name not in _LOADING}
         )
+        if roles is not None:
+            _check_sends_kv(self.options)
         get_policy(self.options.policy)
         if self.options.record is not None:
             raise InvalidConfigError(
@@ -121,7 +131,8 @@ class Fleet:
             if num_gpus is None:
                 num_gpus = tensor_parallel if resources.get("GPU", 0) else 0
             if is_ours:
-                check_resources(resources, replicas, {"CPU": num_cpus, "GPU": num_gpus})
+                each = {"CPU": num_cpus, "GPU": num_gpus}
+                check_resources(resources, num_replicas + num_prefill, each)
             make_replica = partial(
                 RayReplica,
                 model,
@@ -130,7 +141,12 @@ class Fleet:
                 num_gpus=num_gpus,
                 options=options,
             )
-            self._dispatcher = Dispatcher(make_replica, replicas, page_size=self.options.page_size)
+            self._dispatcher = Dispatcher(
+                make_replica,
+                num_replicas,
+                page_size=self.options.page_size,
+                num_prefill=num_prefill,
+            )
             left_behind.callback(self._dispatcher.close)
             self._started = self._wait_for_replicas()
         except BaseException:
@@ -326,6 +342,39 @@ class Fleet:
                 started.result()
                 bar.update()
         return [started.result() for started in starting]
+
+
+def _numbers_of(replicas: int | None, roles: Mapping[str, int] | None) -> tuple[int, int]:
+    """Return the numbers of replicas that only prefill, and of those that answer.
+
+    Raises:
+      InvalidConfigError: `roles` has other names, or both are given.
+    """
+    if roles is None:
+        return 0, 2 if replicas is None else replicas
+    if set(roles) != {"prefill", "decode"} or replicas is not None:
+        raise InvalidConfigError(
+            f"roles={dict(roles)!r} with replicas={replicas} is not allowed; pass roles={{'prefill'"
+            ": 1, 'decode': 1}, or other numbers of both, without replicas"
+        )
+    return roles["prefill"], roles["decode"]
+
+
+def _check_sends_kv(options: RuntimeOptions) -> None:
+    """Raise InvalidConfigError if replicas with these options cannot send KV."""
+    policy = get_policy(options.policy)
+    keeps = policy.retention.keeps_pages and policy.retention.uses_host
+    if policy.is_planned or not keeps or options.host_memory == 0:
+        raise InvalidConfigError(
+            f"policy={policy.name!r} with host_memory={options.host_memory!r} keeps no pages of "
+            "prompts on the host, from where replicas with roles send them, or plans by itself; "
+            'pass policy="auto" or "pensieve", with host memory'
+        )
+    if options.learns:
+        raise InvalidConfigError(
+            "learns=True is not allowed with roles, because prefill replicas see answers of one "
+            "token; omit one or the other"
+        )
 
 
 def check_resources(has: dict[str, float], replicas: int, each: dict[str, float]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import platform
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
@@ -23,12 +24,14 @@ from jaxserve.core.errors import (
 from jaxserve.core.request import Completion, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink, failed_completion
-from jaxserve.fleet.call import Call
+from jaxserve.fleet.call import Call, cancelled_completion
 from jaxserve.fleet.replica import Started
 from jaxserve.runtime.pending import Pending
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime, RuntimeStats
+
+_log = logging.getLogger(__name__)
 
 # Maximum number of concurrent requests of one actor. Ray queues the others.
 _MAX_OPEN = 4096
@@ -87,6 +90,42 @@ class _Actor:
             max_prompt_tokens=runtime.config.max_prompt_tokens,
             vocab_size=runtime.model_config.vocab_size,
         )
+
+    async def prefill(self, prompt: Any, others: Asked) -> list[Any]:
+        """Compute a prompt, and put the KV of its full pages into Ray's object store.
+
+        Returns:
+          The reference, in a list, so that Ray copies the KV to the process that reads it and to no
+          other; an empty list without KV.
+        """
+        runtime = self._runtime
+        assert runtime is not None
+        one = SamplingParams(max_tokens=1, ignore_eos=True)
+        completion = await self._submit(prompt, one, others).aresult()
+        if isinstance(completion.error, _FATAL):
+            raise completion.error
+        tokens = completion.prompt_token_ids
+        if completion.finish_reason != "length":
+            return []
+        pages = await asyncio.to_thread(runtime.export_kv, tokens)
+        ray = import_ray()
+        try:
+            return [ray.put((tokens, pages))] if pages else []
+        except ray.exceptions.RayError as error:  # such as a full store
+            _log.warning("KV of a prompt is not sent, and is computed again: %s", error)
+            return []
+
+    async def take(self, kv: list[Any]) -> None:
+        """Cache the KV of a prompt that another replica has computed, if it still has it."""
+        runtime = self._runtime
+        assert runtime is not None
+        for reference in kv:
+            try:
+                tokens, pages = await reference
+            except import_ray().exceptions.RayError as error:
+                _log.warning("KV of a prompt is lost, which is computed again: %s", error)
+                return
+            await asyncio.to_thread(runtime.import_kv, tokens, pages)
 
     async def answer(self, prompt: Any, params: SamplingParams, others: Asked) -> Completion:
         return await self._submit(prompt, params, others).aresult()
@@ -155,30 +194,30 @@ class RayReplica:
         self._how = (model, tensor_parallel, dict(options))
         self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         self._actor: Any = None
+        # Requests whose KV is on its way to the actor, which does not know them yet; and which of
+        # them were cancelled meanwhile.
+        self._taking: dict[str, bool] = {}
 
     async def start(self) -> Started:
         make = self._ray.remote(max_restarts=0, max_concurrency=_MAX_OPEN, **self._resources)
         self._actor = make(_Actor).remote()
         return await self._result(self._actor.start.remote(*self._how))
 
-    async def answer(self, call: Call, on_piece: PieceSink | None = None) -> Completion:
-        deadline_s = call.deadline_s
-        others = Asked(
-            request_id=call.id,
-            priority=call.priority,
-            # The process has another clock.
-            deadline_s=None if deadline_s is None else deadline_s - WallClock().now(),
-            conversation_id=call.conversation_id,
-        )
+    async def prefill(self, call: Call) -> Any:
+        reply = self._sent(self._actor.prefill, call.prompt, _asked(call))
+        try:
+            return await self._result(reply)
+        except _FATAL as error:
+            raise _useless(error) from error
+
+    async def answer(
+        self, call: Call, on_piece: PieceSink | None = None, kv: Any = None
+    ) -> Completion:
         method = self._actor.answer if on_piece is None else self._actor.stream
         try:
-            reply = method.remote(call.prompt, call.params, others)
-        except TypeError as error:
-            raise InvalidRequestError(
-                f"the prompt cannot be sent to a replica: {error}; pass a string, token ids or "
-                "chat messages"
-            ) from error
-        try:
+            if kv and not await self._has_taken(call, kv):
+                return cancelled_completion(call, arrival_s=WallClock().now())
+            reply = self._sent(method, call.prompt, call.params, _asked(call))
             completion = await (
                 self._result(reply) if on_piece is None else self._streamed(reply, on_piece)
             )
@@ -188,11 +227,33 @@ class RayReplica:
             raise _useless(completion.error) from completion.error
         return completion
 
+    async def _has_taken(self, call: Call, kv: list[Any]) -> bool:
+        """Have the actor take KV, which Ray frees then; False if the request was cancelled."""
+        self._taking[call.id] = False
+        try:
+            await self._result(self._actor.take.remote(kv))
+        finally:
+            is_cancelled = self._taking.pop(call.id)
+            kv.clear()
+        return not is_cancelled
+
+    def _sent(self, method: Any, *arguments: Any) -> Any:
+        """Call a method of the actor with a prompt among its arguments."""
+        try:
+            return method.remote(*arguments)
+        except TypeError as error:
+            raise InvalidRequestError(
+                f"the prompt cannot be sent to a replica: {error}; pass a string, token ids or "
+                "chat messages"
+            ) from error
+
     async def stats(self) -> RuntimeStats:
         return await self._result(self._actor.stats.remote())
 
     def cancel(self, request_id: str) -> None:
-        if self._actor is not None:
+        if request_id in self._taking:
+            self._taking[request_id] = True
+        elif self._actor is not None:
             self._actor.cancel.remote(request_id)
 
     def kill(self) -> None:
@@ -220,6 +281,17 @@ class RayReplica:
         except failures.RayError as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ReplicaDiedError(reason) from error
+
+
+def _asked(call: Call) -> Asked:
+    deadline_s = call.deadline_s
+    return Asked(
+        request_id=call.id,
+        priority=call.priority,
+        # The process has another clock.
+        deadline_s=None if deadline_s is None else deadline_s - WallClock().now(),
+        conversation_id=call.conversation_id,
+    )
 
 
 def _useless(error: JaxserveError) -> ReplicaDiedError:

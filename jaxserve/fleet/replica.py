@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Any, Literal, Protocol, final
 
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import Completion
 from jaxserve.engine.answers import PieceSink
 from jaxserve.fleet.call import Call
 from jaxserve.runtime import RuntimeStats
+
+# "whole" computes prompts and answers. "prefill" computes prompts, whose KV goes to a "decode"
+# replica, which computes the answers.
+Role = Literal["whole", "prefill", "decode"]
 
 
 @final
@@ -30,6 +34,7 @@ class ReplicaState:
     """The state of one replica.
 
     Attributes:
+      role: see `Role`.
       started: facts about its process; None while it loads, or if it could not be replaced.
       error: reason why it could not be replaced; None otherwise.
       num_unfinished: number of its requests that have not ended.
@@ -37,6 +42,7 @@ class ReplicaState:
       num_deaths: number of its processes that have died.
     """
 
+    role: Role
     started: Started | None
     error: JaxserveError | None
     num_unfinished: int
@@ -54,11 +60,22 @@ class Replica(Protocol):
         """Load the model and compile; raise the errors of `Runtime.from_pretrained`."""
         ...
 
-    async def answer(self, call: Call, on_piece: PieceSink | None = None) -> Completion:
+    async def prefill(self, call: Call) -> Any:
+        """Compute a prompt, and return where the KV of its full pages is, for `answer`.
+
+        None if there is none, as where the prompt cannot be served; then `answer` says why.
+        """
+        ...
+
+    async def answer(
+        self, call: Call, on_piece: PieceSink | None = None, kv: Any = None
+    ) -> Completion:
         """Return the completion, which has an error if the request cannot be served.
 
         Args:
           on_piece: called with the pieces, from the first token on, before the completion.
+          kv: what `prefill` of another replica returned, which is used up. What cannot be read is
+            computed.
 
         Raises:
           InvalidRequestError: the prompt cannot be sent to the process.

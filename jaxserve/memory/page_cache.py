@@ -167,6 +167,13 @@ class PageCache:
         branch.grow_to(page)
         return True
 
+    def copy_to_host(self, key: bytes) -> bool:
+        """Have the next plan copy a page to the host, unless it is there; False where it cannot."""
+        page = self._by_key.get(key)
+        if page is None:
+            return False
+        return page.host_page is not None or self._copy_out(page)
+
     # ---- what goes ----
 
     def evict(self, page: CachedPage) -> None:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.config import EngineConfig
 from jaxserve.execution.page_copies import PAGES_A_CALL
-from jaxserve.execution.protocol import Executor, StepHandle
-from jaxserve.memory.disk_tier import HostMemory
-from jaxserve.memory.relocation import Moves
+from jaxserve.execution.protocol import Executor
 from jaxserve.planning.group_costs import GroupCosts
 from jaxserve.planning.origin import Origin
 from jaxserve.planning.profiler import measure
 from jaxserve.planning.step_times import StepTimes
-from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import LINK, Handover, StepPlan
-from predictor import Refinement
 
 # The pages of the larger handover that is timed; the smaller one has those of a call.
 _MANY_PAGES = 4 * PAGES_A_CALL
@@ -69,7 +64,7 @@ def measure_groups(
       clock, rounds: see `measure`.
     """
     groups = tuple(
-        measure(_OneGroup(executor, group), origin, clock, rounds=rounds, progress=progress)
+        measure(executor, origin, clock, group=group, rounds=rounds, progress=progress)
         for group, origin in enumerate(origins)
     )
     few = min(PAGES_A_CALL, executor.config.num_pages - 1)
@@ -89,42 +84,3 @@ def _handover_s(executor: Executor, clock: Clock, num_pages: int) -> float:
         executor.submit(plan).collect()
         seconds.append(clock.now() - begin_s)
     return statistics.median(seconds[1:])
-
-
-@final
-class _OneGroup:
-    """One group of an executor's devices, as an executor of its own."""
-
-    def __init__(self, executor: Executor, group: int):
-        self._executor = executor
-        self._group = group
-        self.num_device_groups = 1
-
-    @property
-    def config(self) -> EngineConfig:
-        return self._executor.config
-
-    @property
-    def swap_costs(self) -> SwapCosts | None:
-        return self._executor.swap_costs
-
-    @property
-    def refinement(self) -> Refinement | None:
-        return self._executor.refinement
-
-    @property
-    def host_memory(self) -> HostMemory | None:
-        return self._executor.host_memory
-
-    def use_idle_time(self) -> bool:
-        return False
-
-    def submit(self, plan: StepPlan) -> StepHandle:
-        """See `Executor`."""
-        return self._executor.submit(replace(plan, group=self._group))
-
-    def resize(self, num_pages: int, moves: Moves) -> None:
-        self._executor.resize(num_pages, moves)
-
-    def close(self) -> None:
-        """Leave the whole executor open."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -23,7 +23,7 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.page_copies import PAGES_A_CALL
-from jaxserve.execution.protocol import Executor
+from jaxserve.execution.protocol import Executor, StepHandle
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.planning.origin import Origin
@@ -42,7 +42,13 @@ _MAX_REPEATS = 8
 
 
 def measure(
-    executor: Executor, origin: Origin, clock: Clock, *, rounds: int = 2, progress: bool = True
+    executor: Executor,
+    origin: Origin,
+    clock: Clock,
+    *,
+    group: int = 0,
+    rounds: int = 2,
+    progress: bool = True,
 ) -> StepTimes:
     """Time every shape in several rounds, and return the median of the rounds for each entry.
 
@@ -52,8 +58,9 @@ def measure(
     Args:
       origin: origin of the returned table.
       clock: the executor's clock if it is simulated, otherwise a `WallClock`.
+      group: the device group to time.
     """
-    bench = _Bench(executor, clock)
+    bench = _Bench(executor, clock, group)
     shapes = bench.shapes()
     tables: list[StepTimes] = []
     with tqdm(
@@ -103,14 +110,17 @@ class _Shape:
 class _Bench:
     """A maker of plans of each shape, and their timer."""
 
-    def __init__(self, executor: Executor, clock: Clock):
+    def __init__(self, executor: Executor, clock: Clock, group: int):
         self.config = executor.config
         self._executor = executor
+        self._group = group
         self._clock = clock
         self._live: set[int] = set()
         self._submits_s: list[float] = []
         # Long enough to hide the cost around the iterations, short enough for slow devices.
         self._num_iterations = max(1, self.config.max_decode_iterations // 2)
+        # Where a decoder's tokens begin: behind an encoder's prompt of a page, if there is one.
+        self._first = self.config.page_size if self.config.has_encoder else 0
 
     def shapes(self) -> list[_Shape]:
         """Return the shapes of all parts of a step."""
@@ -122,6 +132,7 @@ class _Bench:
             shapes += self._decode_shapes(size)
         for size in config.token_buckets:
             shapes += self._body_shapes(size)
+            shapes += self._encode_shapes(size) if config.has_encoder else []
         for size in config.head_buckets:
             shapes += [
                 _Shape("sampling", size, 0, partial(self._rows_of_one, size, True)),
@@ -146,6 +157,7 @@ class _Bench:
             decode_s=decode_s,
             loop_s=loop_s,
             prefill_s={size: _curve(points) for size, points in measured["body"].items()},
+            encode_s={size: _curve(points) for size, points in measured["encode"].items()},
             head_s={
                 size: max(0.0, only("sampling", size) - only("not sampling", size))
                 for size in self.config.head_buckets
@@ -171,7 +183,8 @@ class _Bench:
         """Return decode shapes with short, medium and maximum contexts, equal for all rows."""
         grown = self._num_iterations * (_TIMED_STEPS + 1)
         longest = max(1, self.config.max_context - grown - 1)
-        contexts = sorted({min(_SHORT_TOKENS, longest), -(-longest // 4), longest})
+        shortest = min(self._first + _SHORT_TOKENS, longest)
+        contexts = sorted({shortest, max(shortest, -(-longest // 4)), longest})
         # The mean growth of the contexts in the timed iterations, with the steps before them.
         mean = (self._num_iterations * (_TIMED_STEPS + 2) - 1) / 2
         return [
@@ -180,15 +193,19 @@ class _Bench:
         ]
 
     def _decode(self, size: int, context: int, room: int) -> float:
-        self.reset([context] * size, room)
+        # Most of an encoder-decoder model's positions are those of the prompt.
+        most = min(context - 1, self.config.max_prompt_tokens) // self.config.page_size
+        encoded = max(self._first, most * self._first)
+        self.reset([context] * size, room, encoded=[encoded] * size)
         rows = tuple(Row(slot, slot, 0, 1, self._num_iterations) for slot in range(size))
         step = _plan(rows=rows, num_iterations=self._num_iterations, window_size=size)
         return self._time([step] * (_TIMED_STEPS + 1))
 
     def _body_shapes(self, size: int) -> list[_Shape]:
         """Return shapes with many short prompts, few long prompts, and ends of the longest."""
-        most = self.config.max_context - 1
-        longest = max(1, self.config.max_context // 2)
+        first = self._first
+        most = self.config.max_context - 1 - first
+        longest = max(1, (self.config.max_context - first) // 2)
         # Slots of short contexts may hold fewer tokens than the largest size has.
         num_tokens = min(size, self.config.max_slots * most)
         few = min(self.config.max_slots, -(-size // longest))
@@ -196,11 +213,31 @@ class _Bench:
         shapes: dict[int, _Shape] = {}
         for num_rows, at in ((many, 0), (few, 0), (few, most - longest)):
             lengths = [len(part) for part in np.array_split(np.arange(num_tokens), num_rows)]
-            start = min(at, most - lengths[0])
+            start = first + min(at, most - lengths[0])
             positions = sum(n * start + n * (n + 1) // 2 for n in lengths if n > 1)
             shape = _Shape("body", size, positions, partial(self._body, lengths, start))
             shapes.setdefault(positions, shape)
         return list(shapes.values())
+
+    def _encode_shapes(self, size: int) -> list[_Shape]:
+        """Return shapes with many short prompts of an encoder, and with few long ones."""
+        longest = self.config.max_prompt_tokens
+        num_tokens = min(size, self.config.max_slots * longest)
+        few = -(-num_tokens // longest)
+        many = min(self.config.max_slots, max(few, size // _SHORT_TOKENS))
+        shapes: dict[int, _Shape] = {}
+        for num_rows in (many, few):
+            lengths = [len(part) for part in np.array_split(np.arange(num_tokens), num_rows)]
+            positions = sum(n * n for n in lengths)
+            shape = _Shape("encode", size, positions, partial(self._encode, lengths))
+            shapes.setdefault(positions, shape)
+        return list(shapes.values())
+
+    def _encode(self, lengths: Sequence[int]) -> float:
+        contexts = [min(n + self._first, self.config.max_context) for n in lengths]
+        self.reset(contexts, encoded=lengths)
+        rows = tuple(Row(i, i, 0, n, 0, encodes=True) for i, n in enumerate(lengths))
+        return self._time([_plan(rows=rows)] * (_TIMED_STEPS + 1))
 
     def _body(self, lengths: Sequence[int], start: int) -> float:
         self.reset([start + n + 1 for n in lengths])
@@ -211,9 +248,10 @@ class _Bench:
         """Time mixed steps of `size` decode rows, with or without sampling."""
         # Rows that sample lengthen their slots; for others, which a device computes only inside of
         # what their slots hold, the slots are as long as that from the start.
-        longest = _SHORT_TOKENS + _TIMED_STEPS + 1
-        self.reset([_SHORT_TOKENS if samples else longest] * size, longest)
-        first = _SHORT_TOKENS - 1
+        short = self._first + _SHORT_TOKENS
+        longest = short + _TIMED_STEPS + 1
+        self.reset([short if samples else longest] * size, longest)
+        first = short - 1
         return self._time(
             [
                 _plan(rows=tuple(Row(i, i, first + step, 1, int(samples)) for i in range(size)))
@@ -224,13 +262,14 @@ class _Bench:
     def _edits(self) -> dict[str, Callable[[], float]]:
         smallest, last = self.config.slot_buckets[0], self.config.max_slots - 1
         admissions = tuple(
-            _admission(self.config, slot, 1) for slot in range(last + 1)[:ADMISSIONS_A_CALL]
+            _admission(self.config, slot, self._first + 1, self._first)
+            for slot in range(last + 1)[:ADMISSIONS_A_CALL]
         )
         released = {"releases": tuple(new.slot for new in admissions)}
         moves = [{"moves": ((last, 0),)}, {"moves": ((0, last),)}] if last else [{}]
 
         def after_reset(edits: Sequence[dict[str, Any]]) -> float:
-            self.reset([1] * self.config.max_slots)
+            self.reset([self._first + 1] * self.config.max_slots)
             self.reset()
             return self._loop(smallest, edits)
 
@@ -247,35 +286,46 @@ class _Bench:
 
     # ---- runs on the executor ----
 
-    def reset(self, contexts: Sequence[int] = (), room: int = 0) -> None:
+    def reset(
+        self, contexts: Sequence[int] = (), room: int = 0, *, encoded: Sequence[int] | None = None
+    ) -> None:
         """Put sequences of `contexts` tokens into slots 0, 1, ...; other slots are inert.
 
         If the pool is too small, sequences share pages, which changes no time.
 
         Args:
           room: tokens that each sequence's pages must hold, if more than its context.
+          encoded: tokens of each one's prompt that an encoder reads; by default a page of them, or
+            none for a model without an encoder.
         """
         config = self.config
+        encoded = [self._first] * len(contexts) if encoded is None else encoded
         num_pages = -(-max(room, *contexts, 1) // config.page_size)
         pages = 1 + np.arange(len(contexts) * num_pages) % (config.num_pages - 1)
         plan = _plan(
             releases=tuple(self._live),
-            admissions=tuple(_admission(config, slot, c) for slot, c in enumerate(contexts)),
+            admissions=tuple(
+                _admission(config, slot, *sizes)
+                for slot, sizes in enumerate(zip(contexts, encoded, strict=True))
+            ),
             page_updates=tuple(
                 (i // num_pages, i % num_pages, page) for i, page in enumerate(pages.tolist())
             ),
             num_iterations=0,
             window_size=config.slot_buckets[0],
         )
-        self._executor.submit(plan).collect()
+        self._submit(plan).collect()
         self._live = set(range(len(contexts)))
+
+    def _submit(self, plan: StepPlan) -> StepHandle:
+        return self._executor.submit(replace(plan, group=self._group))
 
     def _time(self, plans: Sequence[StepPlan]) -> float:
         """Return the median seconds from one step's end to the next one's, with two in flight."""
         ends, newest = [], None
         for plan in plans:
             begin_s = self._clock.now()
-            oldest, newest = newest, self._executor.submit(plan)
+            oldest, newest = newest, self._submit(plan)
             self._submits_s.append(self._clock.now() - begin_s)
             self._live.update(new.slot for new in plan.admissions)
             if oldest is not None:
@@ -304,10 +354,16 @@ def _plan(**fields: Any) -> StepPlan:
     return StepPlan(**{**nothing, **fields})
 
 
-def _admission(config: EngineConfig, slot: int, num_tokens: int) -> Admission:
+def _admission(config: EngineConfig, slot: int, num_tokens: int, encoded: int) -> Admission:
     tokens = np.arange(num_tokens, dtype=np.int32) % _SHORT_TOKENS
+    num_padding = -encoded % config.page_size
     request = Request(
-        id=f"profile-{slot}", prompt=tuple(tokens.tolist()), params=SamplingParams(), arrival_s=0.0
+        id=f"profile-{slot}",
+        prompt=tuple(tokens.tolist()),
+        params=SamplingParams(),
+        arrival_s=0.0,
+        num_encoded=encoded + num_padding,
+        num_padding=num_padding,
     )
     return Admission(slot, request, 0, tokens, config.max_context)
 

@@ -52,6 +52,10 @@ class Curve:
         return max(0.0, y0 + (y1 - y0) * (positions - x0) / (x1 - x0))
 
 
+# The entries of `StepTimes` that have curves.
+_CURVES = ("decode_s", "prefill_s", "encode_s")
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
@@ -61,7 +65,10 @@ class StepTimes:
       decode_s: window size -> an iteration of a decode loop, over the positions its rows attend to.
       loop_s: window size -> a decode loop without its iterations.
       prefill_s: token bucket -> the body of a mixed step, over the positions that its rows of
-        several tokens attend to. Rows of one token attend as in the widest decode loop.
+        several tokens attend to. Rows of one token attend as in the widest decode loop. For an
+        encoder-decoder model that is the decoder's part, and a row attends to its prompt, too.
+      encode_s: token bucket -> the encoder's part of a mixed step, over the positions that the
+        tokens of its prompts attend to; empty for a model without an encoder.
       head_s: head bucket -> sampling in a mixed step.
       edit_s, move_s, admit_s: a call that edits slots, compacts them, or admits into them.
       page_out_s, page_in_s: a page's copy to the host, or back; 0 without host memory.
@@ -72,6 +79,7 @@ class StepTimes:
     decode_s: dict[int, Curve]
     loop_s: dict[int, float]
     prefill_s: dict[int, Curve]
+    encode_s: dict[int, Curve]
     head_s: dict[int, float]
     edit_s: float
     move_s: float
@@ -100,18 +108,24 @@ class StepTimes:
         if plan.is_decode_loop:
             iteration_s = self.decode_s[plan.window_size]
             return edits_s + self.loop_s[plan.window_size] + sum(map(iteration_s, work.decoded))
+        if prompts := [row.num_tokens for row in plan.rows if row.encodes]:
+            encoder_s = self.encode_s[bucket(sum(prompts), config.token_buckets)]
+            edits_s += encoder_s(sum(num * num for num in prompts))
+            if len(prompts) == len(plan.rows):
+                return edits_s
         num_sampling = sum(row.samples for row in plan.rows)
         head_s = self.head_s[bucket(num_sampling, config.head_buckets)] if num_sampling else 0.0
         widest_s = self.decode_s[config.slot_buckets[-1]]
         attention_s = max(0.0, widest_s(sum(work.decoded)) - widest_s(0))
-        body_s = self.prefill_s[bucket(max(1, plan.num_tokens), config.token_buckets)]
+        num_tokens = plan.num_tokens - plan.num_encoded
+        body_s = self.prefill_s[bucket(max(1, num_tokens), config.token_buckets)]
         return edits_s + body_s(work.prefilled) + attention_s + head_s
 
     def chunk_cost(self) -> RecomputeCost:
         """Return the cost of computing a page of a prompt in a full step (Pensieve, eq. 3.6)."""
         config = self.origin.config
         num_tokens = config.token_buckets[-1]
-        body_s = self.prefill_s[num_tokens]
+        body_s = (self.encode_s or self.prefill_s)[num_tokens]
         other_s = body_s(0) * config.page_size / num_tokens
 
         def seconds(context: int) -> float:
@@ -170,7 +184,7 @@ class StepTimes:
     def _table(self) -> dict[str, Any]:
         """Return all measured entries in the types of JSON."""
         table = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "origin"}
-        for name in ("decode_s", "prefill_s"):
+        for name in _CURVES:
             table[name] = {size: curve.points for size, curve in table[name].items()}
         return json.loads(json.dumps(table))
 
@@ -180,13 +194,14 @@ class StepTimes:
             "decode_s": origin.config.slot_buckets,
             "loop_s": origin.config.slot_buckets,
             "prefill_s": origin.config.token_buckets,
+            "encode_s": origin.config.token_buckets if origin.config.has_encoder else (),
             "head_s": origin.config.head_buckets,
         }
         by_size = {
             name: {size: table[name][str(size)] for size in buckets}
             for name, buckets in sizes.items()
         }
-        for name in ("decode_s", "prefill_s"):
+        for name in _CURVES:
             by_size[name] = {
                 size: Curve(tuple((float(x), float(s)) for x, s in points))
                 for size, points in by_size[name].items()

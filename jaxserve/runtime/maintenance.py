@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final, get_args
 
 from jaxserve.core.assets import cache_folder
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
+from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.loop import Running
@@ -97,6 +98,23 @@ class Maintenance:
         found = [r.engine.residency(token_ids) for r in self._replicas.all]
         return min(found, key=lambda tiers: tiers.count("nowhere"))
 
+    def export_kv(self, token_ids: Sequence[int]) -> list[bytes]:
+        """See `Runtime.export_kv`."""
+        self._check_is_alone()
+        found = [
+            replica.loop.ask(partial(replica.engine.export_kv, token_ids))
+            for replica in self._replicas.all
+        ]
+        return max(found, key=len)
+
+    def import_kv(self, token_ids: Sequence[int], pages: Sequence[bytes]) -> int:
+        """See `Runtime.import_kv`."""
+        self._check_is_alone()
+        return min(
+            replica.loop.ask(partial(replica.engine.import_kv, token_ids, pages))
+            for replica in self._replicas.all
+        )
+
     def forget_kept_pages(self) -> None:
         """See `Runtime.forget_kept_pages`."""
         self._replicas.check_leads()
@@ -121,12 +139,11 @@ class Maintenance:
             self._origin = replace(self._origin, config=self._replicas.first.executor.config)
         return self._replicas.first.pool_size.pool_bytes
 
-    def measure_step_times(self, rounds: int) -> StepTimes:
+    def measure_step_times(self, rounds: int, max_wait_s: float | None = None) -> StepTimes:
         """See `Runtime.measure_step_times`."""
         self._replicas.check_leads()
         self._check_one_group()
-        self._check_has_no_encoder()
-        with self._replicas.paused():
+        with self._replicas.paused(until_s=self._until_s(max_wait_s)):
             times = measure(
                 self._replicas.first.executor,
                 self._origin,
@@ -140,7 +157,7 @@ class Maintenance:
         self._times = times
         return times
 
-    def measure_group_times(self, rounds: int) -> GroupTimes:
+    def measure_group_times(self, rounds: int, max_wait_s: float | None = None) -> GroupTimes:
         """See `Runtime.measure_group_times`."""
         self._replicas.check_leads()
         if self._decode_origin is None:
@@ -148,10 +165,9 @@ class Maintenance:
                 "this runtime has one group of devices; call measure_step_times, or create it with "
                 "mesh=sharding.make_groups(...)"
             )
-        self._check_has_no_encoder()
         config = self._replicas.first.executor.config
         origins = [replace(each, config=config) for each in (self._origin, self._decode_origin)]
-        with self._replicas.paused():
+        with self._replicas.paused(until_s=self._until_s(max_wait_s)):
             self._group_times = measure_groups(
                 self._replicas.first.executor,
                 origins,
@@ -161,9 +177,9 @@ class Maintenance:
             )
         return self._group_times
 
-    def group_times(self) -> GroupTimes:
+    def group_times(self, max_wait_s: float | None = None) -> GroupTimes:
         """Return the group times that were measured last; measure them if there are none."""
-        return self._group_times or self.measure_group_times(rounds=2)
+        return self._group_times or self.measure_group_times(2, max_wait_s)
 
     def load_step_times(self, path: str | Path) -> StepTimes:
         """See `Runtime.load_step_times`."""
@@ -180,12 +196,12 @@ class Maintenance:
             self._use(times)
         return times
 
-    def step_times(self) -> StepTimes:
+    def step_times(self, max_wait_s: float | None = None) -> StepTimes:
         """Return the step times that were measured or loaded last; measure them if there are none.
 
         See `Runtime.measure_step_times`.
         """
-        return self._times or self.measure_step_times(rounds=2)
+        return self._times or self.measure_step_times(2, max_wait_s)
 
     def kept_step_times(self) -> StepTimes:
         """Return step times of the cache folder; measure and keep them there if it has none.
@@ -234,13 +250,16 @@ class Maintenance:
                 "measure_group_times"
             )
 
-    def _check_has_no_encoder(self) -> None:
-        if self._replicas.first.executor.config.has_encoder:
-            raise UnsupportedModelError(
-                "step times of an encoder-decoder model are not measured yet, so it has no plan "
-                'under a latency bound; choose a policy, such as "exegpt_rra" or "exegpt_waa_c", '
-                "with sizes of your own"
+    def _check_is_alone(self) -> None:
+        self._replicas.check_may_wait()
+        if self._replicas.group is not None:
+            raise ProcessGroupError(
+                "KV is neither exported nor imported where several processes serve one model; use "
+                "one process for each runtime"
             )
+
+    def _until_s(self, max_wait_s: float | None) -> float | None:
+        return None if max_wait_s is None else self._clock.now() + max_wait_s
 
     def _value_pages_by(self, cost: RecomputeCost) -> None:
         for replica in self._replicas.all:

@@ -10,16 +10,17 @@ from pathlib import Path
 from jaxserve.planning import GroupTimes, StepTimes
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.plan import Plan
+from jaxserve.runtime.cached_pages import CachedPages
 from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.planner import Planner
 
 
-class Planned(abc.ABC):
+class Planned(CachedPages):
     """The methods of `Runtime` that measure step times, and find a schedule from them."""
 
     @abc.abstractmethod
     def __init__(self, maintenance: Maintenance, planner: Planner):
-        self._maintenance = maintenance
+        super().__init__(maintenance)
         self._planner = planner
 
     def plan(
@@ -31,6 +32,7 @@ class Planned(abc.ABC):
         lengths: Sequence[tuple[int, int]] | None = None,
         adopt: bool = True,
         adapt: bool = True,
+        max_wait_s: float = 60.0,
     ) -> Plan:
         """Find the schedule with the most throughput under latency bounds, and serve by it.
 
@@ -42,7 +44,8 @@ class Planned(abc.ABC):
         the same schedule, and the plan's figures are those of one replica.
 
         The first call measures step times, unless `measure_step_times` or `load_step_times` was
-        called before: it waits until no request runs, which takes up to minutes.
+        called before. It waits for the end of the requests that run, for at most `max_wait_s`, and
+        then measures for up to minutes. Requests that are submitted meanwhile start after it.
         `docs/latency_bounds.md` says what a plan does not cover.
 
         Args:
@@ -57,14 +60,17 @@ class Planned(abc.ABC):
             (`planning.schedules.adaptation`), and adopt what is found. A bound that no schedule
             keeps any more is then missed as little as possible, and a warning says so. False to
             keep the schedule until the next call.
+          max_wait_s: seconds to wait for the end of running requests, where step times have to be
+            measured.
 
         Raises:
+          EngineBusyError: requests ran for longer than `max_wait_s`. They continue, and nothing was
+            measured.
           InfeasibleBoundError: no schedule keeps the bounds; `lowest` has the lowest feasible ones.
             The present schedule stays.
           InvalidConfigError: no answer has ended yet and `lengths` is missing, or an argument is
             not allowed.
           DeviceMemoryError: one answer of such lengths is expected to exceed the page pool.
-          UnsupportedModelError: the model has an encoder.
           ProcessGroupError: this process follows.
           RuntimeClosedError, EngineFailedError
         """
@@ -73,9 +79,9 @@ class Planned(abc.ABC):
             first_token_s=math.inf if first_token_bound is None else first_token_bound,
             token_s=math.inf if token_bound is None else token_bound,
         )
-        return self._planner.plan(bounds, lengths, adopt=adopt, adapt=adapt)
+        return self._planner.plan(bounds, lengths, adopt=adopt, adapt=adapt, max_wait_s=max_wait_s)
 
-    def measure_step_times(self, *, rounds: int = 2) -> StepTimes:
+    def measure_step_times(self, *, rounds: int = 2, max_wait_s: float | None = None) -> StepTimes:
         """Time every shape of step that a replica has compiled, for `planning.simulate`.
 
         It waits until no request runs. Requests that are submitted during the call start after it.
@@ -83,28 +89,31 @@ class Planned(abc.ABC):
 
         Args:
           rounds: repetitions of the whole measurement; the result has the medians.
+          max_wait_s: seconds to wait for the end of running requests; None for no limit.
 
         Raises:
+          EngineBusyError: requests ran for longer than `max_wait_s`.
           InvalidConfigError: the runtime has two groups of devices.
-          UnsupportedModelError: the model has an encoder.
           ProcessGroupError: this process follows.
           RuntimeClosedError, EngineFailedError
         """
-        return self._maintenance.measure_step_times(rounds)
+        return self._maintenance.measure_step_times(rounds, max_wait_s)
 
-    def measure_group_times(self, *, rounds: int = 2) -> GroupTimes:
+    def measure_group_times(
+        self, *, rounds: int = 2, max_wait_s: float | None = None
+    ) -> GroupTimes:
         """Time the steps of each of two device groups, and the handovers between them.
 
         `planning.simulate` takes its `costs()`. It waits until no request runs, as
         `measure_step_times` does. Each group is measured while the other one is idle.
 
         Raises:
+          EngineBusyError: requests ran for longer than `max_wait_s`.
           InvalidConfigError: the runtime has one group of devices.
-          UnsupportedModelError: the model has an encoder.
           ProcessGroupError: this process follows.
           RuntimeClosedError, EngineFailedError
         """
-        return self._maintenance.measure_group_times(rounds)
+        return self._maintenance.measure_group_times(rounds, max_wait_s)
 
     def load_step_times(self, path: str | Path) -> StepTimes:
         """Load step times that were measured on this model, device and configuration, and saved.

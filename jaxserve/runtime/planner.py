@@ -14,7 +14,8 @@ from jaxserve.planning.schedules.adaptation import Adaptation, task_of
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength, answer_lengths, classes_of
-from jaxserve.planning.schedules.plan import Plan, SchedulePlanner
+from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.rra_planner import RRAPlanner, lengths_of
 from jaxserve.runtime.adapter import Adapter
 from jaxserve.runtime.maintenance import Maintenance
@@ -93,6 +94,7 @@ class Planner:
         *,
         adopt: bool,
         adapt: bool,
+        max_wait_s: float,
     ) -> Plan:
         """See `Runtime.plan`."""
         self._replicas.check_leads()
@@ -103,7 +105,7 @@ class Planner:
                 "no answer has ended in this runtime, so no lengths are known; pass lengths=[("
                 "prompt tokens, output tokens), ...], or plan after some requests"
             )
-        planner = self._planner()
+        planner = self._planner(max_wait_s)
         if lengths is None:
             used = observed
             task = task_of(used)
@@ -113,7 +115,7 @@ class Planner:
                 AnswerLength(admitted_s=-math.inf, num_prompt=prompt, num_output=output)
                 for prompt, output in lengths
             ]
-        classes = classes_of(used, planner.num_slots) if self._heeds_bounds else ()
+        classes = classes_of(used, planner.max_slots) if self._heeds_bounds else ()
         plan = planner.plan(task, bounds, num_lengths=len(used), classes=classes)
         if adopt:
             self._adopt(planner, plan, used, adapt=adapt, is_given=lengths is not None)
@@ -156,9 +158,11 @@ class Planner:
     def _heeds_bounds(self) -> bool:
         return self._replicas.first.engine.scheduler.policy.order.heeds_bounds
 
-    def _planner(self) -> SchedulePlanner:
+    def _planner(self, max_wait_s: float | None = None) -> SchedulePlanner:
         executor = self._replicas.first.executor
         # The page pool may be resized later.
         if executor.num_device_groups > 1:
-            return WAAPlanner(times=self._maintenance.group_times(), config=lambda: executor.config)
-        return RRAPlanner.measured(self._maintenance.step_times(), lambda: executor.config)
+            times = self._maintenance.group_times(max_wait_s)
+            return WAAPlanner(times=times, config=lambda: executor.config)
+        times = self._maintenance.step_times(max_wait_s)
+        return RRAPlanner.measured(times, lambda: executor.config)

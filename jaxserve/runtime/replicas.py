@@ -175,12 +175,14 @@ class Replicas:
         return found
 
     @contextmanager
-    def paused(self, running: Running | Literal["keep"] = "finish") -> Iterator[None]:
+    def paused(
+        self, running: Running | Literal["keep"] = "finish", *, until_s: float | None = None
+    ) -> Iterator[None]:
         """Pause every loop within the block; see `EngineLoop.paused`."""
         self.check_may_wait()
         with ExitStack() as pauses:
             for replica in self.all:
-                pauses.enter_context(replica.loop.paused(running))
+                pauses.enter_context(replica.loop.paused(running, until_s=until_s))
             yield
 
     @property

@@ -19,7 +19,6 @@ from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.engine.loop import Running
 from jaxserve.engine.requests import Prompt
 from jaxserve.execution.protocol import ModelExecutor
-from jaxserve.memory.page_cache import Tier
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.report import Report
 from jaxserve.runtime.build import build_parts
@@ -340,22 +339,6 @@ class Runtime(Planned):
           RuntimeClosedError, EngineFailedError
         """
         self._maintenance.update_params(params, running)
-
-    def residency(self, token_ids: Sequence[int]) -> list[Tier]:
-        """Return the tier that holds the KV of each full page of a context at present.
-
-        The result is that of the replica that holds most of the context.
-        `jaxserve.report.draw_residency` draws it.
-        """
-        return self._maintenance.residency(token_ids)
-
-    def forget_kept_pages(self) -> None:
-        """Drop all cached pages, so that later requests compute their prompts; for measurements.
-
-        Raises:
-          RuntimeClosedError, EngineFailedError
-        """
-        self._maintenance.forget_kept_pages()
 
     def resize_kv(self, size: int | str) -> int:
         """Resize the page pool, for instance to free memory for a trainer's step.

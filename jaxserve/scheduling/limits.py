@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import HandoverError, NumericalError, PromptTooLongError
+from jaxserve.core.errors import (
+    HandoverError,
+    InvalidConfigError,
+    NumericalError,
+    PromptTooLongError,
+)
 from jaxserve.core.request import FinishReason, Request
+from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.sequence import Sequence
 
 # Handovers of a sequence, one after another, whose pages may be lost before its request fails.
@@ -57,3 +65,17 @@ def not_handed_over(sequence: Sequence) -> HandoverError:
         f"in {MAX_LOST_HANDOVERS} attempts. Check the links between the device groups, and create "
         "a new runtime, on one group if they stay broken"
     )
+
+
+def check_groups(iteration: IterationShape[Any], policy: Policy) -> None:
+    """Check that a policy can go on with another iteration shape.
+
+    Raises:
+      InvalidConfigError: it plans for another number of device groups.
+    """
+    if iteration.num_device_groups != policy.num_device_groups:
+        raise InvalidConfigError(
+            f"{iteration} plans for {iteration.num_device_groups} device groups, and policy "
+            f"{policy.name!r} has {policy.num_device_groups}; adopt a shape for as many groups, or "
+            "create an engine with another policy"
+        )

@@ -159,7 +159,11 @@ class StepBuilder(Protocol):
         ...
 
     def first_admissible(self) -> Sequence | None:
-        """Return the sequence that `admit` would admit now; None if there is none."""
+        """Return the sequence that `admit` would admit now; None if there is none.
+
+        A sequence without a latency bound of its own may have to wait for running ones with one
+        (`lengths.slack`).
+        """
         ...
 
     def make_way(self) -> Sequence | None:
@@ -249,9 +253,12 @@ class IterationShape(Protocol[_State]):
     Attributes:
       num_device_groups: groups of devices that it plans for, each with a copy of the parameters and
         a page pool. Sequences begin in group 0.
+      makes_way: whether it calls `StepBuilder.make_way`, so that a request with a latency bound of
+        its own does not wait for running sequences without one.
     """
 
     num_device_groups: ClassVar[int]
+    makes_way: ClassVar[bool]
 
     def new_state(self) -> _State:
         """Return what the shape remembers from step to step, for a scheduler that starts.

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import final
 
 from jaxserve.scheduling.kv.manager import KVManager
+from jaxserve.scheduling.lengths.slack import Slack
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.order_keys import OrderKeys
+from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.plan import Extension
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.sequence import Phase, Sequence
@@ -24,22 +26,30 @@ class Queues:
       kv: moves their pages along.
       lengths: what the policy reads of expected lengths.
       now: the clock.
+      pace: returns how long steps took lately; None before any step was timed.
 
     Attributes:
       keys: the place of every sequence in the policy's order.
       waiting: sequences without a slot, in the policy's order.
       running: sequences with a slot, in the policy's order.
+      bounded: those of them with a latency bound of their own.
       slots: of each device group's batch. All together have `max_slots` live ones at most.
       num_preemptions: sequences that went back to the waiting pool.
     """
 
     def __init__(
-        self, policy: Policy, kv: KVManager, lengths: LengthTracker, now: Callable[[], float]
+        self,
+        policy: Policy,
+        kv: KVManager,
+        lengths: LengthTracker,
+        now: Callable[[], float],
+        pace: Callable[[], Pace | None],
     ):
         config = kv.config
         self.keys = OrderKeys(policy.order, lengths)
         self.waiting = WaitingPool(self.keys, policy.order.max_passes, config.page_size)
         self.running: list[Sequence] = []
+        self.bounded: dict[int, Sequence] = {}
         self.slots = tuple(
             SlotTable(config.max_slots, config.slot_buckets)
             for _ in range(policy.num_device_groups)
@@ -49,6 +59,9 @@ class Queues:
         self._kv = kv
         self._lengths = lengths
         self._now = now
+        self._pace = pace
+        # Of the step that is being planned, if it was asked for.
+        self._slack: Slack | None = None
         # Of each group, since its last step.
         self._released: list[list[int]] = [[] for _ in self.slots]
         self._arrived: list[list[Sequence]] = [[] for _ in self.slots]
@@ -60,11 +73,29 @@ class Queues:
         wanted = self._policy.admission.reserve_tokens(sequence, self._lengths)
         return min(max(wanted, sequence.planned_length + 1), sequence.max_length)
 
+    def begin_step(self) -> None:
+        """Note that another step is being planned, at another time."""
+        self._slack = None
+
     def first_admissible(self) -> Sequence | None:
-        """Return the first waiting sequence that fits, if it may pass those before it."""
+        """Return the first waiting sequence that fits, if it may pass those before it.
+
+        None, too, if it waits so that running sequences with a latency bound are in time.
+        """
         if len(self.running) == self._kv.config.max_slots:
             return None
-        return self.waiting.first_that(self._fits, self._kv.awaits_disk, self._kv.num_available)
+        sequence = self.waiting.first_that(self._fits, self._kv.awaits_disk, self._kv.num_available)
+        return None if sequence is None or self._is_held_back(sequence) else sequence
+
+    def _is_held_back(self, sequence: Sequence) -> bool:
+        is_bulk = sequence.request.due_s is None and self._policy.order.heeds_bounds
+        pace = self._pace() if is_bulk and self.bounded and self._slack is None else None
+        if pace is not None:
+            bounded = tuple(self.bounded.values())
+            self._slack = Slack(
+                bounded, self.keys, self._lengths, self._kv.config, pace, self._now()
+            )
+        return is_bulk and self._slack is not None and self._slack.is_too_small_for(sequence)
 
     def _fits(self, sequence: Sequence) -> bool:
         missing = self._kv.num_missing(sequence, self.tokens_to_reserve(sequence))
@@ -91,6 +122,8 @@ class Queues:
         if sequence.times.admitted_s is None:
             sequence.times.admitted_s = self._now()
         bisect.insort(self.running, sequence, key=self.keys.of)
+        if sequence.request.due_s is not None:
+            self.bounded[sequence.key] = sequence
         return entries
 
     def preempt(self, sequence: Sequence, *, has_outgrown: bool = False) -> None:
@@ -114,6 +147,7 @@ class Queues:
     def leave_slot(self, sequence: Sequence) -> None:
         """Free a running sequence's slot; its next phase is the caller's to set."""
         self.running.remove(sequence)
+        self.bounded.pop(sequence.key, None)
         self._release_slot(sequence)
 
     def arrive(self, sequence: Sequence, group: int) -> None:

@@ -115,6 +115,11 @@ class Router:
         self.remember(chosen, pages)
         return chosen
 
+    def num_cached(self, replica: int, pages: Sequence[int]) -> int:
+        """Return how many leading pages of a prompt a replica is thought to hold."""
+        held = self._pages[replica]
+        return next((i for i, page in enumerate(pages) if page not in held), len(pages))
+
     def finish(self, replica: int, work: int) -> None:
         """A request that was sent to `replica` has ended, however it did."""
         self._work[replica] -= work
@@ -135,5 +140,5 @@ class Router:
 
     def _key(self, replica: int, pages: Sequence[int]) -> tuple[float, int, int]:
         held = self._pages[replica]
-        num_cached = next((i for i, page in enumerate(pages) if page not in held), len(pages))
+        num_cached = self.num_cached(replica, pages)
         return self._work[replica] - self._weight * num_cached, len(held), replica

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import InvalidConfigError, JaxserveError
+from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import FinishReason, Request
 from jaxserve.memory.relocation import Moves
 from jaxserve.scheduling.collect import Progress, take_results
@@ -19,6 +19,7 @@ from jaxserve.scheduling.kv.usage import PageUsage
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.limits import (
     MAX_LOST_HANDOVERS,
+    check_groups,
     end_of,
     max_length,
     not_finite,
@@ -26,6 +27,7 @@ from jaxserve.scheduling.limits import (
     too_long,
 )
 from jaxserve.scheduling.order_keys import OrderKeys
+from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.plan import Handover, StepPlan, StepResult
 from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.queues import Queues
@@ -50,22 +52,27 @@ class Scheduler:
       policy: every decision; its state is the scheduler's alone.
       kv: owns the pages of the sequences.
       refinement: what the readings of a probe are worth; None without a probe.
+      pace: returns how long steps took lately; None before any step was timed.
 
     Attributes:
       lengths: what is expected of the sequences' lengths; policies read it.
-      wake_s: when to plan again if nothing else happens: the policy, or the disk that sequences
-        wait for, lets the device idle until then. None where it does not.
+      wake_s: until when the policy or the disk lets the device idle; None where neither does.
     """
 
     def __init__(
-        self, policy: Policy, clock: Clock, kv: KVManager, refinement: Refinement | None = None
+        self,
+        policy: Policy,
+        clock: Clock,
+        kv: KVManager,
+        refinement: Refinement | None,
+        pace: Callable[[], Pace | None],
     ):
         self.policy = policy
         self.lengths = LengthTracker(refinement)
         self.wake_s: float | None = None
         self._clock = clock
         self._kv = kv
-        self._queues = Queues(policy, kv, self.lengths, clock.now)
+        self._queues = Queues(policy, kv, self.lengths, clock.now, pace)
         self._policy_state = policy.new_state()
         self._sequences: dict[int, Sequence] = {}
         self._num_plans = 0
@@ -255,14 +262,13 @@ class Scheduler:
         return plan
 
     def _selected(self, open_groups: Collection[int]) -> Step:
-        clock = self._clock
-        step = Step(self._queues, self._kv, self.policy, self.lengths, clock.now, open_groups)
+        step = Step(self._queues, self._kv, self.policy, self.lengths, self._clock.now, open_groups)
         self.policy.iteration.select(step, self._policy_state)
         return step
 
-    def plan_flush(self) -> StepPlan | None:
-        """Copy cached pages to the host, where there is room; None where none is left to copy."""
-        copies = self._kv.flush()
+    def plan_flush(self, free_share: float = 1.0) -> StepPlan | None:
+        """Copy cached pages to the host, as `KVManager.flush`; None where none is left to copy."""
+        copies = self._kv.flush(free_share)
         if not copies:
             return None
         self._num_plans += 1
@@ -347,12 +353,7 @@ class Scheduler:
         Raises:
           InvalidConfigError: it plans for another number of device groups.
         """
-        if iteration.num_device_groups != self.policy.num_device_groups:
-            raise InvalidConfigError(
-                f"{iteration} plans for {iteration.num_device_groups} device groups, and policy "
-                f"{self.policy.name!r} has {self.policy.num_device_groups}; adopt a shape for as "
-                "many groups, or create an engine with another policy"
-            )
+        check_groups(iteration, self.policy)
         self.policy = replace(self.policy, iteration=iteration)
         state = self.policy.new_state()
         if type(state) is not type(self._policy_state):

@@ -45,6 +45,7 @@ class Step:
         self.open_groups = open_groups
         self._group = 0
         self._handovers: list[tuple[Sequence, int]] = []
+        queues.begin_step()
         self._queues = queues
         self._kv = kv
         self._policy = policy

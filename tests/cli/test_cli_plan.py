@@ -110,15 +110,21 @@ def test_devices_belong_to_a_cluster():
     assert done.exit_code == 2 and "needs --cluster or --layers" in done.stderr
     done = run("plan", "--task", "S", "--layers", "--tensor-parallel", "2")
     assert done.exit_code == 2 and "omit --tensor-parallel" in done.stderr
-    done = run("plan", "--task", "S", "--layers", "--quantize", "int8")
-    assert done.exit_code == 2 and "omit --quantize" in done.stderr
+    done = run("plan", "--task", "S", "--layers", "--quantize", "keep")
+    assert done.exit_code == 2 and "pass 'int8' or 'int4'" in done.stderr
 
 
-_ENGINE = ("--load random", "--kv-memory 1GiB", "--quantize-embeddings int4")
+_ENGINE = ("--load random", "--kv-memory 1GiB")
 _MACHINE = (
     *_ENGINE,
     *("--profile times.json", "--measure-again", "--dtype float32", "--kv-dtype int8"),
-    *("--quantize int8", "--max-slots 4", "--max-context 64", "--tensor-parallel 2"),
+    *(
+        "--quantize int8",
+        "--quantize-embeddings int4",
+        "--max-slots 4",
+        "--max-context 64",
+        "--tensor-parallel 2",
+    ),
 )
 
 

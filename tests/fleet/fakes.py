@@ -51,6 +51,9 @@ class World:
         self.num_shown = 5  # number of tokens of a stream that are shown while the gate is closed
         self.starts_wait = False
         self.start_errors: list[JaxserveError] = []
+        self.prefilled: list[tuple[str, int]] = []  # (request, replica)
+        self.taken: dict[str, object] = {}  # request -> the KV that came with it last
+        self.prefills_die = False
 
     def make(self) -> FakeReplica:
         self.replicas.append(FakeReplica(self))
@@ -84,7 +87,17 @@ class FakeReplica:
             raise ReplicaDiedError("it was killed")
         return RuntimeStats(**{field.name: EACH_COUNTER for field in fields(RuntimeStats)})
 
-    async def answer(self, call: Call, on_piece: PieceSink | None = None) -> Completion:
+    async def prefill(self, call: Call) -> object:
+        self.world.prefilled.append((call.id, self.world.replicas.index(self)))
+        if self.world.prefills_die:
+            self.is_dead = True
+            raise ReplicaDiedError("it was killed")
+        return f"KV of {call.id}"
+
+    async def answer(
+        self, call: Call, on_piece: PieceSink | None = None, kv: object = None
+    ) -> Completion:
+        self.world.taken[call.id] = kv
         self.world.asked[call.id] += 1
         self.world.asked_whom[call.id] = self.world.replicas.index(self)
         self.open[call.id] = False

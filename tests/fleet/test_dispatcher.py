@@ -19,7 +19,9 @@ from jaxserve.core.errors import (
     RuntimeClosedError,
 )
 from jaxserve.core.request import Completion
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
+from jaxserve.fleet.call import make_call
 from jaxserve.fleet.dispatcher import Dispatcher
 from tests.fleet.fakes import ANSWER, EACH_COUNTER, PAGE_SIZE, World, call
 
@@ -27,8 +29,8 @@ WAIT_S = 20
 
 
 @contextmanager
-def _serving(num_replicas: int, world: World) -> Iterator[Dispatcher]:
-    dispatcher = Dispatcher(world.make, num_replicas, page_size=PAGE_SIZE)
+def _serving(num_replicas: int, world: World, num_prefill: int = 0) -> Iterator[Dispatcher]:
+    dispatcher = Dispatcher(world.make, num_replicas, page_size=PAGE_SIZE, num_prefill=num_prefill)
     try:
         for started in dispatcher.start():
             started.result(WAIT_S)
@@ -73,6 +75,62 @@ def test_a_stream_goes_on_where_another_replica_has_come_as_far():
     tokens, text, reasons = _joined(pieces)
     assert tokens == ANSWER and text == "".join(chr(95 + token) for token in ANSWER)
     assert reasons == [None] * (len(pieces) - 1) + ["length"]
+
+
+PROMPT = list(range(3, 3 + 3 * PAGE_SIZE))
+
+
+def test_kv_of_a_prompt_goes_to_the_replica_that_answers():
+    """Long prompts are computed by the prefill replica, unless the other one has their pages."""
+    world = World()
+    world.gate_is_open = True
+    with _serving(1, world, num_prefill=1) as dispatcher:
+        assert [state.role for state in dispatcher.replicas] == ["decode", "prefill"]
+        for name, prompt in (("long", PROMPT), ("short", [1, 2]), ("again", PROMPT)):
+            assert dispatcher.submit(call(name, prompt)).result(WAIT_S).token_ids == ANSWER
+        scored = SamplingParams(prompt_logprobs=0)
+        other = make_call("scored", [50, *PROMPT], scored, priority=0, page_size=PAGE_SIZE)
+        assert dispatcher.submit(other).result(WAIT_S).error is None
+    assert world.prefilled == [("long", 1)]
+    assert world.taken == {"long": "KV of long", "short": None, "again": None, "scored": None}
+    assert set(world.asked_whom.values()) == {0}
+
+
+def test_a_prompt_is_computed_again_if_its_prefill_replica_dies():
+    """The replica that answers gets no KV, and a new process takes the other one's seat."""
+    world = World()
+    world.gate_is_open = world.prefills_die = True
+    with _serving(1, world, num_prefill=1) as dispatcher:
+        assert dispatcher.submit(call("r", PROMPT)).result(WAIT_S).token_ids == ANSWER
+        assert world.taken == {"r": None}
+        _until(lambda: dispatcher.replicas[1].started is not None)
+        assert [state.num_deaths for state in dispatcher.replicas] == [0, 1]
+        world.prefills_die = False
+        assert dispatcher.submit(call("s", [9, *PROMPT])).result(WAIT_S).error is None
+        assert world.taken["s"] == "KV of s"
+
+
+def test_the_kv_is_sent_again_if_the_replica_that_answers_dies():
+    """The prefill replica is asked again, and a stream repeats no token."""
+    world, pieces = World(), []
+    with _serving(2, world, num_prefill=1) as dispatcher:
+        future = dispatcher.submit(call("r", PROMPT), pieces.append)
+        _until(lambda: len(_joined(pieces)[0]) == 5)
+        world.taken.clear()
+        world.replicas[world.asked_whom["r"]].is_dead = True
+        world.gate_is_open = True
+        assert future.result(WAIT_S).token_ids == ANSWER and world.asked["r"] == 2
+    assert world.taken == {"r": "KV of r"} and _joined(pieces)[0] == ANSWER
+    assert world.prefilled == [("r", 2)] * 2
+
+
+def test_prefill_replicas_alone_answer_nothing():
+    """When no replica that answers will serve again, requests fail, whoever computes prompts."""
+    world = World()
+    with _serving(1, world, num_prefill=1) as dispatcher:
+        world.start_errors = [InvalidConfigError("the weights are gone")]
+        future = dispatcher.submit(call("deadly", "deadly"))
+        assert isinstance(future.result(WAIT_S).error, ReplicaDiedError)
 
 
 def test_a_stream_ends_as_its_request_does():

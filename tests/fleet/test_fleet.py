@@ -221,6 +221,42 @@ def _kill(state: ReplicaState) -> None:
     os.kill(state.started.pid, signal.SIGKILL)
 
 
+def test_kv_goes_from_prefill_replicas_to_decode_replicas(ray, model, wanted):
+    """Greedy and sampled answers are those of one runtime, also after kill -9 of either replica."""
+    prompts = [list(PROMPTS[i]) + [i, *range(1, 90)] for i in range(6)]
+    params = _seeded([replace(SHORT, temperature=0.9 * (i % 2)) for i in range(6)])
+    with Runtime.from_pretrained(model, **OPTIONS) as rt:
+        expected = [c.token_ids for c in rt.generate(prompts, params)]
+    with Fleet(model, roles={"prefill": 1, "decode": 1}, **OPTIONS) as fleet:
+        assert [state.role for state in fleet.replicas] == ["decode", "prefill"]
+        assert [c.token_ids for c in fleet.generate(prompts[:2], params[:2])] == expected[:2]
+        counts = fleet.stats()
+        # Two or three pages of 32 tokens each, computed once.
+        assert counts.num_prefix_hit == counts.num_prefix_hit_on_host >= 2 * 64
+        for index, at in ((1, 2), (0, 4)):
+            _kill(fleet.replicas[index])
+            got = fleet.generate(prompts[at : at + 2], params[at : at + 2])
+            assert [c.token_ids for c in got] == expected[at : at + 2]
+            assert fleet.replicas[index].num_deaths == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"roles": {"prefill": 1}}, "roles={'prefill': 1}"),
+        ({"roles": {"prefill": 1, "decode": 1}, "replicas": 2}, "without replicas"),
+        ({"roles": {"prefill": 0, "decode": 1}}, "prefill"),
+        ({"roles": {"prefill": 1, "decode": 1}, "policy": "vllm_like"}, "keeps no pages"),
+        ({"roles": {"prefill": 1, "decode": 1}, "host_memory": 0}, "host_memory=0"),
+        ({"roles": {"prefill": 1, "decode": 1}, "learns": True}, "learns"),
+    ],
+)
+def test_roles_that_cannot_work_are_refused(model, arguments, said):
+    """Before any process is started."""
+    with pytest.raises(InvalidConfigError, match=said):
+        Fleet(model, **arguments)
+
+
 def test_bad_requests_fail_alone(fleet, wanted):
     """In a batch they are completions with an error; a single one raises."""
     first, empty, outside, last = fleet.generate(

@@ -32,6 +32,10 @@ def made_up(config: EngineConfig = CONFIG) -> StepTimes:
         decode_s={w: Curve(((0.0, w), (1000.0, w + 2.0))) for w in config.slot_buckets},
         loop_s={w: 0.25 + w for w in config.slot_buckets},
         prefill_s={t: Curve(((0.0, t), (1000.0, t + 1.0))) for t in config.token_buckets},
+        encode_s={
+            t: Curve(((0.0, t / 2), (1000.0, t / 2 + 0.5)))
+            for t in (config.token_buckets if config.has_encoder else ())
+        },
         head_s={r: r / 16 for r in config.head_buckets},
         edit_s=0.125,
         move_s=0.5,

@@ -36,10 +36,13 @@ CONFIGS = [
         max_step_tokens=64,
         num_host_pages=1,
     ),
+    replace(CONFIG, has_encoder=True),
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["roomy", "two pages", "one slot", "few tokens"])
+@pytest.mark.parametrize(
+    "config", CONFIGS, ids=["roomy", "two pages", "one slot", "few tokens", "encoder"]
+)
 def test_finds_the_cost_that_was_simulated(config):
     """The table measured on a simulated device is the one with which it was simulated."""
     true, clock = made_up(config), VirtualClock()

@@ -48,6 +48,18 @@ def test_a_mixed_step_costs_its_bucket_its_attention_and_its_head():
     assert times.device_s(StepWork(plan(rows), 210, (0,))) == pytest.approx(64 + 0.21)
 
 
+def test_an_encoder_is_a_part_of_a_mixed_step():
+    """Two prompts of 30 and 40 tokens, and a decoder's token: 128 and 64 are the sizes."""
+    times = made_up(replace(CONFIG, has_encoder=True))
+    prompts = (Row(0, 0, 0, 30, 0, encodes=True), Row(1, 1, 0, 40, 0, encodes=True))
+    encoder_s = 64 + (30**2 + 40**2) / 2000
+    alone = plan(prompts)
+    assert times.device_s(StepWork(alone, 0, ())) == pytest.approx(encoder_s)
+    mixed = plan((*prompts, Row(0, 0, 32, 1, 1)))
+    cost = times.device_s(StepWork(mixed, 0, (33,)))
+    assert cost == pytest.approx(encoder_s + 64 + 8 * 33 / 4000 + 0.5)
+
+
 def test_a_file_gives_back_what_was_saved(tmp_path):
     """The file is readable JSON, equals the saved table, and is accepted where it was measured."""
     times, path = made_up(), tmp_path / "new" / "times.json"

@@ -93,6 +93,30 @@ def test_the_next_turn_finds_the_one_before(expected, policy):
         assert _talk(rt) == expected[0]
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_another_runtime_goes_on_from_exported_pages(kv_dtype):
+    """It finds the full pages of prompts that it never computed; nothing compiles."""
+    options = OPTIONS | {"policy": "auto", "kv_dtype": kv_dtype, "strict": True}
+    prompts = list(map(list, PROMPTS))
+    one = SamplingParams(max_tokens=1)
+    with Runtime(tiny_llama(), **options) as first, Runtime(tiny_llama(), **options) as second:
+        alone = [c.token_ids for c in first.generate(prompts, PARAMS)]
+        first.forget_kept_pages()
+        first.generate(prompts, one)
+        num_pages = [len(prompt) // first.config.page_size for prompt in prompts]
+        for prompt, num in zip(prompts, num_pages, strict=True):
+            pages = first.export_kv(prompt)
+            assert len(pages) == num == second.import_kv(prompt, pages)
+        assert [c.token_ids for c in second.generate(prompts, PARAMS)] == alone
+        wanted = sum((len(p) - 1) // first.config.page_size for p in prompts)
+        hit = second.stats().num_prefix_hit_on_host
+        assert hit == wanted * first.config.page_size
+        with pytest.raises(InvalidConfigError, match="bytes are not allowed"):
+            second.import_kv(prompts[0], [b"0"])
+        first.check_integrity()
+        second.check_integrity()
+
+
 def test_new_weights_find_nothing_of_the_old(expected):
     """Other weights have other keys and values."""
     with Runtime(tiny_llama(), **OPTIONS) as rt:

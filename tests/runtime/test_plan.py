@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from jaxserve import Runtime, SamplingParams
-from jaxserve.core.errors import InfeasibleBoundError, InvalidConfigError, RuntimeClosedError
+from jaxserve.core.errors import (
+    EngineBusyError,
+    InfeasibleBoundError,
+    InvalidConfigError,
+    RuntimeClosedError,
+)
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.testing import RecordingExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
@@ -86,6 +91,18 @@ def test_running_requests_survive_plans(measured: tuple[list, Path], num_replica
         assert num_unfinished and loose.answers_per_s > 0
         assert [each.result(60).token_ids for each in pending] == answers * 4
         rt.check_integrity()
+
+
+def test_a_plan_waits_for_running_requests_no_longer_than_it_is_told(measured: tuple[list, Path]):
+    """Without step times it raises, and measures nothing; running and later requests go on."""
+    answers, _ = measured
+    with Runtime(tiny_llama(), wrap_executor=SlowExecutor, **OPTIONS) as rt:
+        running = rt.submit(PROMPTS[-1], PARAMS[-1])
+        with pytest.raises(EngineBusyError, match="max_wait_s"):
+            rt.plan(math.inf, lengths=[(10, 20)], max_wait_s=0.0)
+        later = rt.submit(PROMPTS[0], PARAMS[0])
+        assert running.result(60).token_ids == answers[-1]
+        assert later.result(60).token_ids == answers[0]
 
 
 def test_an_infeasible_bound_is_refused_with_the_lowest_one(measured: tuple[list, Path]):

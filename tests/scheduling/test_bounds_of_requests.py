@@ -6,11 +6,13 @@ import pickle
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import BoundNotMetError, InvalidConfigError, InvalidSamplingParamsError
+from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
@@ -26,6 +28,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.testing import Trace
 from jaxserve.workload import WorkloadItem
+from predictor import LengthBuckets
 
 SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)
 CONFIG = EngineConfig(
@@ -187,6 +190,84 @@ def test_the_queue_counts():
     assert alone.error is None  # it goes before those that wait
     [queued] = engine.add(_request("due last", 20, 39.0, clock))
     assert isinstance(queued.error, BoundNotMetError) and queued.error.wait_s > 20
+
+
+def test_what_makes_way_is_not_counted():
+    """All slots are taken for 60 s: RRA preempts one, so a bound of 30 s is accepted and kept.
+
+    Where nothing makes way, the same request is refused.
+    """
+    items = [*(_item(60) for _ in range(4)), _item(6, 10.0, 30.0)]
+    run = simulate(items, _rra(encode_batch=4), CONFIG, SECOND, progress=False)
+    assert run.completions[4].error is None and run.stats.num_preemptions == 1
+    assert (run.completions[4].timing.latency_s or 99) <= 30
+    assert [len(c.token_ids) for c in run.completions] == [60, 60, 60, 60, 6]
+    stands = replace(PRESETS["vllm_like"], order=DueFirst())
+    run = simulate(items, stands, CONFIG, SECOND, progress=False)
+    assert isinstance(run.completions[4].error, BoundNotMetError)
+    # Those before it in order, and those with a bound of their own, do not make way.
+    items = [*(_item(60, 0.0, 500.0) for _ in range(4)), _item(6, 10.0, 30.0)]
+    run = simulate(items, _rra(encode_batch=4), CONFIG, SECOND, progress=False)
+    assert isinstance(run.completions[4].error, BoundNotMetError)
+
+
+def test_a_request_waits_where_the_running_ones_end_in_time():
+    """No slot is free for 16 s: a bound of 40 s is deferred, and one of 15 s is refused."""
+    config = replace(CONFIG, max_slots=1, slot_buckets=(), head_buckets=())
+    items = [_item(24), _item(50), _item(6, 8.0, 40.0), _item(6, 9.0, 15.0)]
+    run = simulate(items, PRESETS["auto"], config, SECOND, progress=False)
+    bulk, deferred, refused = run.completions[1:]
+    assert isinstance(refused.error, BoundNotMetError) and refused.error.wait_s > 10
+    assert deferred.error is None and (deferred.timing.latency_s or 99) <= 40
+    # It waited for the first one, and the one without a bound, which came before it, for it.
+    assert (deferred.timing.admitted_s or 0) - 8.0 > 10
+    assert (bulk.timing.admitted_s or 0) > (deferred.timing.admitted_s or 99)
+    assert len(bulk.token_ids) == 50
+
+
+def test_what_waited_too_long_is_refused_before_it_begins():
+    """An answer runs for longer than was predicted, so the request behind it has no time left."""
+    config = replace(CONFIG, max_slots=1, slot_buckets=(), head_buckets=())
+    buckets = LengthBuckets.equal_width(100, 100)
+    ten = LengthPrediction(buckets, np.eye(100)[9])
+    items = [_item(60), _item(6, 5.0, 20.0), _item(6, 6.0, 200.0)]
+    run = simulate(
+        items, PRESETS["auto"], config, SECOND, predictions=[ten, None, None], progress=False
+    )
+    first, late, loose = run.completions
+    assert len(first.token_ids) == 60 and len(loose.token_ids) == 6
+    assert isinstance(late.error, BoundNotMetError) and not late.token_ids
+    # Not before it would be late if it began at once, and long before the slot is free.
+    assert 20 - 6 <= late.error.wait_s <= 20 - 6 + CONFIG.max_decode_iterations
+    assert (late.timing.finished_s or 99) < 30
+    assert late.timing.admitted_s is None
+
+
+def test_bulk_waits_while_a_bounded_answer_would_be_late_because_of_it():
+    """Mixed steps take up to 9 s, and iterations 1 s: prompts are not computed at its cost.
+
+    With a loose bound the same prompts are computed beside it, and it ends later than the tight
+    bounds allow. All prompts are computed in about the same time.
+    """
+    cost = FlatCost(per_iteration_s=1.0, per_token_s=0.125)
+    config = replace(CONFIG, max_slots=8, slot_buckets=(), head_buckets=(), max_decode_iterations=2)
+    bulk = [
+        WorkloadItem(prompt_token_ids=(1,) * 60, num_output_tokens=4, max_tokens=4, arrival_s=at)
+        for at in np.linspace(22, 100, 30).tolist()
+    ]
+
+    def served(bound_s: float) -> tuple[float, float]:
+        """Return the seconds of the bounded answer, and those until all have ended."""
+        items = [_item(45), _item(40, 20.0, bound_s), *bulk]
+        run = simulate(items, PRESETS["auto"], config, cost, progress=False)
+        assert [len(c.token_ids) for c in run.completions] == [45, 40, *[4] * 30]
+        return run.completions[1].timing.latency_s or 0.0, run.wall_s
+
+    loose_s, loose_wall_s = served(1000.0)
+    for tight_s in (80.0, 110.0, 150.0):
+        latency_s, wall_s = served(tight_s)
+        assert 0.9 * tight_s < latency_s <= tight_s < loose_s
+        assert wall_s <= 1.1 * loose_wall_s
 
 
 def test_a_bound_is_a_number_of_seconds():

@@ -33,6 +33,7 @@ class Idle:
     """An iteration shape that lets nothing run."""
 
     num_device_groups = 1
+    makes_way = False
 
     def new_state(self) -> None:
         return None
@@ -53,6 +54,7 @@ class Meddling:
     """An iteration shape that changes earlier tokens."""
 
     num_device_groups = 1
+    makes_way = False
 
     def new_state(self) -> None:
         return None

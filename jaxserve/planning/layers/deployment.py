@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from jaxserve.execution.memory_plan import free_device_bytes
 from jaxserve.models.config import DecoderConfig
-from jaxserve.models.loading import abstract_model
 from jaxserve.planning.layers.cost import MeasuredLayerCost
+from jaxserve.planning.layers.layer import quantised_model
+from jaxserve.planning.layers.origin import LayerSizes
 from jaxserve.planning.layers.profile import LayerProfile
 from jaxserve.planning.roofline import DeviceRoofs
 from jaxserve.planning.schedules.clusters import Cluster
@@ -23,31 +24,37 @@ from jaxserve.planning.schedules.timeline import Deployment
 _HOST_SHARE, _SHARE = 0.5, 0.9
 
 
-def shape_of(config: DecoderConfig, kv_dtype: str | None = None) -> TransformerShape:
+def shape_of(config: DecoderConfig, sizes: LayerSizes) -> TransformerShape:
     """Return the sizes of a model, with the parameters of its first layer counted.
 
+    Parameters are counted in elements of the model's dtype, as many as have their bytes.
+
     Args:
-      kv_dtype: dtype of the KV cache; None for the model's.
+      sizes: with the formats of the KV cache and of the weights.
     """
-    _, params = abstract_model(config.part(range(1)))
-    block = sum(leaf.size for leaf in jax.tree.leaves(params["blocks"]))
+    params = jax.eval_shape(lambda: quantised_model(config.part(range(1)), sizes)[1])
     bytes_each = jnp.dtype(config.dtype).itemsize
-    kv_bytes = jnp.dtype(kv_dtype or config.dtype).itemsize
+    block_bytes = _bytes_of(params["blocks"])
+    kv_bytes = jnp.dtype(sizes.kv_dtype or config.dtype).itemsize
     layer = LayerShape(
         hidden_size=config.hidden_size,
         attention_width=config.num_heads * config.head_dim,
         # In elements of the model's dtype, which `TransformerShape` takes KV to have.
         kv_width=-(-config.num_kv_heads * config.head_dim * kv_bytes // bytes_each),
-        num_params=block,
+        num_params=block_bytes / bytes_each,
     )
     return TransformerShape(
         encode_layer=layer,
         num_encode_layers=config.num_layers,
         decode_layer=layer,
         num_decode_layers=config.num_layers,
-        num_embedding_params=config.vocab_size * config.hidden_size,
+        num_embedding_params=_bytes_of(params["embedding"]) / bytes_each,
         bytes_each=bytes_each,
     )
+
+
+def _bytes_of(params: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
 
 
 def free_bytes_of(devices: Sequence[Any]) -> float:
@@ -97,7 +104,7 @@ def layers_deployment(
     )
     max_sequences = profile.sizes.max_batch
     return Deployment(
-        model=shape_of(config, profile.sizes.kv_dtype),
+        model=shape_of(config, profile.sizes),
         cluster=cluster,
         cost=cost,
         max_encode_batch=max_sequences,

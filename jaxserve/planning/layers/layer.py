@@ -15,11 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.weights import sharded
 from jaxserve.models.attention import causal_rows
 from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.loading import abstract_model, random_params
+from jaxserve.models.quantisation import Quantisation, Quantiser
 from jaxserve.models.rope import rope_tables
 from jaxserve.planning.layers.origin import LayerSizes
 from jaxserve.planning.layers.timing import seconds_of
@@ -38,6 +40,16 @@ _MAX_COPIES = 32
 _KV_BYTES = 256 << 20
 
 
+def quantised_model(config: DecoderConfig, sizes: LayerSizes) -> tuple[nnx.GraphDef, nnx.State]:
+    """Return a model with random weights in the format that `sizes` says."""
+    graphdef, _ = abstract_model(config)
+    params = random_params(config, 0)
+    quantisation = Quantisation.of(RuntimeOptions.parse(sizes.weights))
+    if quantisation is None:
+        return graphdef, params
+    return nnx.split(Quantiser(nnx.merge(graphdef, params), quantisation).model(params))
+
+
 @final
 class ShardedLayer:
     """A layer with random weights, its KV cache, and the model's head, on some devices.
@@ -50,12 +62,12 @@ class ShardedLayer:
     def __init__(self, config: DecoderConfig, sizes: LayerSizes, devices: Sequence[Any]):
         self._config = config
         self._sizes = sizes
-        params = jax.device_put(random_params(config, 0), devices[0])
+        graphdef, params = quantised_model(config, sizes)
+        params = jax.device_put(params, devices[0])
         if len(devices) > 1:
             params = sharded(params, make_mesh(tensor=len(devices), devices=devices), config)
         self._params = params
         self._place = Placement.like(jax.tree.leaves(params)[0].sharding)
-        graphdef, _ = abstract_model(config)
         block_def, block = nnx.split(nnx.merge(graphdef, params).blocks[0])
         self._blocks = _copies_of(block)
         place, group = self._place.whole, config.group

@@ -11,6 +11,7 @@ from typing import Any, final
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.host import cpu_name
+from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.build import platform_defaults
 from jaxserve.models.config import DecoderConfig
 
@@ -29,6 +30,8 @@ class LayerSizes:
       max_length: tokens of a sequence.
       page_size: tokens per page of the KV cache.
       kv_dtype: dtype of the KV cache; None for the model's.
+      quantize: format of the layers' weights, "int8" or "int4"; None for dense ones.
+      quantize_embeddings: format of the head where `quantize` is given, see `RuntimeOptions`.
     """
 
     max_tokens: int
@@ -36,13 +39,26 @@ class LayerSizes:
     max_length: int
     page_size: int = 16
     kv_dtype: str | None = None
+    quantize: str | None = None
+    quantize_embeddings: str = "int8"
 
     def __post_init__(self) -> None:
+        if self.quantize == "keep":
+            raise InvalidConfigError(
+                "quantize='keep' is not allowed for layers with random weights, which have no "
+                "blocks of a checkpoint to keep; pass 'int8' or 'int4'"
+            )
+        RuntimeOptions.parse(self.weights)  # refuses unknown formats
         for name in ("max_tokens", "max_batch", "max_length", "page_size"):
             if getattr(self, name) < 1:
                 raise InvalidConfigError(
                     f"{name}={getattr(self, name)} is not allowed; pass at least 1"
                 )
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The `RuntimeOptions` that say how weights are stored."""
+        return {"quantize": self.quantize, "quantize_embeddings": self.quantize_embeddings}
 
     @classmethod
     def of(

@@ -16,7 +16,8 @@ from jaxserve.planning.schedules.drift import Lifetimes, drift, kaplan_meier, sh
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
 from jaxserve.planning.schedules.observed import AnswerLength, classes_of
-from jaxserve.planning.schedules.plan import Plan, SchedulePlanner
+from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.planner import SchedulePlanner
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class Adaptation:
                 self._bounds,
                 num_lengths=len(lengths),
                 classes=(
-                    classes_of(lengths, self._planner.num_slots) if self._heeds_bounds else ()
+                    classes_of(lengths, self._planner.max_slots) if self._heeds_bounds else ()
                 ),
             )
         except DeviceMemoryError as error:

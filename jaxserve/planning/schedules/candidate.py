@@ -27,12 +27,15 @@ def shortest(name: str) -> Score:
 
 
 def nearest_to(bounds: LatencyBounds) -> Score:
-    """Return a score that is highest where the bound that is missed most is missed least."""
+    """Return a score that is highest where the bound that is missed most is missed least.
+
+    Without any bound it is highest for the lowest latency_s.
+    """
 
     def score(figures: Estimates | Best) -> np.ndarray:
         shares = [getattr(figures, name) / bound for name, bound in bounds.finite().items()]
-        worst = np.max(shares, axis=0) if shares else figures.latency_s
-        return np.where(figures.fits, 1.0 / worst, 0.0)
+        worst = np.max([*shares, figures.own_share], axis=0)
+        return np.where(figures.fits, 1.0 / np.where(worst > 0, worst, figures.latency_s), 0.0)
 
     return score
 

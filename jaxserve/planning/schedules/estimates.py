@@ -27,6 +27,8 @@ class Estimates:
       encode_s: seconds from the start of an encode phase to its end in the last stage.
       decode_batch: B_D, sequences that decode on average, for RRA at the start of a decode phase.
       memory_bytes: memory in use on the fullest device, expected at its peak.
+      own_share: the largest quotient of the latency of requests with a bound of their own and that
+        bound; 0 without such requests.
     """
 
     fits: np.ndarray
@@ -38,6 +40,7 @@ class Estimates:
     encode_s: np.ndarray
     decode_batch: np.ndarray
     memory_bytes: np.ndarray
+    own_share: np.ndarray
 
     def __getitem__(self, which: np.ndarray | slice | int) -> Estimates:
         return Estimates(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
@@ -51,7 +54,7 @@ class Best:
     Attributes:
       fits: False if no configuration of the box fits in memory.
       throughput: an upper limit of the throughputs of those that fit.
-      latency_s, first_token_s, token_s: lower limits of theirs.
+      latency_s, first_token_s, token_s, own_share: lower limits of theirs.
     """
 
     fits: np.ndarray
@@ -59,6 +62,7 @@ class Best:
     latency_s: np.ndarray
     first_token_s: np.ndarray
     token_s: np.ndarray
+    own_share: np.ndarray
 
 
 @final
@@ -92,8 +96,11 @@ class LatencyBounds:
         return LatencyBounds(**{name: bound_s * (1 + share) for name, bound_s in bounds.items()})
 
     def met(self, figures: Estimates | Best) -> np.ndarray:
-        """Return which configurations fit and keep all bounds, or which boxes might have one."""
-        kept = figures.fits
+        """Return which configurations fit and keep all bounds, or which boxes might have one.
+
+        Requests with bounds of their own count, too.
+        """
+        kept = figures.fits & (figures.own_share <= 1)
         for name, bound_s in self.finite().items():
             kept = kept & (getattr(figures, name) <= bound_s)
         return kept

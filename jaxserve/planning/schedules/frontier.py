@@ -144,23 +144,16 @@ class EngineSearch:
 
     def __post_init__(self) -> None:
         check_context(self.lengths, self.config.max_context)
-        object.__setattr__(self, "timelines", (self._timeline(None),))
+        means = self.lengths.inputs.mean, self.lengths.outputs.less_one().mean
+        deployment = measured_deployment(self.times, self.config, *means)
+        object.__setattr__(self, "timelines", (RRATimeline(deployment, self.lengths),))
 
     def best(self, bounds: LatencyBounds) -> Outcome:
-        # The search allows every round one decode loop too many; this N_D has an exact number.
-        schedule = search_among(self.timelines, bounds).schedule
-        found = self.estimated(schedule, schedule.encode_batch, schedule.num_decodes)
-        assert found is not None  # it is the configuration of a schedule
-        return found
+        choice = search_among(self.timelines, bounds)
+        return _outcome(choice.schedule, choice.estimates, self.lengths)
 
     def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
-        timeline = self._timeline(max(1, control))
-        return _estimated(timeline, schedule, encode_batch, control, self.lengths)
-
-    def _timeline(self, num_decodes: int | None) -> RRATimeline:
-        means = self.lengths.inputs.mean, self.lengths.outputs.less_one().mean
-        deployment = measured_deployment(self.times, self.config, *means, num_decodes=num_decodes)
-        return RRATimeline(deployment, self.lengths)
+        return _estimated(self.timelines[0], schedule, encode_batch, control, self.lengths)
 
 
 def check_context(lengths: TaskLengths, max_context: int) -> None:

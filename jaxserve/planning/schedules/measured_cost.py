@@ -21,6 +21,8 @@ from jaxserve.steps.slots import ADMISSIONS_A_CALL
 THRESHOLD = 0.1
 # A batch is taken as evenly distributed within the threshold; these are its values over the mean.
 _SPREAD = 1 + THRESHOLD * np.linspace(-1, 1, 17)
+# An N_D that no schedule exceeds.
+_MOST_DECODES = 1 << 30
 # Keys and values of a token, the unit of memory of a deployment on a page pool.
 _KV_UNITS = 2.0
 
@@ -36,7 +38,9 @@ class MeasuredCost:
 
     A decode iteration takes what was measured for its window and positions, and its share of a
     decode loop. An encode phase takes mixed steps, each padded to a compiled size, with admissions
-    and sampling, and the host's planning, for which the device idles once a round.
+    and sampling, and the host's planning, for which the device idles once a round. Of an
+    encoder-decoder model each step has the encoder's part, of whole prompts, and the decoder's,
+    with one token of each of them.
 
     A decode loop is planned while the one before it runs. So a window also spans the rows of
     answers whose ends were not known then, up to one and a half loops ago on average.
@@ -47,14 +51,16 @@ class MeasuredCost:
     Attributes:
       input_tokens: mean tokens of a prompt.
       num_iterations: mean decode iterations of an answer.
-      num_decodes: N_D of the schedule, which decides how many decode loops a round has. None for
-        at least as many as any N_D has: N_D / `max_decode_iterations` + 1.
+      num_decodes: N_D of the schedule, which decides how many decode loops a round has.
+      most_decodes: None for exact costs of `num_decodes`; else the costs are lower limits for any
+        N_D from `num_decodes` to this one.
     """
 
     times: StepTimes
     input_tokens: float
     num_iterations: float
-    num_decodes: int | None = None
+    num_decodes: Numbers
+    most_decodes: Numbers | None = None
 
     @property
     def batching_pays(self) -> bool:
@@ -70,9 +76,13 @@ class MeasuredCost:
         if phase is Phase.DECODE:
             positions = np.multiply(batch, length)
             return self._iteration_s(batch, positions) - self._iteration_s(batch, 0.0)
+        largest = self._config.token_buckets[-1]
+        if self.times.encode_s:
+            # A prompt of n tokens attends to n positions with each.
+            return np.multiply(batch, np.square(length)) * _slope(self.times.encode_s[largest])
         # A prompt of n tokens attends to n (n + 1) / 2 positions.
         positions = np.multiply(batch, np.square(length) + length) / 2
-        return positions * _slope(self.times.prefill_s[self._config.token_buckets[-1]])
+        return positions * _slope(self.times.prefill_s[largest])
 
     def rest_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         if phase is Phase.ENCODE:
@@ -100,14 +110,15 @@ class MeasuredCost:
         return self.times.origin.config
 
     @property
-    def _loops_a_decode(self) -> float:
-        """Decode loops per iteration; without N_D, those of a round's rounding are in its encode
-        phase.
+    def _loops_a_decode(self) -> np.ndarray:
+        """Decode loops per iteration.
+
+        It falls with N_D up to the next multiple of the longest loop, where it has its lower limit.
         """
-        most = self._config.max_decode_iterations
-        if self.num_decodes is None:
-            return 1 / most
-        return -(-self.num_decodes // most) / self.num_decodes
+        longest, fewest = self._config.max_decode_iterations, np.asarray(self.num_decodes)
+        most = fewest if self.most_decodes is None else np.asarray(self.most_decodes)
+        has_multiple = most // longest * longest >= fewest
+        return np.where(has_multiple, 1 / longest, -(-most // longest) / most)
 
     def _iteration_s(self, batch: Numbers, positions: Numbers) -> np.ndarray:
         """Return the seconds of a decode iteration that attends to so many positions in all."""
@@ -124,35 +135,46 @@ class MeasuredCost:
 
     def _rows(self, batch: Numbers) -> np.ndarray:
         """Return the rows that windows span for so many decoding sequences; see the class."""
-        most = self._config.max_decode_iterations
-        if self.num_decodes is None:
-            lag = 1.5 * most
-        else:
-            num_loops = -(-self.num_decodes // most)
-            lag = self.num_decodes / num_loops * (1.5 - 1 / num_loops)
+        longest, fewest = self._config.max_decode_iterations, np.asarray(self.num_decodes)
+        num_loops = -(-fewest // longest)
+        lag = fewest / num_loops * (1.5 - 1 / num_loops)
+        if self.most_decodes is not None:
+            # It rises with N_D while a round has as many loops, and falls where it has one more;
+            # so it does from a higher value each time.
+            one_more = num_loops * longest / (num_loops + 1) * (1.5 - 1 / (num_loops + 1))
+            has_more = np.asarray(self.most_decodes) > num_loops * longest
+            lag = np.where(has_more, np.minimum(lag, one_more), lag)
         ended = lag / max(self.num_iterations, 1.0)
         return batch + np.maximum(np.subtract(batch, 1.0), 0.0) * ended
 
     def _encode_s(self, num_tokens: np.ndarray) -> np.ndarray:
         """Return the seconds of an encode phase without attention."""
         times, config = self.times, self._config
-        most = config.token_buckets[-1]
+        prompt = max(self.input_tokens, 1.0)
+        most = float(config.token_buckets[-1])
+        if times.encode_s:  # prompts are not cut, so a part of the last one's room is empty
+            most = max(prompt, most - prompt / 2)
         tokens = num_tokens[..., None] * _SPREAD
         num_full = np.floor(tokens / most)
+        body_s = self._body_s(times.encode_s or times.prefill_s)
         sizes = np.array([0, *config.token_buckets])
-        bodies = [_seconds(times.prefill_s[size], 0.0) for size in config.token_buckets]
-        body_s = np.maximum.accumulate(np.array([0.0, *(float(body) for body in bodies)]))
         last = np.searchsorted(sizes, tokens - num_full * most)
         steps_s = (num_full * body_s[-1] + body_s[np.minimum(last, len(sizes) - 1)]).mean(-1)
         num_steps = np.maximum(np.ceil(tokens / most), 1).mean(-1)
-        num_prompts = num_tokens / max(self.input_tokens, 1.0)
+        num_prompts = num_tokens / prompt
         head_s = np.array([times.head_s[size] for size in config.head_buckets])
         per_step = num_prompts / num_steps
+        if times.encode_s:
+            decoder_s = self._body_s(times.prefill_s)[1:]
+            steps_s += num_steps * _padded(per_step, config.token_buckets, decoder_s)
         steps_s += num_steps * (times.edit_s + _padded(per_step, config.head_buckets, head_s))
         steps_s += np.maximum(num_prompts / ADMISSIONS_A_CALL, num_steps) * times.admit_s
-        if self.num_decodes is None:
-            steps_s = steps_s + self._loop_s(float(config.max_slots))
         return steps_s + times.plan_s + times.submit_s
+
+    def _body_s(self, curves: dict[int, Curve]) -> np.ndarray:
+        """Return the seconds of 0 tokens, and of each token bucket, without attention."""
+        bodies = [float(_seconds(curves[size], 0.0)) for size in self._config.token_buckets]
+        return np.maximum.accumulate(np.array([0.0, *bodies]))
 
 
 def measured_deployment(
@@ -160,20 +182,29 @@ def measured_deployment(
     config: EngineConfig,
     input_tokens: float,
     num_iterations: float,
-    *,
-    num_decodes: int | None = None,
 ) -> Deployment:
     """Return one engine as a cluster of one device with one layer, limited by slots and pages.
 
     Memory is counted in keys and values of tokens. Half of each sequence's last page is empty on
-    average. Batches may exceed their mean by `THRESHOLD`, and phases last longer by as much.
+    average, and half of the last one of an encoder's prompt. Batches may exceed their mean by
+    `THRESHOLD`, and phases last longer by as much.
 
     Args:
       times: step times of the engine.
       config: its present configuration, whose page pool may differ from that of `times`.
-      input_tokens, num_iterations, num_decodes: see `MeasuredCost`.
+      input_tokens, num_iterations: see `MeasuredCost`.
     """
-    half_pages = config.max_slots * config.page_size // 2
+
+    def cost_within(fewest: Numbers, most: Numbers) -> MeasuredCost:
+        return MeasuredCost(
+            times=times,
+            input_tokens=input_tokens,
+            num_iterations=num_iterations,
+            num_decodes=fewest,
+            most_decodes=most,
+        )
+
+    half_pages = config.max_slots * config.page_size // (1 if config.has_encoder else 2)
     num_tokens = max(config.page_size, (config.num_pages - 1) * config.page_size - half_pages)
     unit = LayerShape(hidden_size=0, attention_width=0, kv_width=1, num_params=0.0)
     return Deployment(
@@ -203,12 +234,8 @@ def measured_deployment(
             launch_s=0.0,
             memory_share=1.0,
         ),
-        cost=MeasuredCost(
-            times=times,
-            input_tokens=input_tokens,
-            num_iterations=num_iterations,
-            num_decodes=num_decodes,
-        ),
+        cost=cost_within(1, _MOST_DECODES),
+        cost_within=cost_within,
         max_encode_batch=config.max_slots,
         max_sequences=max(1.0 + 1e-9, config.max_slots / (1 + THRESHOLD)),
         encode_margin=THRESHOLD,

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import final
+from dataclasses import dataclass
+from typing import ClassVar, final
 
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError
 from jaxserve.planning.group_times import GroupTimes
-from jaxserve.planning.schedules.candidate import (
-    Score,
-    nearest_to,
-    shortest,
-    shortest_with,
-    throughput_under,
-)
+from jaxserve.planning.schedules.candidate import Score
 from jaxserve.planning.schedules.configuration import Layout, Policy, Schedule
 from jaxserve.planning.schedules.costs import Phase
-from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
+from jaxserve.planning.schedules.estimates import Estimates
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_cost import THRESHOLD, MeasuredCost
 from jaxserve.planning.schedules.observed import RequestClass
-from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.planner import SchedulePlanner
 
-# The share by which a throughput may fall short for a shorter latency.
-_BETTER = 1 + 1e-9
 # Steps of the decode group, of two in flight, that a sequence waits for before it is in one: at
 # most, and on average.
 _STEPS_BEFORE = 2
@@ -38,7 +28,7 @@ _MEAN_STEPS_BEFORE = 1.5
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class WAAPlanner:
+class WAAPlanner(SchedulePlanner):
     """A planner of the WAA schedules of two device groups, for any lengths.
 
     The groups' devices are given; it chooses B_E, the iterations N of a decode step and the
@@ -55,79 +45,17 @@ class WAAPlanner:
       config: returns the present configuration, whose slots and page pool limit the schedule.
     """
 
+    plans_classes: ClassVar[bool] = False
+
     times: GroupTimes
     config: Callable[[], EngineConfig]
 
     @property
-    def num_slots(self) -> int:
-        """Slots of the engine."""
+    def max_slots(self) -> int:
         return self.config().max_slots
 
-    def plan(
-        self,
-        lengths: TaskLengths,
-        bounds: LatencyBounds,
-        *,
-        num_lengths: int,
-        classes: Sequence[RequestClass] = (),
-    ) -> Plan:
-        """Return the plan with the highest throughput whose long answers keep the bounds.
-
-        Args:
-          num_lengths: answers that the lengths are of, for the record.
-          classes: requests with bounds of their own; WAA has no slots for them, and the plan leaves
-            them out.
-
-        Raises:
-          InfeasibleBoundError: no schedule keeps the bounds; it says the lowest feasible ones.
-          DeviceMemoryError: one answer of these lengths is expected to need more than the memory.
-        """
-        began_s = time.perf_counter()
-        grid = _Grid.of(self.times, self.config(), lengths)
-        most = grid.best(throughput_under(bounds))
-        if most is None:
-            raise InfeasibleBoundError(bounds.finite(), grid.lowest(bounds))
-        rate = float(grid.estimates.throughput[most])
-        best = grid.best(shortest_with(bounds, rate / _BETTER))
-        assert best is not None, "the one with the most throughput is among them"
-        return grid.plan(best, bounds, num_lengths, began_s)
-
-    def nearest(
-        self,
-        lengths: TaskLengths,
-        bounds: LatencyBounds,
-        *,
-        num_lengths: int,
-        classes: Sequence[RequestClass] = (),
-    ) -> Plan:
-        """Return `plan`; or if no schedule keeps the bounds, the schedule that misses them least.
-
-        Raises:
-          DeviceMemoryError: see `plan`.
-        """
-        began_s = time.perf_counter()
-        try:
-            return self.plan(lengths, bounds, num_lengths=num_lengths)
-        except InfeasibleBoundError as error:
-            grid = _Grid.of(self.times, self.config(), lengths)
-            nearest = grid.best(nearest_to(bounds))
-            assert nearest is not None, "some schedule fits, or `plan` says that none does"
-            return replace(
-                grid.plan(nearest, bounds, num_lengths, began_s), lowest=dict(error.lowest)
-            )
-
-    def expected(
-        self,
-        plan: Plan,
-        lengths: TaskLengths,
-        *,
-        num_lengths: int,
-        classes: Sequence[RequestClass] = (),
-    ) -> Plan:
-        """Return what a plan's B_E, N and sequences are expected to do with other lengths."""
-        began_s = time.perf_counter()
-        grid = _Grid.of(self.times, self.config(), lengths)
-        return grid.plan(grid.nearest_to(plan.schedule), plan.bounds, num_lengths, began_s)
+    def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> _Grid:
+        return _Grid.of(self.times, self.config(), lengths)
 
 
 @final
@@ -207,35 +135,25 @@ class _Grid:
                 encode_s=flat(encode_s),
                 decode_batch=flat(running),
                 memory_bytes=flat(level * length),
+                own_share=np.zeros(math.prod(shape)),
             ),
         )
 
-    def best(self, score: Score) -> int | None:
-        """Return the index of the schedule with the highest score; None if none is above 0.
-
-        Raises:
-          DeviceMemoryError: no schedule fits.
-        """
-        if not self.estimates.fits.any():
-            raise DeviceMemoryError(
-                f"an answer with a prompt of {self.lengths.inputs.mean:.0f} tokens on average and "
-                f"up to {self.lengths.outputs.max_length} output tokens is expected to need more "
-                "pages than the page pool has; pass more kv_memory (Runtime.resize_kv), or "
-                "requests with a lower max_tokens"
-            )
+    def best(self, score: Score) -> Schedule | None:
         scores = score(self.estimates)
         index = int(np.argmax(scores))
-        return index if scores[index] > 0 else None
+        return self._schedule(index) if scores[index] > 0 else None
 
-    def lowest(self, bounds: LatencyBounds) -> dict[str, float]:
-        """Return the lowest feasible seconds of each bound that is given."""
-        found = {}
-        for name in bounds.finite():
-            index = self.best(shortest(name))
-            found[name] = math.inf if index is None else float(getattr(self.estimates, name)[index])
-        return found
+    def nearest(self, schedule: Schedule) -> Schedule:
+        return self._schedule(self._index(schedule))
 
-    def nearest_to(self, schedule: Schedule) -> int:
+    def estimated(self, schedule: Schedule) -> Estimates:
+        return self.estimates[self._index(schedule)]
+
+    def own_latencies_s(self, schedule: Schedule) -> tuple[float, ...]:
+        return ()
+
+    def _index(self, schedule: Schedule) -> int:
         """Return the index of a schedule's B_E and N, with the number of sequences that it has."""
         same = (self.encode_batch == schedule.encode_batch) & (
             self.num_iterations == schedule.num_decodes
@@ -243,31 +161,16 @@ class _Grid:
         away = np.abs(self.num_running - schedule.decode_batch)
         return int(np.argmin(np.where(same, away, np.inf)))
 
-    def plan(self, index: int, bounds: LatencyBounds, num_lengths: int, began_s: float) -> Plan:
-        """Return the plan of a schedule."""
-        estimates = self.estimates[index]
+    def _schedule(self, index: int) -> Schedule:
         batch = int(self.encode_batch[index])
-        rate = float(estimates.throughput)
-        return Plan(
-            schedule=Schedule(
-                layout=Layout(policy=Policy.WAA_C),
-                encode_batch=batch,
-                encode_tokens=batch * self.lengths.inputs.mean,
-                decode_batch=float(self.num_running[index]),
-                num_decodes=int(self.num_iterations[index]),
-                num_micro_batches=1,
-                stages=(),
-            ),
-            bounds=bounds,
-            latency_s=float(estimates.latency_s),
-            first_token_s=float(estimates.first_token_s),
-            token_s=float(estimates.token_s),
-            answers_per_s=rate,
-            tokens_per_s=rate * self.lengths.outputs.mean,
-            max_answer_tokens=self.lengths.outputs.percentile(self.lengths.level),
-            num_lengths=num_lengths,
-            search_s=time.perf_counter() - began_s,
-            fits=bool(estimates.fits),
+        return Schedule(
+            layout=Layout(policy=Policy.WAA_C),
+            encode_batch=batch,
+            encode_tokens=batch * self.lengths.inputs.mean,
+            decode_batch=float(self.num_running[index]),
+            num_decodes=int(self.num_iterations[index]),
+            num_micro_batches=1,
+            stages=(),
         )
 
 

@@ -61,7 +61,7 @@ def unfinished(scheduler: Scheduler) -> list[AnswerLength]:
     return [
         AnswerLength(
             admitted_s=sequence.times.admitted_s,
-            num_prompt=sequence.prompt_length,
+            num_prompt=len(sequence.request.given_prompt),
             num_output=len(sequence.output),
             has_ended=False,
             estimate=scheduler.lengths.estimate(sequence),

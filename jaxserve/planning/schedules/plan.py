@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from jaxserve.planning.schedules.configuration import Policy, Schedule
 from jaxserve.planning.schedules.estimates import LatencyBounds
-from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_cost import THRESHOLD
 from jaxserve.planning.schedules.observed import RequestClass
 from jaxserve.scheduling.iteration.rra import RRA
@@ -157,40 +155,6 @@ class Plan:
             f"{missed}"
             f"computed from the lengths of {self.num_lengths} answers in {self.search_s:.2g} s"
         )
-
-
-class SchedulePlanner(Protocol):
-    """A planner of one engine's schedules, for any lengths; `RRAPlanner` documents its methods."""
-
-    @property
-    def num_slots(self) -> int: ...
-
-    def plan(
-        self,
-        lengths: TaskLengths,
-        bounds: LatencyBounds,
-        *,
-        num_lengths: int,
-        classes: Sequence[RequestClass] = (),
-    ) -> Plan: ...
-
-    def nearest(
-        self,
-        lengths: TaskLengths,
-        bounds: LatencyBounds,
-        *,
-        num_lengths: int,
-        classes: Sequence[RequestClass] = (),
-    ) -> Plan: ...
-
-    def expected(
-        self,
-        plan: Plan,
-        lengths: TaskLengths,
-        *,
-        num_lengths: int,
-        classes: Sequence[RequestClass] = (),
-    ) -> Plan: ...
 
 
 def _bound(seconds: float) -> str:

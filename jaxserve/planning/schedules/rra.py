@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
@@ -27,8 +27,7 @@ class RRATimeline:
 
     Args:
       layouts: the layouts to consider; by default all that the cluster allows.
-      longest: output tokens of the answer whose latency is estimated; by default those of the
-        percentile of `lengths`.
+      classes: requests with bounds of their own, as (output tokens, seconds) of their long answers.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class RRATimeline:
         deployment: Deployment,
         lengths: TaskLengths,
         layouts: Sequence[Layout] | None = None,
-        longest: int | None = None,
+        classes: Sequence[tuple[int, float]] = (),
     ):
         model, cluster = deployment.model, deployment.cluster
         self._deployment = deployment
@@ -44,8 +43,7 @@ class RRATimeline:
         self._iterations = lengths.outputs.less_one() if model.is_decoder_only else lengths.outputs
         self._level = lengths.level
         self._longest = self._iterations.percentile(lengths.level)
-        if longest is not None:
-            self._longest = longest - 1 if model.is_decoder_only else longest
+        self._classes = [(num - model.is_decoder_only, bound_s) for num, bound_s in classes]
         self._phases = DecodePhases.of(lengths.inputs.mean, self._iterations)
         self.layouts = tuple(layouts or layouts_of((Policy.RRA,), cluster))
         self._pipelines = Pipeline.of(
@@ -59,44 +57,32 @@ class RRATimeline:
         self.max_encode_batch = self._largest_batch()
 
     def estimate(self, points: Points) -> Estimates:
-        deployment, phases = self._deployment, self._phases
         batch, num_decodes = points.encode_batch, points.control
-        pipeline = self._pipelines[points.layout]
-        parts = RoundParts.of(
-            deployment,
-            pipeline,
-            self._inputs,
-            batch,
-            phases.batch[num_decodes],
-            phases.length[num_decodes],
-        )
-        round_s = parts.round_s(num_decodes)
-        decode_s = num_decodes * parts.iteration_s
-        num_earlier = np.maximum(-(-self._longest // num_decodes), 1) - 1
-        num_last = self._longest - num_earlier * num_decodes
-        last_s = np.maximum(parts.begun_s(num_decodes, num_last), num_last * parts.iteration_s)
-        slow = 1 + deployment.decode_margin
-        latency_s = parts.encode_s + self._slack_s(parts, num_earlier) + slow * last_s
-        # In the rounds of an answer every iteration takes place, however few others there are.
-        present_s = parts.begun_s(num_decodes, num_decodes)
-        latency_s += num_earlier * (round_s - decode_s + slow * present_s)
+        pipeline, phases = self._pipelines[points.layout], self._phases
+        parts = self._parts(points)
+        latency_s = self._latency_s(parts, num_decodes, self._longest)
         encode_s = parts.encode_s + self._slack_s(parts, 0)
-        first_s = self._longest_encode_s(pipeline, batch)
-        if not deployment.model.is_decoder_only:
-            first_s = first_s + slow * parts.present_s[:, 0]
         memory = self._memory(pipeline, batch * phases.peak_tokens[num_decodes])
         fits = self._fits(pipeline, memory, batch * phases.peak_sequences[num_decodes])
         return Estimates(
             fits=fits,
-            throughput=batch / round_s,
+            throughput=batch / parts.round_s(num_decodes),
             latency_s=latency_s,
-            first_token_s=first_s,
+            first_token_s=self._first_token_s(pipeline, batch, parts),
             token_s=(latency_s - encode_s) / max(1, self._longest),
-            period_s=round_s,
+            period_s=parts.round_s(num_decodes),
             encode_s=parts.encode_s,
             decode_batch=batch * phases.first_batch[num_decodes],
             memory_bytes=memory,
+            own_share=self._own_share(
+                len(points), lambda longest: self._latency_s(parts, num_decodes, longest)
+            ),
         )
+
+    def own_latencies_s(self, points: Points) -> list[np.ndarray]:
+        """Return the seconds of long answers of each of `classes`."""
+        parts = self._parts(points)
+        return [self._latency_s(parts, points.control, longest) for longest, _ in self._classes]
 
     def boxes(self) -> Boxes:
         layouts = np.arange(len(self.layouts))
@@ -114,9 +100,9 @@ class RRATimeline:
         shortest round per sequence; and a part of a phase decodes its tokens at most as fast as in
         the part's largest batch.
         """
-        deployment, phases = self._deployment, self._phases
         batch, most = boxes.low.encode_batch, boxes.high.control
         controls = boxes.low.control, most
+        deployment, phases = self._deployment.at(*controls), self._phases
         pipeline = self._pipelines[boxes.low.layout]
 
         def parts_of(encode_batch: np.ndarray, sequences: np.ndarray) -> RoundParts:
@@ -134,22 +120,19 @@ class RRATimeline:
             together = parts_of(largest, -phases.least_negated(*controls))
             together_s = fastest.least_s + together.decoding_s(phases.least_decoded(*controls))
             round_s = np.maximum(fastest.round_s(boxes.low.control), together_s)
-        num_earlier = np.maximum(-(-self._longest // most), 1) - 1
-        slow = 1 + deployment.decode_margin
-        latency_s = parts.encode_s + slow * self._longest * parts.iteration_s
-        latency_s += num_earlier * parts.between_s + self._slack_s(parts, num_earlier)
+        latency_s = self._least_latency_s(parts, most, self._longest)
         memory = self._memory(pipeline, batch * phases.least_peak_tokens(*controls))
         fits = self._fits(pipeline, memory, batch * phases.least_peak_sequences(*controls))
         encode_s = parts.encode_s + self._slack_s(parts, 0)
-        first_s = self._longest_encode_s(pipeline, batch)
-        if not deployment.model.is_decoder_only:
-            first_s = first_s + slow * parts.present_s[:, 0]
         return Best(
             fits=fits,
             throughput=largest / round_s,
             latency_s=latency_s,
-            first_token_s=first_s,
+            first_token_s=self._first_token_s(pipeline, batch, parts),
             token_s=(latency_s - encode_s) / max(1, self._longest),
+            own_share=self._own_share(
+                len(boxes), lambda longest: self._least_latency_s(parts, most, longest)
+            ),
         )
 
     def schedule(self, point: Points) -> Schedule:
@@ -173,6 +156,55 @@ class RRATimeline:
                 )
             ),
         )
+
+    def _parts(self, points: Points) -> RoundParts:
+        num_decodes = points.control
+        return RoundParts.of(
+            self._deployment.at(num_decodes, num_decodes),
+            self._pipelines[points.layout],
+            self._inputs,
+            points.encode_batch,
+            self._phases.batch[num_decodes],
+            self._phases.length[num_decodes],
+        )
+
+    def _latency_s(self, parts: RoundParts, num_decodes: np.ndarray, longest: int) -> np.ndarray:
+        """Return the seconds of an answer of `longest` iterations."""
+        num_earlier = np.maximum(-(-longest // num_decodes), 1) - 1
+        num_last = longest - num_earlier * num_decodes
+        last_s = np.maximum(parts.begun_s(num_decodes, num_last), num_last * parts.iteration_s)
+        slow = 1 + self._deployment.decode_margin
+        latency_s = parts.encode_s + self._slack_s(parts, num_earlier) + slow * last_s
+        # In the rounds of an answer every iteration takes place, however few others there are.
+        present_s = parts.begun_s(num_decodes, num_decodes)
+        decode_s = num_decodes * parts.iteration_s
+        return latency_s + num_earlier * (parts.round_s(num_decodes) - decode_s + slow * present_s)
+
+    def _least_latency_s(
+        self, parts: RoundParts, most_decodes: np.ndarray, longest: int
+    ) -> np.ndarray:
+        """Return a lower limit of `_latency_s`, given that of the parts."""
+        num_earlier = np.maximum(-(-longest // most_decodes), 1) - 1
+        slow = 1 + self._deployment.decode_margin
+        latency_s = parts.encode_s + slow * longest * parts.iteration_s
+        return latency_s + num_earlier * parts.between_s + self._slack_s(parts, num_earlier)
+
+    def _own_share(self, num: int, latency_s: Callable[[int], np.ndarray]) -> np.ndarray:
+        """Return `Estimates.own_share` of `num` configurations.
+
+        Args:
+          latency_s: returns the seconds of answers of so many iterations.
+        """
+        shares = [latency_s(longest) / bound_s for longest, bound_s in self._classes]
+        return np.max(shares, axis=0) if shares else np.zeros(num)
+
+    def _first_token_s(
+        self, pipeline: Pipeline, batch: np.ndarray, parts: RoundParts
+    ) -> np.ndarray:
+        first_s = self._longest_encode_s(pipeline, batch)
+        if self._deployment.model.is_decoder_only:
+            return first_s
+        return first_s + (1 + self._deployment.decode_margin) * parts.present_s[:, 0]
 
     def _longest_encode_s(self, pipeline: Pipeline, batch: np.ndarray) -> np.ndarray:
         """Return the seconds of an encode phase with long prompts, which a first token waits for.

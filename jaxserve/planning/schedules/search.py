@@ -13,7 +13,6 @@ from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError
 from jaxserve.planning.schedules.candidate import (
     Candidate,
     Score,
-    nearest_to,
     shortest,
     shortest_with,
     throughput_under,
@@ -88,22 +87,6 @@ def search_among(
         raise _infeasible(timelines, bounds)
     best = maximise(timelines, shortest_with(bounds, most.score / _BETTER))
     return _choice(timelines, best, most.num_evaluated, began_s)
-
-
-def nearest_among(timelines: Sequence[Timeline], bounds: LatencyBounds) -> Choice:
-    """Return the schedule that misses bounds least, for bounds that no schedule keeps.
-
-    It has the smallest quotient of a latency and its bound; of several bounds the largest quotient
-    counts. Without bounds it has the lowest latency.
-
-    Raises:
-      DeviceMemoryError: no schedule fits in memory.
-    """
-    began_s = time.perf_counter()
-    best = maximise(timelines, nearest_to(bounds))
-    if best.found is None:
-        raise _infeasible(timelines, bounds)
-    return _choice(timelines, best, 0, began_s)
 
 
 def _choice(

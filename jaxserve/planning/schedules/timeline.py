@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol, final
 
 import numpy as np
@@ -25,6 +26,9 @@ class Deployment:
       max_sequences: most sequences in memory at a time, which an engine's slots may limit.
       encode_margin, decode_margin: shares by which encode and decode phases may last longer than
         their mean, for latencies (section 5.2: the threshold that runtime adjustment keeps).
+      cost_within: costs of RRA's rounds, where they depend on N_D, for the smallest and the largest
+        N_D [configurations, 1]. They are exact where the two are equal, and else lower limits. None
+        for `cost`, whatever N_D is.
       overlaps_rounds: whether the first stages encode RRA's next round while later ones still
         decode, as in the paper's figure 4a. The engine does not: it reads a round's results, which
         say how many answers have ended, before it encodes.
@@ -37,7 +41,14 @@ class Deployment:
     max_sequences: float = math.inf
     encode_margin: float = 0.0
     decode_margin: float = 0.0
+    cost_within: Callable[[np.ndarray, np.ndarray], LayerCost] | None = None
     overlaps_rounds: bool = False
+
+    def at(self, fewest: np.ndarray, most: np.ndarray) -> Deployment:
+        """Return the deployment with its costs for ranges of N_D [configurations]."""
+        if self.cost_within is None:
+            return self
+        return replace(self, cost=self.cost_within(fewest[:, None], most[:, None]))
 
 
 @final

@@ -85,6 +85,7 @@ class WAATimeline:
             encode_s=encode_s,
             decode_batch=num_decoding,
             memory_bytes=memory,
+            own_share=np.zeros(len(points)),
         )
 
     def boxes(self) -> Boxes:
@@ -134,6 +135,7 @@ class WAATimeline:
             latency_s=latency_s,
             first_token_s=first_s,
             token_s=(1 + deployment.decode_margin) * iteration_s,
+            own_share=np.zeros(len(boxes)),
         )
 
     def schedule(self, point: Points) -> Schedule:

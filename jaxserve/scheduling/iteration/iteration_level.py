@@ -31,6 +31,7 @@ class IterationLevel:
     """
 
     num_device_groups: ClassVar[int] = 1
+    makes_way: ClassVar[bool] = False
 
     compacts: bool = True
 

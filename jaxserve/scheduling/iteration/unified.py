@@ -21,6 +21,7 @@ class Unified:
     """
 
     num_device_groups: ClassVar[int] = 1
+    makes_way: ClassVar[bool] = False
 
     chunk_tokens: int = 0
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import final
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.memory.cached_page import Branch, PageKeys
+from jaxserve.memory.cached_page import PageKeys
 from jaxserve.memory.disk_tier import DiskTier, HostMemory
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.host_pool import HostPool
@@ -22,6 +22,7 @@ from jaxserve.scheduling.kv.integrity import check_integrity
 from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager, keys_of
 from jaxserve.scheduling.kv.sequence_kv import SequenceKV
 from jaxserve.scheduling.kv.swap_space import SwapSpace
+from jaxserve.scheduling.kv.transfer import PageTransfer
 from jaxserve.scheduling.kv.usage import PageUsage
 from jaxserve.scheduling.plan import PageCopies
 from jaxserve.scheduling.policy import Policy
@@ -48,6 +49,7 @@ class KVManager:
     Attributes:
       config: as given, with the number of pages that there are now.
       num_outgrown: reservations that were used up.
+      transfer: of cached pages to and from other engines.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class KVManager:
             keeps_pages=retention.keeps_pages,
             now=now,
         )
+        self.transfer = PageTransfer(self._cache, host_memory, self._keys_of, now)
 
     # ---- what there is ----
 
@@ -347,16 +350,6 @@ class KVManager:
         self._retrieval.clear()
         self._cache.clear(self._fingerprint() + suffix)
 
-    def preload(self, tokens: Seq[int], contents: bytes) -> bool:
-        """Cache the full pages of `tokens` on the host; False where it has no room for all.
-
-        Args:
-          contents: of each page, as `HostMemory.read_host_page` gives them.
-        """
-        branch = Branch(self._now())
-        keys = self._keys_of(tokens)
-        return all(self._cache.load(i, key, contents, branch) for i, key in enumerate(keys))
-
     def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
         """Evict full pages of a context, by index, that lie on the device and in no sequence."""
         keys = self._keys_of(tokens)
@@ -368,12 +361,15 @@ class KVManager:
         """Move everything on the host to the disk; nothing may run any more."""
         self._cache.save()
 
-    def flush(self) -> PageCopies:
+    def flush(self, free_share: float = 1.0) -> PageCopies:
         """Return copies (device page, host page) of cached pages, as many as the host has room for.
 
-        Empty where none is left to copy. To be called when nothing runs any more.
+        Empty where none is left to copy.
+
+        Args:
+          free_share: 1 for all of them; 0 for those alone that must be copied.
         """
-        return self._cache.copies_out(free_share=1.0)
+        return self._cache.copies_out(free_share=free_share)
 
     def close(self) -> None:
         """Close the disk."""

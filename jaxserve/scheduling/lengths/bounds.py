@@ -1,42 +1,95 @@
-"""Whether a request can keep its own latency bound, as expected at its submission."""
+"""Requests with latency bounds of their own: what is refused, and what waits for them.
+
+A request with a bound is in one of three cases.
+
+- At its submission it is refused, if it is expected to end after its bound. Expected is that those
+  before it in the policy's order go first, and that it begins when enough of the others have ended
+  or make way (`expected_late`).
+- Else it is deferred where there is no room for it: it waits until other sequences have ended. It
+  is refused then as soon as it would be late even if it began at once (`too_late`).
+- Once it has begun it is not refused any more.
+
+Sequences without a bound wait while the computation of their prompts would make a running one with
+a bound late (`lengths.slack`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import BoundNotMetError
 from jaxserve.core.request import Request
 from jaxserve.scheduling.lengths.outlook import outlooks
+from jaxserve.scheduling.lengths.slack import alone_s
+from jaxserve.scheduling.lengths.tracker import LengthTracker
+from jaxserve.scheduling.pace import Pace
+from jaxserve.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
     from jaxserve.scheduling.scheduler import Scheduler
 
 
 def expected_late(
-    scheduler: Scheduler, request: Request, iteration_s: float | None, now_s: float
+    scheduler: Scheduler, request: Request, pace: Pace | None, now_s: float
 ) -> BoundNotMetError | None:
     """Return the error of a submitted request that is expected to miss its bound; None otherwise.
 
     Its outlook tells when it begins, after those before it in the policy's order, and when it ends:
     with the mean of its predicted length, or with its `max_tokens` where nothing was predicted.
-    Nothing is refused before any step was timed.
+    Running sequences that the policy preempts for it (`IterationShape.makes_way`) do not count.
 
     Args:
-      iteration_s: seconds of one iteration; None before any step was timed.
+      pace: None before any step was timed; then nothing is refused.
     """
-    if iteration_s is None or request.due_s is None or request.params.latency_bound is None:
+    if pace is None or request.due_s is None or request.params.latency_bound is None:
         return None
-    outlook = outlooks(scheduler, iteration_s).get(request.id)
+    away = _making_way(scheduler, request)
+    outlook = outlooks(scheduler, pace.iteration_s, without=away).get(request.id)
     if outlook is None or outlook.ends_in_s is None or outlook.begins_in_s is None:
         return None
     passed_s = now_s - request.arrival_s
-    expected_s = passed_s + outlook.ends_in_s
-    if expected_s <= request.params.latency_bound:
-        return None
-    return BoundNotMetError(
-        request.id,
-        request.params.latency_bound,
-        expected_s,
-        outlook.num_tokens / request.params.n,
-        passed_s + outlook.begins_in_s,
+    return _late(
+        request, outlook.num_tokens, passed_s + outlook.begins_in_s, passed_s + outlook.ends_in_s
     )
+
+
+def too_late(
+    samples: Seq[Sequence], lengths: LengthTracker, config: EngineConfig, pace: Pace, now_s: float
+) -> BoundNotMetError | None:
+    """Return the error of a request that would miss its bound if it began now; None otherwise.
+
+    Args:
+      samples: its sequences, all of which wait, and none of which has begun.
+    """
+    request = samples[0].request
+    if request.due_s is None:
+        return None
+    passed_s = now_s - request.arrival_s
+    tokens = lengths.expected_tokens(samples)
+    needed_s = max(alone_s(*each, config, pace) for each in zip(samples, tokens, strict=True))
+    return _late(request, sum(tokens), passed_s, passed_s + needed_s)
+
+
+def _making_way(scheduler: Scheduler, request: Request) -> set[Sequence]:
+    """Return the running sequences that are preempted for a request, if that gives it room."""
+    if not scheduler.policy.iteration.makes_way:
+        return set()
+    keys = scheduler.order_keys
+    own = [each for each in scheduler.waiting if each.request.id == request.id]
+    if not own:
+        return set()
+    place = min(keys.of(each) for each in own)
+    return {
+        each for each in scheduler.running if each.request.due_s is None and keys.of(each) > place
+    }
+
+
+def _late(
+    request: Request, num_tokens: float, wait_s: float, expected_s: float
+) -> BoundNotMetError | None:
+    bound_s = request.params.latency_bound
+    if bound_s is None or expected_s <= bound_s:
+        return None
+    return BoundNotMetError(request.id, bound_s, expected_s, num_tokens / request.params.n, wait_s)

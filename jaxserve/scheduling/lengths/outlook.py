@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-import numpy as np
-
-from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -34,7 +32,9 @@ class Outlook:
     ends_in_s: float | None
 
 
-def outlooks(scheduler: Scheduler, iteration_s: float | None) -> dict[str, Outlook]:
+def outlooks(
+    scheduler: Scheduler, iteration_s: float | None, *, without: Collection[Sequence] = ()
+) -> dict[str, Outlook]:
     """Return the outlook of every request that has tokens left to compute, by id.
 
     Waiting sequences are taken to begin in the policy's order, as slots and memory become free, and
@@ -42,10 +42,12 @@ def outlooks(scheduler: Scheduler, iteration_s: float | None) -> dict[str, Outlo
 
     Args:
       iteration_s: seconds of one iteration; None before any step was timed.
+      without: running sequences that are taken as gone, and get no outlook.
     """
-    config, num_running = scheduler.config, len(scheduler.running)
-    sequences = [*scheduler.running, *scheduler.waiting]
-    tokens = _expected_tokens(scheduler.lengths, sequences)
+    running = [each for each in scheduler.running if each not in without]
+    config, num_running = scheduler.config, len(running)
+    sequences = [*running, *scheduler.waiting]
+    tokens = scheduler.lengths.expected_tokens(sequences)
     pages = [_pages(scheduler, *each) for each in zip(sequences, tokens, strict=True)]
     # Iterations that each sequence runs for; then, from now, when it begins and ends.
     lasts = [
@@ -90,14 +92,3 @@ def _pages(scheduler: Scheduler, sequence: Sequence, num_tokens: float) -> int:
     return sequence.kv.table.reservation or sequence.kv.table.pages_for(
         scheduler.tokens_to_reserve(sequence)
     )
-
-
-def _expected_tokens(lengths: LengthTracker, sequences: list[Sequence]) -> list[float]:
-    """Return the expected output tokens still to come of each sequence."""
-    forecast = lengths.forecast(sequences)
-    if forecast is None:
-        return [float(sequence.num_outputs_left) for sequence in sequences]
-    expected = forecast.expected_remaining()
-    unknown = np.asarray([lengths.estimate(sequence) is None for sequence in sequences])
-    limits = np.asarray([sequence.num_outputs_left for sequence in sequences], np.float64)
-    return np.where(unknown, limits, expected).tolist()

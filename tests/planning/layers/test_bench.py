@@ -17,23 +17,25 @@ from jaxserve.planning.layers import (
     degrees_of,
     measure_layers,
 )
+from jaxserve.planning.layers.deployment import shape_of
 from jaxserve.planning.schedules import Phase
 from jaxserve.testing.tiny import tiny_llama
 
 SIZES = LayerSizes(max_tokens=16, max_batch=2, max_length=32, page_size=8)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
-def test_a_tiny_layer_is_measured_on_one_and_two_devices(tmp_path, kv_dtype):
+@pytest.mark.parametrize(("kv_dtype", "quantize"), [(None, None), ("int8", None), (None, "int8")])
+def test_a_tiny_layer_is_measured_on_one_and_two_devices(tmp_path, kv_dtype, quantize):
     """Every curve has times above 0, and they make up a cost; the file belongs to its devices."""
     config, devices = tiny_llama().config, jax.devices()[:2]
-    sizes = replace(SIZES, kv_dtype=kv_dtype)
-    degrees = (1, 2) if kv_dtype is None else (1,)
+    sizes = replace(SIZES, kv_dtype=kv_dtype, quantize=quantize)
+    is_plain = kv_dtype is None and quantize is None
+    degrees = (1, 2) if is_plain else (1,)
     bench = LayerBench(config, sizes, devices, degrees)
     origin = LayerOrigin.of(config, devices, sizes)
     path = tmp_path / "layers.json"
     measure_layers(bench, LayerProfile(origin, path=path), budget_s=0.0, progress=False)
-    if kv_dtype is None:  # no time was left for the second degree
+    if is_plain:  # no time was left for the second degree
         measure_layers(
             bench, LayerProfile.load(path, expected=origin), tolerance=9.0, progress=False
         )
@@ -44,6 +46,17 @@ def test_a_tiny_layer_is_measured_on_one_and_two_devices(tmp_path, kv_dtype):
     assert cost.rest_s(Phase.ENCODE, 16.0, 1) > 0
     assert cost.handover_s(16.0, 1) > 0 and cost.handoff_s(16.0, is_across=False) > 0
     assert LayerOrigin.of(config, devices[:1], sizes).differences(origin)
+
+
+def test_quantised_weights_take_less_memory():
+    """A layer in int8 has about a fourth of the bytes of float32, and keeps no blocks."""
+    config = tiny_llama().config
+    dense, few = (shape_of(config, replace(SIZES, quantize=each)) for each in (None, "int8"))
+    assert 0.25 <= few.decode_layer_bytes / dense.decode_layer_bytes < 0.5
+    assert dense.num_embedding_params == config.vocab_size * config.hidden_size
+    for wrong, said in (("keep", "'int8' or 'int4'"), ("int3", "int3")):
+        with pytest.raises(InvalidConfigError, match=said):
+            replace(SIZES, quantize=wrong)
 
 
 def test_degrees_divide_the_heads():

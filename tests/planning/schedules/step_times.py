@@ -30,6 +30,10 @@ def like_a_small_model(config: EngineConfig = CONFIG) -> StepTimes:
         prefill_s={
             t: Curve(((0.0, 4e-3 + 4e-4 * t), (1e4, 6e-3 + 4e-4 * t))) for t in config.token_buckets
         },
+        encode_s={
+            t: Curve(((0.0, 2e-3 + 3e-4 * t), (1e4, 3e-3 + 3e-4 * t)))
+            for t in (config.token_buckets if config.has_encoder else ())
+        },
         head_s={r: 1e-4 * r for r in config.head_buckets},
         edit_s=2e-4,
         move_s=2e-4,

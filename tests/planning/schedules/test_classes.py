@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +12,19 @@ import pytest
 from jaxserve.core.errors import BoundNotMetError, InfeasibleBoundError
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.planning import simulate
-from jaxserve.planning.schedules import LatencyBounds, Plan, RRAPlanner, lengths_of
+from jaxserve.planning.schedules import (
+    LatencyBounds,
+    Plan,
+    RRAPlanner,
+    RRATimeline,
+    TaskLengths,
+    lengths_of,
+)
 from jaxserve.planning.schedules.adaptation import Adaptation
+from jaxserve.planning.schedules.candidate import throughput_under
 from jaxserve.planning.schedules.observed import AnswerLength, RequestClass, classes_of
 from jaxserve.planning.schedules.pilot import AdaptingPilot
+from jaxserve.planning.schedules.search import enumerate_all
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.order.due_first import DueFirst
 from jaxserve.scheduling.policy import Policy
@@ -136,6 +147,55 @@ def test_an_infeasible_class_is_named():
     feasible = RequestClass(latency_bound_s=1.05 * lowest_s, max_answer_tokens=30, num_running=2)
     kept = PLANNER.plan(lengths, LatencyBounds(), num_lengths=64, classes=[feasible])
     assert kept.keeps_bounds and kept.figures()["classes"]
+
+
+def test_a_schedule_between_the_best_of_each_bound_is_found():
+    """A first token in time, and a class: the best of all schedules that keep both is found.
+
+    Under some of them neither the best schedule under one bound alone nor that under the other one
+    keeps both.
+    """
+    rng = random.Random(5)
+    lengths = lengths_of([(rng.randint(20, 100), rng.randint(8, 120)) for _ in range(200)])
+    [lowest_s] = _lowest(lengths, LatencyBounds(first_token_s=1e-6))
+    tight = RequestClass(latency_bound_s=1e-6, max_answer_tokens=40, num_running=1)
+    [own_s] = _lowest(lengths, LatencyBounds(), tight)
+    num_between = 0
+    for share, own_share in itertools.product((0.99, 1.01, 1.2, 1.8, 2.5), repeat=2):
+        bounds = LatencyBounds(first_token_s=share * lowest_s)
+        each = replace(tight, latency_bound_s=own_share * own_s)
+        expected = _best(lengths, bounds, each)
+        try:
+            plan = PLANNER.plan(lengths, bounds, num_lengths=200, classes=[each])
+        except InfeasibleBoundError:
+            assert expected is None, (share, own_share)
+            continue
+        assert expected is not None and plan.keeps_bounds, (share, own_share)
+        assert plan.answers_per_s == pytest.approx(expected, rel=1e-6), (share, own_share)
+        alone = [
+            PLANNER.plan(lengths, bounds, num_lengths=200),
+            PLANNER.plan(lengths, LatencyBounds(), num_lengths=200, classes=[each]),
+        ]
+        both = [
+            PLANNER.expected(replace(one, bounds=bounds), lengths, num_lengths=200, classes=[each])
+            for one in alone
+        ]
+        num_between += not any(one.keeps_bounds for one in both)
+    assert num_between >= 2
+
+
+def _lowest(lengths: TaskLengths, bounds: LatencyBounds, *classes: RequestClass) -> list[float]:
+    with pytest.raises(InfeasibleBoundError) as refused:
+        PLANNER.plan(lengths, bounds, num_lengths=200, classes=classes)
+    return list(refused.value.lowest.values())
+
+
+def _best(lengths: TaskLengths, bounds: LatencyBounds, each: RequestClass) -> float | None:
+    """Return the highest throughput of all B_E and N_D that keep both bounds; None if none does."""
+    tokens = each.max_answer_tokens + PLANNER.num_awaited + 1
+    own = [(tokens, each.latency_bound_s)]
+    timeline = RRATimeline(PLANNER.deploy(lengths), lengths, classes=own)
+    return enumerate_all([timeline], throughput_under(bounds)).score or None
 
 
 def test_classes_are_few_and_the_tightest_bound_of_each_counts():

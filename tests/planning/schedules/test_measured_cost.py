@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, InvalidConfigError
 from jaxserve.core.request import Timing
 from jaxserve.planning import simulate
@@ -43,22 +44,27 @@ def _lengths(num: int, seed: int) -> list[tuple[int, int]]:
 
 def _throughput(lengths: list[tuple[int, int]], iteration: RRA) -> tuple[float, list[float]]:
     """Simulate answers that all wait; return answers/s of the middle third, and all seconds."""
-    timings = _simulated(lengths, iteration)
+    return _rate(_simulated(lengths, iteration))
+
+
+def _rate(timings: list[Timing]) -> tuple[float, list[float]]:
     ends = np.sort([timing.finished_s or 0.0 for timing in timings])
     low, high = len(ends) // 3, 2 * len(ends) // 3
     spent = [(timing.finished_s or 0.0) - (timing.admitted_s or 0.0) for timing in timings]
     return (high - low) / (ends[high] - ends[low]), spent
 
 
-def _simulated(lengths: list[tuple[int, int]], iteration: RRA) -> list[Timing]:
+def _simulated(
+    lengths: list[tuple[int, int]], iteration: RRA, config: EngineConfig = CONFIG
+) -> list[Timing]:
     simulation = simulate(
         [
             WorkloadItem(prompt_token_ids=(1,) * num_prompt, num_output_tokens=num_output)
             for num_prompt, num_output in lengths
         ],
         Policy("rra", OnDemand(), FCFS(), iteration, Stateless()),
-        CONFIG,
-        like_a_small_model(),
+        config,
+        like_a_small_model(config),
         progress=False,
     )
     return [completion.timing for completion in simulation.completions]
@@ -91,7 +97,10 @@ def test_an_encode_phase_costs_what_was_measured():
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_costs_rise_with_batch_and_positions_although_measurements_do_not(seed: int):
-    """Noisy tables: a larger batch or a longer context never costs less."""
+    """Noisy tables: a larger batch or a longer context never costs less.
+
+    Costs within a range of N_D are lower limits of those of each N_D.
+    """
     rng = random.Random(seed)
 
     def noisy(at: float) -> Curve:
@@ -103,7 +112,22 @@ def test_costs_rise_with_batch_and_positions_although_measurements_do_not(seed: 
         loop_s={w: rng.uniform(0, 1e-3) for w in CONFIG.slot_buckets},
         prefill_s={t: noisy(1e-2) for t in CONFIG.token_buckets},
     )
-    cost = MeasuredCost(times=times, input_tokens=50.0, num_iterations=60.0)
+    within = MeasuredCost(
+        times=times, input_tokens=50.0, num_iterations=60.0, num_decodes=3, most_decodes=30
+    )
+    for num_decodes in range(3, 31):
+        cost = replace(within, num_decodes=num_decodes, most_decodes=None)
+        _assert_rises(cost)
+        for batch in (1.0, 7.5, 30.0):
+            least_s = within.rest_s(Phase.DECODE, np.array([batch]), 1)
+            least_s = least_s + within.attention_s(Phase.DECODE, np.array([batch]), 40.0, 1)
+            exact_s = cost.rest_s(Phase.DECODE, np.array([batch]), 1)
+            exact_s = exact_s + cost.attention_s(Phase.DECODE, np.array([batch]), 40.0, 1)
+            assert (least_s <= exact_s * (1 + 1e-9)).all(), (num_decodes, batch)
+    _assert_rises(within)
+
+
+def _assert_rises(cost: MeasuredCost) -> None:
     batch = np.linspace(0.1, 40, 200)
     for length in (1.0, 100.0, 1000.0):
         total = cost.rest_s(Phase.DECODE, batch, 1)
@@ -128,7 +152,6 @@ def test_throughput_is_that_of_the_real_scheduler(encode_batch: int, num_decodes
         CONFIG,
         task.inputs.mean,
         task.outputs.mean - 1,
-        num_decodes=num_decodes,
     )
     timeline = RRATimeline(deployment, task)
     point = Points.one(0, encode_batch, num_decodes)
@@ -142,6 +165,20 @@ def test_throughput_is_that_of_the_real_scheduler(encode_batch: int, num_decodes
     )
     throughput, _ = _throughput(lengths, iteration)
     assert float(figures.throughput) == pytest.approx(throughput, rel=0.1)
+
+
+@pytest.mark.parametrize("share", [1.05, 1.5, math.inf])
+def test_a_plan_of_an_encoder_decoder_model_keeps_its_bound(share: float):
+    """As of other models: throughput within 10 %, and 99 % of answers in time."""
+    config, lengths = replace(CONFIG, has_encoder=True), _lengths(600, seed=5)
+    times = like_a_small_model(config)
+    with pytest.raises(InfeasibleBoundError) as refused:
+        plan_rra(times, config, lengths, 1e-6)
+    bound_s = share * refused.value.lowest["latency_s"]
+    plan = plan_rra(times, config, lengths, bound_s)
+    throughput, spent = _rate(_simulated(lengths, plan.iteration(), config))
+    assert plan.answers_per_s == pytest.approx(throughput, rel=0.1)
+    assert np.mean(np.array(spent) <= bound_s) >= 0.99
 
 
 @pytest.mark.parametrize("share", [1.05, 1.5, 4.0, math.inf])

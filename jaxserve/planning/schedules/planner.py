@@ -1,0 +1,210 @@
+"""What the planners of one engine have in common: plan, take the nearest, expect."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import ClassVar, Protocol
+
+from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError
+from jaxserve.planning.schedules.candidate import (
+    Score,
+    nearest_to,
+    shortest,
+    shortest_with,
+    throughput_under,
+)
+from jaxserve.planning.schedules.configuration import Schedule
+from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
+from jaxserve.planning.schedules.lengths import TaskLengths
+from jaxserve.planning.schedules.observed import RequestClass
+from jaxserve.planning.schedules.plan import Plan
+
+# The share by which a throughput may fall short for a shorter latency.
+_BETTER = 1 + 1e-9
+
+
+class ScheduleSpace(Protocol):
+    """All schedules of one engine for requests of given lengths."""
+
+    def best(self, score: Score) -> Schedule | None:
+        """Return the schedule with the highest score; None if none is above 0."""
+        ...
+
+    def nearest(self, schedule: Schedule) -> Schedule:
+        """Return a schedule of this space with another one's B_E and N_D, as far as it has them."""
+        ...
+
+    def estimated(self, schedule: Schedule) -> Estimates:
+        """Return what a schedule of this space is expected to do, each figure a scalar."""
+        ...
+
+    def own_latencies_s(self, schedule: Schedule) -> Sequence[float]:
+        """Return the seconds of long answers of each class of requests with a bound of its own."""
+        ...
+
+
+class SchedulePlanner(abc.ABC):
+    """A planner of one engine's schedules, for any lengths.
+
+    Attributes:
+      plans_classes: whether schedules have a place for requests with bounds of their own. If not,
+        plans leave these out.
+    """
+
+    plans_classes: ClassVar[bool]
+
+    @property
+    @abc.abstractmethod
+    def max_slots(self) -> int:
+        """Slots of the engine, of which requests with bounds of their own may reserve half."""
+
+    @abc.abstractmethod
+    def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> ScheduleSpace:
+        """Return the schedules for requests of these lengths.
+
+        Args:
+          classes: requests with bounds of their own, for `Estimates.own_share`.
+        """
+
+    def plan(
+        self,
+        lengths: TaskLengths,
+        bounds: LatencyBounds,
+        *,
+        num_lengths: int,
+        classes: Sequence[RequestClass] = (),
+    ) -> Plan:
+        """Return the plan with the highest throughput whose long answers keep all bounds.
+
+        Of equally good ones it is the one with the lowest latency.
+
+        Args:
+          lengths: those of all requests, classes included.
+          num_lengths: answers that the lengths are of, for the record.
+          classes: requests with bounds of their own.
+
+        Raises:
+          InfeasibleBoundError: no schedule keeps the bounds; it says the lowest feasible ones, each
+            for itself.
+          DeviceMemoryError: one answer of these lengths is expected to need more than the memory.
+        """
+        began_s = time.perf_counter()
+        classes = tuple(classes) if self.plans_classes else ()
+        space = self.space(lengths, classes)
+        most = space.best(throughput_under(bounds))
+        if most is None:
+            raise self._infeasible(space, lengths, bounds, classes)
+        least = float(space.estimated(most).throughput) / _BETTER
+        best = space.best(shortest_with(bounds, least)) or most
+        return _plan(space, best, lengths, bounds, num_lengths, began_s, classes)
+
+    def nearest(
+        self,
+        lengths: TaskLengths,
+        bounds: LatencyBounds,
+        *,
+        num_lengths: int,
+        classes: Sequence[RequestClass] = (),
+    ) -> Plan:
+        """Return `plan`; or if no schedule keeps the bounds, the schedule that misses them least.
+
+        Raises:
+          DeviceMemoryError: see `plan`.
+        """
+        began_s = time.perf_counter()
+        try:
+            return self.plan(lengths, bounds, num_lengths=num_lengths, classes=classes)
+        except InfeasibleBoundError as error:
+            classes = tuple(classes) if self.plans_classes else ()
+            space = self.space(lengths, classes)
+            nearest = space.best(nearest_to(bounds))
+            assert nearest is not None, "some schedule fits, or `plan` says that none does"
+            plan = _plan(space, nearest, lengths, bounds, num_lengths, began_s, classes)
+            return replace(plan, lowest=dict(error.lowest))
+
+    def expected(
+        self,
+        plan: Plan,
+        lengths: TaskLengths,
+        *,
+        num_lengths: int,
+        classes: Sequence[RequestClass] = (),
+    ) -> Plan:
+        """Return what a plan's schedule is expected to do with other lengths and classes."""
+        began_s = time.perf_counter()
+        classes = tuple(classes) if self.plans_classes else ()
+        space = self.space(lengths, classes)
+        schedule = space.nearest(plan.schedule)
+        return _plan(space, schedule, lengths, plan.bounds, num_lengths, began_s, classes)
+
+    def _infeasible(
+        self,
+        space: ScheduleSpace,
+        lengths: TaskLengths,
+        bounds: LatencyBounds,
+        classes: Sequence[RequestClass],
+    ) -> InfeasibleBoundError | DeviceMemoryError:
+        """Return the error that says which bounds would be feasible, each for itself."""
+        lowest = {}
+        for name in bounds.finite():
+            found = space.best(shortest(name))
+            if found is None:
+                return _too_long(lengths)
+            lowest[name] = float(getattr(space.estimated(found), name))
+        own = []
+        for each in classes:
+            alone = self.space(lengths, [each])
+            found = alone.best(nearest_to(LatencyBounds()))
+            if found is None:
+                return _too_long(lengths)
+            own += alone.own_latencies_s(found)
+        if not (lowest or own):
+            return _too_long(lengths)
+        return InfeasibleBoundError(
+            bounds.finite() | _by_name(classes, [each.latency_bound_s for each in classes]),
+            lowest | _by_name(classes, own),
+        )
+
+
+def _plan(
+    space: ScheduleSpace,
+    schedule: Schedule,
+    lengths: TaskLengths,
+    bounds: LatencyBounds,
+    num_lengths: int,
+    began_s: float,
+    classes: Sequence[RequestClass],
+) -> Plan:
+    estimates = space.estimated(schedule)
+    rate = float(estimates.throughput)
+    own = map(float, space.own_latencies_s(schedule))
+    return Plan(
+        schedule=schedule,
+        bounds=bounds,
+        latency_s=float(estimates.latency_s),
+        first_token_s=float(estimates.first_token_s),
+        token_s=float(estimates.token_s),
+        answers_per_s=rate,
+        tokens_per_s=rate * lengths.outputs.mean,
+        max_answer_tokens=lengths.outputs.percentile(lengths.level),
+        num_lengths=num_lengths,
+        search_s=time.perf_counter() - began_s,
+        classes=tuple(zip(classes, own, strict=True)),
+        fits=bool(estimates.fits),
+    )
+
+
+def _by_name(classes: Sequence[RequestClass], seconds: Iterable[float]) -> dict[str, float]:
+    pairs = zip(classes, seconds, strict=True)
+    return {f"latency_bound={each.latency_bound_s:.4g}": float(s) for each, s in pairs}
+
+
+def _too_long(lengths: TaskLengths) -> DeviceMemoryError:
+    return DeviceMemoryError(
+        f"an answer with a prompt of {lengths.inputs.mean:.0f} tokens on average and up to "
+        f"{lengths.outputs.max_length} output tokens is expected to need more pages than the page "
+        "pool has; pass more kv_memory (Runtime.resize_kv), or requests with a lower max_tokens"
+    )

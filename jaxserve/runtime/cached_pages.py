@@ -1,0 +1,60 @@
+"""The part of a runtime that deals with cached pages."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+from jaxserve.memory.page_cache import Tier
+from jaxserve.runtime.maintenance import Maintenance
+
+
+class CachedPages(abc.ABC):
+    """The methods of `Runtime` for the KV that it keeps of ended requests."""
+
+    @abc.abstractmethod
+    def __init__(self, maintenance: Maintenance):
+        self._maintenance = maintenance
+
+    def residency(self, token_ids: Sequence[int]) -> list[Tier]:
+        """Return the tier that holds the KV of each full page of a context at present.
+
+        The result is that of the replica that holds most of the context.
+        `jaxserve.report.draw_residency` draws it.
+        """
+        return self._maintenance.residency(token_ids)
+
+    def forget_kept_pages(self) -> None:
+        """Drop all cached pages, so that later requests compute their prompts; for measurements.
+
+        Raises:
+          RuntimeClosedError, EngineFailedError
+        """
+        self._maintenance.forget_kept_pages()
+
+    def export_kv(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Return the KV of the leading full pages of a context that are cached, for `import_kv`.
+
+        Of a prompt that was just answered these are all full pages, if the policy keeps pages and
+        host memory has room for them; they pass through it. Where it has none, the list is shorter.
+
+        Raises:
+          ProcessGroupError: several processes serve the model.
+          RuntimeClosedError, EngineFailedError
+        """
+        return self._maintenance.export_kv(token_ids)
+
+    def import_kv(self, token_ids: Sequence[int], pages: Sequence[bytes]) -> int:
+        """Cache KV that another runtime of the same model and options exported.
+
+        The next request that begins with these tokens finds it, unless it is evicted before.
+
+        Returns:
+          The number of pages for which host memory has room.
+
+        Raises:
+          InvalidConfigError: the pages are those of a runtime with other sizes.
+          ProcessGroupError: several processes serve the model.
+          RuntimeClosedError, EngineFailedError
+        """
+        return self._maintenance.import_kv(token_ids, pages)

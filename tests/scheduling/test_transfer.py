@@ -1,0 +1,116 @@
+"""KV of prompts that goes from one engine to another, on simulated devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.request import EncoderPrompts, Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.scheduling.presets import PRESETS
+
+CONFIG = EngineConfig(
+    page_size=4,
+    num_pages=40,
+    max_slots=4,
+    max_context=64,
+    max_step_tokens=64,
+    max_decode_iterations=4,
+    num_host_pages=20,
+)
+PROMPT = tuple(range(1, 23))  # five full pages, and two tokens
+
+
+def _engine(config: EngineConfig = CONFIG) -> Engine:
+    clock = VirtualClock()
+    return Engine(SimulatedExecutor(config, clock), PRESETS["auto"], clock)
+
+
+def _answer(engine: Engine, prompt: tuple[int, ...], num_tokens: int, name: str) -> list[int]:
+    padded = EncoderPrompts(start_token_id=0, page_size=4).around(prompt)
+    whole, encoded, padding = padded if engine.scheduler.config.has_encoder else (prompt, 0, 0)
+    params = SamplingParams(max_tokens=num_tokens)
+    request = Request(
+        id=name,
+        prompt=whole,
+        params=params,
+        arrival_s=0.0,
+        num_encoded=encoded,
+        num_padding=padding,
+    )
+    [sequence] = engine.add(request)
+    while sequence.finish_reason is None:
+        engine.step()
+    engine.scheduler.check_integrity()
+    return list(sequence.output)
+
+
+@pytest.mark.parametrize("has_encoder", [False, True])
+def test_an_engine_goes_on_from_the_pages_of_another(has_encoder: bool):
+    """It computes what is behind the full pages only, and its tokens are those of one engine."""
+    config = replace(CONFIG, has_encoder=has_encoder)
+    alone, prefill, decode = _engine(config), _engine(config), _engine(config)
+    wanted = _answer(alone, PROMPT, 10, "alone")
+    _answer(prefill, PROMPT, 1, "prefill")
+    pages = prefill.export_kv(PROMPT)
+    assert len(pages) == (6 if has_encoder else 5)  # an encoder's prompt has its padding
+    assert decode.import_kv(PROMPT, pages) == len(pages)
+    assert _answer(decode, PROMPT, 10, "decode") == wanted
+    assert decode.stats.num_prefix_hit_on_host == 4 * len(pages)
+    assert decode.stats.num_tokens < alone.stats.num_tokens
+
+
+def test_pages_are_read_while_others_run_and_again_later():
+    """Steps in flight go on, and the pages of an answer that runs can be read, too."""
+    engine, other = _engine(), _engine()
+    wanted = _answer(_engine(), PROMPT, 12, "alone")
+    [sequence] = engine.add(
+        Request(id="a", prompt=PROMPT, params=SamplingParams(max_tokens=12), arrival_s=0.0)
+    )
+    for _ in range(3):
+        engine.step()
+    assert sequence.finish_reason is None
+    pages = engine.export_kv(PROMPT)
+    while engine.has_work:
+        engine.step()
+    assert list(sequence.output) == wanted and len(pages) == 5
+    assert engine.export_kv(PROMPT) == pages and engine.export_kv(PROMPT[:9]) == pages[:2]
+    assert engine.export_kv((9, *PROMPT)) == []
+    engine.scheduler.check_integrity()
+    assert other.import_kv(PROMPT, pages[:3]) == 3
+    assert _answer(other, PROMPT, 12, "b") == wanted
+    assert other.stats.num_prefix_hit_on_host == 12
+
+
+def test_what_has_no_room_is_left_out():
+    """A small host takes a part of the pages, and one without host memory none."""
+    prefill = _engine(replace(CONFIG, num_host_pages=3))
+    wanted = _answer(prefill, PROMPT, 8, "prefill")
+    assert len(prefill.export_kv(PROMPT)) == 3
+    without = _engine(replace(CONFIG, num_host_pages=0))
+    pages = _filled(PROMPT)
+    assert without.import_kv(PROMPT, pages) == 0 and without.export_kv(PROMPT) == []
+    small = _engine(replace(CONFIG, num_host_pages=3))
+    assert small.import_kv(PROMPT, pages) <= 3
+    assert _answer(small, PROMPT, 8, "small") == _answer(without, PROMPT, 8, "w") == wanted
+
+
+def test_pages_of_another_size_are_refused():
+    """The error says both sizes, and the engine goes on."""
+    engine = _engine()
+    with pytest.raises(InvalidConfigError, match="16 bytes"):
+        engine.import_kv(PROMPT, [b"0" * 16])
+    assert engine.import_kv(PROMPT, []) == 0
+    assert _answer(engine, PROMPT, 3, "a") == _answer(_engine(), PROMPT, 3, "b")
+
+
+def _filled(prompt: tuple[int, ...]) -> list[bytes]:
+    engine = _engine()
+    _answer(engine, prompt, 1, "filled")
+    return engine.export_kv(prompt)
