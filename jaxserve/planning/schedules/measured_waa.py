@@ -18,6 +18,7 @@ from jaxserve.planning.schedules.estimates import Estimates
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_cost import THRESHOLD, MeasuredCost
 from jaxserve.planning.schedules.observed import RequestClass
+from jaxserve.planning.schedules.plan import CLOSED_FORM
 from jaxserve.planning.schedules.planner import SchedulePlanner
 
 # Steps of the decode group, of two in flight, that a sequence waits for before it is in one: at
@@ -74,6 +75,7 @@ class _Grid:
     num_iterations: np.ndarray
     num_running: np.ndarray
     estimates: Estimates
+    estimate: ClassVar[str] = CLOSED_FORM
 
     @classmethod
     def of(cls, times: GroupTimes, config: EngineConfig, lengths: TaskLengths) -> _Grid:
