@@ -59,7 +59,9 @@ class ContinuousSpace:
 
     player: Player
     lengths: TaskLengths
-    estimate: ClassVar[str] = SIMULATED
+
+    def estimate(self, schedule: Schedule) -> str:
+        return SIMULATED
 
     def best(self, score: Score) -> Schedule | None:
         scores: dict[int, float] = {}
@@ -103,11 +105,24 @@ class ContinuousSpace:
             stages=(),
             max_running=max_running,
         )
-        return schedule, estimates_of(played, schedule, self.lengths, self.player.room)
+        inputs, outputs = self.lengths.inputs, self.lengths.outputs
+        length = inputs.mean + outputs.less_one().mean_position
+        return schedule, Estimates(
+            fits=np.bool_(inputs.mean + outputs.mean <= self.player.room),
+            throughput=np.float64(played.answers_per_s),
+            latency_s=np.float64(played.latency_s),
+            first_token_s=np.float64(played.first_token_s),
+            token_s=np.float64(played.token_s),
+            period_s=np.float64(1 / played.answers_per_s),
+            encode_s=np.float64(played.first_token_s),
+            decode_batch=np.float64(played.mean_running),
+            memory_bytes=np.float64(played.mean_running * length),
+            own_share=np.float64(0.0),
+        )
 
     def _played(self, max_running: int) -> Played:
         shape = Unified(max_running=max_running)
-        return self.player.play(shape, self.lengths, max_running, joins_at_once=True)
+        return self.player.play(shape, self.lengths, max_running)
 
     def _is_preempted(self, max_running: int) -> bool:
         return self._played(max_running).preempted_share > _PREEMPTED
@@ -116,28 +131,6 @@ class ContinuousSpace:
         """Whether fewer sequences than `high` may serve more than the best size so far."""
         best = max(scores, key=lambda size: scores[size])
         return self._played(high).answers_per_s > self._played(best).answers_per_s
-
-
-def estimates_of(played: Played, schedule: Schedule, lengths: TaskLengths, room: int) -> Estimates:
-    """Return what a simulated schedule is expected to do, each figure a scalar.
-
-    Args:
-      room: tokens that the page pool holds.
-    """
-    length = lengths.inputs.mean + lengths.outputs.less_one().mean_position
-    first_token_s = np.float64(played.first_token_s)
-    return Estimates(
-        fits=np.bool_(lengths.inputs.mean + lengths.outputs.mean <= room),
-        throughput=np.float64(played.answers_per_s),
-        latency_s=np.float64(played.latency_s),
-        first_token_s=first_token_s,
-        token_s=np.float64(played.token_s),
-        period_s=np.float64(schedule.encode_batch / played.answers_per_s),
-        encode_s=first_token_s,
-        decode_batch=np.float64(played.mean_running),
-        memory_bytes=np.float64(played.mean_running * length),
-        own_share=np.float64(0.0),
-    )
 
 
 def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:

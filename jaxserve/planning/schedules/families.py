@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import numpy as np
 
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.planning.schedules.candidate import Score, shortest, throughput_under
+from jaxserve.planning.schedules.candidate import Score, throughput_under
 from jaxserve.planning.schedules.configuration import Policy, Schedule
-from jaxserve.planning.schedules.continuous_planner import (
-    ContinuousPlanner,
-    ContinuousSpace,
-    estimates_of,
-)
-from jaxserve.planning.schedules.estimates import Best, Estimates, LatencyBounds
+from jaxserve.planning.schedules.continuous_planner import ContinuousPlanner, ContinuousSpace
+from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.iterations import iteration_of
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.observed import RequestClass
-from jaxserve.planning.schedules.plan import CLOSED_FORM, SIMULATED
+from jaxserve.planning.schedules.plan import CLOSED_FORM, SIMULATED, SIMULATED_RATE
 from jaxserve.planning.schedules.planner import SchedulePlanner, ScheduleSpace
 from jaxserve.planning.schedules.played import Player
 from jaxserve.planning.schedules.rra_planner import RRAPlanner
 
 # Families of one device group.
 FAMILIES = ("rra", "continuous")
-_LATENCIES = ("latency_s", "first_token_s", "token_s")
+# RRA fills its batch over several rounds.
+_WARM_UP = 4.0
 
 
 def planner_of(
@@ -68,9 +65,9 @@ def check_families(families: Sequence[str], allowed: Sequence[str]) -> None:
 class FamiliesPlanner(SchedulePlanner):
     """A planner of one engine that chooses between RRA and continuous batching.
 
-    Both are simulated in the same way (`Player`), so that their figures are comparable. With
+    Both are simulated in the same way (`Player`), so that their throughputs are comparable. With
     classes of requests with bounds of their own it offers RRA only, whose schedules reserve slots
-    for them; its figures are then those of the closed form.
+    for them; all figures are then those of the closed form.
     """
 
     plans_classes: ClassVar[bool] = True
@@ -99,43 +96,44 @@ class FamiliesPlanner(SchedulePlanner):
 class FamiliesSpace:
     """The RRA schedules and the limits of continuous batching of one engine.
 
-    An RRA schedule is found by its closed form, and simulated. What that differs by corrects the
-    closed form, and the search runs once more. Where neither of both keeps the bounds, the RRA
-    schedules with the lowest latencies are simulated.
+    The RRA schedule that is best by its closed form is simulated, too, and compared by that
+    throughput. Its latencies stay those of the closed form.
     """
 
     rra: ScheduleSpace
     continuous: ContinuousSpace
     num_classes: int = 0
-    _simulated: dict[Schedule, Estimates] = field(default_factory=dict, repr=False)
 
-    @property
-    def estimate(self) -> str:
-        return CLOSED_FORM if self.num_classes else SIMULATED
+    def estimate(self, schedule: Schedule) -> str:
+        if schedule.layout.policy is Policy.CONTINUOUS:
+            return SIMULATED
+        return CLOSED_FORM if self.num_classes else SIMULATED_RATE
 
     def best(self, score: Score) -> Schedule | None:
         if self.num_classes:
             return self.rra.best(score)
-        found = [self.continuous.best(score), self._best_rra(score)]
-        best, most = None, 0.0
-        for schedule in found:
-            if schedule is not None and (own := float(score(self.estimated(schedule)))) > most:
-                best, most = schedule, own
-        return best
+        found = [each.best(score) for each in (self.continuous, self.rra)]
+        scores = {each: float(score(self.estimated(each))) for each in found if each is not None}
+        best = max(scores, key=lambda each: scores[each], default=None)
+        return best if best is not None and scores[best] > 0 else None
 
     def nearest(self, schedule: Schedule) -> Schedule:
         return self._of(schedule).nearest(schedule)
 
     def estimated(self, schedule: Schedule) -> Estimates:
+        estimates = self._of(schedule).estimated(schedule)
         if schedule.layout.policy is Policy.CONTINUOUS:
-            estimates = self.continuous.estimated(schedule)
             # It has no place for requests with bounds of their own.
             return replace(estimates, own_share=np.float64(math.inf if self.num_classes else 0.0))
         if self.num_classes:
-            return self.rra.estimated(schedule)
-        if schedule not in self._simulated:
-            self._simulated[schedule] = self._played(schedule)
-        return self._simulated[schedule]
+            return estimates
+        played = self.continuous.player.play(
+            iteration_of(schedule),
+            self.continuous.lengths,
+            schedule.decode_batch + schedule.encode_batch,
+            warm_up=_WARM_UP,
+        )
+        return replace(estimates, throughput=np.float64(played.answers_per_s))
 
     def own_latencies_s(self, schedule: Schedule) -> Sequence[float]:
         if schedule.layout.policy is Policy.CONTINUOUS:
@@ -145,52 +143,3 @@ class FamiliesSpace:
     def _of(self, schedule: Schedule) -> ScheduleSpace:
         is_continuous = schedule.layout.policy is Policy.CONTINUOUS
         return self.continuous if is_continuous else self.rra
-
-    def _best_rra(self, score: Score) -> Schedule | None:
-        first = self.rra.best(score)
-        if first is not None:
-            again = self.rra.best(_corrected(score, self._errors(first)))
-            if again is not None:
-                self.estimated(again)
-        if not any(score(figures) > 0 for figures in self._simulated.values()):
-            for name in _LATENCIES:
-                if (fastest := self.rra.best(shortest(name))) is not None:
-                    self.estimated(fastest)
-        if not self._simulated:
-            return None
-        return max(self._simulated, key=lambda each: float(score(self._simulated[each])))
-
-    def _errors(self, schedule: Schedule) -> dict[str, float]:
-        """Return the simulated figures of an RRA schedule over those of the closed form."""
-        closed, simulated = self.rra.estimated(schedule), self.estimated(schedule)
-        names = ("throughput", *_LATENCIES)
-        return {
-            name: float(getattr(simulated, name)) / max(float(getattr(closed, name)), 1e-12)
-            for name in names
-        }
-
-    def _played(self, schedule: Schedule) -> Estimates:
-        player, lengths = self.continuous.player, self.continuous.lengths
-        closed = self.rra.estimated(schedule)
-        played = player.play(
-            iteration_of(schedule),
-            lengths,
-            schedule.decode_batch + schedule.encode_batch,
-            joins_at_once=False,
-        )
-        simulated = estimates_of(played, schedule, lengths, player.room)
-        return replace(
-            simulated,
-            fits=simulated.fits & closed.fits,
-            memory_bytes=closed.memory_bytes,
-        )
-
-
-def _corrected(score: Score, errors: dict[str, float]) -> Score:
-    """Return the score of figures that are multiplied by `errors`, by name."""
-
-    def corrected(figures: Estimates | Best) -> np.ndarray:
-        changed = {name: getattr(figures, name) * error for name, error in errors.items()}
-        return score(replace(figures, **changed))
-
-    return corrected

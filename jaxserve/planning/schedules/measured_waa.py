@@ -75,7 +75,6 @@ class _Grid:
     num_iterations: np.ndarray
     num_running: np.ndarray
     estimates: Estimates
-    estimate: ClassVar[str] = CLOSED_FORM
 
     @classmethod
     def of(cls, times: GroupTimes, config: EngineConfig, lengths: TaskLengths) -> _Grid:
@@ -140,6 +139,9 @@ class _Grid:
                 own_share=np.zeros(math.prod(shape)),
             ),
         )
+
+    def estimate(self, schedule: Schedule) -> str:
+        return CLOSED_FORM
 
     def best(self, score: Score) -> Schedule | None:
         scores = score(self.estimates)

@@ -14,9 +14,11 @@ from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.iteration.waa import WAA
 
-# Where a plan's figures are from: ExeGPT's equations (section 6), or simulations (`Player`).
+# Where a plan's figures are from: ExeGPT's equations (section 6), simulations (`Player`), or
+# simulations for the throughput and the equations for the rest.
 CLOSED_FORM = "closed form"
 SIMULATED = "simulated"
+SIMULATED_RATE = "throughput simulated"
 
 
 @final
@@ -45,7 +47,7 @@ class Plan:
         expected to take from their submission; they do not wait for an encode phase.
       fits: whether the schedule is expected to fit in memory. The figures of one that does not are
         as if it did.
-      estimate: where the figures are from, `CLOSED_FORM` or `SIMULATED`.
+      estimate: where the figures are from: `CLOSED_FORM`, `SIMULATED` or `SIMULATED_RATE`.
       lowest: the lowest seconds that some schedule reaches, by name of the bound, if no schedule
         keeps the bounds; empty if this one does.
     """
@@ -165,8 +167,8 @@ class Plan:
         return (
             f"{self._text}, about {self.schedule.decode_batch:.1f} sequences at a time\n"
             f"expected ({self.estimate}): {self.answers_per_s:.4g} answers/s, "
-            f"{self.tokens_per_s:.4g} output tokens/s; for an answer of {self.max_answer_tokens} tokens (99th percentile) "
-            f"{self.latency_s:.3g} s{_bound(bounds.latency_s)}, first token after "
+            f"{self.tokens_per_s:.4g} output tokens/s; for an answer of {self.max_answer_tokens} "
+            f"tokens (99th percentile) {self.latency_s:.3g} s{_bound(bounds.latency_s)}, first token after "
             f"{self.first_token_s:.3g} s{_bound(bounds.first_token_s)}, then "
             f"{self.token_s:.3g} s a token{_bound(bounds.token_s)}\n"
             f"{missed}"

@@ -27,14 +27,11 @@ _BETTER = 1 + 1e-9
 
 
 class ScheduleSpace(Protocol):
-    """All schedules of one engine for requests of given lengths.
+    """All schedules of one engine for requests of given lengths."""
 
-    Attributes:
-      estimate: where its figures are from, see `Plan`.
-    """
-
-    @property
-    def estimate(self) -> str: ...
+    def estimate(self, schedule: Schedule) -> str:
+        """Return where a schedule's figures are from, see `Plan`."""
+        ...
 
     def best(self, score: Score) -> Schedule | None:
         """Return the schedule with the highest score; None if none is above 0."""
@@ -207,7 +204,7 @@ def _plan(
         search_s=time.perf_counter() - began_s,
         classes=tuple(zip(classes, own, strict=True)),
         fits=bool(estimates.fits),
-        estimate=space.estimate,
+        estimate=space.estimate(schedule),
     )
 
 

@@ -22,14 +22,12 @@ from jaxserve.scheduling.sequence import Sequence as Scheduled
 
 # Answers of the 99th-percentile length whose whole time is measured, at least.
 _LEAST_STARTS = 24
-# Answers that end in the measured time, at least, and per sequence that runs.
+# Answers that end in the measured time at least, and that many more per sequence that runs.
 _LEAST_ENDED = 48
-_ENDED_EACH = 2.0
+_ENDED_EACH = 1.5
 # Steps after which a few of either are enough.
 _MANY_STEPS = 2000
 _FEW = 4
-# Answers that end before it, per sequence that runs.
-_WARM_UP = 1.5
 # Shares of the answers within the latencies that are returned. Any answer may be the one whose
 # first token comes last; but only one in a hundred is long.
 _WITHIN = 0.95
@@ -42,6 +40,8 @@ _MOST_KEPT = 512
 @dataclass(frozen=True, kw_only=True)
 class Played:
     """What a schedule did in a simulation with a queue that never empties.
+
+    Latencies are those of a shape that computes prompts beside answers, as `Unified` does.
 
     Attributes:
       answers_per_s: throughput.
@@ -101,7 +101,7 @@ class Player:
         lengths: TaskLengths,
         num_running: float,
         *,
-        joins_at_once: bool,
+        warm_up: float = 1.5,
         seed: int = 0,
     ) -> Played:
         """Return what an iteration shape does with requests of these lengths.
@@ -109,12 +109,19 @@ class Player:
         Args:
           iteration: a hashable shape for one device group.
           num_running: sequences that are expected to run; they decide how long is measured.
-          joins_at_once: a prompt is computed as soon as there is a place, and not at set times.
+          warm_up: answers that end before the measured time, per sequence that runs.
           seed: of the lengths that are drawn.
         """
         config = self.config
         parts = lengths.inputs.probabilities, lengths.outputs.probabilities
-        known = (iteration, config, lengths.level, seed, *(part.tobytes() for part in parts))
+        known = (
+            iteration,
+            config,
+            lengths.level,
+            warm_up,
+            seed,
+            *(part.tobytes() for part in parts),
+        )
         if known not in self._known:
             if len(self._known) >= _MOST_KEPT:
                 self._known.clear()
@@ -127,12 +134,12 @@ class Player:
                     engine.add(builder.build_item(requests.next(), clock.now()))
                 news = engine.step()
                 trace.add(news, clock.now(), len(engine.scheduler.running))
-                if trace.num_ended >= _WARM_UP * num_running:
+                if trace.num_ended >= warm_up * num_running:
                     trace.begin(clock.now())
             self.num_played += 1
             # Answers that were cut are shorter than the distribution's.
             mean_tokens = lengths.outputs.mean * requests.uncut_share
-            self._known[known] = trace.played(mean_tokens, joins_at_once=joins_at_once)
+            self._known[known] = trace.played(mean_tokens)
         return self._known[known]
 
 
@@ -206,7 +213,7 @@ class _Trace:
 
     def is_enough(self, num_running: float) -> bool:
         """Return whether enough has been measured."""
-        enough, starts = max(_LEAST_ENDED, _ENDED_EACH * num_running), _LEAST_STARTS
+        enough, starts = _LEAST_ENDED + _ENDED_EACH * num_running, _LEAST_STARTS
         if len(self._running) >= _MANY_STEPS:
             enough = starts = _FEW
         return self._num_measured >= enough and self._num_starts >= starts
@@ -222,17 +229,12 @@ class _Trace:
         last_s = self._gained_s[latest] if latest >= 0 else -math.inf
         return bisect.bisect_right(self._firsts, last_s, key=lambda each: each[1])
 
-    def played(self, mean_tokens: float, *, joins_at_once: bool) -> Played:
-        """Return the figures.
-
-        Args:
-          mean_tokens: of an answer.
-          joins_at_once: see `Player.play`.
-        """
+    def played(self, mean_tokens: float) -> Played:
+        """Return the figures; `mean_tokens` are those of an answer."""
         elapsed_s = self._end_s - (self._begin_s or 0.0)
         mean_running = float(np.mean(self._running))
         firsts_s = np.array([first_s for first_s, _ in self._firsts])
-        decoding_s = self._decoding_s(mean_running, joins_at_once=joins_at_once)
+        decoding_s = self._decoding_s(mean_running)
         starts_s = firsts_s[: len(decoding_s)] if self._num_tokens else firsts_s
         return Played(
             answers_per_s=self._num_delivered / elapsed_s / mean_tokens,
@@ -243,12 +245,12 @@ class _Trace:
             preempted_share=len(self._preempted) / max(1, len(self._spans)),
         )
 
-    def _decoding_s(self, mean_running: float, *, joins_at_once: bool) -> np.ndarray:
+    def _decoding_s(self, mean_running: float) -> np.ndarray:
         """Return the seconds of long answers after their first tokens [starts], at each start.
 
-        They are those until running answers have advanced by so many tokens. Where a prompt joins
-        at once, this counts the prompts that take the long answer's own place meanwhile. So the
-        mean is corrected by that of answers of all lengths, and deviations by the share of others.
+        The mean is that of answers of all lengths, per token. The deviations are those of the times
+        until running answers have advanced by so many tokens, less the share of the answers that
+        took the long one's own place meanwhile.
         """
         if not self._num_tokens:
             return np.zeros(len(self._firsts))
@@ -257,13 +259,12 @@ class _Trace:
         before = np.searchsorted(gained_s, begins_s, side="right")
         reached = np.concatenate([[0], gained])[before] + self._num_tokens
         spent_s = gained_s[np.searchsorted(gained, reached)] - begins_s
-        stretch = self._stretch()
-        if not joins_at_once or not self._spans:
-            return spent_s * stretch
+        if not self._spans:  # all were preempted before, or go on
+            return spent_s
         seconds, tokens = np.array(self._spans).T
         mean_s = seconds.sum() / tokens.sum() * self._num_tokens
         others = max(0.0, mean_running - 1) / max(1.0, mean_running)
-        return mean_s * stretch * (1 + (spent_s / spent_s.mean() - 1) * others)
+        return mean_s * self._stretch() * (1 + (spent_s / spent_s.mean() - 1) * others)
 
     def _stretch(self) -> float:
         """Return how much longer preempted answers take, if they are over 1 % of all."""

@@ -83,7 +83,9 @@ class _Space:
     """The schedules of a timeline."""
 
     timeline: RRATimeline
-    estimate: ClassVar[str] = CLOSED_FORM
+
+    def estimate(self, schedule: Schedule) -> str:
+        return CLOSED_FORM
 
     def best(self, score: Score) -> Schedule | None:
         found = maximise([self.timeline], score).found
