@@ -262,9 +262,7 @@ class Dispatcher:
             return None
         work = call.num_prompt_tokens
         index = self._router.route(call.pages, work, among=among)
-        seat = self._seats[index]
-        replica = request.replica = seat.replica
-        seat.num_unfinished += 1
+        replica = request.enter(index, self._seats[index])
         try:
             return await replica.prefill(call)
         except ReplicaDiedError as error:
@@ -272,15 +270,9 @@ class Dispatcher:
         except JaxserveError as error:
             _log.warning("the prompt of %s is computed where it is answered: %s", call.id, error)
         finally:
-            self._leave(request, index, replica, work)
+            if request.leave(self._seats[index], replica):
+                self._router.finish(index, work)
         return None
-
-    def _leave(self, request: OpenRequest, index: int, replica: Replica, work: int) -> None:
-        """Count a request no more that a replica worked on."""
-        request.replica = None
-        if self._seats[index].replica is replica:
-            self._seats[index].num_unfinished -= 1
-            self._router.finish(index, work)
 
     async def _ask(self, request: OpenRequest, among: list[int], kv: Any) -> Completion:
         call = request.call
@@ -289,10 +281,9 @@ class Dispatcher:
         work = predicted_tokens(
             call.num_prompt_tokens, call.params, max_context=started.max_context
         )
-        request.index = self._router.route(call.pages, work, among=among)
-        seat = self._seats[request.index]
-        replica = request.replica = seat.replica
-        seat.num_unfinished += 1
+        index = self._router.route(call.pages, work, among=among)
+        seat = self._seats[index]
+        replica = request.enter(index, seat)
         replay = request.replay
         try:
             if replay is not None:
@@ -300,13 +291,14 @@ class Dispatcher:
             show = None if replay is None else replay.show
             completion = await replica.answer(call, show, kv)
         except ReplicaDiedError as error:
-            self._replace(request.index, replica, error)
+            self._replace(index, replica, error)
             raise
         finally:
-            self._leave(request, request.index, replica, work)
+            if request.leave(seat, replica):
+                self._router.finish(index, work)
         if call.has_tokens and seat.replica is replica:
             for pages in answered_pages(completion, self._page_size):
-                self._router.remember(request.index, pages)
+                self._router.remember(index, pages)
         return completion
 
     async def _stats(self) -> RuntimeStats:
@@ -332,12 +324,8 @@ class Dispatcher:
         if seat.replica is not dead:
             return
         _log.warning("replica %d died and is being replaced: %s", index, error)
-        dead.kill()
         self._router.forget(index)
-        seat.num_deaths += 1
-        seat.num_unfinished = 0
-        seat.started = None
-        seat.replica = self._make_replica()
+        seat.replace(self._make_replica())
         start = self._loop.create_task(self._start_again(index))
         self._starts.add(start)
         start.add_done_callback(self._starts.discard)
@@ -352,15 +340,12 @@ class Dispatcher:
         try:
             for _ in range(_MAX_STARTS - 1):
                 try:
-                    seat.started = await seat.replica.start()
-                    return seat.started
+                    return await seat.start()
                 except ReplicaDiedError:
-                    seat.replica.kill()
-                    seat.replica = self._make_replica()
-            seat.started = await seat.replica.start()
-            return seat.started
+                    seat.give_to(self._make_replica())
+            return await seat.start()
         except JaxserveError as error:
-            seat.error = error
+            seat.fail(error)
             raise
         finally:
             self._tell()
@@ -375,12 +360,9 @@ class Dispatcher:
 
     async def _cancel(self, request_id: str) -> None:  # a coroutine, so that it runs after `_serve`
         request = self._requests.get(request_id)
-        if request is None:
-            return
-        request.is_cancelled = True
-        if request.replica is not None:
-            request.replica.cancel(request_id)
-        self._tell()
+        if request is not None:
+            request.cancel()
+            self._tell()
 
     def _tell(self) -> None:
         self._news.set()

@@ -28,6 +28,27 @@ class Seat:
         """Whether its replica answers requests, and not only computes prompts."""
         return self.role != "prefill"
 
+    async def start(self) -> Started:
+        """Start the replica; it serves when this returns."""
+        self.started = await self.replica.start()
+        return self.started
+
+    def give_to(self, replica: Replica) -> None:
+        """Take another replica, because the one before died as it started."""
+        self.replica.kill()
+        self.replica = replica
+
+    def replace(self, replica: Replica) -> None:
+        """Take another replica, because the one that served has died."""
+        self.give_to(replica)
+        self.started = None
+        self.num_deaths += 1
+        self.num_unfinished = 0
+
+    def fail(self, error: JaxserveError) -> None:
+        """Go on without a replica."""
+        self.error = error
+
 
 @final
 @dataclass(eq=False)
@@ -39,3 +60,23 @@ class OpenRequest:
     index: int | None = None
     replica: Replica | None = None
     is_cancelled: bool = False
+
+    def enter(self, index: int, seat: Seat) -> Replica:
+        """Have the replica of a seat, the one with this index, work on the request."""
+        seat.num_unfinished += 1
+        self.index, self.replica = index, seat.replica
+        return seat.replica
+
+    def leave(self, seat: Seat, replica: Replica) -> bool:
+        """Have no replica work on the request; return whether `replica` still has the seat."""
+        self.replica = None
+        if seat.replica is not replica:
+            return False
+        seat.num_unfinished -= 1
+        return True
+
+    def cancel(self) -> None:
+        """Have the replica that works on the request end it, if there is one."""
+        self.is_cancelled = True
+        if self.replica is not None:
+            self.replica.cancel(self.call.id)

@@ -158,7 +158,7 @@ class StepBuilder(Protocol):
         """Return the sequence that `admit` would admit now; None if there is none.
 
         A sequence without a latency bound of its own may have to wait for running ones with one
-        (`lengths.bounds.Slack`).
+        (`lengths.slack`).
         """
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import final
 
 from jaxserve.scheduling.kv.manager import KVManager
-from jaxserve.scheduling.lengths.bounds import Slack
+from jaxserve.scheduling.lengths.slack import Slack
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.pace import Pace

@@ -128,7 +128,7 @@ def test_prefill_replicas_alone_answer_nothing():
     """When no replica that answers will serve again, requests fail, whoever computes prompts."""
     world = World()
     with _serving(1, world, num_prefill=1) as dispatcher:
-        world.start_errors = [CheckpointError("the weights are gone")]
+        world.start_errors = [InvalidConfigError("the weights are gone")]
         future = dispatcher.submit(call("deadly", "deadly"))
         assert isinstance(future.result(WAIT_S).error, ReplicaDiedError)
 

@@ -238,7 +238,7 @@ def test_what_waited_too_long_is_refused_before_it_begins():
     assert len(first.token_ids) == 60 and len(loose.token_ids) == 6
     assert isinstance(late.error, BoundNotMetError) and not late.token_ids
     # Not before it would be late if it began at once, and long before the slot is free.
-    assert late.error.wait_s == pytest.approx(20 - 6, abs=2)
+    assert 20 - 6 <= late.error.wait_s <= 20 - 6 + CONFIG.max_decode_iterations
     assert (late.timing.finished_s or 99) < 30
     assert late.timing.admitted_s is None
 
@@ -247,28 +247,27 @@ def test_bulk_waits_while_a_bounded_answer_would_be_late_because_of_it():
     """Mixed steps take up to 9 s, and iterations 1 s: prompts are not computed at its cost.
 
     With a loose bound the same prompts are computed beside it, and it ends later than the tight
-    bound allows.
+    bounds allow. All prompts are computed in about the same time.
     """
     cost = FlatCost(per_iteration_s=1.0, per_token_s=0.125)
     config = replace(CONFIG, max_slots=8, slot_buckets=(), head_buckets=(), max_decode_iterations=2)
     bulk = [
         WorkloadItem(prompt_token_ids=(1,) * 60, num_output_tokens=4, max_tokens=4, arrival_s=at)
-        for at in np.linspace(22, 55, 12).tolist()
+        for at in np.linspace(22, 100, 30).tolist()
     ]
 
     def served(bound_s: float) -> tuple[float, float]:
         """Return the seconds of the bounded answer, and those until all have ended."""
         items = [_item(45), _item(40, 20.0, bound_s), *bulk]
         run = simulate(items, PRESETS["auto"], config, cost, progress=False)
-        assert [len(c.token_ids) for c in run.completions] == [45, 40, *[4] * 12]
+        assert [len(c.token_ids) for c in run.completions] == [45, 40, *[4] * 30]
         return run.completions[1].timing.latency_s or 0.0, run.wall_s
 
-    tight_s = 100.0
-    latency_s, wall_s = served(tight_s)
-    assert latency_s <= tight_s
     loose_s, loose_wall_s = served(1000.0)
-    assert loose_s > tight_s
-    assert wall_s <= 1.5 * loose_wall_s
+    for tight_s in (80.0, 110.0, 150.0):
+        latency_s, wall_s = served(tight_s)
+        assert 0.9 * tight_s < latency_s <= tight_s < loose_s
+        assert wall_s <= 1.1 * loose_wall_s
 
 
 def test_a_bound_is_a_number_of_seconds():

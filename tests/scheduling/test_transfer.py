@@ -36,7 +36,14 @@ def _answer(engine: Engine, prompt: tuple[int, ...], num_tokens: int, name: str)
     padded = EncoderPrompts(start_token_id=0, page_size=4).around(prompt)
     whole, encoded, padding = padded if engine.scheduler.config.has_encoder else (prompt, 0, 0)
     params = SamplingParams(max_tokens=num_tokens)
-    request = Request(name, whole, params, arrival_s=0.0, num_encoded=encoded, num_padding=padding)
+    request = Request(
+        id=name,
+        prompt=whole,
+        params=params,
+        arrival_s=0.0,
+        num_encoded=encoded,
+        num_padding=padding,
+    )
     [sequence] = engine.add(request)
     while sequence.finish_reason is None:
         engine.step()
@@ -63,7 +70,9 @@ def test_pages_are_read_while_others_run_and_again_later():
     """Steps in flight go on, and the pages of an answer that runs can be read, too."""
     engine, other = _engine(), _engine()
     wanted = _answer(_engine(), PROMPT, 12, "alone")
-    [sequence] = engine.add(Request("a", PROMPT, SamplingParams(max_tokens=12), arrival_s=0.0))
+    [sequence] = engine.add(
+        Request(id="a", prompt=PROMPT, params=SamplingParams(max_tokens=12), arrival_s=0.0)
+    )
     for _ in range(3):
         engine.step()
     assert sequence.finish_reason is None

@@ -152,8 +152,8 @@ class MeasuredCost:
         times, config = self.times, self._config
         prompt = max(self.input_tokens, 1.0)
         most = float(config.token_buckets[-1])
-        if times.encode_s:  # prompts are not cut
-            most = max(1.0, np.floor(most / prompt)) * prompt
+        if times.encode_s:  # prompts are not cut, so a part of the last one's room is empty
+            most = max(prompt, most - prompt / 2)
         tokens = num_tokens[..., None] * _SPREAD
         num_full = np.floor(tokens / most)
         body_s = self._body_s(times.encode_s or times.prefill_s)

@@ -33,6 +33,15 @@ class Ratio:
         return self.numerator / self.denominator if self.denominator else None
 
 
+def tokens_to_encode(sequence: Sequence) -> int:
+    """Return the tokens without KV of a waiting sequence.
+
+    Of an encoder's prompt neither its padding counts, nor the decoder's start token.
+    """
+    request = sequence.request
+    return sequence.num_uncomputed - (request.num_padding + 1 if request.num_encoded else 0)
+
+
 @final
 @dataclass
 class EncodeBatch:
@@ -111,7 +120,7 @@ class Workload:
         candidate = step.first_admissible()
         if candidate is None:
             return None
-        num_tokens = candidate.num_uncomputed
+        num_tokens = tokens_to_encode(candidate)
         if not self._takes(num_tokens, len(step.running), batch):
             return None
         batch.add(num_tokens)

@@ -6,7 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, final
 
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.scheduling.iteration.encode_batch import EncodeBatch, Ratio, Workload
+from jaxserve.scheduling.iteration.encode_batch import (
+    EncodeBatch,
+    Ratio,
+    Workload,
+    tokens_to_encode,
+)
 from jaxserve.scheduling.policy import StepBuilder
 from jaxserve.scheduling.sequence import Phase, Sequence
 
@@ -118,7 +123,7 @@ class RRA:
         while step.num_tokens_left:
             sequence = step.make_way()
             if sequence is not None:
-                state.batch.add(sequence.num_uncomputed)
+                state.batch.add(tokens_to_encode(sequence))
                 sequence = step.admit()
             elif sum(each.request.due_s is None for each in step.running) < most:
                 sequence = workload.next_of(step, state.batch)

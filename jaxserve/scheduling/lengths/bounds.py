@@ -10,28 +10,25 @@ A request with a bound is in one of three cases.
 - Once it has begun it is not refused any more.
 
 Sequences without a bound wait while the computation of their prompts would make a running one with
-a bound late (`Slack`).
+a bound late (`lengths.slack`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import BoundNotMetError
 from jaxserve.core.request import Request
-from jaxserve.scheduling.lengths.outlook import expected_tokens, outlooks
+from jaxserve.scheduling.lengths.outlook import outlooks
+from jaxserve.scheduling.lengths.slack import alone_s
 from jaxserve.scheduling.lengths.tracker import LengthTracker
-from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
     from jaxserve.scheduling.scheduler import Scheduler
-
-# Share by which the expected seconds of an answer may be wrong, in both directions.
-_MARGIN = 0.1
 
 
 def expected_late(
@@ -70,52 +67,9 @@ def too_late(
     if request.due_s is None:
         return None
     passed_s = now_s - request.arrival_s
-    tokens = expected_tokens(lengths, samples)
-    alone_s = max(_alone_s(*each, config, pace) for each in zip(samples, tokens, strict=True))
-    return _late(request, sum(tokens), passed_s, passed_s + alone_s)
-
-
-@final
-class Slack:
-    """The time that running sequences with a bound have left, in one step.
-
-    Args:
-      bounded: those sequences.
-      keys: their places in the policy's order.
-    """
-
-    def __init__(
-        self,
-        bounded: Seq[Sequence],
-        keys: OrderKeys,
-        lengths: LengthTracker,
-        config: EngineConfig,
-        pace: Pace,
-        now_s: float,
-    ):
-        self._keys = keys
-        self._config = config
-        self._prompt_s = max(0.0, pace.prefill_s - pace.decode_s)
-        # Of each sequence: its place, the seconds that it has left, and those that it needs.
-        self._left: list[tuple[Sequence, float, float]] = []
-        for sequence, tokens in zip(bounded, expected_tokens(lengths, bounded), strict=True):
-            if sequence.request.due_s is not None:
-                alone_s = _alone_s(sequence, tokens, config, pace)
-                self._left.append((sequence, sequence.request.due_s - now_s, alone_s))
-
-    def is_too_small_for(self, sequence: Sequence) -> bool:
-        """Return whether a sequence has to wait so that those before it in order are in time.
-
-        It has to if the steps that compute its prompt would make one of them late, and that one
-        can be in time without them.
-        """
-        num_steps = -(-sequence.num_uncomputed // self._config.max_step_tokens)
-        for each, left_s, alone_s in self._left:
-            if self._keys.of(each) < self._keys.of(sequence):
-                needed_s = (1 + _MARGIN) * alone_s + num_steps * self._prompt_s
-                if (1 - _MARGIN) * alone_s <= left_s < needed_s:
-                    return True
-        return False
+    tokens = lengths.expected_tokens(samples)
+    needed_s = max(alone_s(*each, config, pace) for each in zip(samples, tokens, strict=True))
+    return _late(request, sum(tokens), passed_s, passed_s + needed_s)
 
 
 def _making_way(scheduler: Scheduler, request: Request) -> set[Sequence]:
@@ -130,12 +84,6 @@ def _making_way(scheduler: Scheduler, request: Request) -> set[Sequence]:
     return {
         each for each in scheduler.running if each.request.due_s is None and keys.of(each) > place
     }
-
-
-def _alone_s(sequence: Sequence, tokens: float, config: EngineConfig, pace: Pace) -> float:
-    """Return the seconds of a sequence from now on if it runs, and no prompt but its own does."""
-    iteration_s = min(pace.iteration_s, pace.decode_s)
-    return (sequence.num_uncomputed / config.max_step_tokens + tokens) * iteration_s
 
 
 def _late(

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-import numpy as np
-
-from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -51,7 +47,7 @@ def outlooks(
     running = [each for each in scheduler.running if each not in without]
     config, num_running = scheduler.config, len(running)
     sequences = [*running, *scheduler.waiting]
-    tokens = expected_tokens(scheduler.lengths, sequences)
+    tokens = scheduler.lengths.expected_tokens(sequences)
     pages = [_pages(scheduler, *each) for each in zip(sequences, tokens, strict=True)]
     # Iterations that each sequence runs for; then, from now, when it begins and ends.
     lasts = [
@@ -96,17 +92,3 @@ def _pages(scheduler: Scheduler, sequence: Sequence, num_tokens: float) -> int:
     return sequence.kv.table.reservation or sequence.kv.table.pages_for(
         scheduler.tokens_to_reserve(sequence)
     )
-
-
-def expected_tokens(lengths: LengthTracker, sequences: Seq[Sequence]) -> list[float]:
-    """Return the expected output tokens still to come of each sequence.
-
-    One of whose length nothing is known is taken to go to its limit.
-    """
-    forecast = lengths.forecast(sequences)
-    if forecast is None:
-        return [float(sequence.num_outputs_left) for sequence in sequences]
-    expected = forecast.expected_remaining()
-    unknown = np.asarray([lengths.estimate(sequence) is None for sequence in sequences])
-    limits = np.asarray([sequence.num_outputs_left for sequence in sequences], np.float64)
-    return np.where(unknown, limits, expected).tolist()

@@ -129,6 +129,18 @@ class LengthTracker:
             np.asarray([sequence.num_outputs_left for sequence in sequences]),
         )
 
+    def expected_tokens(self, sequences: Seq[Sequence]) -> list[float]:
+        """Return the expected output tokens still to come of each sequence.
+
+        One of whose length nothing is known is taken to go to its limit.
+        """
+        limits = [float(sequence.num_outputs_left) for sequence in sequences]
+        forecast = self.forecast(sequences)
+        if forecast is None:
+            return limits
+        unknown = np.asarray([self.estimate(sequence) is None for sequence in sequences])
+        return np.where(unknown, limits, forecast.expected_remaining()).tolist()
+
     def _set(self, key: int, estimate: LengthEstimate) -> None:
         self._newest[key] = estimate
         if self._table is None:

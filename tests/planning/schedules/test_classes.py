@@ -150,26 +150,25 @@ def test_an_infeasible_class_is_named():
 
 
 def test_a_schedule_between_the_best_of_each_bound_is_found():
-    """Two bounds, from tight to loose: the best of all schedules that keep both is found.
+    """A first token in time, and a class: the best of all schedules that keep both is found.
 
     Under some of them neither the best schedule under one bound alone nor that under the other one
     keeps both.
     """
     rng = random.Random(5)
     lengths = lengths_of([(rng.randint(20, 100), rng.randint(8, 120)) for _ in range(200)])
-    [lowest_s] = _lowest(lengths, LatencyBounds(latency_s=1e-6))
-    tight = RequestClass(latency_bound_s=1e-6, max_answer_tokens=20, num_running=1)
+    [lowest_s] = _lowest(lengths, LatencyBounds(first_token_s=1e-6))
+    tight = RequestClass(latency_bound_s=1e-6, max_answer_tokens=40, num_running=1)
     [own_s] = _lowest(lengths, LatencyBounds(), tight)
-    num_between = num_infeasible = 0
-    for share, own_share in itertools.product((1.01, 1.05, 1.1, 1.3, 1.8), repeat=2):
-        bounds = LatencyBounds(latency_s=share * lowest_s)
+    num_between = 0
+    for share, own_share in itertools.product((0.99, 1.01, 1.2, 1.8, 2.5), repeat=2):
+        bounds = LatencyBounds(first_token_s=share * lowest_s)
         each = replace(tight, latency_bound_s=own_share * own_s)
         expected = _best(lengths, bounds, each)
         try:
             plan = PLANNER.plan(lengths, bounds, num_lengths=200, classes=[each])
         except InfeasibleBoundError:
             assert expected is None, (share, own_share)
-            num_infeasible += 1
             continue
         assert expected is not None and plan.keeps_bounds, (share, own_share)
         assert plan.answers_per_s == pytest.approx(expected, rel=1e-6), (share, own_share)
@@ -182,7 +181,7 @@ def test_a_schedule_between_the_best_of_each_bound_is_found():
             for one in alone
         ]
         num_between += not any(one.keeps_bounds for one in both)
-    assert num_between and num_infeasible
+    assert num_between >= 2
 
 
 def _lowest(lengths: TaskLengths, bounds: LatencyBounds, *classes: RequestClass) -> list[float]:

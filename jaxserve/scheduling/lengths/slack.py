@@ -1,0 +1,67 @@
+"""The time that running answers with a latency bound have left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import final
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.scheduling.lengths.tracker import LengthTracker
+from jaxserve.scheduling.order_keys import OrderKeys
+from jaxserve.scheduling.pace import Pace
+from jaxserve.scheduling.sequence import Sequence
+
+# Share by which the expected seconds of an answer may be wrong, in both directions.
+_MARGIN = 0.2
+
+
+@final
+class Slack:
+    """The time that running sequences with a bound have left, in one step.
+
+    Args:
+      bounded: those sequences.
+      keys: their places in the policy's order.
+    """
+
+    def __init__(
+        self,
+        bounded: Seq[Sequence],
+        keys: OrderKeys,
+        lengths: LengthTracker,
+        config: EngineConfig,
+        pace: Pace,
+        now_s: float,
+    ):
+        self._keys = keys
+        self._config = config
+        self._prompt_s = max(0.0, pace.prefill_s - pace.decode_s)
+        # Of each sequence: its place, the seconds that it has left, and those that it needs.
+        self._left: list[tuple[Sequence, float, float]] = []
+        for sequence, tokens in zip(bounded, lengths.expected_tokens(bounded), strict=True):
+            if sequence.request.due_s is not None:
+                needed_s = alone_s(sequence, tokens, config, pace)
+                self._left.append((sequence, sequence.request.due_s - now_s, needed_s))
+
+    def is_too_small_for(self, sequence: Sequence) -> bool:
+        """Return whether a sequence has to wait so that those before it in order are in time.
+
+        It has to if the steps that compute its prompt would make one of them late, and that one
+        can be in time without them.
+        """
+        num_steps = -(-sequence.num_uncomputed // self._config.max_step_tokens)
+        for each, left_s, alone in self._left:
+            if self._keys.of(each) < self._keys.of(sequence):
+                # Its steps in flight may compute prompts, too.
+                num_mixed = num_steps + each.num_in_flight
+                needed_s = (1 + _MARGIN) * alone + num_mixed * self._prompt_s
+                if (1 - _MARGIN) * alone <= left_s < needed_s:
+                    return True
+        return False
+
+
+def alone_s(sequence: Sequence, tokens: float, config: EngineConfig, pace: Pace) -> float:
+    """Return the seconds of a sequence from now on if it runs, and no prompt but its own does."""
+    iteration_s = min(pace.iteration_s, pace.decode_s)
+    tokens += sequence.num_planned_outputs - len(sequence.output)  # those in flight
+    return (sequence.num_uncomputed / config.max_step_tokens + tokens) * iteration_s
