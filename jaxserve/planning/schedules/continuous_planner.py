@@ -18,9 +18,6 @@ from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Played, Player
 from jaxserve.scheduling.iteration.unified import Unified
 
-# Share of preempted answers from which on memory limits the sequences that run.
-_PREEMPTED = 0.01
-
 
 @final
 @dataclass(frozen=True)
@@ -54,7 +51,8 @@ class ContinuousSpace:
       beyond it they take longer at once. So each size is simulated.
     - Latencies rise with the number of sequences. Between two sizes of which only the smaller one
       keeps the bounds, the largest number that does is found by bisection.
-    - So is the largest number of sequences that fit in memory without preemption.
+    - Where memory is short, fewer sequences may serve more. So the search goes on below the best
+      number, half way to the next size, as long as that serves more.
     """
 
     player: Player
@@ -77,9 +75,10 @@ class ContinuousSpace:
         for low, high in zip(sizes, sizes[1:], strict=False):
             if score_of(low) > 0 and not score_of(high) and self._may_gain(high, scores):
                 _largest(low, high, lambda size: score_of(size) > 0)
-            if score_of(low) > 0 and not self._is_preempted(low) and self._is_preempted(high):
-                score_of(_largest(low, high, lambda size: not self._is_preempted(size)))
         best = max(scores, key=lambda size: scores[size])
+        below = max((size for size in sizes if size < best), default=0)
+        while best - below > 1 and score_of(fewer := (below + best) // 2) > scores[best]:
+            best = fewer
         return self.of(best)[0] if scores[best] > 0 else None
 
     def nearest(self, schedule: Schedule) -> Schedule:
@@ -123,9 +122,6 @@ class ContinuousSpace:
     def _played(self, max_running: int) -> Played:
         shape = Unified(max_running=max_running)
         return self.player.play(shape, self.lengths, max_running)
-
-    def _is_preempted(self, max_running: int) -> bool:
-        return self._played(max_running).preempted_share > _PREEMPTED
 
     def _may_gain(self, high: int, scores: dict[int, float]) -> bool:
         """Whether fewer sequences than `high` may serve more than the best size so far."""
