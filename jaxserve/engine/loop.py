@@ -23,7 +23,7 @@ from jaxserve.engine.answers import Answer
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.execution.device_errors import is_out_of_memory
-from jaxserve.scheduling.scheduler import Progress
+from jaxserve.scheduling.collect import Progress
 from jaxserve.scheduling.sequence import Phase
 
 _T = TypeVar("_T")
@@ -65,6 +65,8 @@ class EngineLoop:
         self._one_pause = threading.Lock()
         self._pause: _Pause | None = None
         self._failure: JaxserveError | None = None
+        # Whether something may be left to do while nothing else is.
+        self._may_use_idle_time = False
         self._answers: dict[str, Answer] = {}
         self._by_sequence: dict[int, Answer] = {}
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
@@ -195,7 +197,7 @@ class EngineLoop:
             self._stand_still(pause)
         with self._changed:
             while not (self._arrived or self._cancelled or self._is_closing or self._is_due()):
-                if self._pause is not pause or self._questions:
+                if self._pause is not pause or self._questions or self._has_idle_work():
                     break
                 self._engine.stats.end_busy_period()
                 wake_s = self._engine.idle_until_s if self._engine.has_work else None
@@ -209,6 +211,9 @@ class EngineLoop:
         for answer in arrived:
             answer.begin(self._engine.add(answer.request))
             self._by_sequence.update((s.key, answer) for s in answer.sequences)
+            for sequence in answer.sequences:
+                if sequence.output:  # what a grammar forces before any step
+                    answer.deliver(sequence, self._engine.scheduler)
             self._settle(answer)
         for request_id in cancelled:
             self._cancel(request_id)
@@ -248,10 +253,16 @@ class EngineLoop:
         wake_s = self._engine.idle_until_s
         return self._engine.has_work and (wake_s is None or wake_s <= self._clock.now())
 
+    def _has_idle_work(self) -> bool:
+        return self._may_use_idle_time and not self._engine.has_work
+
     def _iterate(self) -> None:
-        if not self._engine.has_work:
-            return
-        self._deliver(self._engine.step())
+        if self._engine.has_work:
+            self._deliver(self._engine.step())
+            self._may_use_idle_time = True
+        elif self._may_use_idle_time:
+            self._engine.stats.end_busy_period()
+            self._may_use_idle_time = self._engine.use_idle_time()
 
     def _deliver(self, all_news: Iterable[Progress]) -> None:
         scheduler = self._engine.scheduler

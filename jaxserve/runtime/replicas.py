@@ -16,6 +16,7 @@ from jaxserve.core.errors import InvalidRequestError, JaxserveError
 from jaxserve.core.request import Completion
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.loop import EngineLoop, Running
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.execution.memory_plan import PoolSize
@@ -69,6 +70,7 @@ class Replicas:
         closes them afterwards.
       logs: logs that get every request that ends.
       disks: a disk tier for each executor; empty for no disk tiers.
+      grammars: the compiled grammars that all engines share; None without a tokenizer.
 
     Attributes:
       all: the replicas, in the order of the mesh's `data` axis.
@@ -81,9 +83,10 @@ class Replicas:
         clock: Clock,
         logs: Sequence[RequestLog] = (),
         disks: Sequence[DiskTier] = (),
+        grammars: Grammars | None = None,
     ):
         engines = [
-            Engine(executor, policy, clock, replica=index, disk=disk)
+            Engine(executor, policy, clock, replica=index, disk=disk, grammars=grammars)
             for index, ((executor, _), disk) in enumerate(
                 zip(executors, disks or [None] * len(executors), strict=True)
             )
