@@ -68,7 +68,7 @@ class Player:
 
     A simulation has the engine's policy with another iteration shape, its page accounting, and its
     step times. Nothing is cached between requests, because plans take prompts as computed, and no
-    length is predicted. It takes tenths of a second, and gives the same figures every time.
+    length is predicted. It takes tenths of a second, and gives the same figures every time. Threads may share it.
 
     Args:
       config: returns the engine's present configuration.
@@ -122,25 +122,37 @@ class Player:
             seed,
             *(part.tobytes() for part in parts),
         )
-        if known not in self._known:
+        played = self._known.get(known)
+        if played is None:
+            played = self._simulated(iteration, config, lengths, num_running, warm_up, seed)
             if len(self._known) >= _MOST_KEPT:
                 self._known.clear()
-            policy = replace(self._policy, iteration=iteration)
-            engine, clock, builder = simulated_engine(policy, config, self.times)
-            trace = _Trace(lengths.outputs.percentile(lengths.level))
-            requests = DrawnRequests(lengths, config, seed=seed)
-            while not trace.is_enough(num_running):
-                while engine.scheduler.num_waiting < config.max_slots:
-                    engine.add(builder.build_item(requests.next(), clock.now()))
-                news = engine.step()
-                trace.add(news, clock.now(), len(engine.scheduler.running))
-                if trace.num_ended >= warm_up * num_running:
-                    trace.begin(clock.now())
-            self.num_played += 1
-            # Answers that were cut are shorter than the distribution's.
-            mean_tokens = lengths.outputs.mean * requests.uncut_share
-            self._known[known] = trace.played(mean_tokens)
-        return self._known[known]
+            self._known[known] = played
+        return played
+
+    def _simulated(
+        self,
+        iteration: IterationShape[Any],
+        config: EngineConfig,
+        lengths: TaskLengths,
+        num_running: float,
+        warm_up: float,
+        seed: int,
+    ) -> Played:
+        self.num_played += 1
+        policy = replace(self._policy, iteration=iteration)
+        engine, clock, builder = simulated_engine(policy, config, self.times)
+        trace = _Trace(lengths.outputs.percentile(lengths.level))
+        requests = DrawnRequests(lengths, config, seed=seed)
+        while not trace.is_enough(num_running):
+            while engine.scheduler.num_waiting < config.max_slots:
+                engine.add(builder.build_item(requests.next(), clock.now()))
+            news = engine.step()
+            trace.add(news, clock.now(), len(engine.scheduler.running))
+            if trace.num_ended >= warm_up * num_running:
+                trace.begin(clock.now())
+        # Answers that were cut are shorter than the distribution's.
+        return trace.played(lengths.outputs.mean * requests.uncut_share)
 
 
 @final
