@@ -163,10 +163,10 @@ def test_an_engine_is_measured_once(token_model, lengths, tmp_path, monkeypatch)
     assert said["lengths"] == "60 answers of lengths.csv"
     assert said["chosen"][0]["policy"] in ("rra", "continuous")
     picture = tmp_path / "frontier.png"
-    limited = _run(*asked, "--policies", "continuous", "--picture", str(picture))
+    limited = run(*asked, "--policies", "continuous", "--picture", str(picture))
     assert "chosen for no bound" in limited.stdout and "continuous" in limited.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert _run(*asked, "--policies", "waa").exit_code == 2
+    assert run(*asked, "--policies", "waa").exit_code == 2
     # A damaged file that is named is refused.
     kept.write_text("{}")
     named = run(*asked, "--profile", str(kept))

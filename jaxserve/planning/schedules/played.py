@@ -68,7 +68,8 @@ class Player:
 
     A simulation has the engine's policy with another iteration shape, its page accounting, and its
     step times. Nothing is cached between requests, because plans take prompts as computed, and no
-    length is predicted. It takes tenths of a second, and gives the same figures every time. Threads may share it.
+    length is predicted. It takes tenths of a second, and gives the same figures every time. Threads
+    may share it.
 
     Args:
       config: returns the engine's present configuration.
