@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
@@ -20,11 +19,11 @@ from jaxserve.core.errors import (
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-class BaseCell(ABC):
+class BaseCell:
     """A unit of computation with named inputs and outputs, of which graphs have many nodes.
 
     Calling a cell makes a node. Cells with equal keys are one type: their nodes are batched
-    together.
+    together. Its subclasses are `Cell`, `Repeat` and `SimulatedCell`.
 
     Args:
       key: identity of the type: the computation, its weights and its signature.
@@ -122,8 +121,8 @@ class BaseCell(ABC):
         else:
             given = f"{value!r} of type {type(value).__name__}"
         raise InputMismatchError(
-            f"{label}: input {name!r} was given {given}; it must be {spec}, from another node or as "
-            "a NumPy array, or a number that this dtype holds"
+            f"{label}: input {name!r} was given {given}; it must be {spec}, from another node or "
+            "as a NumPy array, or a number that this dtype holds"
         )
 
 

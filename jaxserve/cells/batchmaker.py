@@ -133,7 +133,7 @@ class _Queue:
 
 @final
 class BatchMakerScheduler:
-    """See `CellScheduler` and `BatchMaker`. A node takes constant time, amortised, on one worker."""
+    """See `CellScheduler` and `BatchMaker`. On one worker a node takes amortised constant time."""
 
     wake_s = None
 

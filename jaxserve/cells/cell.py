@@ -156,7 +156,7 @@ def _outputs_of(module: nnx.Module, inputs: Mapping[str, ValueSpec], name: str):
     except Exception as error:
         raise InvalidCellError(
             f"cell {name!r}: the module fails with inputs "
-            f"{', '.join(f'{key}: {spec}' for key, spec in inputs.items())}, each with a batch axis "
+            f"{_listed(inputs)}, each with a batch axis "
             f"({type(error).__name__}: {error}); pass the inputs that its __call__ takes"
         ) from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
@@ -197,6 +197,6 @@ def _check_until(name: str, until: Callable[..., Any], cell: Cell) -> None:
     found = jax.eval_shape(until, _batched(cell.outputs, _PROBE_SIZE))
     if found.shape != (_PROBE_SIZE,) or found.dtype != bool:
         raise InvalidCellError(
-            f"cell {name!r}: until returns {found.dtype}{list(found.shape)} for {_PROBE_SIZE} rows; "
-            "return one bool per row"
+            f"cell {name!r}: until returns {found.dtype}{list(found.shape)} for {_PROBE_SIZE} "
+            "rows; return one bool per row"
         )
