@@ -35,6 +35,7 @@ class BaseCell:
         task of fewer nodes than the first is submitted only if there is no other.
       is_loop: whether a node repeats the cell until its own outputs say that it has ended.
       emits: a loop's outputs whose values of all steps a graph may return.
+      carry: a loop's input -> the output of the last step that it takes.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class BaseCell:
         batch_sizes: Sequence[int] = BATCH_SIZES,
         is_loop: bool = False,
         emits: Sequence[str] = (),
+        carry: Mapping[str, str] | None = None,
     ):
         sizes = tuple(batch_sizes)
         if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
@@ -67,6 +69,7 @@ class BaseCell:
         self.batch_sizes = sizes
         self.is_loop = is_loop
         self.emits = tuple(emits)
+        self.carry = dict(carry or {})
         self.output_index = {output: index for index, output in enumerate(self.outputs)}
         # Scalars of these inputs need no conversion.
         self._counts = [
@@ -136,14 +139,20 @@ class Node:
     Attributes:
       inputs: outputs of other nodes and constants, in the order of the cell's inputs.
       max_steps: most times that the cell runs; 1 except for loops.
+      is_placed: whether a graph has the node. Later graphs may take its outputs, and do not compute
+        it again.
     """
 
-    __slots__ = ("cell", "inputs", "max_steps")
+    __slots__ = ("cell", "inputs", "max_steps", "is_placed")
 
     def __init__(self, cell: BaseCell, inputs: tuple[Output | Constant, ...], max_steps: int = 1):
         self.cell = cell
         self.inputs = inputs
         self.max_steps = max_steps
+        self.is_placed = False
+
+    def place(self) -> None:
+        self.is_placed = True
 
     def __getitem__(self, name: str) -> Output:
         index = self.cell.output_index.get(name)

@@ -121,9 +121,9 @@ class Repeat(BaseCell):
             batch_sizes=cell.batch_sizes if batch_sizes is None else batch_sizes,
             is_loop=True,
             emits=emits,
+            carry=carry,
         )
         self.cell = cell
-        self.carry = dict(carry)
         self.until = until
 
     def __call__(self, *, max_steps: int, **inputs: Any) -> Node:

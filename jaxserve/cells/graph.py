@@ -29,7 +29,7 @@ MAX_NODES = 100_000
 
 @final
 class Graph:
-    """The nodes that outputs depend on.
+    """The nodes that outputs depend on. A node belongs to the first graph that it is in.
 
     Args:
       outputs: the values that the request returns, by name: an output of a node, a list of outputs
@@ -37,7 +37,8 @@ class Graph:
       then: function on the host that gets the outputs' values and returns the next graph, or the
         request's values. It must not block: it runs on the runtime's thread. By default the
         outputs are the request's values.
-      keep: outputs that stay on the device, so that the next graph may take them as inputs.
+      keep: outputs that stay on the device, so that the graph that `then` returns may take them as
+        inputs.
       max_nodes: the most nodes; a runtime may accept fewer.
 
     Attributes:
@@ -65,7 +66,13 @@ class Graph:
             raise EmptyGraphError("the graph has no outputs; pass at least one output of a node")
         roots = [out.node for result in self.outputs.values() for out in parts_of(result)]
         roots += [output.node for output in self.keep]
-        self.nodes = _sorted(roots, max_nodes)
+        self.nodes = _sorted([node for node in roots if not node.is_placed], max_nodes)
+        if not self.nodes:
+            raise EmptyGraphError(
+                "the graph has no nodes that an earlier graph does not have; call a cell"
+            )
+        for node in self.nodes:
+            node.place()
 
     @classmethod
     def from_edges(
@@ -142,7 +149,7 @@ def _sorted(roots: Sequence[Node], max_nodes: int) -> tuple[Node, ...]:
             continue
         num_before = len(stack)
         for value in node.inputs:
-            if type(value) is Output and value.node not in done:
+            if type(value) is Output and value.node not in done and not value.node.is_placed:
                 stack.append(value.node)
         if len(stack) == num_before:
             done[node] = None
