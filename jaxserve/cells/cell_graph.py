@@ -47,6 +47,11 @@ class CellGraph:
         return tuple(map(tuple, found))
 
     @cached_property
+    def first(self) -> tuple[int, ...]:
+        """The nodes without predecessors."""
+        return tuple(node for node, before in enumerate(self.predecessors) if not before)
+
+    @cached_property
     def depths(self) -> tuple[int, ...]:
         """For each node, the number of edges on the longest path to it."""
         depths: list[int] = []
