@@ -39,6 +39,11 @@ class SafetensorsSource:
         expected = _files_and_tensors(Path(folder))
         for file_name, names in expected.items():
             path = Path(folder) / file_name
+            # A name such as "../other" would read what the user did not name. Links are followed:
+            # the cache of the Hugging Face hub keeps its files elsewhere.
+            if Path(file_name).name != file_name:
+                problems.append(f"the index names {file_name!r}, which is not a file of the folder")
+                continue
             if not path.is_file():
                 problems.append(f"file {file_name} is missing")
                 continue

@@ -238,6 +238,12 @@ class StreamDecoder:
         """Return the text that `token_ids` complete; "" while a character is incomplete."""
         return "".join(map(self._push_one, token_ids))
 
+    def kept(self) -> str:
+        """Return the complete characters of the tokens that `push` has returned no text of yet."""
+        if len(self._ids) == self._num_read:
+            return ""
+        return self._decode(self._ids)[len(self._context) :].rstrip("\ufffd")
+
     def flush(self) -> str:
         """Return the text of kept bytes, U+FFFD for incomplete characters, and start over."""
         rest = self._decode(self._ids)[len(self._context) :]
