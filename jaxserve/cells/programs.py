@@ -77,10 +77,10 @@ class _Tasks:
         self._type = t
         self._graphdef = graphdef
         self._tree = tree
-        done = (layout.done_pool,) if t.is_loop else ()
-        self.pools = tuple(sorted({*t.pools, *done}))
+        done_pool = layout.done_pool if t.is_loop else None
+        self.pools = tuple(sorted({*t.pools, *([] if done_pool is None else [done_pool])}))
         self._number = {pool: number for number, pool in enumerate(self.pools)}
-        self._done = self._number[layout.done_pool] if t.is_loop else None
+        self._done = None if done_pool is None else self._number[done_pool]
         cell: Any = t.cell
         self._until = cell.until if t.is_loop else None
         outputs = list(cell.outputs)

@@ -300,9 +300,10 @@ def test_the_records_make_a_report(runtime: CellRuntime):
 def test_several_devices():
     """Values follow the nodes that take them from device to device."""
     options = {"devices": jax.devices()[:3], "max_tasks_to_submit": 1, "max_in_flight": 1}
-    some = [CELLS[name] for name in ("embed", "recurrent", "merge")]
+    some = [CELLS[name] for name in ("embed", "recurrent", "merge", "decode")]
     with CellRuntime(some, unfold, slot_memory="64KiB", progress=False, **options) as rt:
-        items = [item for item in random_items(60, 4) if isinstance(item, Sentence | Tree)]
+        kinds = (Sentence, Tree, Answer)
+        items = [item for item in random_items(60, 4) if isinstance(item, kinds)]
         for item, completion in zip(items, rt.generate(items), strict=True):
             check(item, completion)
         assert {step.group for step in rt.records.steps} == {0, 1, 2}
