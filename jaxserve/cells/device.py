@@ -32,7 +32,7 @@ from jaxserve.execution.device_errors import out_of_memory_as
 class _Worker:
     """The arrays of one device. A function that gets a pool donates it, and the result follows."""
 
-    def __init__(self, device: jax.Device, programs: CellPrograms, pools: Sequence[jax.Array]):
+    def __init__(self, device: Any, programs: CellPrograms, pools: Sequence[jax.Array]):
         self.device = device
         self.pools = list(pools)
         self.params = [jax.device_put(params, device) for params in programs.params]
@@ -44,7 +44,7 @@ class DeviceCells:
 
     Args:
       layout: of `Cell` and `Repeat` objects.
-      devices: one worker runs on each.
+      devices: JAX's devices; one worker runs on each.
       num_slots: slots of each pool on each device; as many of every pool.
       max_fused: most tasks of one type and size that one call of an executable runs.
 
@@ -55,7 +55,7 @@ class DeviceCells:
     def __init__(
         self,
         layout: Layout,
-        devices: Sequence[jax.Device],
+        devices: Sequence[Any],
         *,
         num_slots: Sequence[int],
         max_fused: int = 5,

@@ -38,7 +38,7 @@ class TaskFunction(Protocol):
         params: tuple[Array, ...],
         pools: tuple[Array, ...],
         rows: Int32[Array | np.ndarray, "tasks rows batch"],
-        num_tasks: Int32[Array | np.ndarray, ""],
+        num_tasks: Int32[Array | np.ndarray, ""] | np.int32,
     ) -> tuple[tuple[Array, ...], UInt8[Array, "tasks batch"], tuple[Array, ...]]: ...
 
 
@@ -78,7 +78,8 @@ class _Tasks:
         self._graphdef = graphdef
         self._tree = tree
         done_pool = layout.done_pool if t.is_loop else None
-        self.pools = tuple(sorted({*t.pools, *([] if done_pool is None else [done_pool])}))
+        pools = set(t.pools) if done_pool is None else {*t.pools, done_pool}
+        self.pools: tuple[int, ...] = tuple(sorted(pools))
         self._number = {pool: number for number, pool in enumerate(self.pools)}
         self._done = None if done_pool is None else self._number[done_pool]
         cell: Any = t.cell

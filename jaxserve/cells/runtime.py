@@ -80,7 +80,7 @@ class CellRuntime:
         cells: Sequence[BaseCell],
         unfold: Callable[[Any], Graph],
         *,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Any] | None = None,
         policy: CellPolicy | None = None,
         max_tasks_to_submit: int = 5,
         max_in_flight: int = 2,
