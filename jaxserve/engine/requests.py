@@ -16,6 +16,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import EncoderPrompts, Request, drawn_seed
 from jaxserve.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxserve.engine.grammars import Grammars
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.workload import WorkloadItem
 
@@ -89,6 +90,7 @@ class RequestBuilder:
         token, which changes when the page pool is resized.
       seed: seed of requests that do not set one.
       encoder: what an encoder-decoder model adds to prompts; None for other models.
+      grammars: compiles the grammars of requests; None without a tokenizer.
     """
 
     def __init__(
@@ -100,7 +102,9 @@ class RequestBuilder:
         max_prompt_tokens: Callable[[], int],
         seed: int,
         encoder: EncoderPrompts | None = None,
+        grammars: Grammars | None = None,
     ):
+        self._grammars = grammars
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
@@ -124,6 +128,7 @@ class RequestBuilder:
 
         Raises:
           InvalidRequestError: the prompt cannot be served; one of its subclasses.
+          MissingExtraError: it has a grammar, and the package that compiles it is not installed.
         """
         number = next(self._numbers)
         if request_id is not None and request_id.startswith(_OWN_IDS):
@@ -251,6 +256,13 @@ class RequestBuilder:
                 f"prompt_logprobs={params.prompt_logprobs}: the prompt of an encoder-decoder model "
                 "has no log-probabilities, since its encoder predicts no tokens; leave it out"
             )
+        if params.constraint is not None:
+            if self._grammars is None:
+                raise InvalidSamplingParamsError(
+                    "a grammar was given, and this runtime has no tokenizer, of whose tokens it "
+                    "would allow some; pass tokenizer= to Runtime"
+                )
+            self._grammars.check(params.constraint)
         eos = () if params.ignore_eos else self._eos_token_ids
         stop_token_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
         if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
