@@ -36,6 +36,7 @@ class BaseCell:
       is_loop: whether a node repeats the cell until its own outputs say that it has ended.
       emits: a loop's outputs whose values of all steps a graph may return.
       carry: a loop's input -> the output of the last step that it takes.
+      ends_by_itself: whether a loop may end before its `max_steps`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class BaseCell:
         is_loop: bool = False,
         emits: Sequence[str] = (),
         carry: Mapping[str, str] | None = None,
+        ends_by_itself: bool = False,
     ):
         sizes = tuple(batch_sizes)
         if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
@@ -70,6 +72,7 @@ class BaseCell:
         self.is_loop = is_loop
         self.emits = tuple(emits)
         self.carry = dict(carry or {})
+        self.ends_by_itself = ends_by_itself
         self.output_index = {output: index for index, output in enumerate(self.outputs)}
         # Scalars of these inputs need no conversion.
         self._counts = [

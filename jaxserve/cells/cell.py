@@ -122,8 +122,9 @@ class Repeat(BaseCell):
             is_loop=True,
             emits=emits,
             carry=carry,
+            ends_by_itself=until is not None,
         )
-        self.cell = cell
+        self.module = cell.module
         self.until = until
 
     def __call__(self, *, max_steps: int, **inputs: Any) -> Node:

@@ -38,6 +38,7 @@ class SimulatedCell(BaseCell):
             priority=priority,
             batch_sizes=batch_sizes,
             is_loop=is_loop,
+            ends_by_itself=is_loop,
         )
 
     def __call__(self, *, max_steps: int = 1, **inputs: Any) -> Node:
