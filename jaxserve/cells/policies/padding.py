@@ -34,10 +34,14 @@ class Padding:
 
     Attributes:
       bucket_width: 10 was best in the thesis.
+      to_longest: whether rows are padded to the longest one of their batch, as loops of TensorFlow
+        and PyTorch do. Otherwise to the longest length of the bucket, for which the thesis
+        materialised a graph.
       max_graphs: the most rows; by default the smallest `max_batch` of the cell types.
     """
 
     bucket_width: int = 10
+    to_longest: bool = False
     max_graphs: int | None = None
 
     def __post_init__(self) -> None:
@@ -51,7 +55,7 @@ class Padding:
 
     @property
     def name(self) -> str:
-        return f"padding_{self.bucket_width}"
+        return f"padding_{self.bucket_width}" + ("_to_longest" if self.to_longest else "")
 
     def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> GraphBatchScheduler:
         """Return a scheduler whose `add` raises InvalidGraphError for graphs that are no chains."""
@@ -70,7 +74,8 @@ class Padding:
             rows = [(member.first, _parts(member.graph, is_loop)) for member in members]
             steps = []
             for index, (type, number) in enumerate(bucket_of(members[0].graph)):
-                for place in range(1 if is_loop[type] else number * width):
+                longest = max(len(parts[index][1]) for _, parts in rows)
+                for place in range(longest if self.to_longest or is_loop[type] else number * width):
                     nodes = [
                         first + parts[index][1][place]
                         for first, parts in rows
