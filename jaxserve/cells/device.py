@@ -9,7 +9,6 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from jaxserve.cells.base import BaseCell
 from jaxserve.cells.executor import CellHandle, TaskResults
 from jaxserve.cells.flat_graph import FlatGraph
 from jaxserve.cells.layout import (
@@ -41,7 +40,7 @@ class DeviceCells:
     """A `CellExecutor` with one worker a device.
 
     Args:
-      cells: `Cell` and `Repeat` objects.
+      layout: of `Cell` and `Repeat` objects.
       devices: one worker runs on each.
       num_slots: slots of each pool on each device; as many of every pool.
       max_fused: most tasks of one type and size that one call of an executable runs.
@@ -52,14 +51,13 @@ class DeviceCells:
 
     def __init__(
         self,
-        cells: Sequence[BaseCell],
+        layout: Layout,
         devices: Sequence[jax.Device],
         *,
         num_slots: Sequence[int],
         max_fused: int = 5,
-        layout: Layout | None = None,
     ):
-        self.layout = Layout(cells) if layout is None else layout
+        self.layout = layout
         self._programs = CellPrograms(self.layout)
         self.num_slots = np.array(num_slots) - NUM_RESERVED_SLOTS
         self._max_fused = max_fused
@@ -125,6 +123,9 @@ class DeviceCells:
 
     def read(self, worker: int, values: Sequence[int]) -> CellHandle:
         return _Handle(worker, (), None, self.layout, (), self._read(worker, list(values)))
+
+    def check_integrity(self) -> None:
+        self._table.check_integrity()
 
     def close(self) -> None:
         self._workers = []
@@ -205,7 +206,7 @@ class DeviceCells:
         return self._programs.read(self._workers[worker].pools[pool], _padded(slots, ZERO_SLOT))
 
     def _fetch(self, worker: int, values: np.ndarray) -> None:
-        """Write those of the values that are constants, or on other workers, to a worker's slots."""
+        """Write to a worker's slots those of the values that are constants or on other workers."""
         pools = self._table.pools_of(values)
         for pool in np.unique(pools):
             mine = values[pools == pool]

@@ -153,6 +153,20 @@ class CellEngine:
         ended, self._ended = self._ended, []
         return ended
 
+    def check_integrity(self) -> None:
+        """Check that slots and requests are consistent, for tests.
+
+        Raises:
+          AssertionError: they contradict each other.
+        """
+        self._executor.check_integrity()
+        parts = {id(part): part for part in self._part_of if part is not None}.values()
+        taken = sum((part.graph.num_slots for part in parts), np.zeros_like(self._free_slots))
+        assert np.array_equal(self._free_slots + taken, self._executor.num_slots), (
+            f"{taken} slots are reserved, and {self._free_slots} are free"
+        )
+        assert self._scheduler.has_work == bool(self._parts), "the scheduler has other graphs"
+
     def request_ids(self) -> list[str]:
         """Return the ids of requests that have not ended."""
         return list(self._of_request)
@@ -349,8 +363,8 @@ class CellEngine:
         number = node - part.first_row
         cell = self._layout.types[part.graph.graph.types[number]].cell
         return NumericalError(
-            f"request {part.answer.id}: node {number} (cell {cell.name!r}) returned NaN or infinite "
-            "values; check the input and the cell's parameters"
+            f"request {part.answer.id}: node {number} (cell {cell.name!r}) returned NaN or "
+            "infinite values; check the input and the cell's parameters"
         )
 
     def _end(

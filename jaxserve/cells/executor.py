@@ -88,6 +88,14 @@ class CellExecutor(Protocol):
         """Return a handle without tasks, whose results have values that a worker has now."""
         ...
 
+    def check_integrity(self) -> None:
+        """Check that every slot is free or holds one value of a graph that was added, for tests.
+
+        Raises:
+          AssertionError: they contradict each other.
+        """
+        ...
+
     def close(self) -> None:
         """Free all device memory. Nothing can be submitted afterwards."""
         ...

@@ -57,3 +57,15 @@ class CellCompletion:
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.values[name]
+
+
+def failed_completion(request_id: str, error: JaxserveError, now_s: float) -> CellCompletion:
+    """Return the completion of a request that was refused with an error."""
+    return CellCompletion(
+        request_id=request_id,
+        values={},
+        finish_reason="error",
+        timing=Timing(arrival_s=now_s, finished_s=now_s),
+        num_nodes=0,
+        error=error,
+    )

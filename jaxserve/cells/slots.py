@@ -26,6 +26,11 @@ class FreeSlots:
     def __len__(self) -> int:
         return self._num
 
+    @property
+    def slots(self) -> np.ndarray:
+        """The free slots."""
+        return self._slots[: self._num]
+
     def take(self, num: int) -> np.ndarray:
         """Return slots, in the order in which they were freed.
 

@@ -7,7 +7,7 @@ from typing import final
 import numpy as np
 
 from jaxserve.cells.flat_graph import FIRST_KEPT, WORDS, FlatGraph
-from jaxserve.cells.layout import TRASH_SLOT, Layout, TypeLayout
+from jaxserve.cells.layout import NUM_RESERVED_SLOTS, TRASH_SLOT, Layout, TypeLayout
 from jaxserve.cells.slots import ABSENT, WORDS_VALUE, ZERO_VALUE, WorkerSlots
 
 _MANY = 1 << 30
@@ -94,6 +94,19 @@ class ValueTable:
         self._release(sources)
         outputs = nodes * self._stride + np.arange(t.num_outputs)[:, None]
         rows[after_words:, :num] = self._place(slots, t.output_pools, outputs)
+
+    def check_integrity(self) -> None:
+        """Check that every slot is free or holds one value; see `CellExecutor`."""
+        for number, worker in enumerate(self.workers):
+            held = np.flatnonzero(worker.of >= NUM_RESERVED_SLOTS)
+            for pool, free in enumerate(worker.pools):
+                used = worker.of[held[self._pools[held] == pool]]
+                slots = np.sort(np.concatenate([used, free.slots]))
+                expected = np.arange(NUM_RESERVED_SLOTS, free.num_slots)
+                assert np.array_equal(slots, expected), (
+                    f"worker {number}, pool {pool}: {len(used)} slots hold values and "
+                    f"{len(free)} are free, of {len(expected)}"
+                )
 
     def _fill_loop(
         self, slots: WorkerSlots, t: TypeLayout, nodes: np.ndarray, rows: np.ndarray
