@@ -1,0 +1,1 @@
+"""Lengths of the sentences of the Penn treebank, from a published wheel."""
