@@ -79,6 +79,21 @@ class BaseCell:
             spec.shape == () and spec.dtype == np.int32 for spec in self.inputs.values()
         ]
 
+    def without_module(self, max_batch: int) -> BaseCell:
+        """Return a cell of the same type without the sizes over a limit, for simulations only."""
+        return BaseCell(
+            self.key,
+            self.name,
+            self.inputs,
+            self.outputs,
+            priority=self.priority,
+            batch_sizes=[size for size in self.batch_sizes if size <= max_batch],
+            is_loop=self.is_loop,
+            emits=self.emits,
+            carry=self.carry,
+            ends_by_itself=self.ends_by_itself,
+        )
+
     def __call__(self, **inputs: Any) -> Node:
         """Return a node with these inputs: outputs of other nodes, and constants.
 

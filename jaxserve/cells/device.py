@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
@@ -144,6 +145,17 @@ class DeviceCells:
                     (f"copies of {spec}{place}", partial(self._warm_up_copies, worker, pool))
                 )
         return steps
+
+    def time_tasks(self, type: int, size: int) -> float:
+        """Return the seconds that a task of a compiled size takes on the first device, once.
+
+        The tasks run in one call, and on no node. Call it while nothing else runs.
+        """
+        t = self.layout.types[type]
+        rows = self._rows(t, size)
+        begin_s = time.perf_counter()
+        self._call(0, t, rows, self._max_fused)[0].block_until_ready()
+        return (time.perf_counter() - begin_s) / self._max_fused
 
     def _size(self, task: Task) -> int:
         sizes = self.layout.types[task.type].cell.batch_sizes

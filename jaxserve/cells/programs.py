@@ -17,7 +17,7 @@ from jaxserve.cells.values import ValueSpec
 # Bits of the flags of a row: its outputs are finite; its loop has ended; it had ended before.
 FINITE, ENDED, WAS_ENDED = 1, 2, 4
 # Numbers of rows for which reads and writes of slots are compiled.
-COPY_SIZES = (1, 8, 64)
+COPY_SIZES = (8, 64)
 
 
 class TaskFunction(Protocol):

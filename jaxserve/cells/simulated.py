@@ -108,6 +108,7 @@ class SimulatedCells:
     def add(self, graph: FlatGraph, first_row: int, kept_row: int = 0) -> None:
         for node in range(first_row, first_row + graph.num_nodes):
             assert node not in self._graphs, f"node {node} is used twice"
+            self._has_run.discard(node)
             self._graphs[node] = graph, first_row
 
     def remove(self, graph: FlatGraph, first_row: int) -> None:
@@ -115,7 +116,6 @@ class SimulatedCells:
             del self._graphs[node]
             self._steps.pop(node, None)
             self._worker_of.pop(node, None)
-            self._has_run.discard(node)
 
     def submit(self, worker: int, tasks: Sequence[Task]) -> list[CellHandle]:
         self._clock.advance_to(self._clock.now() + self._cost.host_s(len(tasks)))

@@ -20,7 +20,7 @@ class FreeSlots:
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
-        self._slots = np.arange(num_slots - 1, NUM_RESERVED_SLOTS - 1, -1, dtype=np.int32)
+        self._slots = np.arange(NUM_RESERVED_SLOTS, num_slots, dtype=np.int32)
         self._num = len(self._slots)
 
     def __len__(self) -> int:

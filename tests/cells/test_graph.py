@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -175,3 +178,15 @@ def test_what_a_tree_needs():
     assert flat.num_nodes == 7
     assert flat.uses.sum() == 7
     assert flat.num_slots.tolist() == [0, 7]
+
+
+def test_graphs_and_policies_load_no_jax():
+    """Policies are tested and simulated without JAX."""
+    modules = ("batchmaker", "simulation", "simulated", "graph", "flat_graph", "value_table")
+    program = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module(f'jaxserve.cells.{{name}}')\n"
+        "sys.exit(', '.join({'jax', 'jaxlib', 'flax', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
