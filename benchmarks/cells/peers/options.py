@@ -47,10 +47,9 @@ class CellPeer:
 
 
 _TORCH = Environment(("torch==2.13.0", "numpy"))
-_SEQUENCES = ("lstm", "seq2seq")
 PEERS = {
-    "torch_packed": CellPeer("torch_sequences", _TORCH, _SEQUENCES, "packed"),
-    "torch_padded": CellPeer("torch_sequences", _TORCH, _SEQUENCES, "padded"),
+    "torch_packed": CellPeer("torch_sequences", _TORCH, ("lstm", "seq2seq"), "packed"),
+    "torch_padded": CellPeer("torch_sequences", _TORCH, ("lstm",), "padded"),
     # 64 graphs at once were best for it in the thesis (2.7.5).
     "dynet": CellPeer(
         "dynet_graphs",

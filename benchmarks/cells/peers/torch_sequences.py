@@ -53,9 +53,8 @@ def main() -> None:
                 x, lengths, batch_first=True, enforce_sorted=False
             )
             _, state = encoder(x)
-        elif has_decoder:
-            state = last_states(x, lengths)
         else:
+            # Its outputs are of h alone, so padding serves no decoder, which needs c.
             outputs, _ = encoder(x)
             state = outputs[torch.arange(len(batch)), lengths - 1][None], None
         if has_decoder:
@@ -63,17 +62,6 @@ def main() -> None:
         else:
             for row, number in enumerate(batch):
                 values[number] = state[0][0, row, :_SHOWN].tolist()
-
-    def last_states(x: torch.Tensor, lengths: torch.Tensor):
-        """Sentences are padded on the left, where zeros for x and a reset keep states at zero."""
-        # A padded row's final state is not its last token's, so rows of one length run together.
-        h = torch.zeros(1, len(lengths), hidden)
-        c = torch.zeros_like(h)
-        for length in lengths.unique():
-            rows = lengths == length
-            _, (h_rows, c_rows) = encoder(x[rows, : int(length)])
-            h[:, rows], c[:, rows] = h_rows, c_rows
-        return h, c
 
     def decode(batch: list[int], state) -> None:
         left = torch.tensor([requests[number]["num_output_tokens"] for number in batch])
