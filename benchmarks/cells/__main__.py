@@ -25,7 +25,7 @@ from benchmarks.cells.applications import (
     requests_of,
     simulated,
 )
-from benchmarks.cells.costs import ThesisCost, TimedCost, products, timed
+from benchmarks.cells.costs import ThesisCost, products
 from benchmarks.cells.figures_of import compared, is_saturated
 from benchmarks.cells.peers.options import add_compare, any_failed, peers_of, run_peers
 from benchmarks.cells.playing import serve, simulate, warm
@@ -73,11 +73,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     for application in applications:
         requests = _requests(application, options, sizes)
-        times = _times(application, options, sizes, record)
+        cost = _measured_cost(application, options, sizes, record)
         if options.costs != "none":
-            _sweep_simulated(application, options, sizes, requests, times, record)
+            _sweep_simulated(application, options, sizes, requests, cost, record)
         if options.measured:
-            _sweep_measured(application, options, sizes, requests, times, record)
+            _sweep_measured(application, options, sizes, requests, cost, record)
     if peers:
         draw = partial(_requests, options=options, sizes=sizes)
         record.result["compare"] = run_peers(draw, options, peers, sizes, record)
@@ -138,18 +138,23 @@ def _requests(application: str, options: argparse.Namespace, sizes: Sizes) -> li
     return requests_of(application, lengths, vocab_size=sizes.vocab_size, seed=seed)
 
 
-def _times(
+def _measured_cost(
     application: str, options: argparse.Namespace, sizes: Sizes, record: Record
-) -> dict[str, Any]:
-    """Return measured seconds of the application's tasks; none if no sweep needs them."""
+) -> Any:
+    """Return measured seconds of the application's tasks; None if no sweep needs them."""
     if options.costs != "measured" and not options.measured:
-        return {}
+        return None
+    from jaxserve.cells.measure import measure_cells
+
     print(f"timing the cells of {application}", file=sys.stderr)
-    batch_sizes = contenders.batch_sizes_of(contenders.OURS, sizes)
-    times = timed(modelled(application, sizes, batch_sizes).cells, sizes.max_batch)
-    record.result["task_s"][application] = times
+    names = contenders.contenders_of(application)
+    all_sizes = [contenders.batch_sizes_of(name, sizes) for name in names]
+    largest = {cell: max((one[cell] for one in all_sizes), key=max) for cell in sizes.max_batch}
+    # Each of the tasks that one call may run takes as long; so the time is that of a task.
+    cost = measure_cells(modelled(application, sizes, largest).cells)
+    record.result["task_s"][application] = cost.seconds
     record.save()
-    return times
+    return cost
 
 
 def _sweep_simulated(
@@ -157,14 +162,13 @@ def _sweep_simulated(
     options: argparse.Namespace,
     sizes: Sizes,
     requests: Sequence[CellRequest],
-    times: dict[str, Any],
+    measured_cost: Any,
     record: Record,
 ) -> None:
     def cost_of(name: str) -> Any:
-        gathers = name in contenders.CELLULAR
-        if options.costs == "thesis":
-            return ThesisCost(products(sizes), gathers)
-        return TimedCost(times["gathered" if gathers else "bare"])
+        if options.costs == "measured":
+            return measured_cost
+        return ThesisCost(products(sizes), gathers=name in contenders.CELLULAR)
 
     ideal = cost_of(contenders.IDEAL)
     cell_s = {cell: ideal.task_s(cell, 1) for cell in _cells(requests)}
@@ -186,13 +190,12 @@ def _sweep_measured(
     options: argparse.Namespace,
     sizes: Sizes,
     requests: Sequence[CellRequest],
-    times: dict[str, Any],
+    measured_cost: Any,
     record: Record,
 ) -> None:
     from jaxserve.cells import CellRuntime
 
-    cost = TimedCost(times["gathered"])
-    cell_s = {cell: cost.task_s(cell, 1) for cell in _cells(requests)}
+    cell_s = {cell: measured_cost.task_s(cell, 1) for cell in _cells(requests)}
     with ExitStack() as stack:
         runtimes: dict[str, Any] = {}
 
@@ -208,7 +211,7 @@ def _sweep_measured(
             arrivals = arrival_times(len(requests), f"poisson:{rate}", options.seed)
             return serve(runtimes[name], requests, arrivals)
 
-        most = capacity(requests, cost, sizes)
+        most = capacity(requests, measured_cost, sizes)
         _sweep(application, "measured", play, most, options, record, repeats=options.repeats)
 
 
@@ -243,9 +246,7 @@ def _sweep(
             except Exception as error:
                 record.fail(label, error)
         about = {"application": application, "how": how, "rate": rate}
-        points = [
-            {**about, "policy": name, **summary(own)} for name, own in runs.items() if own
-        ]
+        points = [{**about, "policy": name, **summary(own)} for name, own in runs.items() if own]
         record.result["points"] += points
         record.save()
         names = [point["policy"] for point in points if not is_saturated(point)]
@@ -293,8 +294,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of lengths, trees, tokens and arrivals")
     add = parser.add_argument_group("sweep").add_argument
     add("--size", choices=tuple(SIZES), default="thesis", help="hidden size 1024, or 128")
-    add("--costs", choices=COSTS, default="thesis",
-        help="task times of the simulation: the thesis's GPU, this device, or no simulation")
+    add(
+        "--costs",
+        choices=COSTS,
+        default="thesis",
+        help="task times of the simulation: the thesis's GPU, this device, or no simulation",
+    )
     add("--measured", action="store_true", help="also run on the device")
     add("--workers", type=int, default=1, help="devices of the simulation")
     add("--slot-memory", default="1GiB", help="of live values on the device")

@@ -108,7 +108,9 @@ def requests_of(
         return [CellRequest(tokens(num)) for num in lengths]
     if application == "seq2seq":
         targets = target_lengths(list(lengths), seed)
-        return [CellRequest(tokens(num), None, out) for num, out in zip(lengths, targets, strict=True)]
+        return [
+            CellRequest(tokens(num), None, out) for num, out in zip(lengths, targets, strict=True)
+        ]
     if application == "treelstm":
         trees = random_trees(lengths, seed)
         pairs = zip(trees, lengths, strict=True)
@@ -180,9 +182,7 @@ def decoder_steps(graph: Any, node: int) -> int:
     return int(graph.words[node][0])
 
 
-def modelled(
-    application: str, sizes: Sizes, batch_sizes: Mapping[str, Sequence[int]]
-) -> CellModel:
+def modelled(application: str, sizes: Sizes, batch_sizes: Mapping[str, Sequence[int]]) -> CellModel:
     """Return an application with modules of random weights; its inputs are `CellRequest`s."""
     from flax import nnx
 

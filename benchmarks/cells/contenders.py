@@ -27,7 +27,7 @@ OF_TREES = (OURS, "merged_by_agenda", "merged_by_depth", "lazy_batching")
 IDEAL = "identical_graphs"
 KNOWN = tuple(dict.fromkeys([*OF_CHAINS, *OF_TREES, IDEAL, "one_at_a_time"]))
 # Graphs that DyNet and Fold merge at once (2.7.5), and the most cells of a merged batch.
-_MERGED_GRAPHS, _MERGED_CELLS = 64, 4096
+_MERGED_GRAPHS, _MERGED_CELLS = 64, 2048
 _DECODER_STEPS = 64
 
 

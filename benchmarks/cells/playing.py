@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.cells.applications import CellRequest, Simulated, decoder_steps
-from benchmarks.cells.figures_of import Served, figures_of
+from benchmarks.cells.figures_of import WARM_SHARE, Served, figures_of
 from jaxserve.cells.simulated import TaskCost
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def simulate(
     *,
     num_workers: int = 1,
     max_in_flight: int = 2,
+    warm_share: float = WARM_SHARE,
 ) -> dict[str, Any]:
     """Return the figures of a simulated run; the policy does not know the answers' lengths."""
     from jaxserve.cells.layout import Layout
@@ -40,7 +41,8 @@ def simulate(
         max_in_flight=max_in_flight,
         loop_length=decoder_length if has_loop else None,
     )
-    return {**figures_of(_served(done.completions)), **_counts(done.stats, {})}
+    served = _served(done.completions)
+    return {**figures_of(served, warm_share=warm_share), **_counts(done.stats, {})}
 
 
 def decoder_length(graph: Any, node: int) -> int:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from pathlib import Path
 from typing import final
 
 import numpy as np
 
-from jaxserve.core.assets import WheelFile, fetch
 from jaxserve.core.errors import InvalidConfigError
 
 # The figures of WMT-15's Europarl that the BatchMaker thesis gives (2.7.1 and figure 2.10).
@@ -34,9 +31,7 @@ class SentenceLengths:
 
     def __init__(self, longest: int = LONGEST):
         if not 1 <= longest <= LONGEST:
-            raise InvalidConfigError(
-                f"longest={longest} is not allowed; pass 1 to {LONGEST} words"
-            )
+            raise InvalidConfigError(f"longest={longest} is not allowed; pass 1 to {LONGEST} words")
         self.longest = longest
         self.mu, self.sigma = fitted()
 

@@ -40,9 +40,7 @@ def random_weights(application: str, sizes: Sizes, seed: int) -> dict[str, np.nd
     }
 
 
-def model_from(
-    tensors: Mapping[str, np.ndarray], batch_sizes: Mapping[str, Sequence[int]]
-) -> Any:
+def model_from(tensors: Mapping[str, np.ndarray], batch_sizes: Mapping[str, Sequence[int]]) -> Any:
     """Return our model with these weights; its inputs are `CellRequest`s."""
     from benchmarks.cells.counted import counted_seq2seq
     from jaxserve.cells import models

@@ -16,9 +16,9 @@ from jaxserve.core.errors import EmptyGraphError, TokenOutOfRangeError
 class CellModel:
     """Cells, and the function that unfolds an input into a graph of them.
 
-        model = lstm_model(TokenLSTM(vocab_size=30_000, embed_size=256, hidden_size=256))
-        with CellRuntime(model.cells, model.unfold) as rt:
-            rt.generate([[1, 2, 3], [4, 5]])
+    model = lstm_model(TokenLSTM(vocab_size=30_000, embed_size=256, hidden_size=256))
+    with CellRuntime(model.cells, model.unfold) as rt:
+        rt.generate([[1, 2, 3], [4, 5]])
     """
 
     cells: tuple[BaseCell, ...]

@@ -55,10 +55,10 @@ _MAX_PHONEMES = 20
 class G2P:
     """The network as a model of cells; its inputs are words.
 
-        g2p = load_g2p()
-        with CellRuntime(g2p.model.cells, g2p.model.unfold) as rt:
-            for word, done in zip(words, rt.generate(words)):
-                print(word, *g2p.phonemes(done["token"]))
+    g2p = load_g2p()
+    with CellRuntime(g2p.model.cells, g2p.model.unfold) as rt:
+        for word, done in zip(words, rt.generate(words)):
+            print(word, *g2p.phonemes(done["token"]))
     """
 
     model: CellModel

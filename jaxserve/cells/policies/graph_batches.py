@@ -166,9 +166,7 @@ class GraphBatchScheduler:
 
     wake_s = None
 
-    def __init__(
-        self, types: Sequence[CellType], num_workers: int, waiting: Buckets, merge: Merge
-    ):
+    def __init__(self, types: Sequence[CellType], num_workers: int, waiting: Buckets, merge: Merge):
         self._types = types
         self._waiting = waiting
         self._merge = merge

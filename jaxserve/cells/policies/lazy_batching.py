@@ -65,9 +65,7 @@ class LazyBatching:
                 f"policy {self.name!r}: cell_s lacks {missing}; pass the seconds of every cell type"
             )
         cell_s = [self.cell_s[type.name] for type in types]
-        return LazyBatchingScheduler(
-            types, num_workers, self.target_s, cell_s, self.expected_steps
-        )
+        return LazyBatchingScheduler(types, num_workers, self.target_s, cell_s, self.expected_steps)
 
 
 @final
@@ -89,9 +87,7 @@ class _Request:
         *("steps_left", "ended"),
     )
 
-    def __init__(
-        self, key: int, graph: CellGraph, first: int, deadline_s: float, left_s: float
-    ):
+    def __init__(self, key: int, graph: CellGraph, first: int, deadline_s: float, left_s: float):
         self.key = key
         self.graph = graph
         self.first = first

@@ -1,4 +1,4 @@
-"""Padding to a common length, with buckets: TensorFlow, MXNet and PyTorch (thesis, 2.2.3, 2.7.1)."""
+"""Padding to a common length in buckets: TensorFlow, MXNet and PyTorch (thesis, 2.2.3, 2.7.1)."""
 
 from __future__ import annotations
 
@@ -90,9 +90,7 @@ class Padding:
 
 
 @lru_cache(maxsize=4096)
-def _parts(
-    graph: CellGraph, is_loop: tuple[bool, ...]
-) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def _parts(graph: CellGraph, is_loop: tuple[bool, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Return the parts of a chain: a type and the nodes in a row of this type; each loop is one.
 
     Raises:

@@ -19,7 +19,9 @@ def evaluate(graph: Graph) -> dict[str, np.ndarray]:
     found = {}
     for name, result in graph.outputs.items():
         if isinstance(result, Steps):
-            found[name] = np.stack([_named(step, result.output) for step in values[result.output.node]])
+            found[name] = np.stack(
+                [_named(step, result.output) for step in values[result.output.node]]
+            )
         elif isinstance(result, Output):
             found[name] = _named(values[result.node][-1], result)
     return found

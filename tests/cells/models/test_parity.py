@@ -64,7 +64,7 @@ class _Translator(torch.nn.Module):
 
 
 class _Tree(torch.nn.Module):
-    """Equations 9 to 14 of Tai et al. for N = 2; without x at internal nodes, without U at leaves."""
+    """Equations 9 to 14 of Tai et al. for N = 2; no x at internal nodes, no U at leaves."""
 
     def __init__(self):
         super().__init__()
@@ -127,9 +127,7 @@ def test_seq2seq_answers_as_torch():
         translator.project.weight *= 20
     tensors = _tensors(translator)
     parts = [
-        embedded_from_torch(
-            lstm_from_torch(tensors, f"{part}.rnn."), tensors, f"{part}.embedding."
-        )
+        embedded_from_torch(lstm_from_torch(tensors, f"{part}.rnn."), tensors, f"{part}.embedding.")
         for part in ("encoder", "decoder")
     ]
     decoder = predicting_from_torch(parts[1], tensors, "project.")
