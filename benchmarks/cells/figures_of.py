@@ -30,7 +30,8 @@ def figures_of(served: Sequence[Served], *, warm_share: float = WARM_SHARE) -> d
     Requests that arrive in the first `warm_share` are left out of all figures. `requests_per_s`
     counts those of any arrival that ended between the first counted arrival and the last arrival,
     over that time; for requests that arrive all at once it is their number over the time that they
-    took. Latency is queueing (arrival to first task, as in 2.7.3) and computing (first task to end).
+    took. Latency is queueing (arrival to first task, as in 2.7.3) and computing (first task to
+    end).
 
     Args:
       served: in the order of their arrivals, at least one.

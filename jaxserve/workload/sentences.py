@@ -1,4 +1,4 @@
-"""Lengths of sentences: WMT-15's by a fitted distribution, and those of real text."""
+"""Lengths of sentences by a distribution that is fitted to WMT-15's."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.workload import treebank
 from jaxserve.workload.arrivals import arrival_times
 from jaxserve.workload.sentences import LONGEST, SentenceLengths, target_lengths
 from jaxserve.workload.trees import complete_tree, random_tree, random_trees, with_tokens
@@ -34,6 +35,14 @@ def test_lengths_are_cut_and_repeat_with_their_seed():
     assert lengths == SentenceLengths(50).draw(2000, seed=1) != SentenceLengths(50).draw(2000, 2)
     with pytest.raises(InvalidConfigError, match="1 to 330"):
         SentenceLengths(331)
+
+
+def test_lengths_of_real_sentences():
+    """The treebank has 42,068 sentences with a mean of 21 words, the longest with 82."""
+    lengths = np.array(treebank.lengths())
+    assert (len(lengths), lengths.max()) == (42_068, 82) and abs(lengths.mean() - 21) < 0.5
+    drawn = treebank.draw(50, seed=1)
+    assert drawn == treebank.draw(50, seed=1) and set(drawn) <= set(treebank.lengths())
 
 
 def test_translations_are_about_as_long():

@@ -90,7 +90,7 @@ def run_peers(
     requests_of: Any, options: argparse.Namespace, peers: Mapping[str, CellPeer], sizes: Sizes,
     record: Record,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return every system's figures on each application: all requests at once, then a moderate load.
+    """Return every system's figures on each application, all at once and at a moderate load.
 
     The moderate load is half of the most that a peer served when all came at once.
 

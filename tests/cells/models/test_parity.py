@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -111,9 +112,9 @@ def test_gru_reads_as_torch():
 def test_cells_of_torch_load_too():
     """The names of torch.nn.LSTMCell and torch.nn.GRUCell have no suffix."""
     x, h, c = (torch.randn(4, size) for size in (EMBED, HIDDEN, HIDDEN))
-    arrays = {"x": x.numpy(), "h": h.numpy()}
+    arrays = {"x": jnp.asarray(x.numpy()), "h": jnp.asarray(h.numpy())}
     cell = torch.nn.LSTMCell(EMBED, HIDDEN)
-    found = lstm_from_torch(_tensors(cell))(**arrays, c=c.numpy())
+    found = lstm_from_torch(_tensors(cell))(**arrays, c=jnp.asarray(c.numpy()))
     expected_h, expected_c = cell(x, (h, c))
     assert _close(np.asarray(found["h"]), expected_h) and _close(np.asarray(found["c"]), expected_c)
     gru = torch.nn.GRUCell(EMBED, HIDDEN)
