@@ -43,7 +43,8 @@ LENGTHS = ("wmt15", "treebank")
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
 _WARM_REQUESTS = 16
 
-Play = Callable[[str, float], dict[str, Any]]
+# (policy, requests a second) -> figures; None for all requests at once.
+Play = Callable[[str, float | None], dict[str, Any]]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -173,9 +174,9 @@ def _sweep_simulated(
     ideal = cost_of(contenders.IDEAL)
     cell_s = {cell: ideal.task_s(cell, 1) for cell in _cells(requests)}
 
-    def play(name: str, rate: float) -> dict[str, Any]:
+    def play(name: str, rate: float | None) -> dict[str, Any]:
         model = simulated(application, contenders.batch_sizes_of(name, sizes))
-        arrivals = arrival_times(len(requests), f"poisson:{rate}", options.seed)
+        arrivals = arrival_times(len(requests), pattern(rate), options.seed)
         policy = contenders.policy_of(name, cell_s=cell_s)
         return simulate(
             model, policy, cost_of(name), requests, arrivals, num_workers=options.workers
@@ -199,7 +200,7 @@ def _sweep_measured(
     with ExitStack() as stack:
         runtimes: dict[str, Any] = {}
 
-        def play(name: str, rate: float) -> dict[str, Any]:
+        def play(name: str, rate: float | None) -> dict[str, Any]:
             if name not in runtimes:
                 model = modelled(application, sizes, contenders.batch_sizes_of(name, sizes))
                 policy = contenders.policy_of(name, cell_s=cell_s)
@@ -208,7 +209,7 @@ def _sweep_measured(
                                 slot_memory=options.slot_memory)
                 )  # fmt: skip
                 warm(runtimes[name], requests[:_WARM_REQUESTS])
-            arrivals = arrival_times(len(requests), f"poisson:{rate}", options.seed)
+            arrivals = arrival_times(len(requests), pattern(rate), options.seed)
             return serve(runtimes[name], requests, arrivals)
 
         most = capacity(requests, measured_cost, sizes)
@@ -225,18 +226,20 @@ def _sweep(
     *,
     repeats: int,
 ) -> None:
-    """Raise the rate, policies in turns, until each is saturated."""
+    """Play all requests at once, and then rates that rise until each policy is saturated.
+
+    Policies take turns. All at once, batches are as full as they can be, which matters for buckets.
+    """
     given = options.policies.split(",") if options.policies else None
     names = [
         name for name in given or contenders.contenders_of(application)
         if name in (*contenders.contenders_of(application), "one_at_a_time")
     ]  # fmt: skip
     shares = [float(share) for share in options.shares.split(",")] if options.shares else _SHARES
-    for share in shares:
-        rate = share * most
+    for rate in (None, *(share * most for share in shares)):
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         for _, name in in_turns(names, repeats):
-            label = f"{application}, {how}, {name}, {rate:.4g} a second"
+            label = f"{application}, {how}, {name}, {pattern(rate)}"
             if record.is_spent:
                 record.skip(label)
                 return
@@ -252,6 +255,11 @@ def _sweep(
         names = [point["policy"] for point in points if not is_saturated(point)]
         if not names:
             return
+
+
+def pattern(rate: float | None) -> str:
+    """Return the arrivals at a rate; see `arrival_times`."""
+    return "all" if rate is None else f"poisson:{rate:.6g}"
 
 
 def capacity(requests: Sequence[CellRequest], cost: Any, sizes: Sizes) -> float:
@@ -290,7 +298,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lengths", choices=LENGTHS, default="wmt15", help="of sentences: fitted, or real text")
     add("--longest", type=int, default=LONGEST, help="wmt15: longer sentences are left out")
     add("--length", type=int, default=None, help="one length for all sentences")
-    add("--num-requests", type=int, default=4000, help="of each run")
+    add("--num-requests", type=int, default=10_000, help="of each run")
     add("--seed", type=int, default=0, help="of lengths, trees, tokens and arrivals")
     add = parser.add_argument_group("sweep").add_argument
     add("--size", choices=tuple(SIZES), default="thesis", help="hidden size 1024, or 128")

@@ -29,17 +29,18 @@ def figures_of(served: Sequence[Served], *, warm_share: float = WARM_SHARE) -> d
 
     Requests that arrive in the first `warm_share` are left out of all figures. `requests_per_s`
     counts those of any arrival that ended between the first counted arrival and the last arrival,
-    over that time; for requests that arrive all at once it is their number over the time that they
-    took. Latency is queueing (arrival to first task, as in 2.7.3) and computing (first task to
-    end).
+    over that time; if there are none, as when all arrive at once, it is the number of requests over
+    the time that all took. Latency is queueing (arrival to first task, as in 2.7.3) and computing
+    (first task to end).
 
     Args:
       served: in the order of their arrivals, at least one.
     """
     counted = served[int(len(served) * warm_share) :]
     begin_s, end_s = counted[0].arrival_s, served[-1].arrival_s
-    if end_s > begin_s:
-        rate = sum(begin_s < one.end_s <= end_s for one in served) / (end_s - begin_s)
+    num_ended = sum(begin_s < one.end_s <= end_s for one in served)
+    if num_ended:
+        rate = num_ended / (end_s - begin_s)
     else:
         rate = len(served) / (max(one.end_s for one in served) - served[0].arrival_s)
     return {
@@ -52,7 +53,7 @@ def figures_of(served: Sequence[Served], *, warm_share: float = WARM_SHARE) -> d
 
 def is_saturated(point: Mapping[str, Any]) -> bool:
     """Return whether a policy serves less than arrives, so that a higher rate tells no more."""
-    return point["requests_per_s"] < SATURATED * point["rate"]
+    return point["rate"] is not None and point["requests_per_s"] < SATURATED * point["rate"]
 
 
 def peaks_of(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -70,6 +71,7 @@ def compared(
     """Return our policy beside the others on one workload.
 
     Args:
+      points: of all policies; `rate` is None for all requests at once.
       without: policies that are no baselines.
 
     Returns:
@@ -95,7 +97,7 @@ def _lower_by(
     p90 = {
         (point["policy"], point["rate"]): point["latency_s"]["p90"]
         for point in points
-        if point["rate"] <= peak / 2
+        if point["rate"] is not None and point["rate"] <= peak / 2
     }
     rates = [rate for name, rate in p90 if name == other and (ours, rate) in p90]
     if not rates:

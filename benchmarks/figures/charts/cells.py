@@ -55,7 +55,7 @@ def _plot(axes, result: Result, workload: tuple[str, str]) -> dict:
     ]
     lines, least = {}, float("inf")
     for policy in dict.fromkeys(name for name, _ in points):
-        own = [at for name, at in points if name == policy]
+        own = [at for name, at in points if name == policy and result.get(*at, "rate") is not None]
         served = [result.number(*at, "requests_per_s") for at in own]
         p90 = [1000 * result.number(*at, "latency_s", "p90") for at in own]
         least = min(least, *p90)

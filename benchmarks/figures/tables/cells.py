@@ -59,7 +59,8 @@ def _at_half(result: Result, application: str, how: str, policy: str) -> int | N
         if (point["application"], point["how"], point["policy"]) == (application, how, policy)
     ]
     peak = max(served for _, _, served in own)
-    return max(((rate, index) for rate, index, _ in own if rate <= peak / 2), default=(0, None))[1]
+    moderate = [(rate, index) for rate, index, _ in own if rate is not None and rate <= peak / 2]
+    return max(moderate, default=(0.0, None))[1]
 
 
 def _ms(result: Result, point: int, part: str) -> str:

@@ -71,12 +71,21 @@ def test_policies_are_compared_at_moderate_load():
         for policy, rate, served, p90 in [
             ("ours", 1.0, 1.0, 2.0), ("ours", 4.0, 4.0, 3.0), ("ours", 8.0, 7.0, 9.0),
             ("other", 1.0, 1.0, 5.0), ("other", 4.0, 3.5, 30.0), ("slow", 1.0, 0.8, 50.0),
+            ("ours", None, 6.0, 1.0),
         ]
     ]  # fmt: skip
     found = compared(points, "ours", without=["slow"])
     assert found["best"] == "other" and found["peak_over"]["other"] == 2.0
     assert found["p90_lower_by"] == {"other": pytest.approx(0.6), "slow": None}
-    assert [is_saturated(point) for point in points] == [False, False, True, False, True, True]
+    assert [is_saturated(point) for point in points] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_costs_are_those_of_the_thesis():
@@ -99,7 +108,9 @@ def test_a_sweep_of_every_application(application, tmp_path, capsys):
     assert main([*arguments, "--longest", "40", "--output", str(path)]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result == json.loads(path.read_text()) and not result["failed"]
-    points = {point["policy"]: point for point in result["points"]}
+    at_once = [point["policy"] for point in result["points"] if point["rate"] is None]
+    assert at_once == list(contenders.contenders_of(application))
+    points = {point["policy"]: point for point in result["points"] if point["rate"]}
     assert points.keys() == set(contenders.contenders_of(application))
     (entry,) = result["compared"]
     assert entry["peak_over"].keys() == points.keys() - {"batchmaker"}

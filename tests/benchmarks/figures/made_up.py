@@ -360,11 +360,11 @@ def _cells() -> dict[str, Any]:
     parts = ("latency_s", "queueing_s", "computing_s")
     points = [
         {
-            **{**about, "policy": policy, "rate": rate, "requests_per_s": rate},
-            **{part: {"p50": rate / 1e3, "p90": rate * slower / 1e3} for part in parts},
+            **{**about, "policy": policy, "rate": rate, "requests_per_s": rate or 4.0},
+            **{part: {"p50": 0.001, "p90": (rate or 9.0) * slower / 1e3} for part in parts},
             "average_batch": 3.0,
         }
-        for rate in (1.0, 2.0, 4.0)
+        for rate in (None, 1.0, 2.0, 4.0)
         for policy, slower in (("batchmaker", 1.0), ("padding_10", 2.0))
     ]
     own = {"requests_per_s": 5.0, "latency_s": {"p50": 0.1, "p90": 0.2}, "agreeing": 1.0}

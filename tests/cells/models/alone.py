@@ -40,7 +40,7 @@ def _steps(node: Node, values: dict[Node, list[dict[str, Any]]]) -> list[dict[st
         return [cell.module(**inputs)]
     steps = []
     for _ in range(node.max_steps):
-        outputs = cell.cell.module(**inputs)
+        outputs = cell.module(**inputs)
         steps.append(outputs)
         inputs |= {name: outputs[taken] for name, taken in cell.carry.items()}
         if cell.until is not None and bool(cell.until(outputs)[0]):

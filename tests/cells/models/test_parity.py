@@ -126,6 +126,7 @@ def test_seq2seq_answers_as_torch():
     translator = _Translator()
     with torch.no_grad():
         translator.project.weight *= 20
+        translator.project.bias[END] += 4
     tensors = _tensors(translator)
     parts = [
         embedded_from_torch(lstm_from_torch(tensors, f"{part}.rnn."), tensors, f"{part}.embedding.")
@@ -136,7 +137,7 @@ def test_seq2seq_answers_as_torch():
     model = seq2seq_model(parts[0], decoder, decoding)
     random = np.random.default_rng(0)
     reasons = set()
-    for _ in range(12):
+    for _ in range(25):
         tokens = random.integers(0, VOCAB, random.integers(1, 6)).tolist()
         expected = translator(tokens, len(tokens) + 5)
         assert evaluate(model.unfold(tokens))["token"].tolist() == expected
