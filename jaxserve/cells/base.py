@@ -74,9 +74,10 @@ class BaseCell:
         self.carry = dict(carry or {})
         self.ends_by_itself = ends_by_itself
         self.output_index = {output: index for index, output in enumerate(self.outputs)}
-        # Scalars of these inputs need no conversion.
-        self._counts = [
-            spec.shape == () and spec.dtype == np.int32 for spec in self.inputs.values()
+        # Of each input: name, spec, and whether an int needs no conversion.
+        self._bound = [
+            (name, spec, spec.shape == () and spec.dtype == np.int32)
+            for name, spec in self.inputs.items()
         ]
 
     def without_module(self, max_batch: int) -> BaseCell:
@@ -104,15 +105,17 @@ class BaseCell:
 
     def bind(self, inputs: Mapping[str, Any]) -> tuple[Output | Constant, ...]:
         """Return a node's inputs in the order of the cell's, after checking them."""
-        if len(inputs) != len(self.inputs) or inputs.keys() != self.inputs.keys():
-            self._refuse_names(inputs)
         bound = []
-        for (name, spec), counts in zip(self.inputs.items(), self._counts, strict=True):
+        if len(inputs) != len(self._bound):
+            self._refuse_names(inputs)
+        for name, spec, is_int32 in self._bound:
+            if name not in inputs:
+                self._refuse_names(inputs)
             value = inputs[name]
             if type(value) is Output:
-                if value.spec is not spec and value.spec != spec:
+                if value.spec is not spec:  # specs of one shape and dtype are one object
                     self._refuse_value(name, inputs)
-            elif not (counts and type(value) is int and -(2**31) <= value < 2**31):
+            elif not (is_int32 and type(value) is int and -(2**31) <= value < 2**31):
                 value = as_constant(value, spec)
                 if value is None:
                     self._refuse_value(name, inputs)

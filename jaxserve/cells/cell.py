@@ -171,7 +171,7 @@ def _outputs_of(module: nnx.Module, inputs: Mapping[str, ValueSpec], name: str):
                 f"cell {name!r}: output {key!r} has the shape {value.shape} for a batch of "
                 f"{_PROBE_SIZE}; return arrays with a leading batch axis"
             )
-        specs[key] = ValueSpec(tuple(value.shape[1:]), value.dtype)
+        specs[key] = ValueSpec.of(jax.ShapeDtypeStruct(value.shape[1:], value.dtype))
     return specs
 
 

@@ -19,12 +19,20 @@ class CellGraph:
       types: index of the cell type of each node.
       predecessors: for each node the nodes whose outputs it takes, each once.
       max_steps: most times that each node runs; 1 except for loops.
+      loop_types: the types that are loops.
     """
 
-    def __init__(self, types: tuple[int, ...], predecessors: _Edges, max_steps: tuple[int, ...]):
+    def __init__(
+        self,
+        types: tuple[int, ...],
+        predecessors: _Edges,
+        max_steps: tuple[int, ...],
+        loop_types: frozenset[int] = frozenset(),
+    ):
         self.types = types
         self.predecessors = predecessors
         self.max_steps = max_steps
+        self.loop_types = loop_types
 
     def __len__(self) -> int:
         return len(self.types)
@@ -37,6 +45,11 @@ class CellGraph:
             for other in before:
                 found[other].append(node)
         return tuple(map(tuple, found))
+
+    @cached_property
+    def first(self) -> tuple[int, ...]:
+        """The nodes without predecessors."""
+        return tuple(node for node, before in enumerate(self.predecessors) if not before)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -92,6 +105,8 @@ class CellGraph:
 class Subgraph:
     """Connected nodes of one type whose other dependencies lie wholly before them (thesis, 2.4.3).
 
+    A loop's node is a subgraph of its own.
+
     Attributes:
       type: index of the cell type.
       nodes: its nodes, dependencies first.
@@ -113,10 +128,13 @@ class Subgraph:
 
 @lru_cache(maxsize=4096)
 def cell_graph(
-    types: tuple[int, ...], predecessors: _Edges, max_steps: tuple[int, ...]
+    types: tuple[int, ...],
+    predecessors: _Edges,
+    max_steps: tuple[int, ...],
+    loop_types: frozenset[int] = frozenset(),
 ) -> CellGraph:
     """Return the graph of a structure, the same object for the same structure."""
-    return CellGraph(types, predecessors, max_steps)
+    return CellGraph(types, predecessors, max_steps, loop_types)
 
 
 def chain_graph(type: int, num_nodes: int) -> CellGraph:
@@ -144,14 +162,15 @@ def _partition(graph: CellGraph) -> tuple[Subgraph, ...]:
 
     for node, before in enumerate(graph.predecessors):
         type, phase = types[node], 0
+        is_alone = type in graph.loop_types
         for other in before:
-            reached = phases[other] + (types[other] != type)
+            reached = phases[other] + (is_alone or types[other] != type)
             if reached > phase:
                 phase = reached
         phases.append(phase)
         leader.append(node)
         for other in before:
-            if types[other] == type and phases[other] == phase:
+            if types[other] == type and phases[other] == phase and not is_alone:
                 a, b = find(node), find(other)
                 leader[max(a, b)] = min(a, b)
     members: dict[int, list[int]] = {}

@@ -94,7 +94,8 @@ class DeviceCells:
             is_loop = self.layout.types[graph.graph.types[node]].is_loop
             if not (wanted.is_steps or is_loop):
                 values = self._wanted.setdefault(first_row + node, [])
-                values.append(first_row * stride + value)
+                if first_row * stride + value not in values:
+                    values.append(first_row * stride + value)
 
     def remove(self, graph: FlatGraph, first_row: int) -> None:
         stride = self.layout.stride

@@ -11,9 +11,10 @@ from typing import final
 import numpy as np
 
 from jaxserve.cells.answers import CellAnswer, Part
-from jaxserve.cells.executor import CellExecutor, CellHandle, NodeRows, TaskResults
+from jaxserve.cells.executor import CellExecutor, CellHandle, TaskResults
 from jaxserve.cells.flat_graph import flatten
 from jaxserve.cells.graph import Graph
+from jaxserve.cells.lanes import Lanes
 from jaxserve.cells.policy import CellPolicy, Task
 from jaxserve.cells.recorder import CellRecorder
 from jaxserve.cells.results import CellCompletion
@@ -27,33 +28,6 @@ from jaxserve.core.errors import (
     UnfoldError,
 )
 from jaxserve.core.request import FinishReason
-
-
-@final
-class _Lane:
-    """The tasks of one worker that are submitted and not collected, in their order.
-
-    Attributes:
-      num_groups: groups of tasks that the policy returned together.
-      num_submitted, num_collected: handles since the start.
-    """
-
-    def __init__(self) -> None:
-        self.handles: deque[tuple[CellHandle, bool]] = deque()  # whether it ends its group
-        self.num_groups = 0
-        self.num_submitted = 0
-        self.num_collected = 0
-
-    def push(self, handle: CellHandle, *, ends_group: bool) -> None:
-        self.handles.append((handle, ends_group))
-        self.num_groups += ends_group
-        self.num_submitted += 1
-
-    def pop(self) -> CellHandle:
-        handle, ends_group = self.handles.popleft()
-        self.num_groups -= ends_group
-        self.num_collected += 1
-        return handle
 
 
 @final
@@ -84,14 +58,12 @@ class CellEngine:
         self._executor = executor
         self._layout = executor.layout
         self._clock = clock
-        self._max_in_flight = max_in_flight
         self._max_nodes = max_nodes
         self._scheduler = policy.new_scheduler(self._layout.cell_types, executor.num_workers)
-        self._lanes = [_Lane() for _ in range(executor.num_workers)]
-        self._rows = NodeRows()
+        self._lanes = Lanes(executor.num_workers, max_in_flight, clock)
         self._part_of: list[Part | None] = []  # of each row
-        # Ranges of ids that tasks in flight may still name: (handles submitted, first, number).
-        self._limbo: deque[tuple[list[int], int, int]] = deque()
+        # Nodes of requests without a submitted task, of which one will be in their first task.
+        self._first_nodes: set[int] = set()
         self._free_slots = executor.num_slots.astype(np.int64)
         self._waiting: deque[Part] = deque()
         self._parts: dict[int, Part] = {}  # those in the scheduler
@@ -105,12 +77,12 @@ class CellEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._of_request) or self._is_at_work
+        return bool(self._of_request) or self._lanes.is_at_work
 
     @property
     def idle_until_s(self) -> float | None:
         """See `DeviceWork`; it may idle while the policy waits for more requests."""
-        return None if self._is_at_work or self._waiting else self._scheduler.wake_s
+        return None if self._lanes.is_at_work or self._waiting else self._scheduler.wake_s
 
     def add(self, answer: CellAnswer) -> None:
         """Add a request; its graph starts when there are slots for its values, in order."""
@@ -132,24 +104,20 @@ class CellEngine:
         """
         self._admit()
         has_submitted = False
-        for worker, lane in enumerate(self._lanes):
-            while lane.num_groups < self._max_in_flight:
-                if not self._submit(worker, lane):
-                    break
+        for worker in self._lanes.open_workers():
+            while self._lanes.is_open(worker) and self._submit(worker):
                 has_submitted = True
-        if self._is_at_work and not (has_submitted and self._is_open):
-            worker = self._first_lane()
-            self._apply(worker, self._lanes[worker].pop())
-        elif not self._is_at_work:
+        if not self._lanes.is_at_work:
             self._check_progress()
+        elif not (has_submitted and self._lanes.open_workers()):
+            self._apply(*self._lanes.pop_first())
         ended, self._ended = self._ended, []
         return ended
 
     def drain(self) -> list[CellCompletion]:
         """Collect all tasks in flight, without submitting any; return the requests that ended."""
-        while self._is_at_work:
-            worker = self._first_lane()
-            self._apply(worker, self._lanes[worker].pop())
+        while self._lanes.is_at_work:
+            self._apply(*self._lanes.pop_first())
         ended, self._ended = self._ended, []
         return ended
 
@@ -177,18 +145,9 @@ class CellEngine:
             part.answer.end("error", part.values(), self._clock.now(), error)
         self._of_request.clear()
         self._waiting.clear()
-        for lane in self._lanes:
-            lane.handles.clear()
+        self._lanes.clear()
 
     # ---- submission ----
-
-    @property
-    def _is_at_work(self) -> bool:
-        return any(lane.handles for lane in self._lanes)
-
-    @property
-    def _is_open(self) -> bool:
-        return any(lane.num_groups < self._max_in_flight for lane in self._lanes)
 
     def _admit(self) -> None:
         while self._waiting:
@@ -201,9 +160,9 @@ class CellEngine:
                 return
             self._waiting.popleft()
             self._free_slots -= graph.num_slots
-            first_row = self._rows.take(graph.num_rows)
-            if self._rows.num_rows > len(self._part_of):
-                self._part_of += [None] * self._rows.num_rows
+            first_row = self._lanes.take_rows(graph.num_rows)
+            if self._lanes.num_rows > len(self._part_of):
+                self._part_of += [None] * self._lanes.num_rows
             self._part_of[first_row : first_row + graph.num_nodes] = [part] * graph.num_nodes
             part.start(self._next_key, first_row)
             self._next_key += 1
@@ -212,6 +171,8 @@ class CellEngine:
             self._executor.add(graph, first_row, kept_row)
             self._scheduler.add(part.key, graph.graph, first_row, self._clock.now())
             part.answer.add_nodes(graph.num_nodes)
+            if not part.answer.has_begun:
+                self._first_nodes.update(first_row + node for node in graph.graph.first)
 
     def refusal(self, num_slots: np.ndarray) -> TooManyNodesError | None:
         """Return the error for a graph that could never be admitted; None for others.
@@ -227,34 +188,34 @@ class CellEngine:
             )
         return None
 
-    def _submit(self, worker: int, lane: _Lane) -> bool:
+    def _submit(self, worker: int) -> bool:
         """Submit the tasks that the policy has for a worker now; return whether it has any."""
         begin_s = time.perf_counter()
         tasks = self._scheduler.schedule(worker, self._clock.now())
         scheduled_s = time.perf_counter()
-        self.stats.scheduling_s += scheduled_s - begin_s
         if not tasks:
             return False
         now_s = self._clock.now()
         handles = self._executor.submit(worker, tasks)
-        for handle in handles:
-            lane.push(handle, ends_group=handle is handles[-1])
-        self.stats.submitting_s += time.perf_counter() - scheduled_s
-        self.stats.num_calls += len(handles)
+        self._lanes.push(worker, handles)
+        submitted_s = time.perf_counter()
+        self.stats.submitted(len(handles), scheduled_s - begin_s, submitted_s - scheduled_s)
         for task in tasks:
             self._begin(task, now_s)
         return True
 
     def _begin(self, task: Task, now_s: float) -> None:
-        part_of = self._part_of
-        for node in task.nodes:
-            part = part_of[node]
+        for node in self._first_nodes.intersection(task.nodes):
+            part = self._part_of[node]
             if part is not None and not part.answer.has_begun:
                 part.answer.begin(now_s)
+                self._forget_first_nodes(part)
         padding = self.recorder.submitted(task, now_s, len(self._of_request))
-        self.stats.num_tasks += 1
-        self.stats.num_nodes += len(task.nodes)
-        self.stats.num_padding += padding
+        self.stats.added(len(task.nodes), padding)
+
+    def _forget_first_nodes(self, part: Part) -> None:
+        first = part.graph.graph.first
+        self._first_nodes.difference_update(part.first_row + node for node in first)
 
     def _check_progress(self) -> None:
         """End a request that waits for slots that only waiting requests hold."""
@@ -273,16 +234,6 @@ class CellEngine:
             )
 
     # ---- results ----
-
-    def _first_lane(self) -> int:
-        """Return the worker whose oldest tasks end first."""
-        busy = [worker for worker, lane in enumerate(self._lanes) if lane.handles]
-        while len(busy) > 1:
-            for worker in busy:
-                if self._lanes[worker].handles[0][0].is_ready():
-                    return worker
-            self._clock.wait()
-        return busy[0]
 
     def _apply(self, worker: int, handle: CellHandle) -> None:
         results = handle.collect()
@@ -303,10 +254,11 @@ class CellEngine:
             if missing:  # the last values of loops, whose ends are known now
                 self._reading[key] = part
                 values = [value + part.first_row * self._layout.stride for value in missing]
-                self._lanes[worker].push(self._executor.read(worker, values), ends_group=False)
+                self._lanes.push_read(worker, self._executor.read(worker, values))
             else:
                 self._finish(part)
-        self._release_rows()
+        for rows in self._lanes.forget_rows():
+            self._ended_loops.difference_update(rows)
 
     def _deliver(self, results: TaskResults, now_s: float) -> None:
         stride = self._layout.stride
@@ -399,15 +351,6 @@ class CellEngine:
         self._executor.remove(graph, first)
         self._free_slots += graph.num_slots
         self._part_of[first : first + graph.num_nodes] = [None] * graph.num_nodes
-        submitted = [lane.num_submitted for lane in self._lanes]
-        self._limbo.append((submitted, first, graph.num_rows))
-
-    def _release_rows(self) -> None:
-        while self._limbo:
-            submitted, first, num = self._limbo[0]
-            for lane, until in zip(self._lanes, submitted, strict=True):
-                if lane.num_collected < until:
-                    return
-            self._limbo.popleft()
-            self._rows.free(first, num)
-            self._ended_loops.difference_update(range(first, first + num))
+        if not part.answer.has_begun:
+            self._forget_first_nodes(part)
+        self._lanes.free_rows(first, graph.num_rows)

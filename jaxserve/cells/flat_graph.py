@@ -152,6 +152,7 @@ class _Flattener:
                 tuple(self._types),
                 tuple(self._predecessors),
                 tuple(node.max_steps for node in self._graph.nodes),
+                layout.loop_types,
             ),
             sources=sources,
             words=self._words,

@@ -97,6 +97,7 @@ class Layout:
                     "and different priorities or batch_sizes; pass one of them"
                 )
         self.types = tuple(self._layout(i, cell) for i, cell in enumerate(distinct.values()))
+        self.loop_types = frozenset(t.index for t in self.types if t.is_loop)
         self.index_of: Mapping[object, int] = {key: i for i, key in enumerate(distinct)}
         self.done_pool = self._pool(DONE_SPEC) if any(t.is_loop for t in self.types) else None
         # Two ids of node 0 stand for zeros and for constants in the task.

@@ -149,9 +149,9 @@ class SimulatedCells:
             if cell.is_loop and steps >= length:
                 ended.append(node)
             if not cell.is_loop:
-                wanted = [
+                wanted = {
                     value for value, _ in graph.wanted if value // self.layout.stride == number
-                ]
+                }
                 values += [value + first * self.layout.stride for value in wanted]
         duration_s = self._cost.task_s(cell.name, bucket(num_rows, cell.batch_sizes))
         ready_s = max(self._free_at_s[worker], self._clock.now()) + duration_s

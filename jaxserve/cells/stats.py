@@ -26,3 +26,15 @@ class CellStats:
     num_padding: int = 0
     scheduling_s: float = 0.0
     submitting_s: float = 0.0
+
+    def submitted(self, num_calls: int, scheduling_s: float, submitting_s: float) -> None:
+        """Count tasks that were submitted together."""
+        self.num_calls += num_calls
+        self.scheduling_s += scheduling_s
+        self.submitting_s += submitting_s
+
+    def added(self, num_nodes: int, num_padding: int) -> None:
+        """Count a task."""
+        self.num_tasks += 1
+        self.num_nodes += num_nodes
+        self.num_padding += num_padding

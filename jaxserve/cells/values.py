@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, Protocol, TypeAlias, final
 
@@ -32,7 +33,8 @@ class ValueSpec:
 
     @classmethod
     def of(cls, value: HasShape) -> ValueSpec:
-        return cls(tuple(value.shape), np.dtype(value.dtype))
+        """Return the spec of a value, the same object for the same shape and dtype."""
+        return _spec(tuple(value.shape), np.dtype(value.dtype))
 
     @property
     def num_bytes(self) -> int:
@@ -40,6 +42,11 @@ class ValueSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype.name}[{', '.join(map(str, self.shape))}]"
+
+
+@lru_cache(maxsize=4096)
+def _spec(shape: tuple[int, ...], dtype: np.dtype) -> ValueSpec:
+    return ValueSpec(shape, dtype)
 
 
 def as_constant(value: Any, spec: ValueSpec) -> np.ndarray | None:

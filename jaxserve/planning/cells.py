@@ -78,10 +78,10 @@ def plan_cells(
         cost,
         latency_bound_s,
         quantile,
-        num_workers,
-        max_in_flight,
-        loop_length,
         seed,
+        num_workers=num_workers,
+        max_in_flight=max_in_flight,
+        loop_length=loop_length,
     )
     with tqdm(desc="planning", unit="run", leave=False, delay=2, disable=not progress) as bar:
         return search.run(bar)
