@@ -310,7 +310,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--measured", action="store_true", help="also run on the device")
     add("--workers", type=int, default=1, help="devices of the simulation")
-    add("--slot-memory", default="1GiB", help="of live values on the device")
+    add("--slot-memory", default="64MiB", help="of live values on the device")
     add("--policies", default=None, help="with commas; by default those of the thesis")
     add("--shares", default=None,
         help="rates, as shares of the rate with full batches alone, with commas")  # fmt: skip
