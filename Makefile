@@ -13,7 +13,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 TEST_STAMP := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean gpu-check kernel-gate
+.PHONY: help demo test tests lint style types format clean gpu-check kernel-gate
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -21,14 +21,22 @@ help: ## show this list
 demo: $(DEMO_STAMP) ## install, fetch a 135M instruct model, answer eight prompts in one batch
 	@$(BIN)/python -m scripts.demo
 
-test: lint ## install the test tools, then lint, type check and run every test
+test: style ## install the test tools, then lint, type check and run every test
+	@# The type checker runs beside the tests, on what they leave of the cores.
+	@$(MAKE) --no-print-directory -j2 types tests
+
+tests: $(TEST_STAMP)
 	@# A file stays in one worker, so that its fixtures are made once.
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 $(ARGS)
 
-lint: $(TEST_STAMP) ## formatting, lint and types, changing nothing
+lint: style types ## formatting, lint and types, changing nothing
+
+style: $(TEST_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
+
+types: $(TEST_STAMP)
+	nice -n 5 $(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(TEST_STAMP) ## format the code and mend what lint can mend
 	$(BIN)/ruff format .

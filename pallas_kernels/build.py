@@ -4,7 +4,8 @@ A kernel is compiled once per machine. The library's name in the cache folder is
 inputs of the compilation. The file ends in a digest of its own bytes, since loading a truncated
 library can kill the process; a damaged library is compiled again. The cache folder is the first of
 `$PALLAS_KERNELS_CACHE`, `$JAXSERVE_CACHE/kernels` and `~/.cache/jaxserve/kernels` that is set; if
-it is not writable, a temporary folder.
+it is not writable, or others can write to it, a temporary folder. A library is code, so that one
+which others could have written is not loaded.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+from pallas_kernels.own_files import is_own, read_own_file
 
 COMPILE_TIMEOUT_S = 120
 _INCLUDE = Path(__file__).with_name("include")
@@ -128,6 +131,7 @@ def compile_library(source: Path, more_flags: tuple[str, ...] = (), *, force: bo
             raise NotImplementedError(f"{compiler} failed with {done.returncode}: {tail}")
         with open(scratch, "r+b") as file:
             file.write(hashlib.sha256(file.read()).digest())
+        os.chmod(scratch, 0o700)  # whatever the compiler made of it under this umask
         os.replace(scratch, library)
     except subprocess.TimeoutExpired as error:
         raise NotImplementedError(f"{compiler} took longer than {COMPILE_TIMEOUT_S} s") from error
@@ -147,8 +151,11 @@ def _register(library: Path, handler: Any, symbol: str) -> str:
 def _is_intact(library: Path) -> bool:
     """Return whether the file exists and ends in the digest of its other bytes."""
     try:
-        content = library.read_bytes()
-    except OSError:
+        content = read_own_file(library)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        _logger.warning("compiling %s again: %s", library.name, error)
         return False
     return content[-32:] == hashlib.sha256(content[:-32]).digest()
 
@@ -188,7 +195,12 @@ def _cache_folder() -> Path:
     else:
         folder = Path.home() / ".cache" / "jaxserve" / "kernels"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not is_own(folder.stat()):
+            raise PermissionError(
+                f"{folder} is not a folder that this user alone can write to, and kernels are "
+                "code; run chmod go-w on it if it is yours"
+            )
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,10 @@ import pytest
 
 from tests.common import shapes
 
+# Workers keep every core busy, so that more threads only wait for each other. NumPy, PyTorch and
+# XLA read these when they are imported.
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NPROC"):
+    os.environ.setdefault(name, "1")
 # Executables are kept between runs and shared by parallel workers. JAX reads this at its import.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla")
@@ -43,6 +48,12 @@ def pytest_report_header() -> str:
 
 # Files that take a minute or more run first, so that no worker has one of them left at the end.
 LONG = ("test_notebooks.py", "test_processes.py", "test_fleet.py", "test_staged.py")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from searching the imported modules again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

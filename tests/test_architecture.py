@@ -49,8 +49,8 @@ KNOW_FORCED_LENGTHS = {
     "execution/simulated.py",
     "steps/slots.py",
     "scheduling/admission/oracle.py",
+    "scheduling/limits.py",
     "scheduling/plan.py",
-    "scheduling/scheduler.py",
     "workload/item.py",
     "workload/recorded.py",
 }
@@ -83,7 +83,7 @@ WRITERS = {
 
 CORE_DEPENDENCIES = {
     *("jax", "flax", "optax", "orbax", "numpy", "transformers", "safetensors", "tokenizers"),
-    *("tqdm", "rich", "typer", "matplotlib", "jaxtyping"),
+    *("tqdm", "rich", "typer", "matplotlib", "jaxtyping", "jinja2"),
     *("jaxlib", "ml_dtypes"),  # parts of JAX
 }
 ARRAY_DEPENDENCIES = {

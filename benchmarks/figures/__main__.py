@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from typing import final
 from benchmarks.common.paths import ROOT
 from benchmarks.figures import style
 from benchmarks.figures.charts import charts
-from benchmarks.figures.results import Result, load
+from benchmarks.figures.results import Result, ResultFileError, load
 from benchmarks.figures.tables import HEADINGS, tables
 from benchmarks.figures.tables.serving import peers
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
@@ -61,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Write everything, or with --check print what would change; return the exit code."""
     options = build_parser().parse_args(arguments)
     try:
+        check_commits(load(options.root / RESULTS), options.root)
         stale = update(options.root, write=not options.check)
     except JaxserveError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -71,6 +73,35 @@ def main(arguments: list[str] | None = None) -> int:
         print("run python -m benchmarks.figures", file=sys.stderr)
         return 1
     return 0
+
+
+def check_commits(results: list[Result], root: Path) -> None:
+    """Refuse results of commits that the checkout's history does not have.
+
+    A checkout without its whole history cannot tell, which is said on stderr.
+
+    Raises:
+      ResultFileError: a result of an unknown commit, or of files that differed from their commit.
+    """
+    if _git(root, "rev-parse", "--is-shallow-repository") != "false":
+        print(f"{root} has no whole history: commits of results are not checked", file=sys.stderr)
+        return
+    for result in results:
+        commit = str(result.get("commit"))
+        if _git(root, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}") is None:
+            raise ResultFileError(
+                f"{result.path}: commit {commit!r} is not in the history of {root}; a result "
+                "names a commit that others can check out: measure again on one"
+            )
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """Return what git prints in the folder; None if git fails or is not there."""
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def update(root: Path, *, write: bool) -> list[Path]:

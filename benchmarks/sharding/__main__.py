@@ -61,7 +61,7 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     from flax import nnx
 
     from jaxserve import Runtime, SamplingParams
-    from jaxserve.execution.staged import Pass
+    from jaxserve.execution.micro_batches import Pass
     from jaxserve.models.families.llama import Llama
     from jaxserve.steps.sampling.variants import Variant
     from sharding import StagePlan

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from jaxserve.execution.staged import Pass
+from jaxserve.execution.micro_batches import Pass
 
 
 @final

@@ -72,11 +72,12 @@ class _Subgraph:
       num_running: tasks with its nodes, and nodes before it, that are submitted and not completed.
       worker: the worker of these; `_FREE` without any.
       place: its key in its type's queue, in the order of release; -1 outside of the queue.
+      is_bound: whether it is a loop that has begun, whose state lies on its worker.
     """
 
     __slots__ = (
         *("run", "type", "ready", "num_open", "num_before", "num_running", "worker", "place"),
-        *("steps_left", "is_ended"),
+        *("steps_left", "is_bound", "is_ended"),
     )
 
     def __init__(self, run: _Run, type: int, ready: list[int], num_nodes: int, num_before: int):
@@ -89,6 +90,7 @@ class _Subgraph:
         self.worker = _FREE
         self.place = -1
         self.steps_left = 0
+        self.is_bound = False
         self.is_ended = False
 
 
@@ -255,6 +257,7 @@ class BatchMakerScheduler:
             subgraph.num_running += 1
             num_taken += num
             if is_loop:
+                subgraph.is_bound = True
                 subgraph.steps_left -= 1
                 if subgraph.steps_left:
                     num_new += 1
@@ -324,6 +327,9 @@ class BatchMakerScheduler:
             self._queues[subgraph.type].push(subgraph)
 
     def _unpin(self, subgraph: _Subgraph) -> None:
+        """Let any worker run a subgraph, unless it is a loop that has begun and not ended."""
+        if subgraph.is_bound and not subgraph.is_ended:
+            return
         if subgraph.place >= 0:
             queue = self._queues[subgraph.type]
             queue.count(subgraph.worker, -len(subgraph.ready))

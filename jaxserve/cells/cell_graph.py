@@ -37,6 +37,10 @@ class CellGraph:
     def __len__(self) -> int:
         return len(self.types)
 
+    def prepare(self) -> None:
+        """Compute the partition and its edges now, so that no scheduler waits for them."""
+        _ = self.inner_dependencies, self.inner_successors, self.outer_successors
+
     @cached_property
     def successors(self) -> _Edges:
         """For each node, the nodes that take its outputs."""

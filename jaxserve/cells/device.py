@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.cells.executor import CellHandle, TaskResults
@@ -21,6 +22,7 @@ from jaxserve.cells.layout import (
 )
 from jaxserve.cells.policy import Task
 from jaxserve.cells.programs import COPY_SIZES, ENDED, FINITE, WAS_ENDED, CellPrograms
+from jaxserve.cells.slots import ABSENT
 from jaxserve.cells.value_table import ValueTable
 from jaxserve.core.config import bucket
 from jaxserve.execution.device_errors import out_of_memory_as
@@ -30,9 +32,9 @@ from jaxserve.execution.device_errors import out_of_memory_as
 class _Worker:
     """The arrays of one device. A function that gets a pool donates it, and the result follows."""
 
-    def __init__(self, device: jax.Device, programs: CellPrograms, pools: Sequence[np.ndarray]):
+    def __init__(self, device: Any, programs: CellPrograms, pools: Sequence[jax.Array]):
         self.device = device
-        self.pools = [jax.device_put(pool, device) for pool in pools]
+        self.pools = list(pools)
         self.params = [jax.device_put(params, device) for params in programs.params]
 
 
@@ -42,7 +44,7 @@ class DeviceCells:
 
     Args:
       layout: of `Cell` and `Repeat` objects.
-      devices: one worker runs on each.
+      devices: JAX's devices; one worker runs on each.
       num_slots: slots of each pool on each device; as many of every pool.
       max_fused: most tasks of one type and size that one call of an executable runs.
 
@@ -53,7 +55,7 @@ class DeviceCells:
     def __init__(
         self,
         layout: Layout,
-        devices: Sequence[jax.Device],
+        devices: Sequence[Any],
         *,
         num_slots: Sequence[int],
         max_fused: int = 5,
@@ -68,7 +70,7 @@ class DeviceCells:
                     device,
                     self._programs,
                     [
-                        np.zeros((num, *spec.shape), spec.dtype)
+                        jnp.zeros((num, *spec.shape), spec.dtype, device=device)
                         for num, spec in zip(num_slots, self.layout.pools, strict=True)
                     ],
                 )
@@ -124,6 +126,9 @@ class DeviceCells:
         return handles
 
     def read(self, worker: int, values: Sequence[int]) -> CellHandle:
+        wanted = np.array(values)
+        absent = wanted[self._table.workers[worker].of[wanted] == ABSENT]
+        self._fetch(worker, absent)
         return _Handle(worker, (), None, self.layout, (), self._read(worker, list(values)))
 
     def check_integrity(self) -> None:

@@ -278,8 +278,8 @@ class CellEngine:
         """Continue a request whose graph has finished, or end it."""
         first_row, graph = part.first_row, part.graph
         if self._has_loops:
-            for node, type in enumerate(graph.graph.types, first_row):
-                cell = self._layout.types[type].cell
+            for node, number in enumerate(graph.graph.types, first_row):
+                cell = self._layout.types[number].cell
                 if cell.ends_by_itself and node not in self._ended_loops:
                     part.answer.hit_limit()
         if part.before is not None:

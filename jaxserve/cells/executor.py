@@ -85,7 +85,11 @@ class CellExecutor(Protocol):
         ...
 
     def read(self, worker: int, values: Sequence[int]) -> CellHandle:
-        """Return a handle without tasks, whose results have values that a worker has now."""
+        """Return a handle without tasks, whose results have values as they are on any worker now.
+
+        Args:
+          worker: the one whose tasks come before and after it.
+        """
         ...
 
     def check_integrity(self) -> None:

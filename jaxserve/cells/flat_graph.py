@@ -140,20 +140,23 @@ class _Flattener:
                 continue
             pools[rows, : t.num_outputs] = t.output_pools
             if t.is_loop:
+                assert layout.done_pool is not None
                 pools[rows, t.num_outputs] = layout.done_pool
-                held = [*{output for output in t.carry if output >= 0}, t.num_outputs]
-                uses.reshape(num_rows, stride)[np.ix_(rows, held)] += 1
+                for held in {*(output for output in t.carry if output >= 0), t.num_outputs}:
+                    uses.reshape(num_rows, stride)[rows, held] += 1
         for number, (pool, _) in enumerate(self._constants):
             pools[len(types) + number, 0] = pool
         pools = pools.ravel()
         used = pools[uses > 0]
+        graph = cell_graph(
+            tuple(self._types),
+            tuple(self._predecessors),
+            tuple(node.max_steps for node in self._graph.nodes),
+            layout.loop_types,
+        )
+        graph.prepare()
         return FlatGraph(
-            graph=cell_graph(
-                tuple(self._types),
-                tuple(self._predecessors),
-                tuple(node.max_steps for node in self._graph.nodes),
-                layout.loop_types,
-            ),
+            graph=graph,
             sources=sources,
             words=self._words,
             constants=tuple(self._constants),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -18,7 +19,7 @@ _NUM_UNTIMED = 2
 
 def measure_cells(
     cells: Sequence[BaseCell],
-    device: jax.Device | None = None,
+    device: Any = None,
     *,
     max_fused: int = 5,
     num_calls: int = 7,
@@ -31,7 +32,7 @@ def measure_cells(
     that lie far apart is not part of it.
 
     Args:
-      device: by default JAX's first.
+      device: a device of JAX; by default its first.
       max_fused: tasks of one call, as of the runtime that is to be predicted.
       host_per_call_s, host_per_task_s: see `MeasuredCost`; they are not measured here.
     """

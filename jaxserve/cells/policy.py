@@ -37,6 +37,8 @@ class CellType:
 class Task:
     """Nodes of one type that run together on one worker. Treat it as immutable.
 
+    A loop stays on the worker of its first step.
+
     Attributes:
       type: index of the cell type.
       nodes: their ids, at most the type's largest batch. A loop's node is in one task for each of

@@ -38,7 +38,7 @@ class TaskFunction(Protocol):
         params: tuple[Array, ...],
         pools: tuple[Array, ...],
         rows: Int32[Array | np.ndarray, "tasks rows batch"],
-        num_tasks: Int32[Array | np.ndarray, ""],
+        num_tasks: Int32[Array | np.ndarray, ""] | np.int32,
     ) -> tuple[tuple[Array, ...], UInt8[Array, "tasks batch"], tuple[Array, ...]]: ...
 
 
@@ -77,10 +77,11 @@ class _Tasks:
         self._type = t
         self._graphdef = graphdef
         self._tree = tree
-        done = (layout.done_pool,) if t.is_loop else ()
-        self.pools = tuple(sorted({*t.pools, *done}))
+        done_pool = layout.done_pool if t.is_loop else None
+        pools = set(t.pools) if done_pool is None else {*t.pools, done_pool}
+        self.pools: tuple[int, ...] = tuple(sorted(pools))
         self._number = {pool: number for number, pool in enumerate(self.pools)}
-        self._done = self._number[layout.done_pool] if t.is_loop else None
+        self._done = None if done_pool is None else self._number[done_pool]
         cell: Any = t.cell
         self._until = cell.until if t.is_loop else None
         outputs = list(cell.outputs)

@@ -80,7 +80,7 @@ class CellRuntime:
         cells: Sequence[BaseCell],
         unfold: Callable[[Any], Graph],
         *,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Any] | None = None,
         policy: CellPolicy | None = None,
         max_tasks_to_submit: int = 5,
         max_in_flight: int = 2,
@@ -142,15 +142,12 @@ class CellRuntime:
         """
         pending = self._submit_all(inputs)
         show = self.progress if progress is None else progress
-        wait = partial(
-            wait_for_all, pending, label="computing", unit="nodes", units_of=lambda c: c.num_nodes
-        )
         try:
-            wait(progress=show)
+            _wait(pending, progress=show)
         except KeyboardInterrupt:
             for one in pending:
                 one.cancel()
-            wait(progress=False)
+            _wait(pending, progress=False)
         return [one.result() for one in pending]
 
     async def agenerate(self, inputs: Iterable[Any]) -> list[CellCompletion]:
@@ -350,6 +347,16 @@ def _warm_up(executor: CompilingExecutor, *, progress: bool) -> None:
             bar.set_postfix_str(name)
             compile_step()
             bar.update()
+
+
+def _wait(pending: Sequence[PendingRequest[CellCompletion]], *, progress: bool) -> None:
+    wait_for_all(
+        pending,
+        label="computing",
+        unit="nodes",
+        units_of=lambda completion: completion.num_nodes,
+        progress=progress,
+    )
 
 
 def _close(loop: DeviceLoop[CellAnswer], executor: CompilingExecutor) -> None:

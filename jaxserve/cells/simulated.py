@@ -171,7 +171,8 @@ class SimulatedCells:
         assert graph.graph.types[number] == task.type, f"node {node} is not of the type of {task}"
         self._steps[node] = self._steps.get(node, 0) + 1
         assert self._steps[node] <= graph.graph.max_steps[number], f"node {node} runs too often"
-        self._worker_of[node] = task.worker
+        worker = self._worker_of.setdefault(node, task.worker)
+        assert worker == task.worker, f"the loop of node {node} moves from worker {worker}"
         for before in graph.graph.predecessors[number]:
             other = first + before
             is_there = other in self._has_run or (

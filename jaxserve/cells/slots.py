@@ -80,7 +80,7 @@ class WorkerSlots:
         slots = self.of[values]
         self.of[values] = ABSENT
         has = slots >= NUM_RESERVED_SLOTS
-        for pool, free in enumerate(self.pools):
-            mine = slots[has & (pools == pool)]
-            if mine.size:
-                free.free(mine)
+        if not has.all():
+            slots, pools = slots[has], pools[has]
+        for pool in set(pools.tolist()):
+            self.pools[pool].free(slots[pools == pool])

@@ -154,9 +154,12 @@ class ValueTable:
         Args:
           outputs: int [len(pools), n], the values.
         """
-        found = np.full(outputs.shape, TRASH_SLOT, np.int32)
         is_taken = self._uses[outputs] > 0
-        for pool in set(pools):
+        distinct = set(pools)
+        if len(distinct) == 1 and is_taken.all():
+            return slots.place(outputs.ravel(), pools[0]).reshape(outputs.shape)
+        found = np.full(outputs.shape, TRASH_SLOT, np.int32)
+        for pool in distinct:
             mine = is_taken & (np.array(pools) == pool)[:, None]
             if mine.any():
                 found[mine] = slots.place(outputs[mine], pool)

@@ -48,6 +48,13 @@ class CellWork:
     def step(self) -> None:
         self._engine.step()
 
+    @property
+    def has_idle_work(self) -> bool:
+        return False
+
+    def use_idle_time(self) -> None:
+        """Do nothing: a cell engine measures nothing while it runs."""
+
     def rest(self) -> None:
         """Do nothing: a cell engine counts no idle time."""
 

@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxserve.cli import options as opt
+from jaxserve.cli.flat import flat
+from jaxserve.cli.groups import (
+    OF_MANY_REQUESTS,
+    ProcessOptions,
+    SamplingOptions,
+    ServiceOptions,
+)
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.sampling_params import SamplingParams
 
@@ -22,7 +29,9 @@ HELP = (
 )
 
 
+@flat(omit=OF_MANY_REQUESTS)
 def chat(
+    *,
     system: Annotated[
         str | None, typer.Option("--system", help="System message to start with.")
     ] = None,
@@ -35,36 +44,10 @@ def chat(
         opt.journal("Keep the conversation in this file; with --id alone, in {default}."),
     ] = None,
     max_tokens: opt.MaxTokens = 512,
-    temperature: opt.Temperature = 0.0,
-    top_k: opt.TopK = 0,
-    top_p: opt.TopP = 1.0,
-    min_p: opt.MinP = 0.0,
-    repetition_penalty: opt.RepetitionPenalty = 1.0,
-    seed: opt.Seed = None,
-    stop: opt.Stop = None,
+    sampling: SamplingOptions,
     model: opt.Model = opt.DEFAULT_MODEL,
-    policy: opt.Policy = "auto",
-    latency_bound: opt.LatencyBound = None,
-    load: opt.Load = "auto",
-    dtype: opt.DType = None,
-    kv_memory: opt.KvMemory = None,
-    kv_dtype: opt.KvDType = None,
-    quantize: opt.Quantize = None,
-    quantize_embeddings: opt.QuantizeEmbeddings = None,
-    host_memory: opt.HostMemory = None,
-    disk_memory: opt.DiskMemory = None,
-    disk_folder: opt.DiskFolder = None,
-    predictor: opt.Predictor = None,
-    probe: opt.Probe = None,
-    max_context: opt.MaxContext = None,
-    tensor_parallel: opt.TensorParallel = 1,
-    stages: opt.Stages = None,
-    groups: opt.Groups = None,
-    coordinator: opt.Coordinator = None,
-    num_processes: opt.NumProcesses = None,
-    process_id: opt.ProcessId = None,
-    record: opt.Record = None,
-    quiet: opt.Quiet = False,
+    service_options: ServiceOptions,
+    processes: ProcessOptions,
 ) -> None:
     """Chat with an instruct model. Answers are printed while they are generated.
 
@@ -75,43 +58,11 @@ def chat(
     `jaxserve conversations`. Without either, the conversation is not written to a file.
     """
     with opt.exit_codes():
-        params = opt.sampling_params(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=tuple(stop or ()),
-        )
+        params = sampling.params(max_tokens=max_tokens)
         if id is not None and journal is None:
             journal = opt.made_journal()
-        opt.join(coordinator, num_processes, process_id)
-        with opt.open_service(
-            model,
-            policy=policy,
-            latency_bound=latency_bound,
-            load=load,
-            dtype=dtype,
-            kv_memory=kv_memory,
-            kv_dtype=kv_dtype,
-            quantize=quantize,
-            quantize_embeddings=quantize_embeddings,
-            host_memory=host_memory,
-            disk_memory=disk_memory,
-            disk_folder=disk_folder,
-            predictor=predictor,
-            probe=probe,
-            max_context=max_context,
-            tensor_parallel=tensor_parallel,
-            stages=stages,
-            groups=groups,
-            max_slots=1,
-            record=record,
-            conversations=journal,
-            quiet=quiet,
-        ) as service:
+        processes.join()
+        with service_options.open(model, conversations=journal, max_slots=1) as service:
             typer.echo(f"{model}: {HELP}", err=True)
             _converse(service, params, system, id, journal)
 

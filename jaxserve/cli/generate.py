@@ -11,12 +11,16 @@ import typer
 
 from jaxserve.cli import options as opt
 from jaxserve.cli import prompts
+from jaxserve.cli.flat import flat
+from jaxserve.cli.groups import ProcessOptions, SamplingOptions, ServiceOptions
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 
 
+@flat()
 def generate(
+    *,
     prompt: Annotated[list[str] | None, typer.Argument(help="Prompts, one per argument.")] = None,
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="File of prompts, one per line.")
@@ -45,21 +49,11 @@ def generate(
         str | None, typer.Option("--system", help="System message for chat prompts.")
     ] = None,
     max_tokens: opt.MaxTokens = 256,
-    min_tokens: opt.MinTokens = 0,
-    temperature: opt.Temperature = 0.0,
-    top_k: opt.TopK = 0,
-    top_p: opt.TopP = 1.0,
-    min_p: opt.MinP = 0.0,
-    repetition_penalty: opt.RepetitionPenalty = 1.0,
-    presence_penalty: opt.PresencePenalty = 0.0,
-    frequency_penalty: opt.FrequencyPenalty = 0.0,
-    seed: opt.Seed = None,
+    sampling: SamplingOptions,
     n: Annotated[
         int,
         typer.Option("--n", help="Number of samples for each prompt.", rich_help_panel="Sampling"),
     ] = 1,
-    stop: opt.Stop = None,
-    ignore_eos: opt.IgnoreEos = False,
     logprobs: Annotated[
         int | None,
         typer.Option(
@@ -69,89 +63,29 @@ def generate(
         ),
     ] = None,
     model: opt.Model = opt.DEFAULT_MODEL,
-    policy: opt.Policy = "auto",
-    latency_bound: opt.LatencyBound = None,
-    load: opt.Load = "auto",
-    dtype: opt.DType = None,
-    kv_memory: opt.KvMemory = None,
-    kv_dtype: opt.KvDType = None,
-    quantize: opt.Quantize = None,
-    quantize_embeddings: opt.QuantizeEmbeddings = None,
-    host_memory: opt.HostMemory = None,
-    disk_memory: opt.DiskMemory = None,
-    disk_folder: opt.DiskFolder = None,
-    predictor: opt.Predictor = None,
-    probe: opt.Probe = None,
-    max_slots: opt.MaxSlots = None,
-    max_context: opt.MaxContext = None,
-    tensor_parallel: opt.TensorParallel = 1,
-    stages: opt.Stages = None,
-    groups: opt.Groups = None,
-    data_parallel: opt.DataParallel = 1,
-    replicas: opt.Replicas = 1,
-    coordinator: opt.Coordinator = None,
-    num_processes: opt.NumProcesses = None,
-    process_id: opt.ProcessId = None,
-    record: opt.Record = None,
-    quiet: opt.Quiet = False,
+    service_options: ServiceOptions,
+    processes: ProcessOptions,
 ) -> None:
     """Answer a batch of prompts from arguments or a file, as JSON lines in the same order.
 
     Ctrl-C writes the finished answers and exits with 130.
     """
     with opt.exit_codes():
-        params = opt.sampling_params(
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            seed=seed,
-            n=n,
-            stop=tuple(stop or ()),
-            ignore_eos=ignore_eos,
-            logprobs=logprobs,
-        )
+        params = sampling.params(max_tokens=max_tokens, n=n, logprobs=logprobs)
         jobs = _read_jobs(prompt, file, jsonl, params)
-        answers = opt.join(coordinator, num_processes, process_id)
+        answers = processes.join()
         with (
             _sink(output if answers else None) as sink,
-            opt.open_service(
-                model,
-                policy=policy,
-                latency_bound=latency_bound,
-                load=load,
-                dtype=dtype,
-                kv_memory=kv_memory,
-                kv_dtype=kv_dtype,
-                quantize=quantize,
-                quantize_embeddings=quantize_embeddings,
-                host_memory=host_memory,
-                disk_memory=disk_memory,
-                disk_folder=disk_folder,
-                predictor=predictor,
-                probe=probe,
-                max_slots=max_slots,
-                max_context=max_context,
-                tensor_parallel=tensor_parallel,
-                stages=stages,
-                groups=groups,
-                data_parallel=data_parallel,
-                replicas=replicas,
-                record=record,
-                quiet=quiet,
-            ) as service,
+            service_options.open(model) as service,
         ):
             tokenizer = service.tokenizer
             has_template = tokenizer is not None and tokenizer.chat_template is not None
             if has_template if chat is None else chat:
                 jobs = [prompts.as_chat(job, system) for job in jobs]
             done = service.generate(
-                [job.prompt for job in jobs], [job.params for job in jobs], progress=not quiet
+                [job.prompt for job in jobs],
+                [job.params for job in jobs],
+                progress=not service_options.quiet,
             )
             _write(jobs, done, sink, text_only=text)
     code = _exit_code(done)

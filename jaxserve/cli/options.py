@@ -1,4 +1,4 @@
-"""Options that several commands share, the service that they describe, and exit codes.
+"""Options that several commands share, and exit codes.
 
 Exit codes: 0 done, 1 failure (of a request of a batch, memory, the cache), 2 bad input,
 130 interrupted.
@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -23,14 +23,8 @@ from jaxserve.core.errors import (
     MissingExtraError,
     ModelError,
     OtherModelError,
-    ProcessGroupError,
     UnknownConversationError,
 )
-from jaxserve.core.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from jaxserve.fleet import Fleet
-    from jaxserve.runtime import Runtime, Service
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -105,7 +99,7 @@ KvDType = Annotated[
 ]
 Quantize = Annotated[
     str | None,
-    _runtime("--quantize", text="Weights in few bits: int8, int4, or keep (GGUF blocks)."),
+    _runtime("--quantize", text="Weights in few bits: int8, int4, fp8, or keep (GGUF blocks)."),
 ]
 QuantizeEmbeddings = Annotated[
     str | None,
@@ -213,130 +207,6 @@ def made_journal() -> Path:
             f"the folder {path.parent} cannot be created: {error}; pass --journal"
         ) from error
     return path
-
-
-def sampling_params(**fields: object) -> SamplingParams:
-    """Return sampling parameters; fields that are None keep their defaults.
-
-    Raises:
-      InvalidSamplingParamsError: a field has a value that is not allowed.
-    """
-    given = {name: value for name, value in fields.items() if value is not None}
-    return SamplingParams(**given)  # type: ignore[arg-type]
-
-
-def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> bool:
-    """Connect the job's processes, if there are several; return whether this process leads.
-
-    Raises:
-      InvalidConfigError, ProcessGroupError
-    """
-    import sharding
-
-    try:
-        group = sharding.join(coordinator, num_processes, process_id)
-    except ValueError as error:
-        raise InvalidConfigError(str(error)) from error
-    except sharding.JoinError as error:
-        raise ProcessGroupError(str(error)) from error
-    return group is None or group.is_leader
-
-
-def open_service(model: str, *, quiet: bool, replicas: int = 1, **settings: object) -> Service:
-    """Open the service that the options describe. Progress bars go to stderr.
-
-    Args:
-      replicas: number of processes; 1 opens a `Runtime`, more open a `Fleet`.
-      settings: arguments of `_open_runtime`, `Runtime.from_pretrained` or `Fleet`; None leaves an
-        option at its default.
-
-    Raises:
-      InvalidConfigError: an option is not allowed, or a fleet does not have it.
-    """
-    given = {name: value for name, value in settings.items() if value is not None}
-    if given.get("host_memory") == "0":
-        given["host_memory"] = 0
-    if replicas == 1:
-        return _open_runtime(model, quiet=quiet, **given)  # type: ignore[arg-type]
-    return _open_fleet(model, replicas, quiet=quiet, **given)  # type: ignore[arg-type]
-
-
-def _open_fleet(
-    model: str,
-    replicas: int,
-    *,
-    quiet: bool,
-    stages: str | None = None,
-    groups: str | None = None,
-    data_parallel: int = 1,
-    **given: Any,
-) -> Fleet:
-    # This process must not start JAX's devices: the replicas need them.
-    import jax
-
-    from jaxserve.fleet import Fleet
-
-    if stages is not None or groups is not None or data_parallel != 1:
-        raise InvalidConfigError(
-            f"--replicas {replicas} cannot be combined with --stages, --groups or --data-parallel; "
-            "pass --tensor-parallel to split each replica, or omit --replicas"
-        )
-    if jax.distributed.is_initialized():
-        raise InvalidConfigError(
-            f"--replicas {replicas} cannot be combined with --num-processes: Ray starts the "
-            "replicas' processes; omit one of them"
-        )
-    return Fleet(model, replicas=replicas, progress=not quiet, **given)
-
-
-def _open_runtime(
-    model: str,
-    *,
-    quiet: bool,
-    tensor_parallel: int = 1,
-    stages: str | None = None,
-    groups: str | None = None,
-    data_parallel: int = 1,
-    **given: Any,
-) -> Runtime:
-    """Return the runtime; a process that follows serves the leader first, then exits."""
-    import jax
-
-    from jaxserve.cli.meshes import device_groups, stage_plan
-    from jaxserve.runtime import Runtime
-    from sharding import make_mesh
-
-    num_processes = jax.process_count()
-    try:
-        if stages is not None and data_parallel != 1:
-            raise ValueError("--stages and --data-parallel cannot be combined; pass one of them")
-        if groups is not None and (stages is not None or data_parallel * tensor_parallel != 1):
-            raise ValueError(
-                "--groups says how each group is split, and cannot be combined with --stages, "
-                "--tensor-parallel or --data-parallel; pass one of them"
-            )
-        if groups is not None:
-            given["mesh"] = device_groups(groups)
-        elif stages is not None:
-            given["mesh"] = stage_plan(stages, tensor_parallel)
-        elif (data_parallel, tensor_parallel) != (1, 1) or num_processes > 1:
-            mesh = given["mesh"] = make_mesh(data=data_parallel, tensor=tensor_parallel)
-            if num_processes > 1 and mesh.size != jax.device_count():
-                raise ValueError(
-                    f"--tensor-parallel {tensor_parallel} is not allowed: {num_processes} "
-                    f"processes serve the model together, on all of their {jax.device_count()} "
-                    f"devices; pass --tensor-parallel {jax.device_count()}, or start fewer "
-                    "processes"
-                )
-    except ValueError as error:
-        raise InvalidConfigError(str(error)) from error
-    is_quiet = quiet or jax.process_index() > 0
-    rt = Runtime.from_pretrained(model, progress=not is_quiet, **given)
-    if not rt.is_leader:
-        with rt:
-            rt.follow()
-        raise typer.Exit
-    return rt
 
 
 def describe(error: JaxserveError) -> str:

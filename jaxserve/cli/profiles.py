@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from jaxserve.cli import options as opt
+from jaxserve.cli.opening import open_service
 from jaxserve.core.assets import cache_errors, cache_folder
 from jaxserve.core.errors import InvalidConfigError, InvalidProfileError
 
@@ -38,7 +38,7 @@ def step_times(
     Args:
       given: a file that `StepTimes.save` wrote; None for the cache folder.
       lengths: those of the requests, which must fit in the engine's context.
-      settings: of `options.open_service`.
+      settings: of `opening.open_service`.
 
     Raises:
       InvalidConfigError: the lengths do not fit.
@@ -152,4 +152,4 @@ def _model_config(model: str, quiet: bool) -> DecoderConfig:
 
 
 def _opened(model: str, quiet: bool, settings: dict[str, Any], *, warmup: bool) -> Any:
-    return opt.open_service(model, quiet=quiet, warmup=warmup, **settings)
+    return open_service(model, quiet=quiet, warmup=warmup, **settings)

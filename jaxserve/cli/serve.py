@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from jaxserve.cli import options as opt
+from jaxserve.cli.flat import flat
+from jaxserve.cli.groups import ProcessOptions, ServiceOptions
 from jaxserve.core.errors import InvalidConfigError, MissingExtraError
 
 _SERVER = "Server"
@@ -19,7 +21,9 @@ def _server(name: str, text: str) -> Any:
     return typer.Option(name, help=text, rich_help_panel=_SERVER)
 
 
+@flat()
 def serve(
+    *,
     model: Annotated[
         str, typer.Argument(help="A name (see `jaxserve models list`), folder or GGUF file.")
     ] = opt.DEFAULT_MODEL,
@@ -72,34 +76,11 @@ def serve(
     log_prompts: Annotated[
         bool, _server("--log-prompts", "Write prompts to these lines too.")
     ] = False,
-    policy: opt.Policy = "auto",
-    latency_bound: opt.LatencyBound = None,
-    load: opt.Load = "auto",
-    dtype: opt.DType = None,
-    kv_memory: opt.KvMemory = None,
-    kv_dtype: opt.KvDType = None,
-    quantize: opt.Quantize = None,
-    quantize_embeddings: opt.QuantizeEmbeddings = None,
-    host_memory: opt.HostMemory = None,
-    disk_memory: opt.DiskMemory = None,
-    disk_folder: opt.DiskFolder = None,
-    predictor: opt.Predictor = None,
-    probe: opt.Probe = None,
-    max_slots: opt.MaxSlots = None,
-    max_context: opt.MaxContext = None,
-    tensor_parallel: opt.TensorParallel = 1,
-    stages: opt.Stages = None,
-    groups: opt.Groups = None,
-    data_parallel: opt.DataParallel = 1,
-    replicas: opt.Replicas = 1,
-    coordinator: opt.Coordinator = None,
-    num_processes: opt.NumProcesses = None,
-    process_id: opt.ProcessId = None,
-    record: opt.Record = None,
+    service_options: ServiceOptions,
+    processes: ProcessOptions,
     journal: Annotated[
         Path | None, opt.journal("Keep conversations in this file; without it, in memory.")
     ] = None,
-    quiet: opt.Quiet = False,
 ) -> None:
     """Serve a model over HTTP, with the API of OpenAI.
 
@@ -139,35 +120,11 @@ def serve(
             )
 
         def open_service() -> Any:
-            service: Any = opt.open_service(
-                model,
-                policy=policy,
-                latency_bound=latency_bound,
-                load=load,
-                dtype=dtype,
-                kv_memory=kv_memory,
-                kv_dtype=kv_dtype,
-                quantize=quantize,
-                quantize_embeddings=quantize_embeddings,
-                host_memory=host_memory,
-                disk_memory=disk_memory,
-                disk_folder=disk_folder,
-                predictor=predictor,
-                probe=probe,
-                max_slots=max_slots,
-                max_context=max_context,
-                tensor_parallel=tensor_parallel,
-                stages=stages,
-                groups=groups,
-                data_parallel=data_parallel,
-                replicas=replicas,
-                record=record,
-                conversations=journal,
-                quiet=quiet,
-            )
-            return service, service.outlook if replicas == 1 else None  # a fleet has none
+            service: Any = service_options.open(model, conversations=journal)
+            # A fleet has no outlook.
+            return service, service.outlook if service_options.replicas == 1 else None
 
-        if not opt.join(coordinator, num_processes, process_id):
+        if not processes.join():
             open_service()  # it follows the leader, and then exits
         listener = server.listen(options)
         address = f"http://{host}:{listener.getsockname()[1]}"

@@ -46,6 +46,8 @@ class EngineConfig:
       kv_dtype: dtype of the pages, see `RuntimeOptions`; None for the model's dtype.
       has_encoder: the model is an encoder-decoder: the encoder computes a prompt in one step, and
         it fills whole pages.
+      has_slot_state: the model keeps a state of each sequence in its slot, beside pages or without
+        any. Pages alone do not continue a sequence then, so none are kept or shared.
     """
 
     page_size: int = 32
@@ -62,6 +64,7 @@ class EngineConfig:
     kv_dtype: str | None = None
     restore: str = "on_admission"
     has_encoder: bool = False
+    has_slot_state: bool = False
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_slots", "max_context", "max_decode_iterations"):
@@ -77,6 +80,12 @@ class EngineConfig:
         if self.num_host_pages < 0:
             raise InvalidConfigError(
                 f"num_host_pages={self.num_host_pages} is not allowed; pass at least 0"
+            )
+        if self.has_slot_state and (self.num_host_pages or self.restore != "on_admission"):
+            raise InvalidConfigError(
+                f"num_host_pages={self.num_host_pages} and restore={self.restore!r} are not "
+                "allowed for a model with states in slots, which pages of the host do not have; "
+                "pass 0 and 'on_admission'"
             )
         if self.restore not in RESTORES:
             raise InvalidConfigError(f"restore={self.restore!r} is unknown; pass one of {RESTORES}")

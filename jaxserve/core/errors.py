@@ -9,6 +9,8 @@ A message says what was given, what is allowed, and what to do.
     │   │   └── ConversationTooLongError   its history leaves no room for the next answer
     │   ├── TokenOutOfRangeError
     │   ├── InvalidSamplingParamsError
+    │   ├── InvalidGrammarError        a schema, grammar or regular expression that does not compile
+    │   │   └── GrammarTooComplexError     it needs more time or memory than is allowed
     │   ├── BoundNotMetError           its answer is expected to take longer than its own bound
     │   ├── UnfoldError                the user's function raised for this input
     │   └── InvalidGraphError          a graph of cells that cannot be computed as given
@@ -110,6 +112,14 @@ class TokenOutOfRangeError(InvalidRequestError):
 
 class InvalidSamplingParamsError(InvalidRequestError):
     """Sampling parameters that are out of range or contradict each other."""
+
+
+class InvalidGrammarError(InvalidRequestError):
+    """A JSON schema, regular expression or grammar that cannot be compiled."""
+
+
+class GrammarTooComplexError(InvalidGrammarError):
+    """A grammar that needs more time or memory than is allowed, at its compilation or later."""
 
 
 class BoundNotMetError(InvalidRequestError):

@@ -14,7 +14,7 @@ from jaxserve.core.sizes import parse_bytes
 KV_DTYPES = ("int8", "float8_e4m3fn")
 
 # Formats of weights, and of the embedding and the head.
-QUANTIZE = ("int8", "int4", "keep")
+QUANTIZE = ("int8", "int4", "fp8", "keep")
 QUANTIZE_EMBEDDINGS = ("int8", "int4", "none")
 
 # When executables are made.
@@ -39,7 +39,8 @@ class RuntimeOptions:
         float32's.
       quantize: format of the layers' weights, one of `QUANTIZE`; by default the model's dtype.
         "keep" is for GGUF files: weights, the embedding's too, stay in the blocks of the file.
-        docs/quantisation.md says what each costs.
+        Folders of GPTQ, AWQ and compressed-tensors weights are served in their own format, for
+        which the option is "keep" or omitted. docs/quantisation.md says what each costs.
       quantize_embeddings: format of the embedding and the head where `quantize` is given, one of
         `QUANTIZE_EMBEDDINGS`; "none" leaves them as they are.
       host_memory: host memory for pages that leave the device, those of preempted sequences
@@ -67,8 +68,9 @@ class RuntimeOptions:
       seed: seed for the requests that have none.
       warmup: when executables are compiled, or loaded from an earlier start, one of `WARMUPS`.
         "background": on other threads while requests are served; a request waits only for those
-        that it needs. "full" or True: all of them before the first request, as with `strict`, for
-        models in stages, and in a process group. False: each at its first use.
+        that it needs. It has no effect with `strict`, for models in stages, with two device groups,
+        in a process group, and for encoder-decoder models such as T5: these have "full". "full" or
+        True: all of them before the first request. False: each at its first use.
       strict: raise when something compiles after warm-up.
       attention: implementation of paged attention, in place of the platform's choice: one of
         `pallas_kernels.paged_attention.IMPLEMENTATIONS`, or several separated by commas, of which

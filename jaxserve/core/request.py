@@ -62,6 +62,11 @@ class Request:
         return self.encoder_prompt or self.prompt
 
     @property
+    def awaits_tokens(self) -> bool:
+        """Whether each of its tokens must be read before the next one is chosen."""
+        return self.params.is_constrained
+
+    @property
     def due_s(self) -> float | None:
         """The time on the engine's clock at which `params.latency_bound` ends; None without one."""
         bound_s = self.params.latency_bound

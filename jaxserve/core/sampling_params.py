@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from jaxserve.core.constraint import Constraint, check_constraints, schema_text
 from jaxserve.core.errors import InvalidSamplingParamsError
 
 # Sizes of per-slot device arrays; parameters that need more are refused at construction.
@@ -21,9 +22,9 @@ _INT32_MAX = 2**31 - 1
 class SamplingParams:
     """The sampling parameters of a request, validated at construction.
 
-    They are applied in this order, as in vLLM: penalties, logit bias, `min_tokens`, temperature,
-    top-k, top-p over the tokens that top-k kept, min-p. Tokens tied at a top-k or top-p threshold
-    are all kept.
+    They are applied in this order, as in vLLM: the grammar, penalties, logit bias, `min_tokens`,
+    temperature, top-k, top-p over the tokens that top-k kept, min-p. Tokens tied at a top-k or
+    top-p threshold are all kept.
 
     Attributes:
       max_tokens: maximum number of output tokens; None for as many as the context holds.
@@ -51,6 +52,12 @@ class SamplingParams:
       latency_bound: seconds from the submission to the end of the answer, time in the queue
         included; None for no bound. Policies "auto" and "exegpt" put requests with a bound first.
         One that is expected to miss its bound is refused with `BoundNotMetError`.
+      json_schema: the answer is JSON that validates: a mapping, or its JSON text, which it becomes.
+      json_object: the answer is any JSON object.
+      regex: the whole answer matches this regular expression, in the syntax of Rust's `regex`.
+      grammar: the answer matches a Lark or GBNF grammar.
+      choice: the answer is one of these strings. At most one of these five may be given
+        (`docs/structured_output.md`).
 
     Raises:
       InvalidSamplingParamsError: a field is out of range; the message names it.
@@ -76,6 +83,11 @@ class SamplingParams:
     forced_length: int | tuple[int, ...] | None = None
     skip_special_tokens: bool = True
     latency_bound: float | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -85,8 +97,30 @@ class SamplingParams:
             self._convert("logit_bias", self.logit_bias, dict, "a mapping of token id to number")
         if isinstance(self.forced_length, list):
             object.__setattr__(self, "forced_length", tuple(self.forced_length))
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", schema_text(self.json_schema))
+        if self.choice is not None and not isinstance(self.choice, str):
+            self._convert("choice", self.choice, tuple, "a list of strings")
         self._check_ranges()
         self._check_contradictions()
+        check_constraints(self)
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the output must match; None for anything."""
+        return Constraint.of(
+            json_schema=self.json_schema,  # type: ignore[arg-type]  # text, see __post_init__
+            regex=self.regex,
+            grammar=self.grammar,
+            choice=self.choice,
+            json_object=self.json_object,
+        )
+
+    @property
+    def is_constrained(self) -> bool:
+        return self.json_object or not (
+            self.json_schema is self.regex is self.grammar is self.choice is None
+        )
 
     @property
     def is_greedy(self) -> bool:

@@ -48,6 +48,15 @@ class DeviceWork(Protocol[_JobIn]):
         """Advance the work by one step. It is called while there is work."""
         ...
 
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether something may be left to do while there is no work, such as measurements."""
+        ...
+
+    def use_idle_time(self) -> None:
+        """Do a part of it; called while there is no work."""
+        ...
+
     def rest(self) -> None:
         """Take note that the loop waits, or stops."""
         ...
@@ -212,6 +221,8 @@ class DeviceLoop(Generic[_Job]):
             while self._take_in():
                 if self._work.has_work:
                     self._work.step()
+                elif self._work.has_idle_work:
+                    self._work.use_idle_time()
         except Exception as cause:
             self._fail(cause)
         else:
@@ -226,7 +237,7 @@ class DeviceLoop(Generic[_Job]):
             self._stand_still(pause)
         with self._changed:
             while not (self._arrived or self._cancelled or self._is_closing or self._is_due()):
-                if self._pause is not pause or self._questions:
+                if self._pause is not pause or self._questions or self._has_idle_work():
                     break
                 self._work.rest()
                 wake_s = self._work.idle_until_s if self._work.has_work else None
@@ -262,6 +273,9 @@ class DeviceLoop(Generic[_Job]):
     def _is_due(self) -> bool:
         wake_s = self._work.idle_until_s
         return self._work.has_work and (wake_s is None or wake_s <= self._clock.now())
+
+    def _has_idle_work(self) -> bool:
+        return self._work.has_idle_work and not self._work.has_work
 
     def _fail(self, cause: Exception) -> None:
         failure = self._work.failure_of(cause)

@@ -14,19 +14,21 @@ from typing import Any, final
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Request
+from jaxserve.engine.constraints import Constraints, GrammarSource
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
 from jaxserve.execution.protocol import Executor, StepHandle
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
+from jaxserve.scheduling.collect import Progress
 from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.bounds import expected_late
 from jaxserve.scheduling.lengths.outlook import Outlook, outlooks
 from jaxserve.scheduling.plan import LINK, StepPlan
 from jaxserve.scheduling.policy import IterationShape, Policy
-from jaxserve.scheduling.scheduler import Progress, Scheduler
+from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -48,6 +50,7 @@ class Engine:
       max_in_flight: maximum number of steps that are submitted and not collected; 2 keeps the
         device busy while the host plans.
       replica: index of this engine in its runtime, for the records.
+      grammars: compiled grammars, which answers obey; None to let tokens be any.
       disk: tier for the cached pages that leave the executor's host memory, and for the pages of
         earlier runs; None for no disk tier. `close` closes it.
 
@@ -68,6 +71,7 @@ class Engine:
         max_in_flight: int = 2,
         replica: int = 0,
         disk: DiskTier | None = None,
+        grammars: GrammarSource | None = None,
     ):
         if policy.num_device_groups > 1:
             _check_groups(policy, executor.num_device_groups)
@@ -82,6 +86,7 @@ class Engine:
             on_arrival=self._notify,
         )
         self.scheduler = Scheduler(policy, clock, self._kv, executor.refinement)
+        self._constraints = Constraints(self.scheduler, grammars)
         self.stats = EngineStats(clock)
         self.recorder = Recorder(executor.config, replica)
         self._clock = clock
@@ -129,6 +134,9 @@ class Engine:
             )
             for sequence in sequences if late is not None else ():
                 self.scheduler.end(sequence, "error", late)
+        if request.awaits_tokens:
+            self._constraints.begin(sequences)
+            self.stats.take_in(self._constraints.counters())
         return sequences
 
     def step(self) -> list[Progress]:
@@ -141,6 +149,7 @@ class Engine:
         plan = self.scheduler.plan(self._open_groups)
         self.stats.after_plan(time.perf_counter() - begin_s)
         if plan is not None:
+            plan = self._constraints.masked(plan)
             gap_before_s = self.stats.host_gap_s
             lane = self._in_flight[plan.group]
             self.stats.before_submit(_newest_handle(lane))
@@ -159,6 +168,13 @@ class Engine:
         if plan is not None and self._open_groups:
             return []
         return self._collect()
+
+    def use_idle_time(self) -> bool:
+        """Do a piece of what the executor puts off until it is idle; return whether there was one.
+
+        Call it only without work.
+        """
+        return not self._is_at_work and self._executor.use_idle_time()
 
     def drain(self) -> list[Progress]:
         """Collect every step in flight and return their progress, without submitting a step."""
@@ -267,7 +283,11 @@ class Engine:
         result = oldest.handle.collect()
         self.stats.after_collect(_newest_handle(lane))
         self.recorder.step_collected(oldest.plan.index, self._clock.now())
-        return self.scheduler.apply(oldest.plan, result)
+        news = self.scheduler.apply(oldest.plan, result)
+        if oldest.plan.masks is not None:
+            self._constraints.take_in(oldest.plan.masks, news)
+            self.stats.take_in(self._constraints.counters())
+        return news
 
     def _notify(self) -> None:
         with self.changed:

@@ -15,7 +15,7 @@ from jaxserve.engine.device_loop import DeviceLoop, Running
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.execution.device_errors import is_out_of_memory
-from jaxserve.scheduling.scheduler import Progress
+from jaxserve.scheduling.collect import Progress
 from jaxserve.scheduling.sequence import Phase
 
 # A thread that runs an engine, and ends answers.
@@ -39,6 +39,8 @@ class _EngineWork:
         self._engine = engine
         self._clock = clock
         self._logs = logs
+        # Whether something may be left to do while nothing else is.
+        self._may_use_idle_time = False
         self._answers: dict[str, Answer] = {}
         self._by_sequence: dict[int, Answer] = {}
 
@@ -59,10 +61,22 @@ class _EngineWork:
         self._answers[job.request.id] = job
         job.begin(self._engine.add(job.request))
         self._by_sequence.update((s.key, job) for s in job.sequences)
+        for sequence in job.sequences:
+            if sequence.output:  # what a grammar forces before any step
+                job.deliver(sequence, self._engine.scheduler)
         self._settle(job)
 
     def step(self) -> None:
         self._deliver(self._engine.step())
+        self._may_use_idle_time = True
+
+    @property
+    def has_idle_work(self) -> bool:
+        return self._may_use_idle_time
+
+    def use_idle_time(self) -> None:
+        self._engine.stats.end_busy_period()
+        self._may_use_idle_time = self._engine.use_idle_time()
 
     def rest(self) -> None:
         self._engine.stats.end_busy_period()

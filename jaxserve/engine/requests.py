@@ -16,10 +16,13 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import EncoderPrompts, Request, drawn_seed
 from jaxserve.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxserve.engine.grammars import Grammars
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.workload import WorkloadItem
 
 _OWN_IDS = "request-"
+# Iterables of integers that are no token ids.
+_BYTES = (bytes, bytearray, memoryview)
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -31,14 +34,29 @@ def as_batch(prompts: Any) -> tuple[list[Any], bool]:
     Raises:
       InvalidRequestError: `prompts` is neither a prompt nor an iterable of prompts.
     """
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, Mapping, *_BYTES)):
         return [prompts], True
     try:
         batch = list(prompts)
     except TypeError:
         raise _not_a_prompt(prompts) from None
-    single = bool(batch) and (isinstance(batch[0], Mapping) or _is_token(batch[0]))
-    return ([batch], True) if single else (batch, False)
+    return ([batch], True) if _is_one_prompt(batch) else (batch, False)
+
+
+def _is_one_prompt(items: list[Any]) -> bool:
+    """Return whether a list is one prompt, and not a batch in which some prompt may be wrong."""
+    if set(map(type, items)) == {int}:  # the usual case, and histories are long
+        return True
+    if not items or not (isinstance(items[0], Mapping) or _is_token(items[0])):
+        return False
+    return not any(_is_sequence(item) for item in items)
+
+
+def _is_sequence(item: Any) -> bool:
+    """Return whether `item` is text, bytes, a list or an array of at least one axis."""
+    return (
+        hasattr(item, "__iter__") and not isinstance(item, Mapping) and getattr(item, "ndim", 1) > 0
+    )
 
 
 def _is_token(item: Any) -> bool:
@@ -49,6 +67,11 @@ def _is_token(item: Any) -> bool:
 
 
 def _not_a_prompt(given: Any) -> InvalidRequestError:
+    if isinstance(given, _BYTES):
+        return InvalidRequestError(
+            f"a prompt of type {type(given).__name__} is not understood; pass text, for example "
+            "prompt.decode('utf-8')"
+        )
     return InvalidRequestError(
         f"a prompt of type {type(given).__name__} is not understood; pass a string, a list of "
         "token ids, or a list of chat messages"
@@ -67,6 +90,7 @@ class RequestBuilder:
         token, which changes when the page pool is resized.
       seed: seed of requests that do not set one.
       encoder: what an encoder-decoder model adds to prompts; None for other models.
+      grammars: compiles the grammars of requests; None without a tokenizer.
     """
 
     def __init__(
@@ -78,7 +102,9 @@ class RequestBuilder:
         max_prompt_tokens: Callable[[], int],
         seed: int,
         encoder: EncoderPrompts | None = None,
+        grammars: Grammars | None = None,
     ):
+        self._grammars = grammars
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
@@ -102,6 +128,7 @@ class RequestBuilder:
 
         Raises:
           InvalidRequestError: the prompt cannot be served; one of its subclasses.
+          MissingExtraError: it has a grammar, and the package that compiles it is not installed.
         """
         number = next(self._numbers)
         if request_id is not None and request_id.startswith(_OWN_IDS):
@@ -159,7 +186,7 @@ class RequestBuilder:
             if not prompt:
                 raise EmptyPromptError("the prompt is an empty string; pass at least one character")
             return _encoded(self._need_tokenizer("a text prompt").encode, prompt)
-        if isinstance(prompt, Mapping) or not hasattr(prompt, "__iter__"):
+        if isinstance(prompt, (Mapping, *_BYTES)) or not hasattr(prompt, "__iter__"):
             raise _not_a_prompt(prompt)
         items: list[Any] = list(prompt)
         if not items:
@@ -229,6 +256,13 @@ class RequestBuilder:
                 f"prompt_logprobs={params.prompt_logprobs}: the prompt of an encoder-decoder model "
                 "has no log-probabilities, since its encoder predicts no tokens; leave it out"
             )
+        if params.constraint is not None:
+            if self._grammars is None:
+                raise InvalidSamplingParamsError(
+                    "a grammar was given, and this runtime has no tokenizer, of whose tokens it "
+                    "would allow some; pass tokenizer= to Runtime"
+                )
+            self._grammars.check(params.constraint)
         eos = () if params.ignore_eos else self._eos_token_ids
         stop_token_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
         if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -37,11 +38,14 @@ class EngineStats:
       num_taken_back: planned output tokens that steps did not deliver although their answers had
         not ended.
       num_handovers_lost: sequences whose pages did not arrive at the other device group.
+      num_constrained: requests with a grammar.
+      num_forced: output tokens that their grammars forced, which took no step of their own.
       max_pages_owned: maximum number of pages in use at the same time.
       busy_s: seconds during which there was work.
       host_gap_s: seconds of `busy_s` during which the device may have been idle.
       planning_s: seconds that the scheduler took, during which the device works.
       penalty_s: seconds of the device that preemptions took, by costs measured at the start.
+      mask_s: seconds of host threads that compute which tokens grammars allow.
     """
 
     clock: Clock
@@ -65,11 +69,14 @@ class EngineStats:
     num_refined: int = 0
     num_taken_back: int = 0
     num_handovers_lost: int = 0
+    num_constrained: int = 0
+    num_forced: int = 0
     max_pages_owned: int = 0
     busy_s: float = 0.0
     host_gap_s: float = 0.0
     planning_s: float = 0.0
     penalty_s: float = 0.0
+    mask_s: float = 0.0
     _busy_since_s: float | None = field(default=None, repr=False)
     _seen_busy_s: float = field(default=0.0, repr=False)
 
@@ -104,9 +111,13 @@ class EngineStats:
         self.num_tokens += plan.num_tokens
         if plan.is_decode_loop:
             self.num_padding_tokens += plan.num_iterations * (plan.window_size - len(plan.rows))
-        for name, count in scheduler.counters().items():
-            setattr(self, name, count)
+        self.take_in(scheduler.counters())
         self.max_pages_owned = max(self.max_pages_owned, scheduler.page_usage().num_owned)
+
+    def take_in(self, counters: Mapping[str, float]) -> None:
+        """Set counters that are kept elsewhere, by name."""
+        for name, count in counters.items():
+            setattr(self, name, count)
 
     def after_collect(self, newest: StepHandle | None) -> None:
         """Record that the device is busy now, or was until the step that was just collected."""

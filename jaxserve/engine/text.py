@@ -11,6 +11,10 @@ class StreamDecoder(Protocol):
 
     def push(self, token_ids: Sequence[int]) -> str: ...
 
+    def kept(self) -> str:
+        """Return the complete characters of the tokens that `push` has returned no text of yet."""
+        ...
+
     def flush(self) -> str: ...
 
 
@@ -40,9 +44,12 @@ class TextAssembler:
         for used, token_id in enumerate(token_ids, 1):
             searched = max(0, len(self.text) - max(map(len, self._stops)) + 1)
             self.text += self._decoder.push([token_id])
-            found = [at for stop in self._stops if (at := self.text.find(stop, searched)) >= 0]
+            # A stop string ends the answer at its own last token, although the decoder may still
+            # wait for a byte that changes how the last bytes are shown.
+            known = self.text + self._decoder.kept()
+            found = [at for stop in self._stops if (at := known.find(stop, searched)) >= 0]
             if found:
-                self.text = self.text[: min(found)]
+                self.text = known[: min(found)]
                 return used
         return None
 

@@ -20,6 +20,7 @@ from jaxserve.execution.group import check_alike, in_group
 from jaxserve.execution.memory_plan import PoolSize, plan_host_pages, plan_pool, plan_resize
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.execution.staged import StagedExecutor
+from jaxserve.execution.state_limits import check_slot_states
 from jaxserve.execution.warmup import executable_store, steady, warm_up
 from jaxserve.execution.weights import check_dtype
 from jaxserve.memory.page_pool import MIN_PAGES
@@ -94,6 +95,8 @@ def build_executor(
     stages: StagePlan | None = None,
     group: ProcessGroup | None = None,
     probe: Probe | None = None,
+    *,
+    takes_masks: bool = False,
 ) -> tuple[ModelExecutor, PoolSize]:
     """Return an executor: size and allocate its page pool, allocate its slots, and compile.
 
@@ -103,6 +106,7 @@ def build_executor(
       group: the processes that share the parameters, which all make the same calls; None if this
         process holds all parameters.
       probe: a probe that predicts remaining lengths from activations; None for no probe.
+      takes_masks: whether requests may have grammars, so that its warm-up includes what they need.
 
     Raises:
       DeviceMemoryError: the device has too little memory.
@@ -116,6 +120,12 @@ def build_executor(
             "several separated by commas"
         )
     check_dtype(params, model_config.dtype)
+    check_slot_states(
+        *(model_config, options),
+        mesh=Placement.like(jax.tree.leaves(params)[0].sharding).mesh,
+        stages=stages,
+        num_processes=1 if group is None else group.num_processes,
+    )
     if probe is not None:
         check_probe(probe, model_config)
         if stages is not None or group is not None:
@@ -126,10 +136,10 @@ def build_executor(
     try:
         if stages is None:
             built = _build_whole(
-                graphdef, params, model_config, layer_layout, options, group, probe
+                *(graphdef, params, model_config, layer_layout, options, group, probe, takes_masks)
             )
         else:
-            built = _build_stages(params, model_config, layer_layout, options, stages)
+            built = _build_stages(params, model_config, layer_layout, options, stages, takes_masks)
     except NotImplementedError as error:
         if options.attention is None:
             raise
@@ -150,6 +160,7 @@ def _build_whole(
     options: RuntimeOptions,
     group: ProcessGroup | None,
     probe: Probe | None,
+    takes_masks: bool,
 ) -> tuple[ModelExecutor, PoolSize]:
     # Parameters are committed to their devices, as those of an update are; otherwise an update
     # would compile again.
@@ -158,7 +169,8 @@ def _build_whole(
     if place.mesh is not None:
         check_fits(place.mesh, model_config)
     if group is not None:
-        check_alike(group, _shared_settings(model_config, place, options))
+        shared = _shared_settings(model_config, place, options)
+        check_alike(group, {**shared, "tokenizer and llguidance": takes_masks})
         options = replace(options, restore="on_admission")  # there is no host memory
     pages = _Pages(model_config, options, layer_layout, place)
     # The largest steps are compiled for the number of pages that would fit without temporaries. If
@@ -187,7 +199,9 @@ def _build_whole(
         programs = Programs.shared(graphdef, config, model_config, place, probe, store)
     with timed("cache"):
         cache = jax.block_until_ready(pages.new(size.num_pages, programs.shelf))
-    executor = DeviceExecutor(config, programs, params, cache, strict=options.strict)
+    executor = DeviceExecutor(
+        config, programs, params, cache, strict=options.strict, takes_masks=takes_masks
+    )
     return (executor if group is None else in_group(executor, group)), size
 
 
@@ -197,6 +211,7 @@ def _build_stages(
     layer_layout: LayerLayout,
     options: RuntimeOptions,
     stages: StagePlan,
+    takes_masks: bool,
 ) -> tuple[ModelExecutor, PoolSize]:
     parts = cut(model_config, stages, layer_layout)
     own = [part.params_of(params) for part in parts]
@@ -242,6 +257,7 @@ def _build_stages(
         model_config.hidden_size,
         stages.micro_batches,
         strict=options.strict,
+        takes_masks=takes_masks,
     )
     return executor, size
 
@@ -262,8 +278,8 @@ class _Pages:
         kv_memory = self.options.kv_memory
         return plan_pool(
             next(iter(self.place.whole.addressable_devices)),
-            page_bytes=nbytes(self.abstract(2)) // 2 // self.place.num_shards,
-            step_bytes=step_bytes,
+            page_bytes=nbytes(self.abstract(2).pages) // 2 // self.place.num_shards,
+            step_bytes=step_bytes + nbytes(self.abstract(2).states),
             wanted_pages=1 + draft.max_slots * draft.max_pages_per_sequence,
             min_pages=MIN_PAGES,
             kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),
@@ -272,6 +288,8 @@ class _Pages:
     def plan_host(self, size: PoolSize) -> int:
         """Return the number of pages on the host."""
         wanted = self.options.host_memory
+        if self.model_config.num_recurrent_layers:
+            return 0
         return plan_host_pages(
             size.page_bytes * self.place.num_shards,
             size.num_pages - 1,
@@ -298,6 +316,7 @@ class _Pages:
             self.options.kv_dtype or self.model_config.dtype,
             self.layer_layout,
             self.place.num_shards,
+            _engine_config(self.model_config, self.options, num_pages=num_pages).max_slots,
         )
 
 
@@ -309,7 +328,13 @@ def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
 
     Raises:
       DeviceMemoryError: the pool would not fit.
+      InvalidConfigError: the model has no keys and values.
     """
+    if not size.page_bytes:
+        raise InvalidConfigError(
+            f"a page pool of {kv_bytes:,} bytes for a model without attention, which has no keys "
+            "and values; create a runtime with another max_slots instead"
+        )
     config = executor.config
     return plan_resize(
         executor.device,
@@ -342,6 +367,7 @@ def _engine_config(
     model_config: Any, options: RuntimeOptions, *, num_pages: int, num_host_pages: int = 0
 ) -> EngineConfig:
     defaults = platform_defaults()
+    has_states = model_config.num_recurrent_layers > 0
     max_slots = options.max_slots or defaults.max_slots
     max_step_tokens = options.max_step_tokens or max(defaults.max_step_tokens, max_slots)
     return EngineConfig(
@@ -358,8 +384,9 @@ def _engine_config(
         attention=options.attention,
         num_host_pages=num_host_pages,
         kv_dtype=options.kv_dtype,
-        restore=options.restore or defaults.restore,
+        restore="on_admission" if has_states else options.restore or defaults.restore,
         has_encoder=model_config.has_encoder,
+        has_slot_state=has_states,
     )
 
 

@@ -14,6 +14,7 @@ from jaxserve.execution.build import build_executor
 from jaxserve.execution.grouped import GroupedExecutor, LinkedExecutor
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import ModelExecutor
+from jaxserve.execution.state_limits import check_slot_states
 from jaxserve.execution.warmup import warm_up
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.steps.probing import Probe
@@ -27,6 +28,8 @@ def build_groups(
     layer_layout: LayerLayout,
     options: RuntimeOptions,
     probe: Probe | None = None,
+    *,
+    takes_masks: bool = False,
 ) -> tuple[ModelExecutor, PoolSize]:
     """Return an executor of two device groups, compiled; see `build_executor`.
 
@@ -42,13 +45,16 @@ def build_groups(
     Raises:
       DeviceMemoryError, InvalidConfigError: see `build_executor`.
     """
+    check_slot_states(model_config, options, num_device_groups=len(places))
     own = replace(options, warmup=False, host_memory=0)
     with ExitStack() as if_one_fails:
         built: list[tuple[ModelExecutor, PoolSize]] = []
         for params, stages in places:
             built.append(
                 build_executor(
-                    graphdef, params, model_config, layer_layout, own, stages, probe=probe
+                    *(graphdef, params, model_config, layer_layout, own, stages),
+                    probe=probe,
+                    takes_masks=takes_masks,
                 )
             )
             if_one_fails.callback(built[-1][0].close)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -20,7 +19,8 @@ from jaxserve.execution.encoding import encode_prompts
 from jaxserve.execution.handle import DeviceHandle, PromptPart
 from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
 from jaxserve.execution.protocol import GroupRole
-from jaxserve.execution.swap_costs import KeptSwapCosts
+from jaxserve.execution.state_moves import StateMoves
+from jaxserve.execution.swap_costs import KeptSwapCosts, measured_costs, work_of_a_position
 from jaxserve.execution.weights import fingerprint, fitted
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
@@ -32,6 +32,7 @@ from jaxserve.scheduling.plan import PageCopies, StepPlan
 from jaxserve.steps.batches import MixedBatch
 from jaxserve.steps.packing import (
     decode_window,
+    pack_masks,
     pack_rows,
     pack_window,
     sampling_first,
@@ -41,8 +42,9 @@ from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
 
-# Repetitions of each timing in `DeviceExecutor._measure_swaps`.
-_TIMINGS = 3
+# Seconds before executables are made behind requests, if those that are needed first are loaded
+# early: a process that answers one prompt ends before.
+_DELAY_S = 4.0
 
 
 @final
@@ -55,6 +57,7 @@ class DeviceExecutor:
       params: parameters of the programs' decoder.
       cache: a cache of zeros; the executor donates it to each step and keeps the step's result.
       strict: raise on any compilation after the warm-up.
+      takes_masks: warm up what requests with a grammar need.
     """
 
     def __init__(
@@ -65,11 +68,14 @@ class DeviceExecutor:
         cache: KVCache,
         *,
         strict: bool = False,
+        takes_masks: bool = False,
     ):
         self.config = config
+        self._takes_masks = takes_masks
         self._params = params
         self._costs = KeptSwapCosts(programs.shelf, config, cache)
         self.swap_costs: SwapCosts | None = self._costs.load()
+        self._measuring: Iterator[SwapCosts | None] | None = None
         self.refinement = programs.refinement
         self.group: GroupRole | None = None
         self.num_device_groups = 1
@@ -79,6 +85,7 @@ class DeviceExecutor:
             cache, programs.place.pages, self.config.num_host_pages, programs.shelf
         )
         self._slots = DeviceSlots(self.config, programs.place.whole, programs.shelf)
+        self._states = StateMoves(self.config, programs.place.pages, programs.shelf)
         self._programs = programs
         self._compilations = CompilationCounter(strict=strict)
         self._is_closed = False
@@ -113,7 +120,9 @@ class DeviceExecutor:
         if self.config.has_encoder:
             return False
         self._stop_preparing()
-        self._preparing = Preparation(self._preparations(), self._has_prepared)
+        delay_s = _DELAY_S if self._programs.shelf.knows_first else 0.0
+        steps = self._preparations()
+        self._preparing = Preparation(steps, self._has_prepared, delay_s=delay_s)
         return True
 
     def finish_warmup(self) -> None:
@@ -125,7 +134,9 @@ class DeviceExecutor:
     def _preparations(self) -> list[tuple[str, Callable[[], Any]]]:
         return list(
             DeviceWarmup(
-                self.config, self._programs, self._params, self._slots, self._pages
+                *(self.config, self._programs, self._params, self._slots, self._pages),
+                self._states,
+                takes_masks=self._takes_masks,
             ).steps()
         )
 
@@ -146,12 +157,11 @@ class DeviceExecutor:
     def submit(self, plan: StepPlan) -> DeviceHandle:
         self._raise_if_closed()
         with self._compilations.watch(plan), self._programs.place.in_force():
-            if self._measures_swaps and self.is_warm:
-                self._measure_swaps()
             count = self.num_incoming(plan)
             late = plan.swaps_in[:count]
             self._pages.swap(plan.swaps_out, plan.swaps_in[count:])
             self._slots.apply(plan)
+            self._states.apply(self._pages, plan.moves)
             needs = self._slots.needs(plan.rows)
             if plan.is_decode_loop:
                 return self._decode(plan, needs)
@@ -207,7 +217,7 @@ class DeviceExecutor:
         return self._slots
 
     def compiled_steps(self, variant: Variant = Variant.FULL) -> list[Any]:
-        """Return the executables of the largest mixed step and decode loop, for measurements."""
+        """Return the largest mixed step and decode loop, for measurements."""
         self._raise_if_closed()
         return self._programs.compiled_steps(self._params, self._pages.cache, variant)
 
@@ -215,6 +225,7 @@ class DeviceExecutor:
         """See `Executor`. A new size needs another warm-up."""
         self._raise_if_closed()
         self._stop_preparing()
+        self._measuring = None
         old_num_pages = self.config.num_pages
         with self._programs.place.in_force():
             self._pages.resize(num_pages, moves)
@@ -279,18 +290,19 @@ class DeviceExecutor:
         order = [i for i in sampling_first(plan.rows) if not plan.rows[i].encodes]
         rows = [plan.rows[i] for i in order]
         batch, starts = pack_rows(self.config, rows)
-        hidden, row_hidden, tapped = self._body(batch, self._incoming(late) if late else None)
+        incoming = self._pages.incoming(late, self.config.num_incoming_pages) if late else None
+        hidden, row_hidden, tapped = self._body(batch, incoming)
         prompt_parts = self._prompt_parts(plan, order, starts, batch, hidden)
         num_sampling = sum(row.samples for row in rows)
         if num_sampling == 0:
             return DeviceHandle(plan, needs, row_hidden, (), np.empty(0, np.int32), prompt_parts)
+        index = sampling_slots(self.config, rows, needs.variant)
+        # The device computes the body while the masks are still being computed.
+        masks = pack_masks(plan, order[:num_sampling], len(index))
         self._slots.state, outputs = self._programs.mixed_head(
-            self._params,
-            self._slots.state,
-            row_hidden,
-            sampling_slots(self.config, rows, needs.variant),
-            tapped,
+            *(self._params, self._slots.state, row_hidden, index, tapped),
             self._programs.probe_params,
+            *(() if masks is None else (masks,)),
             variant=needs.variant,
         )
         output_rows = np.full(len(plan.rows), -1, np.int32)
@@ -304,9 +316,6 @@ class DeviceExecutor:
         cache = programs.write_encoded(params, self._pages.cache, slots, batch, encoded)
         self._pages.cache = cache
         return encoded
-
-    def _incoming(self, copies: PageCopies) -> IncomingPages:
-        return self._pages.incoming(copies, self.config.num_incoming_pages)
 
     def _body(
         self, batch: MixedBatch, incoming: IncomingPages | None
@@ -343,49 +352,48 @@ class DeviceExecutor:
     def _measures_swaps(self) -> bool:
         return self.config.num_host_pages > 0 and self.swap_costs is None
 
-    def _run_empty_prompt(self, num_tokens: int) -> None:
-        batch, _ = pack_rows(self.config, (), num_tokens)
-        self._body(batch, None)
-
     def _warm_encoder(self, num_tokens: int) -> None:
         with self._programs.place.in_force():
             self._encode(pack_rows(self.config, (), num_tokens)[0])
 
+    def use_idle_time(self) -> bool:
+        """See `Executor`. It times page swaps once more."""
+        if not (self._measures_swaps and self.is_warm):
+            return False
+        with self._programs.place.in_force():
+            self._measure_swaps_on()
+        return True
+
     def _measure_swaps(self) -> None:
-        """Time copies of the null page to the host and back, and the prefill of an empty prompt.
+        while self._measures_swaps:
+            self._measure_swaps_on()
 
-        Each time is the minimum of a few timings, since other work of the host only adds to them.
-        They are kept for later starts.
-        """
+    def _measure_swaps_on(self) -> None:
+        """Time copies of the null page or the prefill of an empty prompt, and keep the costs."""
+        self._measuring = self._measuring or self._swap_timings()
+        self.swap_costs = next(self._measuring)
+        if self.swap_costs is not None:
+            self._costs.save(self.swap_costs)
 
-        def seconds(step: Callable[[], None]) -> float:
-            step()  # compiles
-            jax.block_until_ready(self._pages.cache)
-            found = []
-            for _ in range(_TIMINGS):
-                begin_s = time.perf_counter()
-                step()
-                jax.block_until_ready(self._pages.cache)
-                found.append(time.perf_counter() - begin_s)
-            return min(found)
-
+    def _swap_timings(self) -> Iterator[SwapCosts | None]:
         to_nobody = self.config.num_host_pages
         out, back = ((NULL_PAGE, to_nobody),), ((to_nobody, NULL_PAGE),)
-        swap_s = seconds(lambda: self._pages.swap(out * PAGES_A_CALL, back * PAGES_A_CALL))
         num_tokens = self.config.token_buckets[-1]
-        compute = self._warm_encoder if self.config.has_encoder else self._run_empty_prompt
-        prompt_s = seconds(lambda: compute(num_tokens))
-        token_s = prompt_s / num_tokens
-        self.swap_costs = SwapCosts(
-            page_s=swap_s / 2 / PAGES_A_CALL,
-            token_s=token_s,
-            position_s=token_s * self._work_of_a_position(),
-        )
-        self._costs.save(self.swap_costs)
 
-    def _work_of_a_position(self) -> float:
-        """Return the FLOPs of attending to one position, relative to a token's other FLOPs."""
-        model = self._programs.model_config
-        num_params = sum(leaf.size for leaf in jax.tree.leaves(self._params))
-        attention = 2 * model.num_layers * model.num_heads * model.head_dim
-        return attention / num_params
+        def swap() -> None:
+            self._pages.swap(out * PAGES_A_CALL, back * PAGES_A_CALL)
+            jax.block_until_ready(self._pages.cache)
+
+        def prefill() -> None:
+            if self.config.has_encoder:
+                self._warm_encoder(num_tokens)
+            else:
+                self._body(pack_rows(self.config, (), num_tokens)[0], None)
+            jax.block_until_ready(self._pages.cache)
+
+        return measured_costs(
+            *(swap, prefill),
+            num_pages=PAGES_A_CALL,
+            num_tokens=num_tokens,
+            position_work=work_of_a_position(self._programs.model_config, self._params),
+        )

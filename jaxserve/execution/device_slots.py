@@ -15,7 +15,13 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.steps import slots as edits
 from jaxserve.steps.sampling.variants import SamplingNeeds
-from jaxserve.steps.slots import ADMISSIONS_A_CALL, MOVES_A_CALL, PAGE_UPDATES_A_CALL, SlotState
+from jaxserve.steps.slots import (
+    ADMISSIONS_A_CALL,
+    EXTENSIONS_A_CALL,
+    MOVES_A_CALL,
+    PAGE_UPDATES_A_CALL,
+    SlotState,
+)
 from jaxserve.steps.step_function import Shelf, abstract, unkept
 
 _Item = TypeVar("_Item")
@@ -45,9 +51,10 @@ class DeviceSlots:
         self._edit_slots = step("edit", edits.edit, donate_argnums=0)
         self._move_slots = step("move", edits.move, donate_argnums=0)
         self._admit_slots = step("admit", edits.admit, donate_argnums=0)
+        self._extend_slots = step("extend", edits.extend, donate_argnums=0)
 
     def apply(self, plan: StepPlan) -> None:
-        """Carry out releases, moves, admissions and page updates."""
+        """Carry out releases, moves, admissions, extensions and page updates."""
         for source, target in plan.moves:
             self._needs[target] = self._needs[source]
         for new in plan.admissions:
@@ -57,13 +64,16 @@ class DeviceSlots:
             if releases:
                 self._edit(releases, ())
                 releases = ()
-            for some in _chunks(plan.moves, MOVES_A_CALL):
-                self._move(some)
-            for some in _chunks(plan.admissions, ADMISSIONS_A_CALL):
+            for some in chunks(plan.moves, MOVES_A_CALL):
+                self.state = self._move_slots(self.state, *edits.pack_moves(self._config, some))
+            for some in chunks(plan.admissions, ADMISSIONS_A_CALL):
                 self.state = self._admit_slots(
                     self.state, *edits.pack_admissions(self._config, some)
                 )
-        for updates in _chunks(plan.page_updates, PAGE_UPDATES_A_CALL):
+        for pieces in chunks(edits.pieces(plan.extensions), EXTENSIONS_A_CALL):
+            packed = edits.pack_extensions(self._config, pieces)
+            self.state = self._extend_slots(self.state, *packed)
+        for updates in chunks(plan.page_updates, PAGE_UPDATES_A_CALL):
             self._edit(releases, updates)
             releases = ()
         if releases:
@@ -73,19 +83,31 @@ class DeviceSlots:
         """Return which sampler features the sampling rows need, after the edits of their plan."""
         return SamplingNeeds.union(self._needs[row.slot] for row in rows if row.samples)
 
-    def warm_up(self) -> None:
-        """Compile every edit without changing a slot."""
-        for _, prepare in self.preparations():
+    def warm_up(self, *, takes_masks: bool) -> None:
+        """Compile every edit without changing a slot.
+
+        Args:
+          takes_masks: `preparations_for_grammars` too.
+        """
+        grammars = self.preparations_for_grammars() if takes_masks else []
+        for _, prepare in (*self.preparations(), *grammars):
             prepare()
+
+    def preparations_for_grammars(self) -> list[tuple[str, Callable[[], Any]]]:
+        """`preparations` of the edits that only requests with a grammar need."""
+        packed = edits.pack_extensions(self._config, ())
+        prepare = partial(self._extend_slots.prepare, abstract(self.state), *packed)
+        return [("forced tokens", prepare)]
 
     def preparations(self) -> list[tuple[str, Callable[[], Any]]]:
         """Return (name, function) of every edit; a function makes its executable, on any thread."""
         state = abstract(self.state)
         admissions = edits.pack_admissions(self._config, ())
+        moves = edits.pack_moves(self._config, ())
         prepare = {
             "admissions": partial(self._admit_slots.prepare, state, *admissions),
             "edits of slots": partial(self._edit_slots.prepare, state, *self._packed((), ())),
-            "moves of slots": partial(self._move_slots.prepare, state, *self._places(())),
+            "moves of slots": partial(self._move_slots.prepare, state, *moves),
         }
         return list(prepare.items())
 
@@ -125,17 +147,8 @@ class DeviceSlots:
             entries[: len(updates)] = updates
         return released, entries
 
-    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
-        self.state = self._move_slots(self.state, *self._places(moves))
 
-    def _places(self, moves: Sequence[tuple[int, int]]) -> np.ndarray:
-        places = np.full((2, MOVES_A_CALL), self._config.max_slots, np.int32)
-        places[0] = 0
-        if moves:
-            places[:, : len(moves)] = np.transpose(moves)
-        return places
-
-
-def _chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+def chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    """Yield the items in runs of at most `size`."""
     for start in range(0, len(items), size):
         yield items[start : start + size]

@@ -59,6 +59,8 @@ class DeviceStage:
 
     def edit(self, plan: StepPlan) -> None:
         """Apply the plan's edits to the slots. Call it before the plan's rows."""
+        if plan.extensions:  # they follow tokens that may still be in transit
+            self.catch_up()
         skip = self.programs.config.max_slots
         target = np.arange(skip + 1, dtype=np.int32)
         # Tokens in transit for a slot's previous sequence are dropped.
@@ -122,8 +124,12 @@ class DeviceStage:
         outputs: Outputs,
         iteration: int,
         variant: Variant,
+        masks: Any = None,
     ) -> tuple[Outputs, jax.Array, jax.Array]:
         """Sample with `steps.stage_head`. Call it on the last stage only.
+
+        Args:
+          masks: see `steps.packing.pack_masks`.
 
         Returns:
           The outputs, the tokens, and whether the logits of each token were finite.
@@ -131,6 +137,7 @@ class DeviceStage:
         with self.programs.place.in_force():
             self.slots.state, outputs, token, finite = self.programs.stage_head(
                 *(self.params, self.slots.state, hidden, index, outputs, np.int32(iteration)),
+                *(() if masks is None else (masks,)),
                 variant=variant,
             )
         return outputs, token, finite

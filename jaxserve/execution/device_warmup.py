@@ -12,7 +12,8 @@ import numpy as np
 from jaxserve.core.config import EngineConfig
 from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.page_copies import DevicePages
-from jaxserve.steps.packing import pack_rows, pack_window
+from jaxserve.execution.state_moves import StateMoves
+from jaxserve.steps.packing import no_masks, pack_rows, pack_window
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.step_function import abstract
@@ -25,6 +26,9 @@ class DeviceWarmup:
     """Makes every executable of a configuration from the shapes of what it will be called with.
 
     The object holds no array of the executor, so that it can work beside running steps.
+
+    Args:
+      takes_masks: also what requests with a grammar need.
     """
 
     def __init__(
@@ -34,11 +38,16 @@ class DeviceWarmup:
         params: Any,
         slots: DeviceSlots,
         pages: DevicePages,
+        states: StateMoves,
+        *,
+        takes_masks: bool = False,
     ):
         self._config = config
         self._programs = programs
         self._params, self._cache, self._state = abstract((params, pages.cache, slots.state))
-        self._edits = slots.preparations()
+        self._edits = slots.preparations() + states.preparations(pages)
+        self._takes_masks = takes_masks
+        self._edits_for_grammars = slots.preparations_for_grammars()
         self._copies = pages.preparations() if config.num_host_pages else ()
         self._incoming = pages.abstract_incoming(config.num_incoming_pages)
 
@@ -61,6 +70,15 @@ class DeviceWarmup:
         yield from self._variant(Variant.RANDOM, None)
         yield from self._variant(Variant.FULL, None)
         yield from map(self._scores, tokens)
+        if self._takes_masks:
+            yield from self._edits_for_grammars
+            yield from self._masked_heads()
+
+    def _masked_heads(self) -> Iterator[_Step]:
+        for variant in (Variant.RANDOM, Variant.FULL):
+            for num_rows in variant.sizes(self._config.head_buckets):
+                name = f"{variant.name.lower()} sampling with masks, {num_rows} rows"
+                yield name, partial(self._head, variant, num_rows, masked=True)
 
     def _variant(self, variant: Variant, most: int | None) -> Iterator[_Step]:
         """Yield the `most` smallest sizes of a variant; without it all, or the greedy rest."""
@@ -103,11 +121,13 @@ class DeviceWarmup:
         hidden, _, _ = self._outputs(num_tokens)
         self._programs.prompt_logprobs.prepare(self._params, self._state, hidden, batch)
 
-    def _head(self, variant: Variant, num_rows: int) -> None:
+    def _head(self, variant: Variant, num_rows: int, *, masked: bool = False) -> None:
         _, row_hidden, tapped = self._outputs(self._config.token_buckets[0])
         index = np.full(num_rows, self._config.max_slots, np.int32)
+        vocab_size = self._programs.model_config.vocab_size
         self._programs.mixed_head.prepare(
             *(self._params, self._state, row_hidden, index, tapped, self._programs.probe_params),
+            *((no_masks(num_rows, vocab_size),) if masked else ()),
             variant=variant,
         )
 

@@ -113,6 +113,10 @@ class GroupExecutor(abc.ABC):
         """False, since the processes compile in the same order."""
         return False
 
+    def use_idle_time(self) -> bool:
+        """See `Executor`."""
+        return False
+
     def warm_up_behind(self) -> bool:
         """Return False, see `prepares_in_parallel`."""
         return False

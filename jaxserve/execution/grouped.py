@@ -144,6 +144,10 @@ class GroupedExecutor:
         ]
         return [*steps, *(("handover", link.warm_up) for link in self._links.values())]
 
+    def use_idle_time(self) -> bool:
+        """See `Executor`."""
+        return False
+
     def warm_up_behind(self) -> bool:
         """Return False, see `prepares_in_parallel`."""
         return False

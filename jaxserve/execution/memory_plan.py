@@ -32,7 +32,7 @@ class PoolSize:
       num_pages: number of pages, including the null page.
       page_bytes: size of one page in all layers: keys, values and their scales.
       free_bytes: free memory of the device without the pool and the temporaries.
-      step_bytes: size of the largest step's temporaries.
+      step_bytes: size of the largest step's temporaries, and of states in slots.
     """
 
     num_pages: int
@@ -68,8 +68,9 @@ def plan_pool(
     """Return the size of the page pool.
 
     Args:
-      page_bytes: size of one page in all layers, on one device.
-      step_bytes: size of the largest step's temporaries.
+      page_bytes: size of one page in all layers, on one device; 0 for a model without attention,
+        whose pages take no memory.
+      step_bytes: size of the largest step's temporaries, and of states in slots.
       wanted_pages: number of pages that all slots together can use.
       min_pages: minimum number of pages.
       kv_bytes: size that the user asks for; None for a fraction of the free memory.
@@ -79,7 +80,9 @@ def plan_pool(
     """
     free = free_device_bytes(device)
     left = free - step_bytes
-    if kv_bytes is None:
+    if page_bytes == 0:
+        num_pages = wanted_pages if left >= 0 else 0
+    elif kv_bytes is None:
         budget = int(left * _SHARE.get(device.platform, _DEFAULT_SHARE))
         fitting = budget // page_bytes
         num_pages = min(wanted_pages, max(_repeatable(fitting, device.platform), min_pages))

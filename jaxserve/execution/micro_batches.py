@@ -3,8 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
 
 from jaxserve.scheduling.plan import Row
+
+
+@final
+@dataclass(frozen=True)
+class Pass:
+    """One pass of a micro-batch through all stages, in the order of submission.
+
+    Attributes:
+      slots: the slots whose tokens it computes.
+      num_rows: number of rows that the stages compute, including padding.
+      samples: whether the last stage samples after it.
+    """
+
+    slots: frozenset[int]
+    num_rows: int
+    samples: bool
 
 
 def micro_batches(

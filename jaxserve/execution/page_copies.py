@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, final
 
@@ -61,8 +62,8 @@ class DevicePages:
     @property
     def num_buffers(self) -> int:
         """See `ModelExecutor`. Scales have separate buffers."""
-        sizes = [leaf.nbytes for leaf in jax.tree.leaves(self.cache)]
-        return sum(sizes) // max(sizes)
+        sizes = [leaf.nbytes for leaf in jax.tree.leaves(self.cache.pages)]
+        return sum(sizes) // max(sizes, default=1)
 
     @property
     def num_pages(self) -> int:
@@ -127,7 +128,8 @@ class DevicePages:
 
     def _bring_to(self, num_pages: int, moves: Moves) -> None:
         """Copy every buffer that does not have `num_pages` pages yet."""
-        buffers, structure = jax.tree.flatten(self.cache)
+        states = self.cache.states
+        buffers, structure = jax.tree.flatten(self.cache.pages)
         try:
             for i, old in enumerate(buffers):
                 if old.shape[1] != num_pages:
@@ -135,7 +137,7 @@ class DevicePages:
                     buffers[i] = jax.block_until_ready(self._copy(old, source))
                     old.delete()
         finally:
-            self.cache = jax.tree.unflatten(structure, buffers)
+            self.cache = replace(jax.tree.unflatten(structure, buffers), states=states)
 
 
 @final

@@ -62,6 +62,13 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> StepHandle: ...
 
+    def use_idle_time(self) -> bool:
+        """Do a piece of work that waited for an idle device; return whether there was one.
+
+        The caller has collected every step, and calls it again while nothing else is to be done.
+        """
+        ...
+
     def resize(self, num_pages: int, moves: Moves) -> None:
         """Change the number of pages of the pool and of `config`.
 

@@ -46,6 +46,7 @@ class _Slot:
     max_length: int
     is_inert: bool = False
     page_table: dict[int, int] = field(default_factory=dict)
+    num_in_state: int = 0  # tokens, of a model with states in slots
 
     @property
     def num_outputs(self) -> int:
@@ -133,6 +134,10 @@ class SimulatedExecutor:
     def host_memory(self) -> HostMemory | None:
         """See `Executor`; this executor reads and writes the pages itself."""
         return self if self.config.num_host_pages else None
+
+    def use_idle_time(self) -> bool:
+        """See `Executor`."""
+        return False
 
     def submit(self, plan: StepPlan) -> _SimulatedHandle:
         self._clock.advance_to(self._clock.now() + self._cost.host_s(plan))
@@ -224,6 +229,8 @@ class SimulatedExecutor:
                 new.sample_index,
                 new.request.end_length(new.max_length, new.sample_index),
             )
+        for new in plan.extensions:
+            self._slots[new.slot].tokens[new.start :] = new.tokens
         for slot, index, page in plan.page_updates:
             self._slots[slot].page_table[index] = page
         self._check_window(plan)
@@ -325,6 +332,10 @@ class SimulatedExecutor:
 
     def _write(self, slot: _Slot, start: int, count: int) -> None:
         """Write the hashes of `count` tokens from position `start` on."""
+        if self.config.has_slot_state:
+            if start not in (0, slot.num_in_state):
+                raise AssertionError("a row must begin where the state of its slot ends")
+            slot.num_in_state = start + count
         context = self._read(slot, start - 1) if start else 1
         for position in range(start, start + count):
             context = _mix(context, slot.tokens[position])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import gcd
 from typing import Any, final
@@ -17,7 +17,7 @@ from jaxserve.execution.compilations import CompilationCounter
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.encoding import encode_prompts
 from jaxserve.execution.handle import DeviceHandle, PromptPart
-from jaxserve.execution.micro_batches import micro_batches
+from jaxserve.execution.micro_batches import Pass, micro_batches
 from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.weights import check_same, fitted
@@ -30,6 +30,8 @@ from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.packing import (
     decode_window,
+    no_masks,
+    pack_masks,
     pack_rows,
     pack_window,
     sampling_first,
@@ -37,22 +39,6 @@ from jaxserve.steps.packing import (
 )
 from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
 from predictor import Refinement
-
-
-@final
-@dataclass(frozen=True)
-class Pass:
-    """One pass of a micro-batch through all stages, in the order of submission.
-
-    Attributes:
-      slots: the slots whose tokens it computes.
-      num_rows: number of rows that the stages compute, including padding.
-      samples: whether the last stage samples after it.
-    """
-
-    slots: frozenset[int]
-    num_rows: int
-    samples: bool
 
 
 @final
@@ -69,6 +55,7 @@ class StagedExecutor:
       embed: width of the hidden states that pass from stage to stage.
       micro_batches: maximum number of micro-batches of a step; a power of two.
       strict: raise on any compilation after the warm-up.
+      takes_masks: warm up what requests with a grammar need.
     """
 
     def __init__(
@@ -80,6 +67,7 @@ class StagedExecutor:
         micro_batches: int,
         *,
         strict: bool = False,
+        takes_masks: bool = False,
     ):
         self.config = stages[0].programs.config
         self.swap_costs: SwapCosts | None = None
@@ -94,6 +82,7 @@ class StagedExecutor:
         self._whole = whole
         self._embed = embed
         self._micro_batches = micro_batches
+        self._takes_masks = takes_masks
         self._compilations = CompilationCounter(strict=strict)
         # Cache sizes for which every executable is compiled.
         self._warm_num_pages: set[int] = set()
@@ -224,8 +213,9 @@ class StagedExecutor:
             if samples:
                 index = sampling_slots(self.config, rows, needs.variant)
                 none = self._stages[-1].no_outputs(len(index), 1, needs.variant)
-                outputs.append(self._sample(marker, index, none, 0, needs.variant))
                 sampling = [i for i, row in batch if row.samples]
+                masks = pack_masks(plan, sampling, len(index))
+                outputs.append(self._sample(marker, index, none, 0, needs.variant, masks))
                 output_rows[sampling] = num_outputs + np.arange(len(sampling))
                 num_outputs += len(index)
         marker = outputs[-1].tokens if outputs else marker
@@ -280,9 +270,12 @@ class StagedExecutor:
         outputs: Outputs,
         iteration: int,
         variant: Variant,
+        masks: Any = None,
     ) -> Outputs:
         """Sample on the last stage and send the tokens to the others."""
-        outputs, token, finite = self._stages[-1].sample(hidden, index, outputs, iteration, variant)
+        outputs, token, finite = self._stages[-1].sample(
+            hidden, index, outputs, iteration, variant, masks
+        )
         for stage in self._stages[:-1]:
             stage.send(index, token, finite)
         return outputs
@@ -335,6 +328,10 @@ class StagedExecutor:
                 steps.append((f"{name} decoding, {num} slots", step))
         return [(name, self._idly(step)) for name, step in steps]
 
+    def use_idle_time(self) -> bool:
+        """See `Executor`."""
+        return False
+
     def warm_up_behind(self) -> bool:
         """See `ModelExecutor`."""
         return False
@@ -363,7 +360,7 @@ class StagedExecutor:
     def _warm_edits(self) -> None:
         for stage in self._stages:
             with stage.programs.place.in_force():
-                stage.slots.warm_up()
+                stage.slots.warm_up(takes_masks=self._takes_masks)
 
     def _warm_mixed(self, num_tokens: int) -> Any:
         batch, _ = pack_rows(self.config, (), num_tokens)
@@ -376,6 +373,9 @@ class StagedExecutor:
     def _warm_head(self, variant: Variant, num_rows: int) -> None:
         hidden = self._warm_mixed(self.config.token_buckets[0])
         self._warm_sampling(hidden, variant, num_rows, 1)
+        if self._takes_masks and variant is not Variant.GREEDY:
+            vocab_size = self._stages[-1].programs.model_config.vocab_size
+            self._warm_sampling(hidden, variant, num_rows, 1, no_masks(num_rows, vocab_size))
 
     def _warm_decode(self, variant: Variant, num_rows: int) -> None:
         hidden = None
@@ -384,11 +384,11 @@ class StagedExecutor:
         self._warm_sampling(hidden, variant, num_rows, self.config.max_decode_iterations)
 
     def _warm_sampling(
-        self, hidden: Any, variant: Variant, num_rows: int, num_iterations: int
+        self, hidden: Any, variant: Variant, num_rows: int, num_iterations: int, masks: Any = None
     ) -> None:
         index = np.full(num_rows, self.config.max_slots, np.int32)
         none = self._stages[-1].no_outputs(num_rows, num_iterations, variant)
-        self._sample(hidden, index, none, 0, variant)
+        self._sample(hidden, index, none, 0, variant, masks)
 
 
 def _shard_bytes(cache: KVCache) -> int:

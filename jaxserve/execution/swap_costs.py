@@ -1,16 +1,62 @@
-"""Measured costs of page swaps, kept beside the executables for later starts."""
+"""Costs of page swaps: measured piece by piece, and kept beside the executables."""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any, final
 
 import jax
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.models.config import DecoderConfig
 from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.steps.step_function import Shelf, abstract
+
+# Repetitions of each timing.
+_TIMINGS = 3
+
+
+def measured_costs(
+    swap: Callable[[], None],
+    prefill: Callable[[], None],
+    *,
+    num_pages: int,
+    num_tokens: int,
+    position_work: float,
+) -> Iterator[SwapCosts | None]:
+    """Yield None after each timing, and at last the costs.
+
+    Each time is the minimum of a few timings, since other work of the host only adds to them.
+
+    Args:
+      swap: copies `num_pages` pages to the host and back, and waits for that.
+      prefill: computes `num_tokens` tokens of a prompt, and waits for that.
+      position_work: the work of attending to one position, relative to a token's other work.
+    """
+    times = []
+    for step in (swap, prefill):
+        step()  # compiles
+        yield None
+        found = []
+        for _ in range(_TIMINGS):
+            begin_s = time.perf_counter()
+            step()
+            found.append(time.perf_counter() - begin_s)
+            yield None
+        times.append(min(found))
+    token_s = times[1] / num_tokens
+    yield SwapCosts(
+        page_s=times[0] / 2 / num_pages, token_s=token_s, position_s=token_s * position_work
+    )
+
+
+def work_of_a_position(model: DecoderConfig, params: Any) -> float:
+    """Return the FLOPs of attending to one position, relative to a token's other FLOPs."""
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return 2 * model.num_attention_layers * model.num_heads * model.head_dim / num_params
 
 
 @final

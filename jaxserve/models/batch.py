@@ -1,8 +1,8 @@
-"""The arguments of a decoder beside its tokens: their positions, and the paged KV cache."""
+"""The arguments of a decoder beside its tokens: their positions, paged KV, and states in slots."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, final
@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Int32, Real, Shaped
 
 from jaxserve.core.options import KV_DTYPES
-from jaxserve.models.config import DecoderConfig
+from jaxserve.models.config import DecoderConfig, LayerKind
+from jaxserve.models.recurrence import Advance, Inputs, State, advance_rows
 from pallas_kernels import RopeTables, Rows, paged_attention, rotate_and_write, scatter_pages
 from pallas_kernels.kv_write import IMPLEMENTATIONS as WRITERS
 from pallas_kernels.paged_attention import Plan
@@ -28,7 +29,7 @@ _HEADS, _PAGES = P(None, TENSOR), P(None, None, TENSOR)
     jax.tree_util.register_dataclass,
     data_fields=(
         *("positions", "page", "offset", "rows", "plan", "adapter"),
-        *("cross_rows", "distance_bias"),
+        *("cross_rows", "distance_bias", "slot"),
     ),
     meta_fields=("max_query_length", "implementation"),
 )
@@ -48,6 +49,7 @@ class AttentionBatch:
       adapter: the adapter of each token, -1 for none; None where no token has one.
       cross_rows: which of the encoder's keys each token sees; None for models without an encoder.
       distance_bias: of `paged_attention`, for all layers; None for models without one.
+      slot: the slot of each row, which has its states; None for models without recurrent layers.
     """
 
     positions: Int32[Array, " tokens"]
@@ -60,34 +62,55 @@ class AttentionBatch:
     adapter: Int32[Array, " tokens"] | None = None
     cross_rows: Rows | None = None
     distance_bias: Float32[Array, "q_heads distances"] | None = None
+    slot: Int32[Array, " rows"] | None = None
 
 
 @final
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every layer, in pages.
+    """Keys and values of every layer with attention, in pages; states of the others, in slots.
 
     The cache is one buffer with all layers, or one buffer a layer. The platform decides which when
-    the cache is created.
+    the cache is created. Layers are counted among those of their kind.
 
     Attributes:
       k_pages, v_pages: `layers` are those in the buffer.
       k_scales, v_scales: the scales of pages in eight bits (`pallas_kernels.quantize`); empty for
         other pages.
+      states: the states of recurrent layers, [layers, slots, ...] each; empty without such layers.
     """
 
     k_pages: tuple[Real[Array, "layers pages kv_heads page_size head_dim"], ...]
     v_pages: tuple[Real[Array, "layers pages kv_heads page_size head_dim"], ...]
     k_scales: tuple[Float32[Array, "layers pages kv_heads page_size"], ...] = ()
     v_scales: tuple[Float32[Array, "layers pages kv_heads page_size"], ...] = ()
+    states: tuple[State, ...] = ()
 
     @property
     def num_pages(self) -> int:
         return self.k_pages[0].shape[1]
 
+    @property
+    def pages(self) -> KVCache:
+        """The cache without states."""
+        return replace(self, states=())
+
+    def layer(self, kind: LayerKind, index: int) -> KVCache:
+        """Return the part of the cache that a layer with its own buffer has."""
+        if kind == "attention":
+            return self.buffer(index)
+        return KVCache((), (), states=self.states[index : index + 1])
+
+    def with_layer(self, kind: LayerKind, index: int, part: KVCache) -> KVCache:
+        """Return the cache with `part` as that of a layer."""
+        if kind == "attention":
+            return self.with_buffer(index, part)
+        states = *self.states[:index], *part.states, *self.states[index + 1 :]
+        return replace(self, states=states)
+
     def buffer(self, index: int) -> KVCache:
-        """Return the part of the cache that lies in one buffer."""
+        """Return the keys and values that lie in one buffer."""
         own = (leaves[index : index + 1] for leaves in self._fields)
         return KVCache(*own)
 
@@ -97,7 +120,7 @@ class KVCache:
             (*leaves[:index], *new, *leaves[index + 1 :])
             for leaves, new in zip(self._fields, part._fields, strict=True)
         )
-        return KVCache(*replaced)
+        return KVCache(*replaced, states=self.states)
 
     def with_pages(
         self, layer: int | Int32[Array, ""], target: Int32[Array, " count"], values: KVCache
@@ -144,7 +167,8 @@ class KVCache:
             in_specs=(_HEADS, P(), _PAGES, P(), P(), P(TENSOR)),
             out_specs=(_HEADS, _PAGES),
         )
-        bias, batch = batch.distance_bias, replace(batch, distance_bias=None, cross_rows=None)
+        bias = batch.distance_bias
+        batch = replace(batch, distance_bias=None, cross_rows=None, slot=None)
         out, part = attend(qkv, rope, self.buffer(buffer), jnp.asarray(index), batch, bias)
         return out, self.with_buffer(buffer, part)
 
@@ -180,6 +204,29 @@ class KVCache:
             partial(_read, **options), in_specs=(_HEADS, _PAGES, P(), P()), out_specs=_HEADS
         )
         return read(q, self.buffer(buffer), jnp.asarray(index), batch)
+
+    def recur(
+        self,
+        layer: int | Int32[Array, ""],
+        advance: Advance,
+        inputs: Inputs,
+        batch: AttentionBatch,
+    ) -> tuple[Float[Array, "tokens ..."], KVCache]:
+        """Advance the sequences of a batch in a recurrent layer.
+
+        Returns:
+          The outputs of `advance`, and the cache with the new states of the rows' slots.
+        """
+        assert batch.slot is not None, "a batch of a model without recurrent layers"
+        buffer, index = (0, layer) if len(self.states) == 1 else (layer, 0)
+        if not isinstance(buffer, int):
+            raise TypeError("a traced layer needs a cache with one buffer for all layers")
+        out, own = advance_rows(
+            *(advance, inputs, self.states[buffer], index, batch.slot, batch.rows),
+            is_decode=batch.max_query_length == 1,
+        )
+        states = *self.states[:buffer], own, *self.states[buffer + 1 :]
+        return out, replace(self, states=states)
 
     @property
     def _fields(self) -> tuple[tuple[Shaped[Array, "layers pages kv_heads ..."], ...], ...]:
@@ -281,18 +328,21 @@ def empty_cache(
     dtype: jax.typing.DTypeLike,
     layer_layout: Literal["unrolled", "scanned"],
     num_shards: int = 1,
+    num_slots: int = 0,
     *,
     zeros: Callable[[tuple[int, ...], Any], Array] = jnp.zeros,
 ) -> KVCache:
     """Return a cache of zeros: one buffer a layer when `unrolled`, one for all when `scanned`.
 
     `num_pages` counts the null page (page 0). With more shards than KV heads, the cache has a copy
-    of a head for each shard that needs it. A `dtype` of `KV_DTYPES` adds scales. `zeros` makes a
-    buffer from shape and dtype.
+    of a head for each shard that needs it. A `dtype` of `KV_DTYPES` adds scales. `num_slots` is
+    for states, and unused without recurrent layers. `zeros` makes a buffer from shape and dtype.
     """
-    buffers, layers = (
-        (config.num_layers, 1) if layer_layout == "unrolled" else (1, config.num_layers)
-    )
+
+    def split(num_layers: int) -> tuple[int, int]:
+        return (num_layers, 1) if layer_layout == "unrolled" else (min(1, num_layers), num_layers)
+
+    buffers, layers = split(config.num_attention_layers)
     heads = max(config.num_kv_heads, num_shards)
     shape = (layers, num_pages, heads, page_size, config.head_dim)
     scale_buffers = buffers if jnp.dtype(dtype).name in KV_DTYPES else 0
@@ -300,9 +350,23 @@ def empty_cache(
     def made(count: int, shape: tuple[int, ...], dtype: Any) -> tuple[Array, ...]:
         return tuple(zeros(shape, dtype) for _ in range(count))
 
+    state_buffers, stacked = split(config.num_recurrent_layers)
+
+    def state() -> State:
+        arrays = state_arrays(config).items()
+        return {name: zeros((stacked, num_slots, *own), kind) for name, (own, kind) in arrays}
+
     return KVCache(
         k_pages=made(buffers, shape, dtype),
         v_pages=made(buffers, shape, dtype),
         k_scales=made(scale_buffers, shape[:-1], jnp.float32),
         v_scales=made(scale_buffers, shape[:-1], jnp.float32),
+        states=tuple(state() for _ in range(state_buffers)),
     )
+
+
+def state_arrays(
+    config: DecoderConfig,
+) -> Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]:
+    """Return shape and dtype of each array that a recurrent layer keeps of a sequence."""
+    return {} if config.recurrence is None else config.recurrence.arrays(config.dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
@@ -42,14 +40,23 @@ class ChatTemplate:
         self._control_texts = control_texts
         self._encode = encode
 
-    def apply(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
+    def apply(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """Return the token ids of a chat.
+
+        Args:
+          tools: functions that the model may call, in OpenAI's form.
 
         Raises:
           InvalidRequestError: the template refuses these messages, or they are not valid Unicode.
         """
-        shielded, marker = self._shielded(messages)
-        return self._ids(self._rendered(shielded, add_generation_prompt), marker)
+        (said, given), marker = self._shielded([list(messages), list(tools)])
+        return self._ids(self._rendered(said, add_generation_prompt, given), marker)
 
     def continuation(
         self, asked: Sequence[Message], answer: Message, new: Sequence[Message]
@@ -100,22 +107,23 @@ class ChatTemplate:
             ) from error
         return token_ids
 
-    def _rendered(self, messages: Any, add_generation_prompt: bool) -> str:
-        templates = from_transformers("transformers.utils.chat_template_utils")
-        names: dict[str, Any] = dict(self._special_tokens)
+    def _rendered(self, messages: Any, add_generation_prompt: bool, tools: Any = ()) -> str:
+        # Jinja is for chats only.
+        from jaxserve.models.jinja import render
+
         try:
-            rendered, _ = templates.render_jinja_template(
-                conversations=[messages],
-                chat_template=self._source,
+            return render(
+                self._source,
+                messages,
+                self._special_tokens,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
-                **names,
             )
         except Exception as error:  # Jinja's own kinds, and KeyError and the like from templates
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}; give a list of "
                 "{'role': ..., 'content': ...}"
             ) from error
-        return rendered[0]
 
     def _shielded(self, messages: Any) -> tuple[Any, str | None]:
         """Return `messages` with a stand-in for every control token, and the pattern of stand-ins.
@@ -155,20 +163,3 @@ def _strings(value: Any) -> Iterable[str]:
     elif isinstance(value, Sequence):
         for item in value:
             yield from _strings(item)
-
-
-def from_transformers(module: str) -> Any:
-    """A module of transformers: seconds to import, so only where it is needed.
-
-    Without its advice to install PyTorch, which nothing here uses.
-    """
-    variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    given = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
-        return importlib.import_module(module)
-    finally:
-        if given is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = given

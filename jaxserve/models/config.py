@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from jax.sharding import Mesh
 
 from jaxserve.core.errors import InvalidConfigError, UnsupportedModelError
+from jaxserve.models.recurrence import Recurrence
 from jaxserve.models.rope import Rope
 from sharding import check_tensor_axis
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+# What a layer keeps of a sequence: keys and values in pages, or a state in its slot.
+LayerKind = Literal["attention", "recurrent"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,8 @@ class DecoderConfig:
       rope: the rotary embedding; None for learned positions.
       local_rope: the rotary embedding of layers with a sliding window, if it differs.
       sliding_windows: the window of each layer, tokens; None is full attention, the default.
+      layer_kinds: the kind of each layer; all have attention by default.
+      recurrence: what recurrent layers keep of a sequence; None for a model without any.
       decoder_start_token_id: the token that an encoder-decoder model's answers begin with; None for
         a model without an encoder.
     """
@@ -61,11 +67,15 @@ class DecoderConfig:
     rope: Rope | None = None
     local_rope: Rope | None = None
     sliding_windows: tuple[int | None, ...] = ()
+    layer_kinds: tuple[LayerKind, ...] = ()
+    recurrence: Recurrence | None = None
     decoder_start_token_id: int | None = None
 
     def __post_init__(self) -> None:
         if not self.sliding_windows:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
+        if not self.layer_kinds:
+            object.__setattr__(self, "layer_kinds", ("attention",) * self.num_layers)
         for name in _SIZES:
             value = getattr(self, name)
             if value < 1:
@@ -87,6 +97,14 @@ class DecoderConfig:
             raise UnsupportedModelError(
                 f"{len(self.sliding_windows)} sliding windows for {self.num_layers} layers"
             )
+        if len(self.layer_kinds) != self.num_layers:
+            raise UnsupportedModelError(
+                f"{len(self.layer_kinds)} kinds of layers for {self.num_layers} layers"
+            )
+        if "recurrent" in self.layer_kinds and self.recurrence is None:
+            raise UnsupportedModelError(
+                "layer_kinds has recurrent layers and recurrence is missing; pass their sizes"
+            )
 
     @property
     def group(self) -> int:
@@ -106,8 +124,25 @@ class DecoderConfig:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers have the same window and rotary embedding, as a scan requires."""
-        return len(set(zip(self.sliding_windows, self.layer_ropes, strict=True))) == 1
+        """Whether all layers have one kind, window and rotary embedding, as a scan requires."""
+        layers = zip(self.layer_kinds, self.sliding_windows, self.layer_ropes, strict=True)
+        return len(set(layers)) == 1
+
+    @property
+    def num_attention_layers(self) -> int:
+        """The number of layers whose keys and values are in pages."""
+        return self.layer_kinds.count("attention")
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        """The number of layers whose state is in slots."""
+        return self.layer_kinds.count("recurrent")
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The number of each layer among those of its kind."""
+        kinds = self.layer_kinds
+        return tuple(kinds[:layer].count(kind) for layer, kind in enumerate(kinds))
 
     @property
     def default_context(self) -> int:
@@ -134,7 +169,8 @@ class DecoderConfig:
     def part(self, layers: range) -> Self:
         """Return the configuration of a part of the model, with some of the layers."""
         windows = self.sliding_windows[layers.start : layers.stop]
-        return replace(self, num_layers=len(layers), sliding_windows=windows)
+        kinds = self.layer_kinds[layers.start : layers.stop]
+        return replace(self, num_layers=len(layers), sliding_windows=windows, layer_kinds=kinds)
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
@@ -147,16 +183,11 @@ class DecoderConfig:
 
 
 def check_readable(given: Mapping[str, Any], required: Sequence[str]) -> None:
-    """Raise UnsupportedModelError if config.json lacks fields, or if its weights are quantized."""
+    """Raise UnsupportedModelError if config.json lacks fields."""
     missing = [name for name in required if given.get(name) is None]
     if missing:
         raise UnsupportedModelError(
             f"config.json lacks {missing}, which {given['model_type']!r} needs"
-        )
-    if given.get("quantization_config"):
-        raise UnsupportedModelError(
-            "quantized checkpoints (quantization_config) are not supported; use float32, "
-            "bfloat16 or float16 weights"
         )
 
 
@@ -179,7 +210,7 @@ def plain_sizes(
         requires the field.
 
     Raises:
-      UnsupportedModelError: a field is missing, or the weights are quantized.
+      UnsupportedModelError: a field is missing.
     """
     required = ("vocab_size", embed, layers, heads)
     check_readable(given, required if mlp_factor else (*required, mlp))

@@ -1,7 +1,7 @@
-"""What a layer knows of its tokens: their adapters, and the keys and values that they may see.
+"""What a layer knows of its tokens: their adapters, and what they may see of earlier ones.
 
-`PagedContext` serves from a paged cache, `WholeContext` computes whole sequences for training, and
-`CrossContext` reads the encoder's keys and values.
+`PagedContext` serves from a paged cache and from states in slots, `WholeContext` computes whole
+sequences for training, and `CrossContext` reads the encoder's keys and values.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.batch import AttentionBatch, KVCache
+from jaxserve.models.recurrence import Advance, Inputs, Recurrence, advance_whole
 from pallas_kernels import RopeTables, apply_rope
 
 
@@ -40,15 +41,25 @@ class LayerContext(Protocol):
         """
         ...
 
+    def recur(
+        self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike
+    ) -> Float[Array, "tokens ..."]:
+        """Return the outputs of `advance`, called for runs of tokens of one sequence each.
+
+        Args:
+          recurrence, dtype: the state's sizes, and the dtype of the activations.
+        """
+        ...
+
 
 @final
 class PagedContext:
-    """A context that writes keys and values to the paged cache and reads them from it.
+    """A context that writes keys and values, or states, to the cache and reads them from it.
 
     Attention is causal or bidirectional, as the batch's rows are.
 
     Attributes:
-      cache: the cache as the last `attend` left it.
+      cache: the cache as the last `attend` or `recur` left it.
     """
 
     def __init__(
@@ -87,6 +98,13 @@ class PagedContext:
             scale=scale,
             soft_cap=soft_cap,
         )
+        return out
+
+    def recur(
+        self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike
+    ) -> Float[Array, "tokens ..."]:
+        """See `LayerContext`."""
+        out, self.cache = self.cache.recur(self._layer, advance, inputs, self._batch)
         return out
 
     def cross(self) -> CrossContext:
@@ -177,3 +195,9 @@ class WholeContext:
         )
         weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1).astype(v.dtype)
         return jnp.einsum("bkgqs,bskd->bqkgd", weights, v).reshape(tokens, -1, head_dim)
+
+    def recur(
+        self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike
+    ) -> Float[Array, "tokens ..."]:
+        """See `LayerContext`."""
+        return advance_whole(advance, inputs, self._length, recurrence.arrays(dtype))

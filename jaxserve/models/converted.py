@@ -123,9 +123,12 @@ class ConvertedModel:
             tokenizer.save(aside)
             entry = {"made_from": self._identity(), "config": dict(config), "files": _sizes(aside)}
             (aside / "entry.json").write_text(json.dumps(entry), encoding="utf-8")
+            # Sizes alone tell a whole entry, so that its bytes must be on the disk before its name.
+            _flush(aside)
             if self.folder.exists():
                 shutil.rmtree(self.folder)
             os.replace(aside, self.folder)
+            _sync(self.folder.parent)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
@@ -147,6 +150,20 @@ def _key(path: tuple[Any, ...]) -> str:
 def _sizes(folder: Path) -> dict[str, int]:
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "entry.json")
     return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
+
+
+def _flush(folder: Path) -> None:
+    """Write the files of a folder, and their names, to the disk."""
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _require_space(folder: Path, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The decoder that every family builds on: embedding, layers over the paged cache, norm, logits.
+"""The decoder that every family builds on: embedding, layers over the cache, norm, logits.
 
 embedding     [vocab, embed]
 blocks        one `Block` for each layer, or one block with the parameters of all layers stacked
@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.batch import AttentionBatch, KVCache
-from jaxserve.models.config import DecoderConfig
+from jaxserve.models.config import DecoderConfig, LayerKind
 from jaxserve.models.context import PagedContext, WholeContext
 from jaxserve.models.incoming import IncomingPages
 from jaxserve.models.layers import Block, soft_capped
@@ -61,7 +61,7 @@ class Tap:
 
 
 class Decoder(nnx.Module):
-    """A decoder over a flat ragged batch and a paged KV cache; families set `block_class`.
+    """A decoder over a flat ragged batch and a cache; families set the classes of blocks.
 
     Args:
       config: also says the dtype of the parameters and activations.
@@ -71,10 +71,12 @@ class Decoder(nnx.Module):
       part: None for the whole model.
 
     Raises:
-      UnsupportedModelError: scanned layers that differ in their windows or rotary embeddings.
+      UnsupportedModelError: scanned layers that differ in their kinds, windows or rotary
+        embeddings.
     """
 
     block_class: ClassVar[type[Block]]
+    recurrent_block_class: ClassVar[type[Block] | None] = None
 
     def __init__(
         self,
@@ -98,15 +100,15 @@ class Decoder(nnx.Module):
             self._add_end(ends)
         if layer_layout == "unrolled":
             new = ParamMaker(rngs, config.dtype)
-            self.blocks = nnx.List([self.block_class(config, new) for _ in config.sliding_windows])
+            self.blocks = nnx.List([self._block(kind, new) for kind in config.layer_kinds])
         elif layer_layout == "scanned":
             if not config.is_uniform:
                 raise UnsupportedModelError(
-                    "layers with differing sliding windows or rotary embeddings cannot be scanned; "
-                    "use layer_layout='unrolled'"
+                    "layers with differing kinds, sliding windows or rotary embeddings cannot be "
+                    "scanned; use layer_layout='unrolled'"
                 )
             new = ParamMaker(rngs, config.dtype, config.num_layers)
-            self.blocks = self.block_class(config, new)
+            self.blocks = self._block(config.layer_kinds[0], new)
         else:
             raise ValueError(
                 f"layer_layout={layer_layout!r} is unknown; give 'unrolled' or 'scanned'"
@@ -201,6 +203,13 @@ class Decoder(nnx.Module):
         logits = Linear(weight, bias, transposed=tied)(hidden, adapter, out_dtype=jnp.float32)
         return soft_capped(logits, self.config.logits_soft_cap)
 
+    def _block(self, kind: LayerKind, new: ParamMaker) -> Block:
+        """Return a layer of a kind."""
+        if kind == "attention":
+            return self.block_class(self.config, new)
+        assert self.recurrent_block_class is not None, "a family without recurrent layers"
+        return self.recurrent_block_class(self.config, new)
+
     def _add_embedding(self, new: ParamMaker) -> None:
         """Make the embedding, which also gives the logits where it is tied."""
         vocab, embed = self.config.vocab_size, self.config.hidden_size
@@ -263,11 +272,12 @@ class Decoder(nnx.Module):
         for layer, block in enumerate(self.blocks):
             graphdef, state = nnx.split(block)
             window = self.config.sliding_windows[layer]
-            own = cache.buffer(layer)
+            kind, place = self.config.layer_kinds[layer], self.config.places[layer]
+            own = cache.layer(kind, place)
             if incoming is not None:
                 own = incoming.put(own, 0, incoming.fetch(layer))
             x, own = _one_layer(graphdef, window, state, x, tables[layer], batch, own)
-            cache = cache.with_buffer(layer, own)
+            cache = cache.with_layer(kind, place, own)
             if tap is not None and tap.layer == layer + 1:
                 tapped = x[tap.rows]
         return x, cache, tapped

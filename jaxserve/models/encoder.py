@@ -16,6 +16,7 @@ from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.layers import Block
 from jaxserve.models.param_maker import ParamMaker
+from jaxserve.models.recurrence import Advance, Inputs, Recurrence
 from jaxserve.models.relative_positions import both_ways_biases
 
 # Queries whose logits are in memory at a time: [heads, queries, tokens] in float32.
@@ -80,6 +81,12 @@ class EncoderContext:
             tuple(map(in_blocks, (q, batch.prompt, batch.positions))),
         )
         return out.reshape(count * size, heads, head_dim)[:tokens]
+
+    def recur(
+        self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike
+    ) -> Float[Array, "tokens ..."]:
+        """See `LayerContext`."""
+        raise NotImplementedError("encoders with recurrent layers")
 
     def _block(
         self,

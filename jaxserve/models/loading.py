@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, final
 
@@ -25,7 +25,7 @@ Path = tuple[Any, ...]
 # What takes the place of a dense weight: a module, or the weight itself.
 WeightChange = Callable[[nnx.Param, WeightAxes], Any]
 # Makes a weight from its path, its dense form, the names of its tensors, and a function that reads
-# it from a source in a dtype; see `gguf_kept.KeptBlocks.weight`.
+# it from a source in a dtype, or in another shape; see `gguf_kept.KeptBlocks.weight`.
 KeepWeight = Callable[[Path, nnx.Variable, WeightAxes, list[str], Callable[..., jax.Array]], Any]
 
 
@@ -37,6 +37,7 @@ def load_params(
     progress: Progress | None = None,
     change: WeightChange | None = None,
     keep: KeepWeight | None = None,
+    spare: Collection[str] = (),
 ) -> nnx.State:
     """Read the parameters of a decoder from a checkpoint straight onto their shards.
 
@@ -50,17 +51,18 @@ def load_params(
       change: applied to each dense weight after it is read, before the next is; by default none.
       keep: makes a weight of the form that the checkpoint has; None where it cannot. By default
         all are read as dense ones.
+      spare: tensors that the checkpoint may have and the model does not need.
 
     Raises:
       CheckpointError: every missing, surplus and misshapen tensor together, before data is read;
         or a tensor whose data cannot be read.
     """
     family = family_of(config)
-    source = _with_prefix(source, family.prefix)
+    source = with_prefix(source, family.prefix)
     flat = nnx.to_flat_state(abstract_state)
     table = family.weights(config)
     plan = {path: _Parameter(path, variable, table) for path, variable in flat}
-    _check(plan, source, family, config)
+    _check(plan, source, family, config, spare)
     places = None if shardings is None else dict(nnx.to_flat_state(shardings))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     loaded = []
@@ -75,7 +77,7 @@ def load_params(
         if kept is not None:
             loaded += _inside(path, kept)
         else:
-            dense = variable.replace(plan[path].load(source, kind, place))
+            dense = variable.replace(plan[path].load(source, kind, place=place))
             loaded += _changed(path, dense, change)
         if progress is not None:
             progress(done + 1, len(flat))
@@ -172,29 +174,54 @@ class _Parameter:
             yield from self.weight.needed(shape, **_place(layer))
 
     def load(
-        self, source: WeightSource, dtype: np.dtype, place: jax.sharding.Sharding
+        self,
+        source: WeightSource,
+        dtype: np.dtype,
+        shape: tuple[int, ...] | None = None,
+        *,
+        place: jax.sharding.Sharding,
     ) -> jax.Array:
-        """Return the array; each shard is read on its own, and equal shards once."""
+        """Return the array; each shard is read on its own, and equal shards once.
+
+        Args:
+          shape: that of the parameter in this source; by default its own. A mesh that does not
+            divide it has a whole array on each device.
+        """
+        size = self.shape if shape is None else shape
+        if size != self.shape:
+            place = _dividing(place, size)
         shards: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            parts = index or (slice(None),) * len(self.shape)
-            ranges = [part.indices(n)[:2] for part, n in zip(parts, self.shape, strict=True)]
+            parts = index or (slice(None),) * len(size)
+            ranges = [part.indices(n)[:2] for part, n in zip(parts, size, strict=True)]
             if tuple(ranges) not in shards:
                 shards.clear()  # equal shards come one after another, or are cheap to read
                 out = np.empty([last - first for first, last in ranges], dtype)
-                self._fill(out, source, [slice(*r) for r in ranges])
+                self._fill(out, source, size, [slice(*r) for r in ranges])
                 shards[tuple(ranges)] = out
             return shards[tuple(ranges)]
 
-        return jax.make_array_from_callback(self.shape, place, shard)
+        return jax.make_array_from_callback(size, place, shard)
 
-    def _fill(self, out: np.ndarray, source: WeightSource, index: list[slice]) -> None:
+    def _fill(
+        self, out: np.ndarray, source: WeightSource, shape: tuple[int, ...], index: list[slice]
+    ) -> None:
         if not self._stacked:
-            self.weight.read_into(out, source, self.shape, index, **_place(self._layers[0]))
+            self.weight.read_into(out, source, shape, index, **_place(self._layers[0]))
             return
         for i, layer in enumerate(self._layers[index[0]]):
-            self.weight.read_into(out[i], source, self.shape[1:], index[1:], **_place(layer))
+            self.weight.read_into(out[i], source, shape[1:], index[1:], **_place(layer))
+
+
+def _dividing(place: jax.sharding.Sharding, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+    """Return the sharding, or that of a whole array on each device if it does not divide."""
+    try:
+        place.shard_shape(shape)
+    except ValueError:
+        assert isinstance(place, jax.sharding.NamedSharding)
+        return jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
+    return place
 
 
 def _place(layer: int | None) -> dict[str, int]:
@@ -202,7 +229,11 @@ def _place(layer: int | None) -> dict[str, int]:
 
 
 def _check(
-    plan: Mapping[Path, _Parameter], source: WeightSource, family: Family, config: DecoderConfig
+    plan: Mapping[Path, _Parameter],
+    source: WeightSource,
+    family: Family,
+    config: DecoderConfig,
+    spare: Collection[str],
 ) -> None:
     found = source.shapes()
     wanted = {name: shape for parameter in plan.values() for name, shape in parameter.needed()}
@@ -217,7 +248,7 @@ def _check(
     ignored = re.compile(f"{tied}|{family.ignored}")
     problems += [
         f"surplus tensor {name} {tuple(found[name])}"
-        for name in sorted(found.keys() - wanted)
+        for name in sorted(found.keys() - wanted - set(spare))
         if not ignored.fullmatch(name)
     ]
     if problems:
@@ -229,7 +260,7 @@ def _check(
         )
 
 
-def _with_prefix(source: WeightSource, prefix: str) -> WeightSource:
+def with_prefix(source: WeightSource, prefix: str) -> WeightSource:
     """Return the source, with `prefix` before its names if it holds the bare model."""
     names = source.shapes()
     return source if any(name.startswith(prefix) for name in names) else _Prefixed(source, prefix)

@@ -46,11 +46,11 @@ class ParamMaker:
 
     def ones(self, axes: Axes, shape: Shape) -> nnx.Param:
         axes, shape = self._stacked(axes, shape)
-        return nnx.Param(jnp.ones(shape, self._dtype), logical_axes=axes)
+        return nnx.Param(jnp.ones(shape, self._dtype), logical_axes=axes, **self._metadata)
 
     def zeros(self, axes: Axes, shape: Shape) -> nnx.Param:
         axes, shape = self._stacked(axes, shape)
-        return nnx.Param(jnp.zeros(shape, self._dtype), logical_axes=axes)
+        return nnx.Param(jnp.zeros(shape, self._dtype), logical_axes=axes, **self._metadata)
 
     def table(self, axes: Axes, shape: Shape) -> nnx.Param:
         """Return rows that are looked up and never multiplied, normal with 1 / sqrt(width)."""

@@ -14,10 +14,10 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.models.linear import WeightAxes, replace_weights
 from jaxserve.models.loading import abstract_model
-from jaxserve.models.quantised import INT4, INT8, QuantisedWeight, WeightFormat
+from jaxserve.models.quantised import FP8, INT4, INT8, QuantisedWeight, WeightFormat
 
 _log = logging.getLogger(__name__)
-_FORMATS = {"int8": INT8, "int4": INT4}
+_FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8}
 
 
 @final
@@ -49,7 +49,9 @@ class Quantisation:
 
         def format_of(name: str) -> WeightFormat | None:
             found = _FORMATS.get(name)
-            return None if found is None else replace(found, rounds_activations=rounds)
+            if found is None:
+                return None
+            return replace(found, rounds_activations=rounds and not found.is_float)
 
         layers = format_of(options.quantize)
         embeddings = None if options.quantize == "keep" else format_of(ends)
@@ -61,6 +63,13 @@ class Quantisation:
             keeps_blocks=options.quantize == "keep",
             rounds_activations=rounds,
         )
+
+    @classmethod
+    def stored(cls) -> Self:
+        """Return that of a folder whose weights are in few bits: they stay as they are stored."""
+        kept = cls.of(RuntimeOptions(quantize="keep"))
+        assert kept is not None
+        return kept
 
     def change(self, weight: nnx.Param, axes: WeightAxes) -> Any:
         """Return the weight in its format: a `QuantisedWeight`, or itself.
@@ -90,8 +99,9 @@ class Quantiser:
         is_quantised = any(isinstance(module, QuantisedWeight) for module in modules)
         if quantisation.keeps_blocks and not is_quantised:
             raise InvalidConfigError(
-                "quantize='keep' keeps the blocks of a GGUF file, and this model has dense "
-                "weights; pass quantize='int8' or 'int4' to round them"
+                "quantize='keep' keeps the blocks of a GGUF file or the codes of a folder in few "
+                "bits, and this model has dense weights; pass quantize='int8' or 'int4' to round "
+                "them"
             )
         if is_quantised and not quantisation.keeps_blocks:
             decoder = cast(Any, model)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.linear import WeightAxes
 from pallas_kernels import PackedMatrix, dequantise, quantised_matmul
-from pallas_kernels.quantised_matmul import dequantised_rows, quantise
+from pallas_kernels.quantised_matmul import dequantised_rows, quantise, quantise_float8
 from sharding import DEFAULT_RULES
 
 
@@ -32,16 +32,19 @@ class WeightFormat:
       has_minima: whether each group has a minimum too; symmetric otherwise.
       rounds_activations: whether a product rounds activations to int8, with a scale for each token
         and group, as the kernel for CPUs does. Otherwise they keep their dtype.
+      is_float: whether numbers are float8_e4m3fn; then activations are not rounded.
     """
 
     bits: int
     group: int
     has_minima: bool = False
     rounds_activations: bool = False
+    is_float: bool = False
 
 
 INT8 = WeightFormat(bits=8, group=32)
 INT4 = WeightFormat(bits=4, group=32, has_minima=True)
+FP8 = WeightFormat(bits=8, group=32, is_float=True)
 
 
 @final
@@ -52,6 +55,9 @@ class QuantisedWeight(nnx.Module):
     channels   float32 [*stacked, *out[:-1], panels, 16]
     scales     float16 or float32 [*stacked, *out[:-1], panels, groups, 16]; absent for ones
     minima     as scales; absent for zeros
+    zeros      as scales: uint8 or int16 zero points, in place of minima; mostly absent
+    order      int32 [*stacked, in]: the input of each row of the matrix, whose groups a checkpoint
+               made of inputs that are apart; absent where rows are in the order of the inputs
 
     Axes that a product sums over are one, cut into groups; the last axis of `out` is cut into
     panels. No copy of the whole weight in a wider dtype is made.
@@ -65,6 +71,7 @@ class QuantisedWeight(nnx.Module):
         width: int,
         out: int,
         rounds_activations: bool,
+        order: Int32[np.ndarray, "*stacked in"] | None = None,
     ):
         stacked, summed, outer = names
         is_split = any(name is not None and DEFAULT_RULES[name] for name in summed)
@@ -80,7 +87,12 @@ class QuantisedWeight(nnx.Module):
             self.scales = param(matrix.scales, (*lead, groups, None))
         if matrix.minima is not None:
             self.minima = param(matrix.minima, (*lead, groups, None))
+        if matrix.zeros is not None:
+            self.zeros = param(matrix.zeros, (*lead, groups, None))
+        if order is not None:
+            self.order = param(jnp.asarray(order), (*stacked, None))
         self.bits = matrix.bits
+        self.is_float = matrix.is_float
         self.width = width
         self.out = out
         self.rounds_activations = rounds_activations
@@ -101,18 +113,30 @@ class QuantisedWeight(nnx.Module):
     @property
     def matrix(self) -> PackedMatrix:
         """The weight as the kernels take it."""
-        scales, minima = getattr(self, "scales", None), getattr(self, "minima", None)
+
+        def held(name: str) -> Array | None:
+            found = getattr(self, name, None)
+            return None if found is None else found[...]
+
         return PackedMatrix(
             self.codes[...],
             self.channels[...],
-            None if scales is None else scales[...],
-            None if minima is None else minima[...],
+            held("scales"),
+            held("minima"),
             self.bits,
+            held("zeros"),
+            self.is_float,
         )
 
     def dequantised(self) -> Float32[Array, " *stacked_and_out in"]:
         """Return the whole weight in float32, with its in axes as one and last; for tests."""
-        return dequantise(self.matrix)[..., : self.out, : self.width]
+        numbers = dequantise(self.matrix)[..., : self.out, : self.width]
+        order = getattr(self, "order", None)
+        if order is None:
+            return numbers
+        places = jnp.argsort(order[...], axis=-1)
+        places = places.reshape(*places.shape[:-1], *(1,) * (numbers.ndim - places.ndim), -1)
+        return jnp.take_along_axis(numbers, places, axis=-1)
 
     def product(
         self,
@@ -123,7 +147,11 @@ class QuantisedWeight(nnx.Module):
         out_dtype: jax.typing.DTypeLike,
     ) -> Float[Array, " tokens *out"]:
         """See `Representation`."""
-        return self._times(x.reshape(x.shape[0], -1), self.matrix, out_dtype)
+        x = x.reshape(x.shape[0], -1)
+        order = getattr(self, "order", None)
+        if order is not None:
+            x = x[:, order[...]]
+        return self._times(x, self.matrix, out_dtype)
 
     def grouped_product(
         self,
@@ -134,12 +162,14 @@ class QuantisedWeight(nnx.Module):
         """See `Representation`. One matrix after the other, each with all tokens."""
         whole, ends = self.matrix, jnp.cumsum(sizes)
         token = jnp.arange(x.shape[0])
+        order = getattr(self, "order", None)
 
         def one(
             number: Int32[Array, ""], outputs: Float[Array, " tokens *out"]
         ) -> Float[Array, " tokens *out"]:
             is_own = (token >= ends[number] - sizes[number]) & (token < ends[number])
-            own = self._times(x, jax.tree.map(lambda leaf: leaf[number], whole), x.dtype)
+            ordered = x if order is None else x[:, order[...][number]]
+            own = self._times(ordered, jax.tree.map(lambda leaf: leaf[number], whole), x.dtype)
             return jnp.where(is_own.reshape(-1, *(1,) * (own.ndim - 1)), own, outputs)
 
         shape = (x.shape[0], *whole.channels.shape[1:-2], self.out)
@@ -165,6 +195,8 @@ class QuantisedWeight(nnx.Module):
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _quantised(array: Float[Array, ...], axes: WeightAxes, format: WeightFormat) -> PackedMatrix:
+    if format.is_float:
+        return quantise_float8(in_axes_last(array, axes), group=format.group)
     return quantise(
         in_axes_last(array, axes),
         bits=format.bits,

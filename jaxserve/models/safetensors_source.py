@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
-import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors then uses
+import ml_dtypes  # also registers bfloat16 with NumPy, which safetensors then uses
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -15,6 +16,8 @@ from jaxserve.core.errors import CheckpointError, UnknownModelError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+# Safetensors' names of the eight-bit floats that NumPy has from ml_dtypes.
+_FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
 _REMEDY = "the download is probably incomplete: fetch the files named above again"
 
 
@@ -39,6 +42,11 @@ class SafetensorsSource:
         expected = _files_and_tensors(Path(folder))
         for file_name, names in expected.items():
             path = Path(folder) / file_name
+            # A name such as "../other" would read what the user did not name. Links are followed:
+            # the cache of the Hugging Face hub keeps its files elsewhere.
+            if Path(file_name).name != file_name:
+                problems.append(f"the index names {file_name!r}, which is not a file of the folder")
+                continue
             if not path.is_file():
                 problems.append(f"file {file_name} is missing")
                 continue
@@ -69,11 +77,26 @@ class SafetensorsSource:
             raise CheckpointError(self.where, [f"tensor {name} is missing"], _REMEDY)
         try:
             with safe_open(self._paths[name], framework="numpy") as file:
-                return file.get_tensor(name) if not index else file.get_slice(name)[index]
+                found = file.get_slice(name)
+                if found.get_dtype() in _FLOAT8:
+                    whole = _float8(self._paths[name], name)
+                    return whole[index] if index else whole
+                return file.get_tensor(name) if not index else found[index]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 self.where, [f"tensor {name} is unreadable: {error}"], _REMEDY
             ) from error
+
+
+def _float8(path: Path, name: str) -> np.ndarray:
+    """Return a tensor in eight-bit floats, for which safetensors has no NumPy type."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        about = json.loads(file.read(length))[name]
+        begin, end = about["data_offsets"]
+        file.seek(8 + length + begin)
+        octets = np.frombuffer(file.read(end - begin), np.uint8)
+    return octets.view(_FLOAT8[about["dtype"]]).reshape(about["shape"])
 
 
 def _files_and_tensors(folder: Path) -> dict[str, set[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from jaxserve.core.errors import CheckpointError, InvalidConfigError, UnknownMod
 from jaxserve.models.config import DTYPES, DecoderConfig, check_fits
 from jaxserve.models.converted import ConvertedModel
 from jaxserve.models.decoder import LayerLayout
-from jaxserve.models.families import config_from_hf
+from jaxserve.models.families import config_from_hf, family_of
 from jaxserve.models.gguf_kept import KeptBlocks
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.models.linear import replace_weights_at
@@ -31,9 +31,11 @@ from jaxserve.models.loading import (
     abstract_model,
     load_params,
     random_params,
+    with_prefix,
 )
 from jaxserve.models.parts import cut, planned_stages, shardings_over
 from jaxserve.models.quantisation import Quantisation
+from jaxserve.models.quantised_folders import KeptMatrices, Method, QuantisedFolder, method_of
 from jaxserve.models.registry import pull, resolve
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.source import WeightSource
@@ -120,19 +122,14 @@ def load_model(
     resolved = resolve(name_or_path)
     path = pull(resolved.name, progress=progress) if resolved.registered else resolved.path
     if resolved.kind == "folder":
-        config = how.read(_config_json(path))
+        given = _config_json(path)
+        method = method_of(given)
+        config = how.read(given)
         with timed("tokenizer"):
             tokenizer, ends = _folder_tokenizer(path)
         if load == "random":
             return _random(resolved.name, config, seed, how, tokenizer, ends, path)
-        if quantisation is not None and quantisation.keeps_blocks:
-            raise InvalidConfigError(
-                f"quantize='keep' needs a GGUF file, and {path} is a folder; pass quantize='int8' "
-                "or 'int4' to round its weights"
-            )
-        source = SafetensorsSource(path)
-        config = config.fitted_to(source.shapes().keys())
-        graphdef, params = _converted(config, source, how)
+        config, graphdef, params = _folder(path, config, how, method)
         return _loaded(resolved.name, config, graphdef, params, tokenizer, ends, path)
     if load == "random":
         source = GGUFSource(path)
@@ -241,8 +238,9 @@ def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
     source = GGUFSource(path)
     with timed("tokenizer"):
         config, tokenizer = how.read(source.config), Tokenizer.from_gguf(source)
-    if keeps:
-        graphdef, params = _with_blocks(config, source, how)
+    if how.quantisation is not None and keeps:
+        blocks = KeptBlocks(source, rounds_activations=how.quantisation.rounds_activations)
+        graphdef, params = _kept(config, source, how, blocks)
     else:
         graphdef, params = _converted(config, source, how)
     if kept is not None:
@@ -250,21 +248,54 @@ def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
     return _loaded(name, config, graphdef, params, tokenizer, tokenizer.eos_token_ids, path)
 
 
-def _with_blocks(
-    config: DecoderConfig, source: GGUFSource, how: _How
+def _folder(
+    path: Path, config: DecoderConfig, how: _How, method: Method | None
+) -> tuple[DecoderConfig, nnx.GraphDef, nnx.State]:
+    """Read a folder's weights. Those in few bits stay as they are stored."""
+    source: WeightSource = SafetensorsSource(path)
+    if method is None:
+        if how.quantisation is not None and how.quantisation.keeps_blocks:
+            raise InvalidConfigError(
+                "quantize='keep' needs a GGUF file, or a folder with a quantization_config in "
+                f"config.json, and {path} is a folder of dense weights; pass quantize='int8' or "
+                "'int4' to round them"
+            )
+        config = config.fitted_to(source.shapes().keys())
+        return config, *_converted(config, source, how)
+    if how.quantisation is not None and not how.quantisation.keeps_blocks:
+        raise InvalidConfigError(
+            f"quantize={how.quantisation.name.partition('-')[0]!r} rounds dense weights, and those "
+            f"of {path} are in few bits already; omit quantize to serve them as they are"
+        )
+    if _has_stages(how.mesh):
+        raise InvalidConfigError(
+            f"{path} has weights in few bits, which cannot be cut into stages; pass a mesh without "
+            "stages (tensor, data), or a checkpoint in 16 or 32 bits"
+        )
+    folder = QuantisedFolder(with_prefix(source, family_of(config).prefix), method)
+    config = config.fitted_to(folder.shapes().keys())
+    rounds = (how.quantisation or Quantisation.stored()).rounds_activations
+    keeper = KeptMatrices(folder, rounds_activations=rounds)
+    return config, *_kept(config, folder, how, keeper, folder.empty_biases())
+
+
+def _kept(
+    config: DecoderConfig,
+    source: WeightSource,
+    how: _How,
+    keeper: KeptBlocks | KeptMatrices,
+    spare: Collection[str] = (),
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    assert how.quantisation is not None
-    dense, abstract, shardings = how.abstract(config)
-    rounds = how.quantisation.rounds_activations
-    blocks = KeptBlocks(source, rounds_activations=rounds)
+    """Read weights in the form that a checkpoint has."""
+    dense, abstract, shardings = how.abstract(config, dense=True)
     modules = {}
 
     def keep(path: tuple[Any, ...], *given: Any) -> Any:
-        modules[path] = blocks.weight(*given)
+        modules[path] = keeper.weight(*given)
         return modules[path]
 
-    with _bar("Loading weights", how.progress) as report:
-        params = load_params(abstract, config, source, shardings, report, keep=keep)
+    with timed("weights"), _bar("Loading weights", how.progress) as report:
+        params = load_params(abstract, config, source, shardings, report, keep=keep, spare=spare)
     model = nnx.merge(dense, abstract)
     replace_weights_at(model, lambda path, weight, axes: modules[path] or weight)
     if isinstance(how.mesh, Mesh):

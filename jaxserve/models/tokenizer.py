@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import tokenizers
 
 from jaxserve.core.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from jaxserve.models import registry
-from jaxserve.models.chat_template import ChatTemplate, Message, from_transformers
+from jaxserve.models.chat_template import ChatTemplate, Message
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.models.gguf_tokenizer import END_TEXTS, read_gguf_tokenizer
 
@@ -89,9 +91,8 @@ class Tokenizer:
           UnsupportedModelError: a tokenizer without a fast (`tokenizers`) form.
         """
         folder = Path(folder)
-        AutoTokenizer = from_transformers("transformers").AutoTokenizer
         try:
-            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            loaded = _auto_tokenizer().from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # transformers raises many kinds for a missing or bad file
             raise CheckpointError(
                 str(folder),
@@ -152,14 +153,20 @@ class Tokenizer:
         return StreamDecoder(self, skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Message] = (),
     ) -> list[int]:
         """Return the token ids of a chat up to the model's answer; see `ChatTemplate.apply`.
 
         Raises:
           InvalidRequestError: the model has no chat template, or the template refuses the messages.
         """
-        return self._template.apply(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.apply(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
 
     def chat_continuation(
         self, asked: Sequence[Message], answer: Message, new: Sequence[Message]
@@ -179,6 +186,23 @@ class Tokenizer:
         tokens = sorted(self._backend.get_vocab(with_added_tokens=True).items())
         told = json.dumps([tokens, self.chat_template])
         return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
+
+    @property
+    def control_token_ids(self) -> frozenset[int]:
+        """The tokens that stand for no text."""
+        return self._control_ids
+
+    def added_token_id(self, text: str) -> int | None:
+        """Return the token that was added to the vocabulary for this text; None without one."""
+        added = self._backend.get_added_tokens_decoder()
+        return next((i for i, token in added.items() if token.content == text), None)
+
+    def to_json(self) -> str:
+        """Return the backend as a tokenizer.json, without padding and truncation."""
+        plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        plain.no_padding()
+        plain.no_truncation()
+        return plain.to_str()
 
     def save(self, folder: str | Path) -> None:
         """Write files for `load` into an existing folder."""
@@ -238,6 +262,12 @@ class StreamDecoder:
         """Return the text that `token_ids` complete; "" while a character is incomplete."""
         return "".join(map(self._push_one, token_ids))
 
+    def kept(self) -> str:
+        """Return the complete characters of the tokens that `push` has returned no text of yet."""
+        if len(self._ids) == self._num_read:
+            return ""
+        return self._decode(self._ids)[len(self._context) :].rstrip("\ufffd")
+
     def flush(self) -> str:
         """Return the text of kept bytes, U+FFFD for incomplete characters, and start over."""
         rest = self._decode(self._ids)[len(self._context) :]
@@ -271,6 +301,23 @@ def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
         return frozenset()
     ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return frozenset(token_id for token_id in ids if token_id is not None)
+
+
+def _auto_tokenizer() -> Any:
+    """Return transformers' class: seconds to import, so only where a folder needs it.
+
+    Without its advice to install PyTorch, which nothing here uses.
+    """
+    variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    given = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        return importlib.import_module("transformers").AutoTokenizer
+    finally:
+        if given is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = given
 
 
 def declared_end_ids(folder: Path) -> list[int]:

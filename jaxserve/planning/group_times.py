@@ -116,6 +116,9 @@ class _OneGroup:
     def host_memory(self) -> HostMemory | None:
         return self._executor.host_memory
 
+    def use_idle_time(self) -> bool:
+        return False
+
     def submit(self, plan: StepPlan) -> StepHandle:
         """See `Executor`."""
         return self._executor.submit(replace(plan, group=self._group))

@@ -18,6 +18,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import EncoderPrompts
 from jaxserve.core.sizes import parse_bytes
+from jaxserve.engine.grammars import Grammars, has_grammars
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.engine.requests import RequestBuilder
 from jaxserve.execution.build import build_executor, nbytes
@@ -121,7 +122,10 @@ def build_parts(
         ),
     ):
         places = place_replicas(used, mesh, decoder.config)
-        executors = build_executors(graphdef, places, decoder, options, group, probe, wrap_executor)
+        executors = build_executors(
+            *(graphdef, places, decoder, options, group, probe, wrap_executor),
+            takes_masks=tokenizer is not None and has_grammars(),
+        )
     leads = group is None or group.is_leader
     with ExitStack() as if_one_fails:
         for executor, _ in executors:
@@ -137,16 +141,23 @@ def build_parts(
         journal = Journal(options.conversations if leads else None, options.journal_limits)
         if_one_fails.callback(journal.close)
         disks = open_disks(options, [executor for executor, _ in executors])
-        replicas = Replicas(executors, policy, clock, logs, disks)
+        ends: Sequence[int] = eos_token_ids or ()
+        if eos_token_ids is None and tokenizer is not None:
+            ends = tokenizer.eos_token_ids
+        grammars = None
+        if tokenizer is not None:
+            grammars = Grammars(tokenizer, ends, decoder.config.vocab_size)
+            if_one_fails.callback(grammars.close)
+        replicas = Replicas(executors, policy, clock, logs, disks, grammars)
         if_one_fails.callback(replicas.close)
-        tokenizer_ends: Sequence[int] = () if tokenizer is None else tokenizer.eos_token_ids
         requests = RequestBuilder(
             tokenizer,
-            eos_token_ids=tokenizer_ends if eos_token_ids is None else eos_token_ids,
+            eos_token_ids=ends,
             vocab_size=decoder.config.vocab_size,
             max_prompt_tokens=lambda: replicas.max_prompt_tokens,
             seed=options.seed,
             encoder=_encoder_prompts(decoder.config, options.page_size),
+            grammars=grammars,
         )
         intake = Intake(requests, replicas, tokenizer, clock, forecaster)
         client = ServiceTurnClient(
@@ -279,11 +290,14 @@ def build_executors(
     group: ProcessGroup | None,
     probe: Probe | None,
     wrap: WrapExecutor | None,
+    *,
+    takes_masks: bool = False,
 ) -> list[tuple[ModelExecutor, PoolSize]]:
     """Build an executor for each place. If one cannot be built, close the others.
 
     Args:
       wrap: see `Runtime`.
+      takes_masks: whether requests may have grammars.
 
     Raises:
       DeviceMemoryError, InvalidConfigError
@@ -294,11 +308,14 @@ def build_executors(
             model = (decoder.config, decoder.layer_layout, options)
             if place.decode is None:
                 executor, size = build_executor(
-                    graphdef, place.params, *model, place.stages, group, probe
+                    *(graphdef, place.params, *model, place.stages, group, probe),
+                    takes_masks=takes_masks,
                 )
             else:
                 groups = [(each.params, each.stages) for each in (place, place.decode)]
-                executor, size = build_groups(graphdef, groups, *model, probe)
+                executor, size = build_groups(
+                    graphdef, groups, *model, probe, takes_masks=takes_masks
+                )
             if_one_fails.callback(executor.close)
             built.append((executor if wrap is None else wrap(executor), size))
         if_one_fails.pop_all()

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidRequestError, UnsupportedModelError
+from jaxserve.core.errors import InvalidRequestError, MissingExtraError, UnsupportedModelError
 from jaxserve.core.request import Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, PieceSink, failed_completion
@@ -85,7 +85,7 @@ class Intake:
             now = self._clock.now()
             try:
                 requests.append(self._requests.build(prompt, params, now))
-            except InvalidRequestError as error:
+            except (InvalidRequestError, MissingExtraError) as error:
                 timing = Timing(arrival_s=now, finished_s=now)
                 refused[index] = Pending.ended(failed_completion("refused", (), error, timing))
         accepted = iter(self._hand_over(requests))

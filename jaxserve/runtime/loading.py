@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -12,10 +11,17 @@ from jax.sharding import Mesh
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.build import platform_defaults
 from jaxserve.execution.device_errors import out_of_memory_as
-from jaxserve.execution.warmup import enable_compilation_cache
+from jaxserve.execution.warmup import enable_compilation_cache, executable_store
 from jaxserve.runtime.build import check_early, check_quantised
 from jaxserve.runtime.processes import processes_of
 from jaxserve.scheduling.presets import get_policy
+from jaxserve.steps.executable_identity import (
+    Unnameable,
+    key_of,
+    our_sources,
+    this_installation,
+)
+from jaxserve.steps.preparation import start_thread
 from pallas_kernels.cpu_targets import cpu_targets
 from sharding import DeviceGroups, StagePlan
 
@@ -42,13 +48,11 @@ def load_for(
     policy = get_policy(options.policy)
     enable_compilation_cache()
     defaults = platform_defaults()
-    if jax.default_backend() == "cpu":
-        # On a machine's first start a compiler takes seconds; the weights are loaded meanwhile.
-        threading.Thread(target=cpu_targets, name="jaxserve-kernels", daemon=True).start()
     group = processes_of(mesh)
     check_early(options, policy, mesh, group)
     if options.quantize is not None:
         check_quantised(options, mesh)
+    _begin_to_load(options, name_or_path, dtype, mesh)
     with (
         nullcontext() if group is None else group.together(),
         out_of_memory_as("loading the weights", "pass a smaller dtype or a smaller model"),
@@ -63,3 +67,35 @@ def load_for(
             quantisation=Quantisation.of(options),
             progress=options.progress,
         )
+
+
+def _begin_to_load(
+    options: RuntimeOptions,
+    name_or_path: str,
+    dtype: str | None,
+    mesh: Mesh | StagePlan | DeviceGroups | None,
+) -> None:
+    """Load C++ kernels, and executables that will be needed first, while the weights are read.
+
+    On a machine's first start a compiler makes the kernels, which takes seconds.
+    """
+    is_cpu, store = jax.default_backend() == "cpu", executable_store()
+    has_float8 = (options.kv_dtype or "").startswith("float8")
+    is_expected = False
+    if mesh is None:
+        try:
+            parts = this_installation(), our_sources(), str(name_or_path), dtype, options
+            is_expected = store.expect(key_of("first executables", *parts))
+        except Unnameable:  # options that are objects of the user's
+            is_expected = False
+
+    def run() -> None:
+        try:
+            if is_cpu:
+                cpu_targets(has_float8=has_float8)  # executables call kernels by name
+        finally:
+            if is_expected:
+                store.load_expected([jax.devices()[0]])
+
+    if is_cpu or is_expected:
+        start_thread("jaxserve-first", run)

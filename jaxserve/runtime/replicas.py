@@ -17,6 +17,7 @@ from jaxserve.core.request import Completion
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.device_loop import Running
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.loop import EngineLoop, engine_loop
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.execution.memory_plan import PoolSize
@@ -70,6 +71,7 @@ class Replicas:
         closes them afterwards.
       logs: logs that get every request that ends.
       disks: a disk tier for each executor; empty for no disk tiers.
+      grammars: the compiled grammars that all engines share; None without a tokenizer.
 
     Attributes:
       all: the replicas, in the order of the mesh's `data` axis.
@@ -82,9 +84,10 @@ class Replicas:
         clock: Clock,
         logs: Sequence[RequestLog] = (),
         disks: Sequence[DiskTier] = (),
+        grammars: Grammars | None = None,
     ):
         engines = [
-            Engine(executor, policy, clock, replica=index, disk=disk)
+            Engine(executor, policy, clock, replica=index, disk=disk, grammars=grammars)
             for index, ((executor, _), disk) in enumerate(
                 zip(executors, disks or [None] * len(executors), strict=True)
             )

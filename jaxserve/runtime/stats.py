@@ -50,11 +50,14 @@ class RuntimeStats:
     num_evicted_tokens: int
     num_refined: int
     num_handovers_lost: int
+    num_constrained: int
+    num_forced: int
     num_compilations: int
     busy_s: float
     host_gap_s: float
     planning_s: float
     penalty_s: float
+    mask_s: float
     predicting_s: float
     num_pages_owned: int
     num_pages_usable: int

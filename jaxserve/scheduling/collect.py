@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import final
+
 import numpy as np
 
 from jaxserve.core.request import TokenLogprob
-from jaxserve.scheduling.plan import PromptLogprobs, StepResult
+from jaxserve.scheduling.plan import PromptLogprobs, Row, StepResult
 from jaxserve.scheduling.sequence import Sequence
 
 
-def append_outputs(sequence: Sequence, result: StepResult, row: int, count: int) -> None:
+@final
+@dataclass(frozen=True)
+class Progress:
+    """News of one sequence from one step: `num_new` tokens, and perhaps its end."""
+
+    sequence: Sequence
+    num_new: int
+
+
+def take_results(sequence: Sequence, row: Row, index: int, result: StepResult) -> int:
+    """Append what row `index` delivered to its sequence, and return the number of tokens."""
+    if result.prompt_logprobs is not None and index in result.prompt_logprobs:
+        _append_prompt_logprobs(sequence, row.start, result.prompt_logprobs[index])
+    count = int(result.num_tokens[index])
+    if count:
+        _append_outputs(sequence, result, index, count)
+    return count
+
+
+def _append_outputs(sequence: Sequence, result: StepResult, row: int, count: int) -> None:
     """Append `count` tokens of `row`, and their log-probabilities where asked for."""
     tokens = result.tokens[row, :count].tolist()
     sequence.output += tokens
@@ -26,7 +48,7 @@ def append_outputs(sequence: Sequence, result: StepResult, row: int, count: int)
         sequence.scores.output.append(TokenLogprob(token_id=token_id, logprob=logprob, top=top))
 
 
-def append_prompt_logprobs(sequence: Sequence, start: int, part: PromptLogprobs) -> None:
+def _append_prompt_logprobs(sequence: Sequence, start: int, part: PromptLogprobs) -> None:
     """Keep the log-probabilities of the prompt tokens that follow those of a prefill row."""
     wanted = sequence.request.params.prompt_logprobs or 0
     prompt = sequence.request.prompt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import HandoverError, NumericalError, PromptTooLongError
-from jaxserve.core.request import Request
+from jaxserve.core.request import FinishReason, Request
 from jaxserve.scheduling.sequence import Sequence
 
 # Handovers of a sequence, one after another, whose pages may be lost before its request fails.
@@ -16,6 +16,19 @@ def max_length(request: Request, config: EngineConfig) -> int:
     if request.params.max_tokens is None:
         return config.max_length
     return min(config.max_length, len(request.prompt) + request.params.max_tokens)
+
+
+def end_of(sequence: Sequence, *, has_new: bool) -> FinishReason | None:
+    """Return why a sequence ends with its newest token; None if it goes on.
+
+    Args:
+      has_new: whether that token is new, so that it may be a stop token.
+    """
+    request = sequence.request
+    if has_new and sequence.output[-1] in request.stop_token_ids:
+        return "stop"
+    end = request.end_length(sequence.max_length, sequence.sample_index)
+    return "length" if sequence.num_known >= end else None
 
 
 def too_long(sequence: Sequence, config: EngineConfig) -> PromptTooLongError:

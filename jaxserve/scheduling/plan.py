@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import final
+from typing import Any, Self, final
 
 import numpy as np
 
@@ -77,6 +79,58 @@ class Handover:
 # long as they take, beside the groups' steps.
 LINK = -1
 
+
+@final
+@dataclass(frozen=True)
+class Extension:
+    """Tokens that follow a slot's newest one with certainty; nothing of the slot is in flight.
+
+    Attributes:
+      start: position of the first.
+      tokens: after which the slot's history ends.
+    """
+
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+
+
+@final
+class TokenMasks:
+    """The tokens that some rows of a plan may choose; computed while the step's body runs.
+
+    An object that is pickled has its masks when it arrives.
+
+    Args:
+      rows: indices of the plan's rows that have a mask.
+      words: uint32 [rows, words]: bit t % 32 of word t // 32 says whether token t is allowed.
+    """
+
+    def __init__(self, rows: tuple[int, ...], words: Future[np.ndarray]):
+        self.rows = rows
+        self._words = words
+
+    @classmethod
+    def begin(
+        cls, rows: tuple[int, ...], compute: Callable[[], np.ndarray], pool: Executor
+    ) -> Self:
+        """Return the masks that `compute` returns on a thread of the pool."""
+        return cls(rows, pool.submit(compute))
+
+    def words(self) -> np.ndarray:
+        """Return the masks; wait for them if need be."""
+        return self._words.result()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _known_masks, (self.rows, self.words())
+
+
+def _known_masks(rows: tuple[int, ...], words: np.ndarray) -> TokenMasks:
+    known: Future[np.ndarray] = Future()
+    known.set_result(words)
+    return TokenMasks(rows, known)
+
+
 # (from, to), in the order in which they are made.
 PageCopies = tuple[tuple[int, int], ...]
 
@@ -98,6 +152,7 @@ class StepPlan:
       releases: slots that serve no sequence from now on.
       moves: (from, to) slots, compaction; every `to` is free and every `from` becomes free.
       admissions: slots that begin to serve a sequence.
+      extensions: tokens that slots get without having been chosen by the model.
       page_updates: (slot, index in the slot's page table, page).
       rows: the step's work. In a mixed step a sequence may have several, of increasing positions:
         what lies between them is in its pages already (thesis, section 3.4.3.4). A row may read
@@ -108,6 +163,7 @@ class StepPlan:
         what plans before it have written that were collected before it was submitted.
       group: of devices that carries the plan out, in order with its other plans; 0 for the only
         one. `LINK` for handovers. Slots are a group's own.
+      masks: which tokens rows of a mixed step may choose; None if all of them may choose any.
     """
 
     index: int
@@ -116,6 +172,7 @@ class StepPlan:
     releases: tuple[int, ...] = ()
     moves: tuple[tuple[int, int], ...] = ()
     admissions: tuple[Admission, ...] = ()
+    extensions: tuple[Extension, ...] = ()
     page_updates: tuple[tuple[int, int, int], ...] = ()
     rows: tuple[Row, ...] = ()
     num_iterations: int = 1
@@ -123,6 +180,7 @@ class StepPlan:
     window_size: int = 0
     handovers: tuple[Handover, ...] = ()
     group: int = 0
+    masks: TokenMasks | None = None
 
     @property
     def is_decode_loop(self) -> bool:

@@ -16,6 +16,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.memory.eviction import Eviction
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.preemption.last_in_order import LastInOrder
+from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.scheduling.sequence import Sequence
 
 _State = TypeVar("_State")
@@ -131,12 +132,15 @@ class StepBuilder(Protocol):
 
     @property
     def decoding(self) -> Seq[Sequence]:
-        """Sequences that run in this step's group with one uncomputed token, in order."""
+        """Sequences that run in this step's group with only output to compute, in order.
+
+        One whose newest token has to be read first (`Request.awaits_tokens`) is not among them.
+        """
         ...
 
     @property
     def prefilling(self) -> Seq[Sequence]:
-        """Sequences that run in this step's group with more uncomputed tokens, in order."""
+        """Sequences that run in this step's group with a part of their prompt to compute."""
         ...
 
     @property
@@ -174,7 +178,10 @@ class StepBuilder(Protocol):
         ...
 
     def add_decoding(self) -> None:
-        """Add the next token of every decoding sequence, as `add_row` does one by one."""
+        """Add the next token of every decoding sequence, as `add_row` does one by one.
+
+        Forced tokens before it, which were not computed yet, are added as far as they fit.
+        """
         ...
 
     def expected_ends(self, num_iterations: int) -> Seq[float] | None:
@@ -200,7 +207,9 @@ class StepBuilder(Protocol):
         """Make this step a decode loop over every decoding sequence.
 
         Runs as many iterations as fit in memory, at most `max_iterations` and never past the
-        first sequence's length limit.
+        first sequence's length limit. Where a sequence awaits its tokens, it is a mixed step of
+        one iteration, as `add_decoding` makes it; while such a token is in flight, it has one
+        iteration, so that the sequence does not wait long.
 
         Args:
           compacts: bring the live slots together first, so that fewer rows are computed.
@@ -296,6 +305,10 @@ class Policy:
     def num_device_groups(self) -> int:
         """Groups of devices that the iteration shape plans for."""
         return self.iteration.num_device_groups
+
+    def retention_for(self, config: EngineConfig) -> Retention:
+        """Return what is kept after answers; nothing where a sequence has more than its pages."""
+        return Stateless() if config.has_slot_state else self.retention
 
     def new_state(self) -> Any:
         """Return the state of a scheduler that starts: what its iteration shape remembers."""

@@ -9,6 +9,7 @@ from typing import final
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.order_keys import OrderKeys
+from jaxserve.scheduling.plan import Extension
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -51,6 +52,8 @@ class Queues:
         # Of each group, since its last step.
         self._released: list[list[int]] = [[] for _ in self.slots]
         self._arrived: list[list[Sequence]] = [[] for _ in self.slots]
+        # (sequence, position of the first of its new tokens)
+        self._extended: list[list[tuple[Sequence, int]]] = [[] for _ in self.slots]
 
     def tokens_to_reserve(self, sequence: Sequence) -> int:
         """Return how many tokens are reserved for a sequence when it is admitted."""
@@ -156,6 +159,23 @@ class Queues:
         """Return the sequences that run in a group since the last call, after a handover."""
         arrived, self._arrived[group] = self._arrived[group], []
         return arrived
+
+    def extended(self, sequence: Sequence, start: int) -> None:
+        """Tell a sequence's slot, if it has one, the tokens from `start` on in its next step."""
+        if sequence.slot is not None:
+            self._extended[sequence.kv.group].append((sequence, start))
+
+    def take_extensions(self, group: int) -> tuple[Extension, ...]:
+        """Return the tokens that slots of a group got since the last call.
+
+        A sequence that left the slot meanwhile is admitted elsewhere with all of its tokens.
+        """
+        extended, self._extended[group] = self._extended[group], []
+        return tuple(
+            Extension(sequence.slot, start, sequence.known_tokens[start:])
+            for sequence, start in extended
+            if sequence.slot is not None and sequence.kv.group == group
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every running sequence has a slot of its own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
@@ -13,12 +13,13 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 from jaxserve.core.request import FinishReason, Request
 from jaxserve.memory.relocation import Moves
-from jaxserve.scheduling.collect import append_outputs, append_prompt_logprobs
+from jaxserve.scheduling.collect import Progress, take_results
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.usage import PageUsage
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.limits import (
     MAX_LOST_HANDOVERS,
+    end_of,
     max_length,
     not_finite,
     not_handed_over,
@@ -34,15 +35,6 @@ from predictor import Refinement
 
 # Waiting sequences, the first ones, whose pages are prefetched.
 _MAX_AWAITED = 4
-
-
-@final
-@dataclass(frozen=True)
-class Progress:
-    """News of one sequence from one step: `num_new` tokens, and perhaps its end."""
-
-    sequence: Sequence
-    num_new: int
 
 
 @final
@@ -152,7 +144,7 @@ class Scheduler:
                 sample_index=index,
                 max_length=limit,
                 kv=self._kv.new(request.encoder_prompt),
-                primary=samples[0] if samples else None,
+                primary=samples[0] if samples and not self.config.has_slot_state else None,
             )
             self._next_key += 1
             self._sequences[sequence.key] = sequence
@@ -183,16 +175,38 @@ class Scheduler:
         if sequence.num_in_flight == 0:
             del self._sequences[sequence.key]
 
-    def stop_at(self, sequence: Sequence, num_outputs: int) -> None:
-        """End a sequence after `num_outputs` of its output tokens; the others are dropped.
+    def stop_at(
+        self, sequence: Sequence, num_outputs: int, error: JaxserveError | None = None
+    ) -> None:
+        """End a sequence after `num_outputs` of its output tokens, perhaps with an error.
 
         It may have ended already, in the step that brought those tokens.
         """
+        reason: FinishReason = "stop" if error is None else "error"
         del sequence.output[num_outputs:]
         del sequence.scores.output[num_outputs:]
         if sequence.phase is Phase.FINISHED:
-            sequence.finish_reason = "stop"
-        self.end(sequence, "stop")
+            sequence.finish_reason, sequence.error = reason, error
+        self.end(sequence, reason, error)
+
+    def extend(self, sequence: Sequence, tokens: Seq[int]) -> None:
+        """Append tokens that are certain, to be computed in its next step; they may end it.
+
+        Only for a sequence that awaits its tokens and has none in flight.
+        """
+        if sequence.phase not in (Phase.RUNNING, Phase.WAITING) or not tokens:
+            return
+        assert sequence.request.awaits_tokens and not sequence.awaits_token
+        start = sequence.num_known
+        for token in tokens:
+            sequence.output.append(token)
+            sequence.num_planned_outputs += 1
+            if reason := end_of(sequence, has_new=True):
+                return self.end(sequence, reason)
+        if sequence.phase is Phase.WAITING:
+            self._queues.waiting.replace(sequence)
+        else:
+            self._queues.extended(sequence, start)
 
     def restart(self, sequence: Sequence, *, keeps_output: bool) -> None:
         """Compute a sequence anew, because its KV is no longer right; nothing may be in flight.
@@ -302,21 +316,13 @@ class Scheduler:
 
     def _take(self, sequence: Sequence, index: int, plan: StepPlan, result: StepResult) -> int:
         row = plan.rows[index]
-        if result.prompt_logprobs is not None and index in result.prompt_logprobs:
-            append_prompt_logprobs(sequence, row.start, result.prompt_logprobs[index])
-        count = int(result.num_tokens[index])
-        if count:
-            append_outputs(sequence, result, index, count)
-            if sequence.times.first_token_s is None:
-                sequence.times.first_token_s = self._clock.now()
+        count = take_results(sequence, row, index, result)
+        if count and sequence.times.first_token_s is None:
+            sequence.times.first_token_s = self._clock.now()
         if not result.finite[index]:
             self.end(sequence, "error", not_finite(sequence))
-        elif count and sequence.output[-1] in sequence.request.stop_token_ids:
-            self.end(sequence, "stop")
-        elif sequence.prompt_length + len(sequence.output) >= sequence.request.end_length(
-            sequence.max_length, sequence.sample_index
-        ):
-            self.end(sequence, "length")
+        elif reason := end_of(sequence, has_new=count > 0):
+            self.end(sequence, reason)
         elif count < row.max_new_tokens:
             self._take_back(sequence, row.max_new_tokens - count)
         return count
@@ -390,8 +396,4 @@ class Scheduler:
         self._queues.check_integrity()
         self._kv.check_integrity(self._sequences.values())
         for sequence in self._sequences.values():
-            if sequence.phase is not Phase.FINISHED:
-                num_unread = sequence.num_planned_outputs - len(sequence.output)
-                assert num_unread >= 0, "more tokens came than were planned"
-                assert sequence.num_in_flight or not num_unread, "tokens are planned for ever"
-                assert sequence.num_outputs_left >= 0, "more tokens are planned than it may have"
+            sequence.check_integrity()

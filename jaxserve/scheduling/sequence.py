@@ -111,8 +111,25 @@ class Sequence:
         return self.max_length - self.planned_length
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether only output is left to compute: the newest token, and what was forced before it.
+
+        Tokens that a preempted sequence has to compute again count as its prompt does.
+        """
+        if self.num_uncomputed == 1:
+            return True
+        return self.request.awaits_tokens and self.kv.num_computed >= self.prompt_length
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether a token in flight must be read before its next step can be planned."""
+        return self.request.awaits_tokens and self.num_planned_outputs > len(self.output)
+
+    @property
     def may_grow(self) -> bool:
         """Whether a token may be planned: the bound on its length is below its limit."""
+        if self.awaits_token:
+            return False
         return not self.falls_short or self.planned_length < self.max_length
 
     @property
@@ -127,6 +144,16 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.request.params.prompt_logprobs is not None and self.sample_index == 0
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the counts of tokens agree, before its end."""
+        if self.phase is not Phase.FINISHED:
+            num_unread = self.num_planned_outputs - len(self.output)
+            assert num_unread >= 0, "more tokens came than were planned"
+            assert self.num_in_flight or not num_unread, "tokens are planned for ever"
+            assert self.num_outputs_left >= 0, "more tokens are planned than it may have"
+            one_at_a_time = num_unread <= 1 or not self.request.awaits_tokens
+            assert one_at_a_time, "it runs ahead of tokens that it awaits"
 
     def drop_output(self) -> None:
         """Go back to the prompt alone."""

@@ -86,11 +86,11 @@ class Step:
 
     @property
     def decoding(self) -> list[Sequence]:
-        return [s for s in self._running_here if s.num_uncomputed == 1 and s.may_grow]
+        return [s for s in self._running_here if s.is_decoding and s.may_grow]
 
     @property
     def prefilling(self) -> list[Sequence]:
-        return [s for s in self._running_here if s.num_uncomputed > 1]
+        return [s for s in self._running_here if not s.is_decoding]
 
     @property
     def _running_here(self) -> list[Sequence]:
@@ -194,8 +194,11 @@ class Step:
         return any(start < sequence.request.num_encoded for sequence, (start, _) in pairs)
 
     def add_decoding(self) -> None:
-        for sequence in self._with_room_to_decode():
-            self.add_row(sequence, 1)
+        decoding = self._with_room_to_decode()
+        spare = self.num_tokens_left - len(decoding)
+        for sequence in decoding:
+            count = min(sequence.num_uncomputed, 1 + max(0, spare))
+            spare -= count - 1 if self.add_row(sequence, count) else -1
 
     def add_decode_loop(
         self, max_iterations: int, *, compacts: bool = True, min_rows: int = 0
@@ -204,6 +207,11 @@ class Step:
         decoding = self._with_room_to_decode()
         if not decoding:
             return 0
+        if any(sequence.request.awaits_tokens for sequence in decoding):
+            self.add_decoding()
+            return 1
+        if any(sequence.awaits_token for sequence in self._running_here):
+            max_iterations = 1
         count = min(max_iterations, *(s.num_outputs_left for s in decoding))
         if not self._extends:
             count = min(count, *(self._num_reserved_left(s) for s in decoding))
@@ -220,6 +228,8 @@ class Step:
         assert not self.sequences, "a decode loop is a step of its own"
         if sequence.slot is None or not sequence.may_grow:
             return False
+        if sequence.request.awaits_tokens:
+            return self.add_row(sequence, min(sequence.num_uncomputed, self.num_tokens_left))
         if self._has_outgrown(sequence):
             self._preempt(sequence, has_outgrown=True)
             return False
@@ -269,6 +279,7 @@ class Step:
             releases=releases,
             moves=moves,
             admissions=tuple(map(_admission, [*admitted, *arrived])),
+            extensions=queues.take_extensions(group),
             page_updates=tuple(
                 (sequence.slot, index, page)
                 for sequence, index, page in self._new_pages

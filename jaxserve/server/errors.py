@@ -41,6 +41,8 @@ STATUSES: Mapping[type[JaxserveError], Kind] = {
     errors.EmptyPromptError: Kind(400, _INVALID, "empty_prompt"),
     errors.TokenOutOfRangeError: Kind(400, _INVALID, "token_out_of_range"),
     errors.InvalidSamplingParamsError: Kind(400, _INVALID, "invalid_sampling_params"),
+    errors.InvalidGrammarError: Kind(400, _INVALID, "invalid_grammar"),
+    errors.GrammarTooComplexError: Kind(400, _INVALID, "grammar_too_complex"),
     errors.InvalidConfigError: Kind(400, _INVALID),
     errors.UnknownConversationError: Kind(404, _INVALID, "conversation_not_found"),
     errors.ConversationBusyError: Kind(409, "conflict_error", "conversation_busy", True),

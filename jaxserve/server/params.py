@@ -10,6 +10,7 @@ from jaxserve.server.schema.base import Asking, Choosing
 from jaxserve.server.schema.chat import ChatRequest
 from jaxserve.server.schema.completions import CompletionRequest
 from jaxserve.server.schema.tokens import GenerateRequest
+from jaxserve.server.tools import Tools
 
 # Fields whose name and meaning are those of `SamplingParams`.
 _SAME = (
@@ -21,8 +22,11 @@ _SAME = (
 _COMPLETION_TOKENS = 16
 
 
-def of_chat(body: ChatRequest) -> SamplingParams:
+def of_chat(body: ChatRequest, tools: Tools) -> SamplingParams:
     """Return the sampling parameters of a chat.
+
+    Args:
+      tools: those of the request, which may have a grammar.
 
     Raises:
       InvalidSamplingParamsError, RefusedError: fields contradict each other.
@@ -39,7 +43,14 @@ def of_chat(body: ChatRequest) -> SamplingParams:
         )
     most = given[1] if given[0] is None else given[0]
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _params(body, max_tokens=most, n=body.n or 1, logprobs=logprobs)
+    constraint = {**of_format(body.response_format), **tools.params}
+    if tools.is_given and of_format(body.response_format):
+        raise invalid(
+            "tools and a response_format of JSON exclude each other; leave one of them out, or "
+            "pass tool_choice='none'",
+            "response_format",
+        )
+    return _params(body, max_tokens=most, n=body.n or 1, logprobs=logprobs, **constraint)
 
 
 def of_completion(body: CompletionRequest) -> SamplingParams:
@@ -92,7 +103,41 @@ def _params(body: Choosing, **others: Any) -> SamplingParams:
         given["stop"] = given["stop"] or ()
     if body.logit_bias is not None:
         given["logit_bias"] = _bias(body.logit_bias)
+    given |= _vllm_constraints(body)
     return SamplingParams(**{**given, **others})
+
+
+def _vllm_constraints(body: Choosing) -> dict[str, Any]:
+    """Return the constraint of vLLM's fields, the older ones and `structured_outputs`."""
+    given: dict[str, Any] = {
+        "json_schema": body.guided_json,
+        "regex": body.guided_regex,
+        "grammar": body.guided_grammar,
+        "choice": body.guided_choice,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    outputs = body.structured_outputs
+    if outputs is None:
+        return given
+    if given:
+        raise invalid("structured_outputs and guided_* exclude each other", "structured_outputs")
+    named = outputs.model_dump(exclude_none=True)
+    if "json_" in named:
+        named["json_schema"] = named.pop("json_")
+    if len(named) != 1 or named.get("json_object") is False:
+        raise invalid(
+            "structured_outputs needs exactly one field that is set", "structured_outputs"
+        )
+    return named
+
+
+def of_format(form: Any) -> dict[str, Any]:
+    """Return the constraint of a `response_format`, or of a `text.format`; none for text."""
+    if form is None or form.type == "text":
+        return {}
+    if form.type == "json_object":
+        return {"json_object": True}
+    return {"json_schema": form.given_schema}
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:

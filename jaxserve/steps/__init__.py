@@ -15,7 +15,7 @@ vocab          tokens of the vocabulary, or that rounded up
 top            MAX_LOGPROBS
 stop_ids       MAX_STOP_TOKEN_IDS
 buckets        buckets of remaining lengths
-admissions     ADMISSIONS_A_CALL; likewise `moves`, `page_updates`
+admissions     ADMISSIONS_A_CALL; likewise `extensions`, `moves`, `page_updates`
 num            any number, within one signature
 =============  =====================================================================================
 """

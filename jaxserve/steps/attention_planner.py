@@ -38,6 +38,8 @@ class AttentionPlanner:
         """Return the planner of a model where it is placed; None where no kernel needs plans."""
         if config.has_encoder:
             return None  # kernels that need plans have no bias by distance
+        if not model_config.num_attention_layers:
+            return None
         shards = place.num_shards
         kv_heads = max(1, model_config.num_kv_heads // shards)
         tiling = planned_tiling(

@@ -76,6 +76,7 @@ def attention_batch(
     plan: Plan | None,
     max_query_length: int | None = None,
     cross_rows: Rows | None = None,
+    slot: Int32[Array, " rows"] | None = None,
 ) -> AttentionBatch:
     """Return the attention batch of the tokens; invalid ones write to the null page.
 
@@ -85,6 +86,7 @@ def attention_batch(
       plan: the plan of a kernel that needs one; None otherwise.
       max_query_length: the largest of all rows; None where it is not known before the step.
       cross_rows: the rows of cross attention; None for a model without an encoder.
+      slot: the slot of each row, for models with states in slots.
     """
     return AttentionBatch(
         positions=positions,
@@ -95,6 +97,7 @@ def attention_batch(
         max_query_length=max_query_length,
         implementation=config.attention,
         cross_rows=cross_rows,
+        slot=slot if config.has_slot_state else None,
     )
 
 

@@ -56,7 +56,7 @@ def decode_loop(
         iteration, window = carry.iteration, carry.window
         live = ~window.done
         hidden, cache, read = _decode_once(
-            model, window, carry.cache, None, attention_plan, config, where
+            model, window, window_start, carry.cache, None, attention_plan, config, where
         )
         sampled = sample(
             *(model.logits(hidden), window.sampling, window.tokens, window.length),
@@ -114,7 +114,9 @@ def stage_decode(
     """
     window = _window(slots, window_start, decodes)
     model = nnx.merge(graphdef, params)
-    hidden, cache, _ = _decode_once(model, window, cache, inputs, attention_plan, config, None)
+    hidden, cache, _ = _decode_once(
+        model, window, window_start, cache, inputs, attention_plan, config, None
+    )
     return cache, hidden
 
 
@@ -140,6 +142,7 @@ def _window(slots: SlotState, start: Int32[Array, ""], decodes: Bool[Array, " ro
 def _decode_once(
     model: Any,
     window: SlotState,
+    window_start: Int32[Array, ""],
     cache: KVCache,
     inputs: Float[Array, "rows embed"] | None,
     attention_plan: Plan | None,
@@ -167,6 +170,7 @@ def _decode_once(
         plan=attention_plan,
         max_query_length=1,
         cross_rows=cross_rows,
+        slot=window_start + index,
     )
     inputs = window.tokens[index, positions] if inputs is None else inputs
     return tapped(model, inputs, attention, cache, where)

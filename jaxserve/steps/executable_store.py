@@ -1,7 +1,7 @@
 """Compiled executables on disk, so that a later process loads them without tracing.
 
 An executable is native code, and its entry is unpickled. The store is therefore a folder of its own
-that only this user can write to.
+that only this user can write to, and so is each entry.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pickle
 import stat
 import tempfile
 import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
@@ -20,10 +21,14 @@ from typing import Any, final
 import jax
 from jax.experimental import serialize_executable
 
+from pallas_kernels.own_files import is_own, read_own_file
+
 _log = logging.getLogger(__name__)
 
 MAX_BYTES = 2 << 30
 _SUFFIX = ".executable"
+# Executables that a start uses before it is said to have begun.
+_MAX_FIRST = 12
 
 
 @final
@@ -45,9 +50,68 @@ class ExecutableStore:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._is_usable = self._is_ours()
+        self._expected: dict[str, Future[jax.stages.Compiled | None]] = {}
+        # The key under which the keys of the executables that are used first are written.
+        self._first_key: str | None = None
+        self._keys_before: set[str] = set()
+        self._first: list[str] = []
+        self._first_before: list[str] = []
+
+    def expect(self, key: str) -> bool:
+        """Expect the executables that an earlier process used first after the same call.
+
+        `load_expected` loads them while this process does something else. What it uses first is
+        written for the next one. A wrong expectation costs time only.
+
+        Returns:
+          Whether `load_expected` has anything to do: not for a key that was expected before.
+        """
+        with self._lock:
+            if key in self._keys_before:
+                return False
+            self._keys_before.add(key)
+            self._first_key, self._first = key, []
+            self._first_before = (self.read(key) or b"").decode().split()
+            self._expected = {name: Future() for name in self._first_before}
+            return bool(self._expected)
+
+    @property
+    def knows_first(self) -> bool:
+        """Whether an earlier process left what it used first, after the last call of `expect`."""
+        return bool(self._first_before)
+
+    def load_expected(self, devices: list[Any]) -> None:
+        """Load what is expected and not loaded yet; for a thread of its own."""
+        for key, future in list(self._expected.items()):
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._loaded(key, devices))
+                except BaseException as error:
+                    future.set_exception(error)
+
+    def note_use(self, key: str) -> None:
+        """Note that an executable was called for the first time."""
+        with self._lock:
+            first = self._first
+            if self._first_key is None or key in first or len(first) == _MAX_FIRST:
+                return
+            first.append(key)
+            is_known = self._first_before[: len(first)] == first
+            where, contents = self._first_key, " ".join(first).encode()
+        if not is_known:
+            self.write(where, contents)
 
     def load(self, key: str, devices: list[Any]) -> jax.stages.Compiled | None:
         """Return the executable of a key, loaded onto devices; None without a valid entry."""
+        with self._lock:
+            expected = self._expected.pop(key, None)
+        if expected is not None and not expected.cancel():  # begun
+            executable = expected.result()
+            if executable is not None:
+                return executable
+        return self._loaded(key, devices)
+
+    def _loaded(self, key: str, devices: list[Any]) -> jax.stages.Compiled | None:
         contents = self.read(key)
         if contents is None:
             return None
@@ -77,7 +141,7 @@ class ExecutableStore:
             return None
         path = self._path(key)
         try:
-            entry = path.read_bytes()
+            entry = read_own_file(path)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -143,11 +207,7 @@ class ExecutableStore:
         except OSError as error:
             _log.warning("executables are not kept for later starts: %s", error)
             return False
-        if (
-            not stat.S_ISDIR(about.st_mode)
-            or about.st_uid != os.getuid()
-            or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        ):
+        if not stat.S_ISDIR(about.st_mode) or not is_own(about):
             _log.warning(
                 "executables are neither kept nor loaded: %s is not a folder that this user alone "
                 "can write to, and executables are code; remove it, or set JAXSERVE_CACHE",

@@ -73,6 +73,7 @@ def mixed_body(
         rows=rows,
         plan=attention_plan,
         cross_rows=cross_rows,
+        slot=batch.slot,
     )
     inputs = slots.tokens[slot, positions] if inputs is None else inputs
     ends = batch.query_start + jnp.maximum(batch.query_length, 1) - 1

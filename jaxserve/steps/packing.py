@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int32
 from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.steps.batches import MixedBatch
+from jaxserve.steps.sampling.processors.allowed_tokens import AllowedTokens
 from jaxserve.steps.sampling.variants import Variant
 
 
@@ -57,6 +58,36 @@ def sampling_slots(
     index = np.full(size, config.max_slots, np.int32)
     index[: len(slots)] = slots
     return index
+
+
+def pack_masks(
+    plan: StepPlan, order: Sequence[int], num_rows: int
+) -> dict[str, dict[str, np.ndarray]] | None:
+    """Return the `step_arrays` of a head: masks of its rows; None if none of them has one.
+
+    Waits until the masks are computed.
+
+    Args:
+      order: index in the plan of each row of the head.
+      num_rows: of the head, with padding.
+    """
+    if plan.masks is None:
+        return None
+    place = {row: i for i, row in enumerate(order)}
+    own = [(place[row], i) for i, row in enumerate(plan.masks.rows) if row in place]
+    if not own:
+        return None
+    words = plan.masks.words()
+    masks = np.full((num_rows, words.shape[1]), 2**32 - 1, np.uint32)
+    targets, sources = zip(*own, strict=True)
+    masks[list(targets)] = words[list(sources)]
+    return {AllowedTokens.name: {"words": masks}}
+
+
+def no_masks(num_rows: int, vocab_size: int) -> dict[str, dict[str, np.ndarray]]:
+    """Return `step_arrays` that allow every token, to compile a head that takes masks."""
+    words = AllowedTokens.step_arrays["words"]
+    return {AllowedTokens.name: {"words": words.full(num_rows, vocab_size)}}
 
 
 def decode_window(config: EngineConfig, plan: StepPlan, variant: Variant) -> range:

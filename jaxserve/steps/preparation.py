@@ -31,14 +31,18 @@ class Preparation:
     Args:
       steps: (name, function).
       on_end: called when each function has returned or failed; not if `close` was called.
+      delay_s: seconds before the first call.
     """
 
-    def __init__(self, steps: Steps, on_end: Callable[[], None] | None = None):
+    def __init__(
+        self, steps: Steps, on_end: Callable[[], None] | None = None, *, delay_s: float = 0.0
+    ):
         self._steps = iter(list(steps))
         self._num_steps = self._num_left = len(steps)
         self._on_end = on_end
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._delay_s = delay_s
+        self._closed = threading.Event()
         # Names of functions that have returned, and errors of those that failed.
         self._news: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
         num = min(len(steps), os.cpu_count() or 1, _MAX_THREADS)
@@ -66,15 +70,16 @@ class Preparation:
     def close(self) -> None:
         """Drop the functions that have not begun, and wait for those that have."""
         with self._lock:
-            self._is_closed = True
+            self._closed.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
 
     def _run(self) -> None:
+        self._closed.wait(self._delay_s)
         while True:
             with self._lock:
-                step = None if self._is_closed else next(self._steps, None)
+                step = None if self._closed.is_set() else next(self._steps, None)
             if step is None:
                 return
             name, function = step
@@ -87,7 +92,7 @@ class Preparation:
                 self._news.put(name)
             with self._lock:
                 self._num_left -= 1
-                is_last = self._num_left == 0 and not self._is_closed
+                is_last = self._num_left == 0 and not self._closed.is_set()
             if is_last and self._on_end is not None:
                 self._on_end()
 
@@ -107,6 +112,14 @@ def prepared_together(*functions: Callable[[], _T]) -> list[_T]:
     for _ in Preparation(steps).finished():
         pass
     return [results[i] for i in range(len(functions))]
+
+
+def start_thread(name: str, function: Callable[[], Any]) -> threading.Thread:
+    """Start a daemon thread with a large stack that calls `function`."""
+    thread = threading.Thread(target=function, name=name, daemon=True)
+    with _large_stacks():
+        thread.start()
+    return thread
 
 
 @contextmanager

@@ -13,14 +13,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int32, Shaped
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.scheduling.plan import Admission
+from jaxserve.scheduling.plan import Admission, Extension
 from jaxserve.steps.sampling.slot_sampling import SlotSampling, empty_sampling, pack_sampling
 from pallas_kernels import move_pages
 from sharding.shards import over_tensor
 
-# Rows of one call of `admit` and of `move`, and entries of one call of `edit`; more take several
-# calls.
+# Rows of one call of `admit`, `extend` (and tokens of each of them) and of `move`, and entries of
+# one call of `edit`; more take several calls.
 ADMISSIONS_A_CALL = 4
+EXTENSIONS_A_CALL, TOKENS_AN_EXTENSION = 16, 16
 MOVES_A_CALL = 16
 PAGE_UPDATES_A_CALL = 256
 
@@ -111,6 +112,19 @@ def _moved(
     return jax.tree.map(lambda leaf: leaf[0], move_pages(layer, source, target))
 
 
+def move_states(
+    states: Any,
+    source: Int32[Array, " moves"],
+    target: Int32[Array, " moves"],
+) -> Any:
+    """Copy the states of recurrent layers between slots, as `move` does with the slots.
+
+    Args:
+      states: `KVCache.states`, [layers, slots, ...] each.
+    """
+    return move_pages(states, source, target)
+
+
 def admit(slots: SlotState, index: Int32[Array, " admissions"], rows: SlotState) -> SlotState:
     """Set the slots at `index` (the number of slots to skip); page tables stay."""
 
@@ -121,6 +135,28 @@ def admit(slots: SlotState, index: Int32[Array, " admissions"], rows: SlotState)
 
     admitted = jax.tree.map(put, replace(slots, page_table=rows.page_table), rows)
     return replace(admitted, page_table=slots.page_table)
+
+
+def extend(
+    slots: SlotState,
+    index: Int32[Array, " extensions"],
+    start: Int32[Array, " extensions"],
+    count: Int32[Array, " extensions"],
+    tokens: Int32[Array, "extensions num"],
+) -> SlotState:
+    """Put tokens behind the newest ones of slots, several times for more of one slot's.
+
+    Args:
+      index: slots; the number of slots to skip.
+      start: position of the first token; `count` of them are valid.
+    """
+    offset = jnp.arange(tokens.shape[1])
+    slot = jnp.where(offset < count[:, None], index[:, None], slots.done.shape[0])
+    return replace(
+        slots,
+        tokens=slots.tokens.at[slot, start[:, None] + offset].set(tokens, mode="drop"),
+        length=slots.length.at[index].max(start + count, mode="drop"),
+    )
 
 
 def append(
@@ -151,6 +187,17 @@ def append(
     )
 
 
+def pack_moves(
+    config: EngineConfig, moves: Sequence[tuple[int, int]]
+) -> Int32[np.ndarray, "2 moves"]:
+    """Arguments of `move` and `move_states` for at most MOVES_A_CALL (from slot, to slot)."""
+    places = np.full((2, MOVES_A_CALL), config.max_slots, np.int32)
+    places[0] = 0
+    if moves:
+        places[:, : len(moves)] = np.transpose(moves)
+    return places
+
+
 def pack_admissions(
     config: EngineConfig, admissions: Sequence[Admission]
 ) -> tuple[Int32[np.ndarray, " admissions"], SlotState]:
@@ -178,3 +225,26 @@ def pack_admissions(
         sampling=pack_sampling([(new.request, new.sample_index) for new in admissions], num),
         encoded=encoded if config.has_encoder else None,
     )
+
+
+def pieces(extensions: Sequence[Extension]) -> list[Extension]:
+    """Return the extensions in pieces of at most TOKENS_AN_EXTENSION tokens."""
+    num = TOKENS_AN_EXTENSION
+    return [
+        Extension(each.slot, each.start + i, each.tokens[i : i + num])
+        for each in extensions
+        for i in range(0, len(each.tokens), num)
+    ]
+
+
+def pack_extensions(
+    config: EngineConfig, extensions: Sequence[Extension]
+) -> tuple[np.ndarray, ...]:
+    """Arguments of `extend` for at most EXTENSIONS_A_CALL pieces: int32 NumPy arrays."""
+    index = np.full(EXTENSIONS_A_CALL, config.max_slots, np.int32)
+    start, count = np.zeros((2, EXTENSIONS_A_CALL), np.int32)
+    tokens = np.zeros((EXTENSIONS_A_CALL, TOKENS_AN_EXTENSION), np.int32)
+    for i, each in enumerate(extensions):
+        index[i], start[i], count[i] = each.slot, each.start, len(each.tokens)
+        tokens[i, : len(each.tokens)] = each.tokens
+    return index, start, count, tokens

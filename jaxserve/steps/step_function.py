@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, final
@@ -27,6 +26,7 @@ from jaxserve.steps.executable_identity import (
     this_installation,
 )
 from jaxserve.steps.executable_store import ExecutableStore
+from jaxserve.steps.jax_cache import without_jax_cache
 from jaxserve.steps.placement import Placement
 from pallas_kernels.cpu_targets import cpu_targets
 
@@ -67,6 +67,7 @@ class Shelf:
         self.in_force = place.in_force
         self.devices = devices_of(place)
         self._functions: dict[Any, StepFunction] = {}
+        self._names: dict[int, str] = {}  # of executables, by their ids
         self._store = store
         self._below = below
         self._above = above
@@ -84,6 +85,11 @@ class Shelf:
                 name, function, self, sizes=sizes, num_fixed=0, **options
             )
         return self._functions[key]
+
+    @property
+    def knows_first(self) -> bool:
+        """Whether this start loads early what the last one used first."""
+        return self._store is not None and self._store.knows_first
 
     def key(self, *parts: Any) -> str | None:
         """Return the key of something that these programs and `parts` decide; None if not kept."""
@@ -116,8 +122,10 @@ class Shelf:
         name = key_of(self._below, trees, list(leaves), kept, lowered.as_text())
         executable = self._load(name)
         if executable is None:
-            executable = lowered.compile(_not_cached(self.devices[0].platform))
+            with without_jax_cache(self.devices[0].platform) as options:
+                executable = lowered.compile(options)
             self._store.save(name, executable)
+            self._names[id(executable)] = name
         self._store.write(key, name.encode())
         return executable
 
@@ -140,20 +148,17 @@ class Shelf:
         self.write(key, str(number).encode())
         return number
 
+    def note_use(self, executable: jax.stages.Compiled) -> None:
+        """Note the first call of an executable, so that the next start loads it early."""
+        name = self._names.get(id(executable))
+        if self._store is not None and name is not None:
+            self._store.note_use(name)
+
     def _load(self, name: str) -> jax.stages.Compiled | None:
-        return None if self._store is None else self._store.load(name, self.devices)
-
-
-def _not_cached(platform: str) -> dict[str, Any] | None:
-    """Return options with which JAX's persistent cache does not have an executable.
-
-    On a CPU an executable from that cache lacks its functions when it is serialised again: it
-    loads, and fails when it is called (jaxlib 0.10). The option is of GPUs alone, and has no effect
-    here except that it is part of the cache's key.
-    """
-    if platform != "cpu":
-        return None
-    return {"xla_gpu_algorithm_denylist_path": f"not-cached-{uuid.uuid4()}"}
+        executable = None if self._store is None else self._store.load(name, self.devices)
+        if executable is not None:
+            self._names[id(executable)] = name
+        return executable
 
 
 def shelf_of(
@@ -199,7 +204,7 @@ class StepFunction:
     A call must pass arrays where `prepare` gets arrays or their shapes. The executable is looked up
     by the static arguments and by the shape of the first leaf of each argument. If it refuses the
     arguments, all shapes and dtypes are compared; if it then refuses them still, as for arrays on
-    other devices, `jax.jit` serves the call.
+    other devices, `jax.jit` serves this call and later ones like it, and the log says so once.
 
     Args:
       name: of the function on the shelf.
@@ -226,11 +231,14 @@ class StepFunction:
         self._num_fixed = num_fixed
         self._lock = threading.Lock()
         self._found: dict[Any, jax.stages.Compiled] = {}
+        self._refused: set[Any] = set()
         self._prepared: dict[Any, Future[jax.stages.Compiled]] = {}
 
     def __call__(self, *arguments: Any, **static: Any) -> Any:
         sizes = tuple(map(_size, arguments[self._num_fixed :]))
         known = (sizes, *static.values())
+        if known in self._refused:
+            return self._jitted(*arguments, **static)
         executable = self._found.get(known)
         if executable is not None:
             try:
@@ -238,10 +246,15 @@ class StepFunction:
             except (TypeError, ValueError) as error:
                 _log.debug("%s: looking for another executable: %s", self._name, error)
         executable = self._found[known] = self._prepare(arguments, static, stalls=True)
+        self._shelf.note_use(executable)
         try:
             return executable(*arguments)
         except (TypeError, ValueError) as error:
-            _log.debug("%s: calling jax.jit: %s", self._name, error)
+            self._refused.add(known)
+            _log.warning(
+                "%s: its executable refuses these arrays, so that it is compiled again: %s",
+                self._name, str(error).partition("\n")[0],
+            )  # fmt: skip
             return self._jitted(*arguments, **static)
 
     def prepare(self, *arguments: Any, **static: Any) -> jax.stages.Compiled:

@@ -55,6 +55,9 @@ class ExecutorWrapper:
     def prepares_in_parallel(self) -> bool:
         return self.inner.prepares_in_parallel
 
+    def use_idle_time(self) -> bool:
+        return self.inner.use_idle_time()
+
     def warm_up_behind(self) -> bool:
         return self.inner.warm_up_behind()
 

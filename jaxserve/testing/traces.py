@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -12,22 +11,26 @@ import numpy as np
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import END_TOKEN, Accepted, SimulatedExecutor
+from jaxserve.execution.simulated import Accepted, SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
+from jaxserve.testing.forced_tokens import ForcedTokens
+from jaxserve.testing.random_requests import (
+    random_config,
+    random_requests,
+    with_grammars,
+    with_shared_prefixes,
+)
 from predictor import LengthBuckets, Refinement
 
 # Steps in a row, of each device group and link, in which no sequence computes or gets a token.
 MAX_IDLE_STEPS = 4
 # Times in a row that a policy may leave the device idle on purpose.
 MAX_WAITS = 100
-BUCKETS = LengthBuckets.equal_width(40, 4)
 PROBED = LengthBuckets.logarithmic(30, 5)
 REFINEMENT = Refinement(
     buckets=PROBED, marginal=np.full(PROBED.num, 1 / PROBED.num), belief_weight=0.5, interval=3
@@ -53,76 +56,6 @@ class Outcome:
         return (self.output, self.finish_reason) == (alone.output, alone.finish_reason)
 
 
-def random_config(rng: random.Random) -> EngineConfig:
-    """Return a small machine: 1 to 9 slots, 6 to 60 pages of 1 to 8 tokens."""
-    max_slots = rng.randint(1, 9)
-    page_size, num_pages = rng.choice([1, 2, 4, 8]), rng.randint(6, 60)
-    return EngineConfig(
-        page_size=page_size,
-        num_pages=num_pages,
-        max_slots=max_slots,
-        max_context=rng.randint(20, 80),
-        max_step_tokens=max_slots + rng.randint(0, 30),
-        max_decode_iterations=rng.choice([1, 4, 8]),
-        num_host_pages=(0, 3, 200)[num_pages % 3],
-        restore=("on_admission", "prefetch")[num_pages % 2],
-    )
-
-
-def random_requests(rng: random.Random, config: EngineConfig) -> list[Request]:
-    """Return 1 to 20 requests that fit: greedy or sampled, one or three samples, with priorities.
-
-    Some have no length limit, and predictions of any quality; see `random_prediction`.
-    """
-    longest = min(config.max_context, (config.num_pages - 1) * config.page_size) - 1
-    requests = []
-    for i in range(rng.randint(1, 20)):
-        temperature = rng.choice([0.0, 1.0])
-        params = SamplingParams(
-            max_tokens=rng.choice([None, 1, 5, 30]),
-            temperature=temperature,
-            n=rng.choice([1, 1, 3]) if temperature else 1,
-        )
-        requests.append(
-            Request(
-                id=str(i),
-                prompt=tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, longest))),
-                params=params,
-                arrival_s=float(i),
-                stop_token_ids=(END_TOKEN,),
-                seed=i,
-                priority=rng.randrange(3),
-            )
-        )
-    kinds = random.Random(f"predictions {len(requests)}")
-    return [replace(request, prediction=random_prediction(kinds)) for request in requests]
-
-
-def random_prediction(rng: random.Random) -> LengthPrediction | None:
-    """Return a prediction that is missing, random, the shortest or longest, or not a number."""
-    kind = rng.choice(["none", "random", "shortest", "longest", "nan"])
-    weights = {
-        "random": [rng.random() for _ in range(BUCKETS.num)],
-        "shortest": [1.0, 0.0, 0.0, 0.0],
-        "longest": [0.0, 0.0, 0.0, 1.0],
-        "nan": [math.nan] * BUCKETS.num,
-    }.get(kind)
-    if weights is None:
-        return None
-    return LengthPrediction(BUCKETS, np.asarray(weights) / sum(weights))
-
-
-def with_shared_prefixes(rng: random.Random, requests: list[Request]) -> list[Request]:
-    """Return the requests with prompts of which some begin as others do, or are the same."""
-    prefixes = [request.prompt for request in requests[:3]]
-    shared = []
-    for request in requests:
-        prefix = rng.choice(prefixes)[: rng.randint(0, 80)] if rng.random() < 0.6 else ()
-        prompt = (*prefix, *request.prompt[len(prefix) :])
-        shared.append(replace(request, prompt=prompt))
-    return shared
-
-
 @final
 class Trace:
     """The machine, the requests, and the simulated model's lengths and faults, all from one seed.
@@ -135,6 +68,7 @@ class Trace:
       with_conversations: requests share prefixes, and some answers are followed by a next turn.
       probe: what its readings are like, see `PROBES`; None for no probe.
       falls_short: steps deliver fewer tokens than they were planned for, now and then none.
+      has_grammars: about half of the requests await their tokens, which sometimes force others.
 
     Attributes:
       requests: those that arrive by themselves.
@@ -155,6 +89,7 @@ class Trace:
         with_conversations: bool = False,
         probe: str | None = None,
         falls_short: bool = False,
+        has_grammars: bool = False,
     ):
         rng = random.Random(seed)
         self.seed = seed
@@ -162,6 +97,10 @@ class Trace:
         self.requests = random_requests(rng, self.config)
         if with_conversations:
             self.requests = with_shared_prefixes(random.Random(f"{seed} prefixes"), self.requests)
+        self._grammars = None
+        if has_grammars:
+            self._grammars = ForcedTokens(seed)
+            self.requests = with_grammars(random.Random(f"{seed} grammars"), self.requests)
         self.asked: list[Request] = []
         self.num_gaps = 0
         self.pool_sizes: set[int] = set()
@@ -238,7 +177,7 @@ class Trace:
             refinement=None if self._probe is None else REFINEMENT,
             reading=None if self._probe is None else self.reading,
         )
-        return Engine(executor, policy, clock, disk=disk)
+        return Engine(executor, policy, clock, disk=disk, grammars=self._grammars)
 
     def run(
         self,
@@ -353,6 +292,7 @@ class Trace:
 
     def _alone(self, request: Request) -> Iterable[tuple[tuple[str, int], Outcome]]:
         key = (self.seed, self._with_faults, self._probe, request.id, request.prompt)
+        key = (*key, self._grammars is None)
         if key not in _alone:
             _alone[key] = self._serve_alone(request)
         return _alone[key].items()

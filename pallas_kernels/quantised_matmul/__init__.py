@@ -8,7 +8,7 @@ from pallas_kernels.quantised_matmul.packing import (
     dequantised_rows,
     pack,
 )
-from pallas_kernels.quantised_matmul.rounding import quantise
+from pallas_kernels.quantised_matmul.rounding import quantise, quantise_float8
 
 __all__ = [
     "PANEL",
@@ -17,5 +17,6 @@ __all__ = [
     "dequantised_rows",
     "pack",
     "quantise",
+    "quantise_float8",
     "quantised_matmul",
 ]

@@ -32,6 +32,9 @@ constexpr int64_t kWorthAThread = 1 << 18;   // multiply-adds per additional thr
 constexpr int64_t kRoundsTogether = 1 << 16;  // activations that are rounded by one thread
 constexpr float kTiny = 0x1p-100f;           // groups of activations below are zeros
 
+typedef uint8_t Bytes __attribute__((vector_size(W)));
+typedef int16_t Shorts __attribute__((vector_size(2 * W)));
+
 inline Floats load(const float* from) {
   Floats x;
   std::memcpy(&x, from, sizeof(x));
@@ -43,8 +46,9 @@ struct Problem {
   const uint8_t* codes;   // [panels, groups, group bytes of kPanel columns]
   const float* channels;  // [panels, kPanel]
   const void* scales;     // [panels, groups, kPanel], or null
-  const void* minima;     // as scales, or null
+  const void* minima;     // as scales, or zero points, or null
   bool halves;            // scales and minima are float16, else float32
+  int zero_bytes;         // of a zero point: 1 (unsigned) or 2; 0 for minima
   int bits, offset;
   int64_t m, k, panels, groups, group;
   float* y;  // [m, panels * kPanel]
@@ -101,6 +105,22 @@ inline Floats scale_at(const Problem& p, const void* scales, int64_t at) {
                   : load(static_cast<const float*>(scales) + at);
 }
 
+// The minimum of a group, which its zero point may say.
+inline Floats minimum_at(const Problem& p, int64_t at, const Floats& scale) {
+  if (p.zero_bytes == 0) return scale_at(p, p.minima, at);
+  Floats zero;
+  if (p.zero_bytes == 1) {
+    Bytes bytes;
+    std::memcpy(&bytes, static_cast<const uint8_t*>(p.minima) + at, sizeof(bytes));
+    zero = __builtin_convertvector(bytes, Floats);
+  } else {
+    Shorts shorts;
+    std::memcpy(&shorts, static_cast<const int16_t*>(p.minima) + at, sizeof(shorts));
+    zero = __builtin_convertvector(shorts, Floats);
+  }
+  return scale * (static_cast<float>(p.offset) - zero);
+}
+
 // y for R rows from `row` on and C panels from `panel` on.
 template <int kBits, int R, int C>
 void tile(const Problem& p, int64_t row, int64_t panel) {
@@ -143,21 +163,21 @@ void tile(const Problem& p, int64_t row, int64_t panel) {
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
       const int64_t at = ((panel + n / V) * p.groups + g) * kPanel + n % V * W;
-      if (p.scales == nullptr) {
+      if (p.scales == nullptr && p.minima == nullptr) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
           sum[r][n] +=
               __builtin_convertvector(acc[r][n], Floats) * p.factor[(row + r) * p.groups + g];
         continue;
       }
-      const Floats scale = scale_at(p, p.scales, at);
+      const Floats scale = p.scales == nullptr ? Floats{} + 1.0f : scale_at(p, p.scales, at);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const Floats scaled = scale * p.factor[(row + r) * p.groups + g];
         sum[r][n] += __builtin_convertvector(acc[r][n], Floats) * scaled;
       }
       if (p.minima != nullptr) {
-        const Floats minimum = scale_at(p, p.minima, at);
+        const Floats minimum = minimum_at(p, at, scale);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
           sum[r][n] += minimum * p.total[(row + r) * p.groups + g];
@@ -219,6 +239,7 @@ ffi::Error quantised_matmul(ffi::ThreadPool pool, Matrix x,
   p.scales = scales.element_count() ? scales.untyped_data() : nullptr;
   p.minima = minima.element_count() ? minima.untyped_data() : nullptr;
   p.halves = scales.element_type() == ffi::F16;
+  p.zero_bytes = minima.element_type() == ffi::U8 ? 1 : minima.element_type() == ffi::S16 ? 2 : 0;
   p.bits = static_cast<int>(bits);
   p.offset = static_cast<int>(offset);
   p.m = x.dimensions()[0];

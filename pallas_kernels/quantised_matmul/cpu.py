@@ -28,6 +28,8 @@ def quantised_matmul(
     platform = dispatch.target_platform()
     if platform != "cpu":
         raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
+    if weight.is_float:
+        raise NotImplementedError("it multiplies integers")
     if not rounds_activations:
         raise NotImplementedError("it rounds activations to eight bits")
     if dispatch.is_partitioned():
@@ -44,12 +46,13 @@ def call(
     """Call the kernel that is registered under `target`."""
     columns = weight.channels.size
     none = np.zeros(0, np.float32)
+    least = weight.minima if weight.zeros is None else weight.zeros
     return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32))(
         x.astype(jnp.float32),
         weight.codes,
         weight.channels,
         none if weight.scales is None else weight.scales,
-        none if weight.minima is None else weight.minima,
+        none if least is None else least,
         bits=np.int64(weight.bits),
         offset=np.int64(weight.offset),
         group=np.int64(weight.group),

@@ -7,7 +7,8 @@ from typing import final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, UInt8
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32, Integer, UInt8
 
 # Columns that are stored together.
 PANEL = 16
@@ -20,7 +21,8 @@ class PackedMatrix:
     """A matrix [in, out] as unsigned codes, with scales; cut into panels of `PANEL` columns.
 
     The number at [k, n], in group g = k // group, is
-    `channels[n] * (scales[g, n] * (code[k, n] - offset) + minima[g, n])`.
+    `channels[n] * (scales[g, n] * (code[k, n] - offset) + minima[g, n])`, or with zero points
+    `channels[n] * scales[g, n] * (code[k, n] - zeros[g, n])`.
 
     codes      [*lead, panels, groups, steps, 16, 4]; a step is 4 numbers of each of 16 columns.
                With 4 bits, a byte has a number of an even step in its low half, and that of the
@@ -28,6 +30,9 @@ class PackedMatrix:
     channels   [*lead, panels, 16]
     scales     [*lead, panels, groups, 16]: float16 or float32; None for ones
     minima     as scales; None for zeros
+    zeros      as scales: uint8 or int16 zero points, in place of minima; None for `offset`
+
+    With `is_float`, which needs 8 bits, a code is a float8_e4m3fn number, and there is no offset.
 
     `lead` are more axes of columns, each with panels of its own. The last panel and the last group
     are filled up with numbers that the product does not use: their scales or activations are zeros.
@@ -38,6 +43,8 @@ class PackedMatrix:
     scales: Float[Array, " *lead panels groups 16"] | None
     minima: Float[Array, " *lead panels groups 16"] | None
     bits: int = field(metadata=dict(static=True))
+    zeros: Integer[Array, " *lead panels groups 16"] | None = None
+    is_float: bool = field(default=False, metadata=dict(static=True))
 
     @property
     def group(self) -> int:
@@ -46,7 +53,7 @@ class PackedMatrix:
 
     @property
     def offset(self) -> int:
-        """The code of zero, before the minimum is added."""
+        """The code of zero, before the minimum is added or where there are no zero points."""
         return 128 if self.bits == 8 else 8 if self.minima is None else 0
 
     @property
@@ -63,6 +70,8 @@ def pack(
     *,
     bits: int,
     group: int,
+    zeros: Integer[Array, " *lead out groups"] | None = None,
+    is_float: bool = False,
 ) -> PackedMatrix:
     """Return codes [*lead, out, in] in panels; `in` is a multiple of `group`.
 
@@ -92,8 +101,10 @@ def pack(
     if halves:
         codes = codes[..., 0, :] | (codes[..., 1, :] << 4)
     codes = jnp.moveaxis(codes, -4, -2)
-    turned = [None if x is None else jnp.swapaxes(panels(x, -2), -1, -2) for x in (scales, minima)]
-    return PackedMatrix(codes, panels(channels, -1), turned[0], turned[1], bits)
+    scales, minima, zeros = (
+        None if x is None else jnp.swapaxes(panels(x, -2), -1, -2) for x in (scales, minima, zeros)
+    )
+    return PackedMatrix(codes, panels(channels, -1), scales, minima, bits, zeros, is_float)
 
 
 def dequantise(packed: PackedMatrix) -> Float32[Array, " *lead out in"]:
@@ -102,7 +113,12 @@ def dequantise(packed: PackedMatrix) -> Float32[Array, " *lead out in"]:
     if packed.bits == 4:
         codes = jnp.stack([codes & 15, codes >> 4], axis=-2)
     *first, groups = codes.shape[: packed.codes.ndim - 2]
-    numbers = codes.reshape(*first, groups, packed.group).astype(jnp.float32) - packed.offset
+    codes = codes.reshape(*first, groups, packed.group)
+    if packed.is_float:
+        numbers = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    else:
+        zeros = packed.offset if packed.zeros is None else _turned(packed.zeros)
+        numbers = codes.astype(jnp.float32) - zeros
     if packed.scales is not None:
         numbers = numbers * _turned(packed.scales)
     if packed.minima is not None:
@@ -127,9 +143,11 @@ def dequantised_rows(
         own(packed.scales),
         own(packed.minima),
         packed.bits,
+        own(packed.zeros),
+        packed.is_float,
     )
     return dequantise(part)
 
 
-def _turned(x: Float[Array, " *lead groups columns"]) -> Float32[Array, " *lead columns groups 1"]:
+def _turned(x: Array) -> Float32[Array, " *lead columns groups 1"]:
     return jnp.swapaxes(x, -1, -2).astype(jnp.float32)[..., None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
 from pallas_kernels.quantised_matmul.packing import PackedMatrix, pack
@@ -52,6 +53,23 @@ def quantise(
     kept = minima if has_minima else None
     channels = _nan_where(is_broken, channels)
     return pack(_bytes(codes), channels, scales, kept, bits=4, group=group)
+
+
+def quantise_float8(matrix: Float[Array, " *lead out in"], *, group: int) -> PackedMatrix:
+    """Return a weight [*lead, out, in] rounded to float8_e4m3fn, with one scale for each column.
+
+    The largest magnitude of a column becomes 448, the largest number of the format. A column that
+    has a number that is not finite becomes NaN as a whole.
+    """
+    matrix = matrix.astype(jnp.float32)
+    is_broken = ~jnp.isfinite(matrix).all(axis=-1)
+    depth = matrix.shape[-1]
+    matrix = jnp.pad(matrix, [(0, 0)] * (matrix.ndim - 1) + [(0, -depth % group)])
+    scales = jnp.max(jnp.abs(matrix), axis=-1) / float(jnp.finfo(jnp.float8_e4m3fn).max)
+    numbers = jnp.nan_to_num(_divided(matrix, scales[..., None])).astype(jnp.float8_e4m3fn)
+    codes = lax.bitcast_convert_type(numbers, jnp.uint8)
+    scales = _nan_where(is_broken, scales)
+    return pack(codes, scales, None, None, bits=8, group=group, is_float=True)
 
 
 def rounded_activations(x: Float[Array, "tokens in"], group: int) -> Float32[Array, "tokens in"]:

@@ -177,6 +177,22 @@ def test_a_loop_ends_at_its_limit():
     assert [chooser.complete(task) for task in tasks] == [[], [], [0]]
 
 
+def test_a_loop_stays_on_its_worker():
+    """Its state lies there, also while none of its steps is submitted."""
+    chooser = scheduler(CellType("loop", is_loop=True), workers=2, tasks=1)
+    chooser.add(0, cell_graph((0,), ((),), (3,), frozenset({0})), 0, 0.0)
+    (first,) = chooser.schedule(0, 0.0)
+    chooser.complete(first)
+    assert chooser.schedule(1, 0.0) == []
+    assert len(chooser.schedule(0, 0.0)) == 1
+
+
+def test_loops_of_loops_are_subgraphs_of_their_own():
+    """A loop that takes the last value of another one waits for its end."""
+    graph = cell_graph((0, 0), ((), (0,)), (3, 3), frozenset({0}))
+    assert [subgraph.nodes for subgraph in graph.subgraphs] == [(0,), (1,)]
+
+
 CELLS = three_cells()
 
 

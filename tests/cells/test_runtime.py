@@ -88,6 +88,8 @@ def unfold(item: Any) -> Graph:
         return search(item.state)
     if isinstance(item, Number):
         return Graph({"root": CELLS["root"](x=item.value, number=4, use=True)["x"]})
+    if item in ("then raises", "then takes", "then returns"):
+        return wrong_then(item)
     if item == "missing":
         return Graph({"x": CELLS["embed"]()["x"]})
     if item == "nothing":
@@ -108,6 +110,19 @@ def search(state: int) -> Graph:
 
     states = [candidate["h"] for candidate in candidates]
     return Graph({"h": states}, then=then, keep=states)
+
+
+def wrong_then(kind: str) -> Graph:
+    """Return a graph whose `then` fails."""
+    first = CELLS["embed"](token=1)
+
+    def then(values: dict[str, np.ndarray]) -> Any:
+        if kind == "then takes":  # a value that was not kept
+            merged = CELLS["merge"](left=first["x"], right=first["x"])
+            return Graph({"h": merged["h"]})
+        return 1 / 0 if kind == "then raises" else 3
+
+    return Graph({"x": first["x"]}, then=then)
 
 
 def check(item: Any, completion: Any) -> None:
@@ -224,6 +239,23 @@ def test_a_bad_single_input_is_refused(runtime: CellRuntime):
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+@pytest.mark.parametrize(
+    "kind, error, message",
+    [
+        ("then raises", UnfoldError, "ZeroDivisionError"),
+        ("then returns", UnfoldError, "must return a Graph"),
+        ("then takes", InvalidGraphError, "keep"),
+    ],
+)
+def test_a_then_that_fails_ends_its_request(runtime: CellRuntime, kind, error, message):
+    """With the values that it had, and a typed error; the neighbour is right."""
+    failed, good = runtime.generate([kind, Number(4.0)])
+    assert isinstance(failed.error, error) and message in str(failed.error)
+    assert failed["x"].shape == (SIZE,)
+    check(Number(4.0), good)
+    runtime.check_integrity()
+
+
 def test_values_are_streamed(runtime: CellRuntime):
     """Steps of loops and members of lists come in order, and errors at the end."""
     item = Answer(3)
@@ -300,9 +332,10 @@ def test_the_records_make_a_report(runtime: CellRuntime):
 def test_several_devices():
     """Values follow the nodes that take them from device to device."""
     options = {"devices": jax.devices()[:3], "max_tasks_to_submit": 1, "max_in_flight": 1}
-    some = [CELLS[name] for name in ("embed", "recurrent", "merge")]
+    some = [CELLS[name] for name in ("embed", "recurrent", "merge", "decode")]
     with CellRuntime(some, unfold, slot_memory="64KiB", progress=False, **options) as rt:
-        items = [item for item in random_items(60, 4) if isinstance(item, Sentence | Tree)]
+        kinds = (Sentence, Tree, Answer)
+        items = [item for item in random_items(60, 4) if isinstance(item, kinds)]
         for item, completion in zip(items, rt.generate(items), strict=True):
             check(item, completion)
         assert {step.group for step in rt.records.steps} == {0, 1, 2}

@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from jaxserve.cli import app
 from jaxserve.conversations import Journal
 from jaxserve.testing import write_chat_model
 from jaxserve.workload import recorded
+from tests.cli.common import run
 from tests.common.processes import HEED_INTERRUPTS
 
 SMALL = ("--load", "random", "--max-slots", "1", "--max-context", "64", "--quiet")
@@ -25,13 +24,9 @@ def model(tmp_path_factory) -> str:
     return write_chat_model(tmp_path_factory.mktemp("tiny"))
 
 
-def _run(*arguments: str, given: str | None = None):
-    return CliRunner().invoke(app, list(arguments), input=given)
-
-
 def test_help_names_the_commands():
     """The first page lists every command."""
-    shown = _run("--help")
+    shown = run("--help")
     assert shown.exit_code == 0
     commands = ("generate", "chat", "serve", "bench", "plan")
     for command in (*commands, "conversations", "models", "predictor"):
@@ -102,7 +97,7 @@ def _file(folder: Path, text: str) -> str:
 def test_bad_input_of_generate(tmp_path, arguments, text, said):
     """A bad option or file exits with 2 and one message, without a traceback."""
     file = _file(tmp_path, text)
-    done = _run("generate", *(argument.replace("{file}", file) for argument in arguments))
+    done = run("generate", *(argument.replace("{file}", file) for argument in arguments))
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
@@ -112,8 +107,8 @@ def test_bad_input_of_generate(tmp_path, arguments, text, said):
 def test_prompts_and_answers_on_separate_devices(model):
     """Both groups are split as the option says; the answer is that of one device."""
     common = ("generate", "hello", "--ignore-eos", "--max-tokens", "5", "--model", model, *SMALL)
-    alone = _run(*common)
-    groups = _run(*common, "--policy", "exegpt_waa_m", "--groups", "2/1,1x2")
+    alone = run(*common)
+    groups = run(*common, "--policy", "exegpt_waa_m", "--groups", "2/1,1x2")
     assert (alone.exit_code, groups.exit_code) == (0, 0), groups.stderr
     assert alone.stdout == groups.stdout and alone.stdout.strip()
 
@@ -128,7 +123,7 @@ def test_generate_answers_in_order(model, tmp_path):
     ]
     file = _file(tmp_path, "\n".join(json.dumps(line) for line in lines))
     out, trace = tmp_path / "answers.jsonl", tmp_path / "run.jsonl"
-    done = _run(
+    done = run(
         *("generate", "--jsonl", file, "--output", str(out), "--ignore-eos", "--raw"),
         *("--record", str(trace)),
         *("--data-parallel", "2", "--model", model, *SMALL),
@@ -148,15 +143,15 @@ def test_generate_answers_in_order(model, tmp_path):
 def test_text_prompts_become_chats(model):
     """A model with a chat template gets it by default, and not with --raw."""
     arguments = ("generate", "hi", "--max-tokens", "2", "--model", model, *SMALL)
-    chat = json.loads(_run(*arguments, "--system", "be").stdout)
+    chat = json.loads(run(*arguments, "--system", "be").stdout)
     assert chat["prompt_tokens"] == len("system: be\nuser: hi\nassistant: ")
-    raw = json.loads(_run(*arguments, "--raw").stdout)
+    raw = json.loads(run(*arguments, "--raw").stdout)
     assert (raw["prompt_tokens"], raw["prompt"]) == (2, "hi")
 
 
 def test_chat_converses(model):
     """The terminal loop answers, resets on /reset, refuses unknown commands, and leaves."""
-    done = _run(
+    done = run(
         *("chat", "--model", model, "--max-context", "64", "--max-tokens", "4", "--quiet"),
         *("--load", "random"),
         given="hi\n/reset\n/dance\n" + "x" * 80 + "\nho\n/exit\nnever\n",
@@ -174,26 +169,26 @@ def test_a_chat_is_kept_and_goes_on(model, tmp_path, monkeypatch):
     path = tmp_path / "data" / "jaxserve" / "conversations.sqlite"
     chat = ("chat", "--model", model, "--max-context", "128", "--max-tokens", "4", "--quiet")
     for i, said in enumerate(("my secret\n", "so?\n/exit\n")):
-        done = _run(*chat, "--load", "random", "--id", "mine", given=said)
+        done = run(*chat, "--load", "random", "--id", "mine", given=said)
         assert done.exit_code == 0, done.stderr
         assert ("continues after 1 turns" in done.stderr) == (i == 1)
         assert f"continue with: jaxserve chat --journal {path} --id mine" in done.stderr
-    listed = _run("conversations", "list").stdout
+    listed = run("conversations", "list").stdout
     assert "mine" in listed and " 2 " in listed
-    shown = _run("conversations", "show", "mine").stdout
+    shown = run("conversations", "show", "mine").stdout
     assert shown.startswith("user: my secret\n\nassistant: ") and "user: so?\n" in shown
     out = tmp_path / "out.jsonl"
-    assert _run("conversations", "export", "--tokens", "-o", str(out)).exit_code == 0
+    assert run("conversations", "export", "--tokens", "-o", str(out)).exit_code == 0
     (line,) = map(json.loads, out.read_text().splitlines())
     assert [m["role"] for m in line["messages"]] == ["user", "assistant"] * 2
     assert [len(turn["answer_token_ids"]) for turn in line["turns"]] == [4, 4]
     assert line["turns"][1]["num_kept"] == len("user: my secret\nassistant: ") + 4
-    assert json.loads(_run("conversations", "export", "mine").stdout)["id"] == "mine"
+    assert json.loads(run("conversations", "export", "mine").stdout)["id"] == "mine"
 
-    refused = _run("conversations", "delete", "mine", given="n\n")
-    assert refused.exit_code == 0 and "mine" in _run("conversations", "list").stdout
-    assert _run("conversations", "delete", "mine", "--yes").exit_code == 0
-    assert "mine" not in _run("conversations", "list").stdout
+    refused = run("conversations", "delete", "mine", given="n\n")
+    assert refused.exit_code == 0 and "mine" in run("conversations", "list").stdout
+    assert run("conversations", "delete", "mine", "--yes").exit_code == 0
+    assert "mine" not in run("conversations", "list").stdout
     assert all(b"my secret" not in file.read_bytes() for file in path.parent.iterdir())
 
 
@@ -215,7 +210,7 @@ def test_bad_input_of_conversations(tmp_path, monkeypatch, arguments, code, said
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "none"))
     files = {"text": _file(tmp_path, "no journal " * 500), "kept": str(tmp_path / "kept")}
     Journal(files["kept"]).close()
-    done = _run("conversations", *(argument.format(**files) for argument in arguments))
+    done = run("conversations", *(argument.format(**files) for argument in arguments))
     assert (done.exit_code, said in " ".join(done.stderr.split())) == (code, True), done.stderr
     assert "Traceback" not in done.stderr
 
@@ -226,7 +221,7 @@ def test_pages_go_to_the_folder_that_is_named(model, tmp_path):
         *("generate", "a" * 50, "--max-tokens", "4", "--raw", "--model", model, *SMALL),
         *("--host-memory", "1MB", "--disk-memory", "4MB", "--disk-folder", str(tmp_path / "kv")),
     )
-    answers = [_run(*arguments) for _ in range(2)]
+    answers = [run(*arguments) for _ in range(2)]
     assert answers[0].exit_code == 0, answers[0].stderr
     assert answers[0].stdout == answers[1].stdout
     assert (tmp_path / "kv" / "0").is_dir()
@@ -234,7 +229,7 @@ def test_pages_go_to_the_folder_that_is_named(model, tmp_path):
 
 def test_bench_prints_one_object(model):
     """The measurement prints one JSON object with the requested number of tokens."""
-    done = _run(
+    done = run(
         *("bench", "--num-requests", "3", "--prompt-tokens", "5", "--output-tokens", "4"),
         *("--model", model, *SMALL),
     )
@@ -246,18 +241,18 @@ def test_bench_prints_one_object(model):
 
 def test_bench_splits_prompts_and_answers():
     """The measurement takes device groups too, and refuses text that names none."""
-    done = _run("bench", "--groups", "1", "--quiet")
+    done = run("bench", "--groups", "1", "--quiet")
     assert done.exit_code == 2
     assert "groups='1' is not understood" in " ".join(done.stderr.split())
 
 
 def test_models_are_listed_and_described(model):
     """`models list` names the default model, `models show` reads a folder's configuration."""
-    assert "smollm2-135m" in _run("models", "list").stdout
-    shown = _run("models", "show", model)
+    assert "smollm2-135m" in run("models", "list").stdout
+    shown = run("models", "show", model)
     assert shown.exit_code == 0, shown.stderr
     assert "hidden_size" in shown.stdout
-    unknown = _run("models", "show", "no-such-model")
+    unknown = run("models", "show", "no-such-model")
     assert (unknown.exit_code, "UnknownModelError" in unknown.stderr) == (2, True)
 
 

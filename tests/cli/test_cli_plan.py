@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import jax
 import pytest
-from typer.testing import CliRunner
 
-from jaxserve.cli import app
 from jaxserve.cli.profiles import layers_path
 from jaxserve.models.families import config_from_hf
 from jaxserve.planning.layers import LayerOrigin, LayerProfile, LayerSizes, measure_layers
+from tests.cli.common import TOKEN_CONFIG, run
 from tests.planning.layers.made_up import MadeUpTimer
 
 SIMULATED = (
@@ -27,24 +26,6 @@ SIMULATED = (
     "3",
 )
 SMALL = ("--load", "random", "--max-slots", "1", "--max-context", "32", "--quiet")
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    """A folder with only a configuration: weights are random."""
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return str(folder)
 
 
 @pytest.fixture
@@ -54,14 +35,10 @@ def lengths(tmp_path) -> str:
     return str(path)
 
 
-def _run(*arguments: str):
-    return CliRunner().invoke(app, list(arguments))
-
-
 def test_a_simulated_cluster_is_planned_at_once(tmp_path):
     """The frontier, the chosen schedules and their neighbours are printed, and drawn on request."""
     picture = tmp_path / "frontier.png"
-    done = _run(*SIMULATED, "--task", "S", "-b", "5", "-b", "inf", "--picture", str(picture))
+    done = run(*SIMULATED, "--task", "S", "-b", "5", "-b", "inf", "--picture", str(picture))
     assert done.exit_code == 0, done.stderr
     said = " ".join(done.stdout.split())
     for text in ("OPT-13B on 4 A40", "task S", "WAA-C", "2*20x1 > 40x2", "chosen for bound 5 s"):
@@ -72,14 +49,14 @@ def test_a_simulated_cluster_is_planned_at_once(tmp_path):
 
 def test_json_has_the_frontier_the_choice_and_its_neighbours():
     """One JSON object has every figure; the bound that was asked for is kept."""
-    done = _run(*SIMULATED, "--task", "S", "-b", "5", "--json", "--quiet")
+    done = run(*SIMULATED, "--task", "S", "-b", "5", "--json", "--quiet")
     said = json.loads(done.stdout)
     (chosen,) = said["chosen"]
     assert chosen["latency_bound_s"] == 5 >= chosen["latency_s"] and chosen["fits"]
     assert {"B_E - 1", "B_E + 1"} <= set(chosen["neighbours"])
     most = said["frontier"][-1]["answers_per_s"]
     assert said["frontier"][0]["answers_per_s"] < chosen["answers_per_s"] < most
-    tight = _run(*SIMULATED, "--task", "S", "--first-token-bound", "0.3", "--json", "--quiet")
+    tight = run(*SIMULATED, "--task", "S", "--first-token-bound", "0.3", "--json", "--quiet")
     (within,) = json.loads(tight.stdout)["chosen"]
     assert within["latency_bound_s"] is None
     assert within["first_token_s"] <= 0.3 < said["frontier"][-1]["first_token_s"]
@@ -90,7 +67,7 @@ def test_json_has_the_frontier_the_choice_and_its_neighbours():
 )
 def test_neighbours_that_miss_any_bound_are_marked(option, bound):
     """A neighbour that misses a bound on tokens is marked, and the title names the bound."""
-    done = _run(*SIMULATED, "--task", "S", option, bound, "--quiet")
+    done = run(*SIMULATED, "--task", "S", option, bound, "--quiet")
     assert done.exit_code == 0, done.stderr
     title, *rows = done.stdout.partition("chosen for ")[2].splitlines()
     assert title.split()[-2:] in (["0.3", "s"], ["30", "ms"])
@@ -121,7 +98,7 @@ def test_neighbours_that_miss_any_bound_are_marked(option, bound):
 )
 def test_bad_input(arguments, code, said):
     """Bad input ends with one sentence and an exit code, without a traceback."""
-    done = _run(*SIMULATED, "--quiet", *arguments)
+    done = run(*SIMULATED, "--quiet", *arguments)
     assert done.exit_code == code
     assert said in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr and done.stdout == ""
@@ -129,11 +106,11 @@ def test_bad_input(arguments, code, said):
 
 def test_devices_belong_to_a_cluster():
     """A number of devices without a simulated cluster is refused."""
-    done = _run("plan", "--task", "S", "--devices", "4")
+    done = run("plan", "--task", "S", "--devices", "4")
     assert done.exit_code == 2 and "needs --cluster or --layers" in done.stderr
-    done = _run("plan", "--task", "S", "--layers", "--tensor-parallel", "2")
+    done = run("plan", "--task", "S", "--layers", "--tensor-parallel", "2")
     assert done.exit_code == 2 and "omit --tensor-parallel" in done.stderr
-    done = _run("plan", "--task", "S", "--layers", "--quantize", "int8")
+    done = run("plan", "--task", "S", "--layers", "--quantize", "int8")
     assert done.exit_code == 2 and "omit --quantize" in done.stderr
 
 
@@ -158,22 +135,22 @@ def test_options_without_an_effect_are_refused(mode, options):
     """An option that the way of planning does not use is named in one sentence, alone or not."""
     asked = ("plan", "--task", "S", "--quiet", *mode.split())
     for given in (*((option,) for option in options), options):
-        done = _run(*asked, *" ".join(given).split())
+        done = run(*asked, *" ".join(given).split())
         assert (done.exit_code, done.stdout) == (2, ""), given
         names = ", ".join(option.split()[0] for option in given)
         said = " ".join(done.stderr.split())
         assert said.startswith(f"InvalidConfigError: {names} would have no effect with"), said
 
 
-def test_an_engine_is_measured_once(model, lengths, tmp_path, monkeypatch):
+def test_an_engine_is_measured_once(token_model, lengths, tmp_path, monkeypatch):
     """The first call measures and keeps step times, the next one reads them; both agree."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
-    asked = ("plan", "--model", model, "--lengths", lengths, "--num-bounds", "3", *SMALL)
-    first = _run(*asked, "--json")
+    asked = ("plan", "--model", token_model, "--lengths", lengths, "--num-bounds", "3", *SMALL)
+    first = run(*asked, "--json")
     assert first.exit_code == 0, first.stderr
     (kept,) = (tmp_path / "cache" / "profiles").iterdir()
     written = kept.stat().st_mtime_ns
-    again = _run(*asked, "--json")
+    again = run(*asked, "--json")
     assert json.loads(again.stdout) == json.loads(first.stdout)
     assert kept.stat().st_mtime_ns == written
     said = json.loads(first.stdout)
@@ -181,41 +158,41 @@ def test_an_engine_is_measured_once(model, lengths, tmp_path, monkeypatch):
     assert said["chosen"][0]["policy"] == "rra"
     # A damaged file that is named is refused.
     kept.write_text("{}")
-    named = _run(*asked, "--profile", str(kept))
+    named = run(*asked, "--profile", str(kept))
     assert (named.exit_code, named.stdout) == (1, "")
     assert "InvalidProfileError" in named.stderr
 
 
-def test_lengths_must_fit_the_engine(model, tmp_path, monkeypatch):
+def test_lengths_must_fit_the_engine(token_model, tmp_path, monkeypatch):
     """Lengths beyond the context are refused before step times are measured."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
-    done = _run("plan", "--model", model, "--task", "S", *SMALL)
+    done = run("plan", "--model", token_model, "--task", "S", *SMALL)
     assert done.exit_code == 2 and "do not fit in a context of 32" in done.stderr
     assert not (tmp_path / "cache" / "profiles").exists()
 
 
-def test_devices_are_planned_by_measured_layers(model, lengths, tmp_path, monkeypatch):
+def test_devices_are_planned_by_measured_layers(token_model, lengths, tmp_path, monkeypatch):
     """A file of measured layers gives schedules on devices; one of other sizes is refused."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
-    asked = ("plan", "--model", model, "--lengths", lengths, "--layers", "--num-bounds", "3")
+    asked = ("plan", "--model", token_model, "--lengths", lengths, "--layers", "--num-bounds", "3")
     small = ("--max-slots", "2", "--max-context", "32", "--quiet", "--json")
-    done = _run(*asked, "--devices", "9", *small)
+    done = run(*asked, "--devices", "9", *small)
     assert done.exit_code == 2 and "--devices 9 is not allowed" in done.stderr
-    config = replace(config_from_hf(CONFIG), dtype="float32")
+    config = replace(config_from_hf(TOKEN_CONFIG), dtype="float32")
     sizes = replace(LayerSizes.of(config, max_length=32), max_batch=2)
     origin = LayerOrigin.of(config, jax.devices(), sizes)
     timer = MadeUpTimer((1, 2, 4), sizes=sizes)
     own = tmp_path / "layers.json"
     measure_layers(timer, LayerProfile(origin, path=own), progress=False)
-    done = _run(*asked, "--devices", "4", "--profile", str(own), *small)
+    done = run(*asked, "--devices", "4", "--profile", str(own), *small)
     assert done.exit_code == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["devices"].startswith("4 ") and said["devices"].endswith("by layers")
     assert sum(devices for devices, _, _ in said["chosen"][0]["stages"]) == 4
-    kept = layers_path(model, origin)
+    kept = layers_path(token_model, origin)
     kept.parent.mkdir(parents=True)
     own.rename(kept)
-    assert json.loads(_run(*asked, "--devices", "4", *small).stdout) == said
-    other = _run(*asked, "--profile", str(kept), "--max-slots", "3", "--quiet")
+    assert json.loads(run(*asked, "--devices", "4", *small).stdout) == said
+    other = run(*asked, "--profile", str(kept), "--max-slots", "3", "--quiet")
     assert other.exit_code == 1
     assert "InvalidProfileError" in other.stderr and "sizes.max_batch is 2, not 3" in other.stderr

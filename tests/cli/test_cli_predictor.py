@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from jaxserve.cli import app
 from predictor import Example, LengthPredictor, write_jsonl
+from tests.cli.common import run
 from tests.predictor.encoders import write_encoder
 from tests.predictor.tiny import examples
 
@@ -34,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def _run(*arguments: str):
-    return CliRunner().invoke(app, ["predictor", *arguments])
+    return run("predictor", *arguments)
 
 
 def _train(folder, name: str, *more: str):

@@ -5,59 +5,34 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from jaxserve.cli import app
 from predictor import LengthProbe
+from tests.cli.common import run
 
 TRAIN = ("predictor", "probe", "train")
 SMALL = ("--load", "random", "--max-slots", "1", "--max-context", "64", "--quiet")
 HEAD = ("--interval", "4", "--hidden-size", "8", "--max-length", "64", "--num-buckets", "5")
 
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    """A folder with only a configuration: weights are random, and prompts are token ids."""
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return str(folder)
-
-
-def _run(*arguments: str):
-    return CliRunner().invoke(app, list(arguments))
-
-
-@pytest.fixture(scope="module")
-def folder(model, tmp_path_factory):
+def folder(token_model, tmp_path_factory):
     """A folder with a recorded run and a probe that was trained on it."""
     folder = tmp_path_factory.mktemp("probe")
     jobs = [{"prompt": [1, 2, i], "max_tokens": 1 + i % 40, "id": str(i)} for i in range(60)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
-    done = _run(
+    done = run(
         *("generate", "--jsonl", str(folder / "prompts.jsonl")),
-        *("--record", str(folder / "run.jsonl"), "--model", model, *SMALL),
+        *("--record", str(folder / "run.jsonl"), "--model", token_model, *SMALL),
     )
     assert done.exit_code == 0, done.stderr
-    done = _train(folder, model, "--output", str(folder / "own"), "--epochs", "2", "--json")
+    done = _train(folder, token_model, "--output", str(folder / "own"), "--epochs", "2", "--json")
     assert done.exit_code == 0, done.stderr
     (folder / "said.json").write_text(done.stdout)
     return folder
 
 
 def _train(folder, model, *more: str):
-    return _run(
+    return run(
         *(*TRAIN, str(folder / "run.jsonl"), "--model", model, "--load", "random", "--quiet"),
         *(*HEAD, *more),
     )
@@ -79,15 +54,15 @@ def test_training_ends_with_a_probe_and_its_figures(folder):
 
 def test_a_probe_is_described(folder):
     """The description has the layer that it reads and the training data."""
-    done = _run("predictor", "probe", "show", str(folder / "own"))
+    done = run("predictor", "probe", "show", str(folder / "own"))
     assert done.exit_code == 0 and "after layer 1, 32 wide" in done.stdout
     assert "run.jsonl" in done.stdout
 
 
-def test_it_serves(folder, model):
+def test_it_serves(folder, token_model):
     """Answers with and without the probe are the same."""
-    ask = ("generate", "--jsonl", str(folder / "prompts.jsonl"), "--model", model, *SMALL)
-    without, with_it = _run(*ask), _run(*ask, "--probe", str(folder / "own"))
+    ask = ("generate", "--jsonl", str(folder / "prompts.jsonl"), "--model", token_model, *SMALL)
+    without, with_it = run(*ask), run(*ask, "--probe", str(folder / "own"))
     assert with_it.exit_code == 0, with_it.stderr
     assert with_it.stdout == without.stdout
 
@@ -104,16 +79,16 @@ def test_it_serves(folder, model):
         (("--output", "{folder}/new", "--interval", "0"), "interval"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(folder, model, more, said):
+def test_what_cannot_be_trained_is_refused(folder, token_model, more, said):
     """The command exits with 2 and a message, before the slow part if possible."""
-    done = _train(folder, model, *(text.format(folder=folder) for text in more))
+    done = _train(folder, token_model, *(text.format(folder=folder) for text in more))
     assert done.exit_code == 2 and said in " ".join(done.stderr.split())
 
 
-def test_answers_that_were_recorded_without_tokens_are_refused(folder, model, tmp_path):
+def test_answers_that_were_recorded_without_tokens_are_refused(folder, token_model, tmp_path):
     """The message says what is missing."""
     line = json.loads((folder / "run.jsonl").read_text().splitlines()[0])
     del line["output_token_ids"]
     (tmp_path / "run.jsonl").write_text(json.dumps(line) + "\n")
-    done = _train(tmp_path, model, "--output", str(tmp_path / "new"))
+    done = _train(tmp_path, token_model, "--output", str(tmp_path / "new"))
     assert done.exit_code == 2 and "output_token_ids" in done.stderr

@@ -8,7 +8,7 @@ from flax import nnx
 from benchmarks.sharding.collectives import Collective, collectives_of
 from benchmarks.sharding.pipeline import play
 from jaxserve import Runtime
-from jaxserve.execution.staged import Pass
+from jaxserve.execution.micro_batches import Pass
 from jaxserve.models.families.llama import Llama, LlamaConfig
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.testing import WrapAll

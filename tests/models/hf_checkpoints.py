@@ -112,6 +112,40 @@ _OTHERS = {
         ),
         {},
     ),
+    "mamba2": (
+        "Mamba2Config",
+        dict(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=48,
+            num_hidden_layers=2,
+            num_heads=6,
+            head_dim=16,
+            n_groups=3,
+            state_size=10,
+            chunk_size=8,
+            use_bias=True,
+            tie_word_embeddings=True,
+            initializer_range=0.3,
+        ),
+        {},
+    ),
+    "bamba": (
+        "BambaConfig",
+        dict(
+            **{**_SIZES, "num_hidden_layers": 3},
+            attn_layer_indices=[1],
+            attention_bias=True,
+            mlp_bias=True,
+            mamba_n_heads=6,
+            mamba_d_head=16,
+            mamba_n_groups=2,
+            mamba_d_state=10,
+            mamba_d_conv=3,
+            mamba_proj_bias=True,
+            mamba_chunk_size=8,
+        ),
+        {},
+    ),
 }
 
 # Variant -> (config class, fields in addition to _SIZES, arguments of save_pretrained).

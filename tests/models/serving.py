@@ -61,8 +61,10 @@ class Server:
             kv_dtype,
             layer_layout,
             num_shards=self._place.num_shards,
+            num_slots=NUM_SEQUENCES,
         )
-        # In an engine the null page holds arbitrary values.
+        self._has_states = config.num_recurrent_layers > 0
+        # In an engine the null page, and a slot of no sequence, hold arbitrary values.
         garbage = {True: jnp.nan, False: 77}
         self._cache = jax.tree.map(
             lambda x: x.at[:, 0].set(garbage[jnp.issubdtype(x.dtype, jnp.floating)]), self._cache
@@ -103,6 +105,7 @@ class Server:
         adapter = np.full(num_tokens, -1, np.int32)
         fields = np.zeros((4, NUM_SEQUENCES), np.int32)
         tables = np.zeros((NUM_SEQUENCES, PAGES_PER_SEQUENCE), np.int32)
+        slots = np.zeros(NUM_SEQUENCES, np.int32)
         places, at = [], 0
         for row, (sequence, new) in enumerate(rows):
             first, size = self._lengths[sequence], len(new)
@@ -115,6 +118,7 @@ class Server:
                 adapter[place] = self._adapters[sequence]
             fields[:, row] = (at, size, first, first + size)
             tables[row] = self._tables[sequence]
+            slots[row] = sequence
             places.append(place)
             self._lengths[sequence] += size
             at += size
@@ -125,6 +129,7 @@ class Server:
             rows=Rows(*map(jnp.asarray, fields), page_table=jnp.asarray(tables)),
             max_query_length=max_query_length,
             adapter=None if self._adapters is None else jnp.asarray(adapter),
+            slot=jnp.asarray(slots) if self._has_states else None,
         )
         with self._place.in_force():
             logits, self._cache = _step(

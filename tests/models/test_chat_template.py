@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import tokenizers
 
 from jaxserve.core.errors import InvalidRequestError
+from jaxserve.models.jinja import render
 from jaxserve.models.tokenizer import Tokenizer
 
 CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -132,3 +134,72 @@ def test_no_space_is_put_before_a_continuation():
     )
     assert added is not None and backend.id_to_token(added[0]) == "\n"
     assert backend.id_to_token(tokenizer.encode("\nuser")[0]) == "▁"
+
+
+_CHAT = [
+    {"role": "system", "content": "Be <b>brief</b> & kind\n"},
+    {"role": "user", "content": [{"type": "text", "text": "Who? \u597d"}]},
+    {"role": "assistant", "content": "Me", "reasoning": "hm", "n": np.int32(3), "x": (1.5, None)},
+]
+_FEATURES = {
+    "json": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}",
+    "generation": (
+        "{% for m in messages %}{% generation %}\n{{ m.role }}{% endgeneration %}!{% endfor %}"
+    ),
+    "namespace": (
+        "{% set ns = namespace(a=1, self=2) %}{% set ns.a = ns.a + 1 %}{{ ns.a }}{{ ns.self }}"
+    ),
+    "dict": "{{ dict(a=1) }}{{ dict.fromkeys('ab', 0) }}{{ dict([('b', 2)]) }}",
+    "loop": (
+        "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.role }}"
+        "{% endfor %}"
+    ),
+    "names": (
+        "{{ bos_token }}{{ eos_token is defined }}{{ tools is none }}{{ add_generation_prompt }}"
+    ),
+    "thoughts": (
+        "{{ messages[2].thinking }}{{ messages[2].reasoning_content }}{{ messages[2].reasoning }}"
+    ),
+    "blocks": "  {% if true %}\n  a\n  {% endif %}\n b",
+    "time": "{{ strftime_now('%Y-%m') }}",
+    "undefined": "{{ nothing }}{{ messages[2].n + 1 }}{{ messages[2].x[0] }}",
+}
+
+
+@pytest.mark.parametrize("name", _FEATURES)
+def test_templates_see_what_transformers_shows_them(name):
+    """The text is that of transformers' own renderer."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = _FEATURES[name]
+    texts, _ = render_jinja_template(
+        conversations=[_CHAT], chat_template=source, add_generation_prompt=True, bos_token="<s>"
+    )
+    got = render(source, _CHAT, {"bos_token": "<s>"}, add_generation_prompt=True)
+    assert got == texts[0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ dict.__init__ }}{{ dict.mro() }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ namespace(_x=1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ raise_exception('no') }}",
+        "{% unknown %}",
+    ],
+)
+def test_templates_cannot_leave_the_sandbox(source):
+    """What reaches for Python's insides is refused, as the messages of the request."""
+    with pytest.raises(InvalidRequestError, match="chat template refuses"):
+        _tokenizer(source).apply_chat_template(ASKED)
+
+
+@pytest.mark.parametrize("messages", ["text", [1], [{"role": "user", "content": object()}]])
+def test_messages_that_are_no_plain_data_are_refused(messages):
+    """Templates could call the methods of other objects."""
+    with pytest.raises(InvalidRequestError, match="chat template refuses"):
+        _tokenizer(CHATML).apply_chat_template(messages)

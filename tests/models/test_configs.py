@@ -54,7 +54,6 @@ def test_qwen_windows_start_at_max_window_layers():
         (dict(num_key_value_heads=3), "multiple of num_kv_heads=3"),
         (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "'dynamic' is not supported"),
         (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor"),
-        (dict(quantization_config={"bits": 4}), "quantized"),
     ],
 )
 def test_what_is_not_supported_is_named(changes, message):

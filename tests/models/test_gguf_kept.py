@@ -9,19 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.models.gguf_blocks import BLOCK_TYPES, CommonForm
-from jaxserve.models.linear import replace_weights_at
 from jaxserve.models.quantisation import Quantisation
-from jaxserve.models.quantised import QuantisedWeight, in_axes_last
 from jaxserve.models.store import load_model
 from pallas_kernels import dequantise
 from pallas_kernels.quantised_matmul import pack
 from sharding import make_mesh
 from tests.models.gguf_models import TOKENIZER, write_gguf
+from tests.models.kept_weights import dense, restored
 
 # Where each type's blocks have float16 numbers.
 HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
@@ -71,28 +69,6 @@ def _load(path, quantize="keep", **options):
     return load_model(path, quantisation=quantisation, progress=False, **options)
 
 
-def _restored(loaded) -> dict[tuple, np.ndarray]:
-    """Return the numbers of all quantised weights by path, with the in axes last."""
-    model = nnx.merge(loaded.graphdef, loaded.params)
-    return {
-        path: np.asarray(module.dequantised())
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, QuantisedWeight)
-    }
-
-
-def _dense(loaded) -> dict[tuple, np.ndarray]:
-    """Return the numbers of all dense weights by path, with the in axes last."""
-    found = {}
-
-    def note(path, weight, axes):
-        found[path] = in_axes_last(np.asarray(weight[...]), axes)
-        return weight
-
-    replace_weights_at(nnx.merge(loaded.graphdef, loaded.params), note)
-    return found
-
-
 @pytest.mark.parametrize("layout", ["unrolled", "scanned"])
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1"])
 def test_a_file_is_loaded_without_rounding(tmp_path, monkeypatch, name, layout):
@@ -100,8 +76,8 @@ def test_a_file_is_loaded_without_rounding(tmp_path, monkeypatch, name, layout):
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "model.gguf"
     write_gguf(path, quantisation=gguf.GGMLQuantizationType[name], tokenizer=TOKENIZER)
-    kept, dense = (_load(path, each, layer_layout=layout) for each in ("keep", None))
-    found, wanted = _restored(kept), _dense(dense)
+    kept, whole = (_load(path, each, layer_layout=layout) for each in ("keep", None))
+    found, wanted = restored(kept), dense(whole)
     assert found.keys() == wanted.keys() and len(found) >= 4
     for path, numbers in found.items():
         np.testing.assert_array_equal(numbers, wanted[path])
@@ -114,8 +90,8 @@ def test_kept_blocks_on_a_mesh(tmp_path, monkeypatch):
     write_gguf(path, quantisation=gguf.GGMLQuantizationType.Q4_1, tokenizer=TOKENIZER)
     alone, shared = _load(path), _load(path, mesh=make_mesh(tensor=2))
     assert any(len(leaf.sharding.device_set) == 2 for leaf in jax.tree.leaves(shared.params))
-    wanted = _restored(alone)
-    for path, numbers in _restored(shared).items():
+    wanted = restored(alone)
+    for path, numbers in restored(shared).items():
         np.testing.assert_array_equal(numbers, wanted[path])
 
 
@@ -126,7 +102,7 @@ def test_other_tensors_are_dequantised_and_logged(tmp_path, monkeypatch, caplog)
     write_gguf(path, quantisation=gguf.GGMLQuantizationType.Q5_0, tokenizer=TOKENIZER)
     with caplog.at_level(logging.WARNING):
         loaded = _load(path)
-    assert not _restored(loaded) and "Q5_0" in caplog.text
+    assert not restored(loaded) and "Q5_0" in caplog.text
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])

@@ -62,7 +62,9 @@ def test_whole_sequences(checkpoint):
     assert _relative_error(got[1, :30], wanted[:30]) < 1e-4
 
 
-@pytest.mark.parametrize("variant", ["llama3_rope", "mistral", "gpt2", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize(
+    "variant", ["llama3_rope", "mistral", "gpt2", "gpt_neox", "mixtral", "mamba2"]
+)
 def test_scanned_layers(tmp_path, variant):
     """Scanned layers over one cache buffer have PyTorch's logits too."""
     model = write_checkpoint(variant, tmp_path)

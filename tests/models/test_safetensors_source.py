@@ -77,6 +77,18 @@ def test_damaged_index_is_refused(tmp_path):
         SafetensorsSource(tmp_path)
 
 
+@pytest.mark.parametrize("outside", ["../other.safetensors", "/tmp/other.safetensors"])
+def test_files_outside_the_folder_are_refused(tmp_path, outside):
+    """The index names files of its folder, and no way out of it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": ARRAY}, tmp_path / "other.safetensors")
+    index = {"weight_map": {"a": outside}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="not a file of the folder"):
+        SafetensorsSource(folder)
+
+
 def test_folder_without_weights_is_unknown(tmp_path):
     """A folder without safetensors files is an unknown model."""
     with pytest.raises(UnknownModelError, match="neither"):

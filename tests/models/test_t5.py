@@ -182,7 +182,6 @@ def test_versions_differ_as_in_transformers():
         (dict(is_encoder_decoder=False), "is_encoder_decoder"),
         (dict(d_kv=None), "d_kv"),
         (dict(model_type="umt5"), "umt5"),
-        (dict(quantization_config={"bits": 4}), "quantized"),
         (dict(relative_attention_num_buckets=30), "30 buckets"),
         (dict(relative_attention_max_distance=8), "up to 8"),
     ],

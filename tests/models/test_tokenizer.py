@@ -12,8 +12,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.core.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from jaxserve.engine.text import TextAssembler
 from jaxserve.models.gguf_tokenizer import read_gguf_tokenizer
-from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.models.tokenizer import StreamDecoder, Tokenizer
 
 EXPECTED = Path(__file__).parent.parent / "data" / "smollm2_tokenizer_llamacpp.json"
 
@@ -184,6 +185,22 @@ def test_sentencepiece_joins_by_score_and_falls_back_to_bytes():
     assert tokenizer.encode("</s>", False) == [2]
     assert 2 not in tokenizer.encode("</s>", False, parse_special=False)
     assert tokenizer.eos_token_ids == (2,)
+
+
+def test_a_stop_string_of_byte_tokens_ends_at_its_own_token():
+    """No token comes after the stop string, and none of it is shown, at the end either."""
+    tokenizer = _tokenizer(_sentencepiece())
+    id_of = {token: i for i, token in enumerate(_sentencepiece()["tokenizer.ggml.tokens"])}
+    ids = [id_of["▁hello"], id_of["<0xC3>"], id_of["<0xA9>"], id_of["<0x0A>"], id_of["h"]]
+    for stop, count, text in (("\n", 4, "helloé"), ("é", 3, "hello"), ("é\n", 4, "hello")):
+        assembler = TextAssembler(StreamDecoder(tokenizer), [stop])
+        assert assembler.push(ids) == count
+        assert assembler.take(is_final=True) == text
+    # A character that is not complete is no match, and comes out as it did.
+    assembler = TextAssembler(StreamDecoder(tokenizer), ["\n"])
+    assert assembler.push(ids[:2]) is None
+    assembler.finish()
+    assert assembler.take(is_final=True) == "hello\ufffd"
 
 
 @pytest.mark.parametrize(

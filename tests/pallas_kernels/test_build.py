@@ -108,6 +108,27 @@ def test_a_damaged_library_is_compiled_again(small, damage):
     assert list(library.parent.iterdir()) == [library]
 
 
+def test_a_library_that_others_may_have_written_is_not_loaded(small, caplog):
+    """A library is code: it is compiled again, and the new one is this user's alone."""
+    library = build.compile_library(small)
+    library.chmod(0o777)
+    with caplog.at_level(logging.WARNING, "pallas_kernels"):
+        assert build.compile_library(small) == library
+    assert "this user alone" in caplog.text
+    assert not library.stat().st_mode & 0o022
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(small, cache, caplog):
+    """Kernels go to a folder of this process, and the log says why."""
+    cache.mkdir(mode=0o777)
+    cache.chmod(0o777)
+    with caplog.at_level(logging.WARNING, "pallas_kernels"):
+        library = build.compile_library(small)
+    assert library.parent != cache and not list(cache.iterdir())
+    assert "this user alone" in caplog.text
+    shutil.rmtree(library.parent)
+
+
 def test_a_library_without_the_symbol_is_compiled_again(small, caplog):
     """Another library at the same path is replaced, although the process has loaded it."""
     other = small.with_name("other.cc")

@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import build, dequantise, quantised_matmul
-from pallas_kernels.quantised_matmul import cpu, dequantised_rows, pack, quantise
+from pallas_kernels.quantised_matmul import (
+    cpu,
+    dequantised_rows,
+    pack,
+    quantise,
+    quantise_float8,
+)
 from sharding import make_mesh
 
 # (bits, group, has_minima).
@@ -120,6 +126,63 @@ def test_whole_numbers_are_exact(format, instructions):
     x[0] = 127
     weight = codes.astype(np.int64) - packed.offset - (3 if has_minima else 0)
     np.testing.assert_array_equal(_by_kernel(x, packed, instructions), x @ weight.T)
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1.0, 1e30])
+def test_float8(factor):
+    """Columns keep their largest number to float8's precision, zeros are exact, NaN stays."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((40, 70), np.float32) * np.float32(factor)
+    weight[3], weight[5, 7] = 0, np.nan
+    packed = quantise_float8(jnp.asarray(weight), group=32)
+    got = np.asarray(dequantise(packed))[:40, :70]
+    assert not got[3].any() and np.isnan(got[5]).all()
+    rest = np.setdiff1d(np.arange(40), [5])
+    _assert_close(got[rest] / factor, weight[rest] / factor, 0.03)
+    np.testing.assert_allclose(np.abs(got[rest]).max(1), np.abs(weight[rest]).max(1), rtol=1e-5)
+    x = rng.standard_normal((6, 70), np.float32)
+    product = quantised_matmul(jnp.asarray(x), packed, rounds_activations=False)[:, rest]
+    _assert_close(product / factor, x @ (got[rest] / factor).T, 1e-5)
+    with pytest.raises(NotImplementedError, match="multiplies integers"):
+        quantised_matmul(jnp.asarray(x), packed, rounds_activations=True, implementation="cpu")
+
+
+@pytest.mark.parametrize("implementation", [*INSTRUCTIONS, "xla"])
+@pytest.mark.parametrize("scales_dtype", [None, "float16", "float32"])
+@pytest.mark.parametrize(("bits", "kind"), [(4, np.uint8), (8, np.int16)])
+def test_zero_points(bits, kind, scales_dtype, implementation):
+    """Zero points from 0 to one past the largest code agree, with and without scales."""
+    rng, (width, depth), group = np.random.default_rng(bits), (40, 96), 32
+    codes = rng.integers(0, 2**bits, (width, depth)).astype(np.uint8)
+    zeros = rng.choice([0, 1, 2 ** (bits - 1), 2**bits - 1, 2**bits], (width, depth // group))
+    scales = None
+    if scales_dtype is not None:
+        scales = rng.uniform(0.5, 2, zeros.shape).astype(scales_dtype)
+    channels = rng.uniform(0.5, 2, width).astype(np.float32)
+    packed = pack(
+        *(jnp.asarray(codes), jnp.asarray(channels)),
+        *(None if scales is None else jnp.asarray(scales), None),
+        bits=bits,
+        group=group,
+        zeros=jnp.asarray(zeros.astype(kind)),
+    )
+    numbers = codes.astype(np.float64) - np.repeat(zeros, group, axis=1)
+    if scales is not None:
+        numbers *= np.repeat(scales.astype(np.float64), group, axis=1)
+    numbers *= channels[:, None]
+    np.testing.assert_allclose(dequantise(packed)[:width], numbers, rtol=1e-6)
+    np.testing.assert_array_equal(
+        dequantised_rows(packed, jnp.asarray([39, 0, 17])),
+        dequantise(packed)[jnp.asarray([39, 0, 17])],
+    )
+    x = rng.standard_normal((7, depth), np.float32)
+    if implementation == "xla":
+        got = quantised_matmul(
+            jnp.asarray(x), packed, rounds_activations=True, implementation="xla"
+        )
+    else:
+        got = _by_kernel(x, packed, implementation)
+    _assert_close(got[:, :width], _rounded(x, group) @ numbers.T, 1e-3)
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)

@@ -52,6 +52,17 @@ def test_weights_take_the_memory_of_their_format(served):
     assert four < eight < dense
 
 
+def test_weights_in_float8(served):
+    """They take the memory of int8, and an update is rounded as the first weights were."""
+    with _runtime(1, quantize="fp8") as rt:
+        wanted = _answers(rt)
+    with _runtime(quantize="fp8") as rt:
+        assert rt.stats().weights_bytes == served["int8", 0][1]
+        assert _answers(rt) != wanted
+        rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
+        assert _answers(rt) == wanted
+
+
 def test_the_kernel_is_chosen_and_recorded():
     """On a CPU the kernel serves every product with a quantised weight."""
     with _runtime(quantize="int4") as rt:

@@ -382,6 +382,8 @@ BAD_PROMPTS = {
     "lone surrogate": ("a\ud83d", InvalidRequestError, "surrogate"),
     "array of floats": (np.ones(3), InvalidRequestError, "all token ids"),
     "matrix": (np.ones((2, 2), int), InvalidRequestError, "all token ids"),
+    "bytes": (b"abc", InvalidRequestError, "decode"),
+    "token id": (5, InvalidRequestError, "int"),
 }
 
 
@@ -397,6 +399,21 @@ def test_bad_prompt_is_refused_alone(runtime, name):
     assert said in str(refused.error)
     with pytest.raises(error):
         runtime.submit(prompt)
+
+
+@pytest.mark.parametrize("wrong", [5, {"role": "user", "content": "a"}, b"abc"])
+def test_a_wrong_first_prompt_leaves_the_others(runtime, wrong):
+    """A batch that begins with what a prompt consists of is a batch, and not one mixed prompt."""
+    good = random_prompts(1)
+    refused, answered = runtime.generate([wrong, good[0]], GREEDY)
+    assert type(refused.error) is InvalidRequestError
+    assert answered.token_ids == runtime.generate(good, GREEDY)[0].token_ids
+
+
+def test_bytes_are_no_token_ids(runtime):
+    """Bytes alone are refused, and the error says what to pass."""
+    with pytest.raises(InvalidRequestError, match="decode"):
+        runtime.generate(b"abc", GREEDY)
 
 
 BAD_PARAMS = {

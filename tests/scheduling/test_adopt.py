@@ -35,7 +35,7 @@ SHAPES = [
 def test_the_same_tokens_whatever_shapes_follow_each_other(name):
     """Shapes change with steps in flight, in the middle of prompts and of decode phases."""
     num_adopted = 0
-    for seed in range(80):
+    for seed in range(40):
         trace = Trace(seed, with_faults=seed % 4 == 0)
         rng = random.Random(f"adopt {seed}")
         clock = VirtualClock()
@@ -59,7 +59,7 @@ def test_the_same_tokens_whatever_shapes_follow_each_other(name):
         assert ends == {key: (w.output, w.finish_reason) for key, w in wanted.items()}, (
             f"seed {seed}"
         )
-    assert num_adopted > 500
+    assert num_adopted > 250
 
 
 def test_new_settings_hold_from_the_next_step_on():

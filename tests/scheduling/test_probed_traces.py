@@ -28,7 +28,7 @@ QUANTILES = next(policy for policy in PREDICTED if policy.name == "quantiles")
 
 
 CASES = [(AUTO, probe, 25) for probe in PROBES]
-CASES += [(policy, "any", 100) for policy in (AUTO, QUANTILES, S3)]
+CASES += [(policy, "any", 50) for policy in (AUTO, QUANTILES, S3)]
 CASES += [(AUTO, "misshapen", 25)]
 
 

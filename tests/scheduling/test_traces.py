@@ -61,16 +61,16 @@ BASELINES = (
     *("fastertransformer", "triton_window", "concurrent_instances", "oracle", "s3_oracle"),
     *("exegpt_rra", "exegpt_waa_c"),
 )
-SEEDS = [range(start, start + 100) for start in range(0, 300, 100)]
+SEEDS = [range(0, 100), range(100, 160)]
 CASES = [(policy, seeds) for policy in POLICIES for seeds in SEEDS]
-CASES += [(policy, seeds) for policy in PREDICTED for seeds in SEEDS[:2]]
+CASES += [(policy, seeds) for policy in PREDICTED for seeds in SEEDS[:1]]
 RESIZED = [
     *POLICIES,
     *PREDICTED,
     *(PRESETS[name] for name in ("fastertransformer", "concurrent_instances")),
     *(PRESETS[name] for name in ("exegpt_rra", "exegpt_waa_c")),
 ]
-CASES += [(PRESETS[name], seeds) for name in BASELINES for seeds in SEEDS[:2]]
+CASES += [(PRESETS[name], seeds) for name in BASELINES for seeds in SEEDS[:1]]
 # Steps of one iteration hardly fall short.
 LONG_STEPS = {
     name: replace(PRESETS[name], iteration=WAA(encode_batch=4, decode_iterations=8))
@@ -101,7 +101,7 @@ def test_a_resized_pool_serves_the_same_tokens(policy):
     """Pages move and sequences are preempted; only what no longer fits is cut short or fails."""
     ends = Counter()
     num_moved = 0
-    for seed in range(60):
+    for seed in range(40):
         trace = Trace(seed, with_faults=seed % 4 == 0)
         together = trace.run(policy, cancel_rate=0.01 if seed % 3 == 0 else 0, resize_rate=0.15)
         num_moved += trace.num_moved
@@ -129,7 +129,7 @@ def test_plans_are_upper_bounds(policy):
     Sequences are preempted, swapped, cancelled, resized and closed with such steps in flight.
     """
     counts = Counter()
-    for seed in range(40):
+    for seed in range(25):
         with_faults, resizes = seed % 4 == 0, seed % 5 == 0
         trace = Trace(seed, with_faults=with_faults, falls_short=True)
         together = trace.run(
@@ -144,7 +144,7 @@ def test_plans_are_upper_bounds(policy):
                 assert got.output == wanted.output[: len(got.output)], f"seed {seed}, {key}"
             else:
                 assert got.agrees_with(wanted), f"seed {seed}, sequence {key}"
-    assert counts["short"] > 1000 and counts["reopened"] > 0 < counts["preempted"], counts
+    assert counts["short"] > 500 and counts["reopened"] > 0 < counts["preempted"], counts
 
 
 @pytest.mark.parametrize("name", ["pensieve", "auto"])

@@ -117,7 +117,7 @@ def test_conversation(rt: Runtime, ai: openai.OpenAI):
         {"tools": [{"type": "web_search"}]},
         {"top_logprobs": 2},
         {"input": []},
-        {"text": {"format": {"type": "json_object"}}},
+        {"text": {"format": {"type": "grammar"}}},
     ],
 )
 def test_fields_that_are_not_honoured(ai: openai.OpenAI, fields: dict[str, Any]):

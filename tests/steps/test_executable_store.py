@@ -133,6 +133,96 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path, compiled, caplo
     assert _entries(tmp_path) == []
 
 
+@pytest.mark.parametrize("how", ["writable", "link"])
+def test_an_entry_that_others_may_have_written_is_not_loaded(tmp_path, compiled, caplog, how):
+    """It is compiled again, with one line in the log, and replaced by an own entry."""
+    wanted = _function(tmp_path)(X, X)
+    entry = _entries(tmp_path)[-1]
+    if how == "writable":
+        entry.chmod(0o666)
+    else:
+        entry.symlink_to(entry.rename(tmp_path / "elsewhere"))
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        np.testing.assert_array_equal(_function(tmp_path)(X, X), wanted)
+    assert len(caplog.records) == 1 and len(compiled) == 2
+    _function(tmp_path)(X, X)
+    assert len(compiled) == 2
+
+
+def test_what_a_start_used_first_is_loaded_early(tmp_path, compiled):
+    """The next process has it before it asks; stores stand for processes here."""
+    place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+    def started() -> tuple[ExecutableStore, StepFunction]:
+        store = ExecutableStore(tmp_path)
+        shelf = shelf_of(store, place)
+        return store, StepFunction("scaled", lambda x, y: jnp.sort(x * y), shelf, num_fixed=0)
+
+    store, function = started()
+    assert not store.expect("start") and not store.expect("start")
+    function.prepare(X[:2], X[:2])  # never called
+    for x in (X, X[:4], X):
+        function(x, x)
+    assert len((store.read("start") or b"").split()) == 2
+    store, function = started()
+    assert store.expect("start") and not store.expect("start")
+    store.load_expected(jax.devices()[:1])
+    for entry in _entries(tmp_path):
+        if entry.stat().st_size > 200:
+            entry.unlink()
+    num = len(compiled)
+    np.testing.assert_array_equal(function(X, X), X * X)
+    np.testing.assert_array_equal(function(X[:4], X[:4]), X[:4] * X[:4])
+    assert len(compiled) == num
+    # A start that does not wait for the early load loads for itself.
+    store, function = started()
+    assert store.expect("start")
+    np.testing.assert_array_equal(function(X, X), X * X)
+
+
+def test_jax_keeps_no_second_copy(tmp_path):
+    """An executable of the store is not in JAX's own cache; what is compiled beside it is."""
+
+    def kept_by_the_store(x):
+        return jnp.sort(x * 3)
+
+    def kept_by_jax(x):
+        return jnp.sort(x * 5)
+
+    before = {
+        name: jax.config.values[name]
+        for name in (
+            "jax_persistent_cache_min_compile_time_secs",
+            "jax_persistent_cache_min_entry_size_bytes",
+        )
+    }
+    place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    shelf = shelf_of(ExecutableStore(tmp_path), place)
+    try:
+        for name in before:
+            jax.config.update(name, 0)
+        StepFunction("tripled", kept_by_the_store, shelf, num_fixed=0)(X)
+        jax.jit(kept_by_jax)(X)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    names = [path.name for path in Path(jax.config.values["jax_compilation_cache_dir"]).iterdir()]
+    assert any("kept_by_jax" in name for name in names)
+    assert not any("kept_by_the_store" in name for name in names)
+    assert len(_entries(tmp_path)) == 2
+
+
+def test_arrays_that_an_executable_refuses_are_served_by_jit(tmp_path, caplog):
+    """The log says so once, and later calls do not try again."""
+    function = _function(tmp_path)
+    there = jax.device_put(X, jax.devices()[1])
+    function.prepare(jax.device_put(X, jax.devices()[0]), X)
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        for _ in range(3):
+            np.testing.assert_array_equal(function(there, X), np.sort(X * X))
+    assert len(caplog.records) == 1 and "refuses these arrays" in caplog.text
+
+
 def test_a_new_folder_is_for_its_user_alone(tmp_path):
     """Nobody else can read or write it."""
     folder = tmp_path / "cache" / "executables"

@@ -89,12 +89,9 @@ def test_policies_are_checked_without_jax():
 
 
 def test_the_documentation_runs():
-    """Each program of the page runs in its own process, as printed."""
+    """Each program of the page runs by itself, as printed."""
     text = (ROOT / "docs" / "testing.md").read_text()
     programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(programs) == 3
     for program in programs:
-        done = subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
+        exec(compile(program, "docs/testing.md", "exec"), {"__name__": "__main__"})

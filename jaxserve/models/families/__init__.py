@@ -8,10 +8,10 @@ from typing import Any
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.config import DecoderConfig
-from jaxserve.models.families import gemma, gpt2, gpt_neox, gptj, llama, moe, opt, t5
+from jaxserve.models.families import bamba, gemma, gpt2, gpt_neox, gptj, llama, mamba2, moe, opt, t5
 from jaxserve.models.family import Family
 
-_ALL = tuple(m.FAMILY for m in (llama, gpt2, opt, gptj, gpt_neox, gemma, moe, t5))
+_ALL = tuple(m.FAMILY for m in (llama, gpt2, opt, gptj, gpt_neox, gemma, moe, t5, mamba2, bamba))
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {kind: family for family in _ALL for kind in family.model_types}
 )

@@ -126,9 +126,9 @@ def attention_weights(config: DecoderConfig) -> dict[str, Weight]:
     }
 
 
-def mlp_weights() -> dict[str, Weight]:
-    """Return the weights of a `GatedMLP` under Llama's names."""
-    mlp = LAYER + "mlp."
+def mlp_weights(name: str = "mlp.") -> dict[str, Weight]:
+    """Return the weights of a `GatedMLP` under Llama's names, with its own in place of `mlp.`."""
+    mlp = LAYER + name
     return {
         **{
             f"blocks.mlp.{name}": gate_and_up(

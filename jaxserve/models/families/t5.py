@@ -77,7 +77,7 @@ class T5Config(DecoderConfig):
     @property
     def encoder(self) -> Self:
         """The configuration of the encoder's layers."""
-        return replace(self, num_layers=self.num_encoder_layers, sliding_windows=())
+        return replace(self, num_layers=self.num_encoder_layers, sliding_windows=(), layer_kinds=())
 
     def fitted_to(self, tensors: Collection[str]) -> Self:
         """See `DecoderConfig`. transformers 5 writes that all models tie, whether they do or not.

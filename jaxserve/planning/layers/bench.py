@@ -35,7 +35,7 @@ class LayerBench:
 
     Raises:
       InvalidConfigError: a degree does not divide the layer, or is more than the devices; or the
-        model has an encoder.
+        model has an encoder or recurrent layers.
     """
 
     def __init__(
@@ -48,6 +48,11 @@ class LayerBench:
         if config.has_encoder:
             raise InvalidConfigError(
                 "layers of an encoder-decoder model are not measured yet; pass a decoder-only model"
+            )
+        if config.num_recurrent_layers:
+            raise InvalidConfigError(
+                "layers of a model with recurrent layers are not measured yet; pass a model with "
+                "attention in all layers"
             )
         allowed = degrees_of(config, devices)
         if degrees is not None and not set(degrees) <= set(allowed):

@@ -44,7 +44,7 @@ class Concurrent:
             last[admitted.key] = state.num_turns - 1
         state.last = last
         for sequence in sorted(step.running, key=lambda each: last[each.key]):
-            if sequence.num_uncomputed > 1:
+            if not sequence.is_decoding:
                 count = min(sequence.num_uncomputed, step.num_tokens_left)
                 advances = step.add_row(sequence, count)
             else:

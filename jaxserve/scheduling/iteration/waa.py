@@ -81,7 +81,7 @@ class WAA:
         computed = [
             sequence
             for sequence in step.running
-            if sequence.kv.group == ENCODE and sequence.num_uncomputed == 1
+            if sequence.kv.group == ENCODE and sequence.is_decoding
             if not sequence.num_in_flight
         ]
         for sequence in computed:

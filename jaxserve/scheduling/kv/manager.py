@@ -61,7 +61,7 @@ class KVManager:
         host_memory: HostMemory | None = None,
         on_arrival: Callable[[], None] = lambda: None,
     ):
-        retention = policy.retention
+        retention = policy.retention_for(config)
         self.config = config
         self.num_outgrown = 0
         self._now = now

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.core.request import Completion
+from jaxserve.core.request import Completion, Sample
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
 from jaxserve.models.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ from jaxserve.server.guard import note, notes_here
 from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
 from jaxserve.server.schema.base import FinishReason, Usage
 from jaxserve.server.schema.chat import (
+    AnsweredCall,
     AnswerMessage,
     ChatChoice,
     ChatChunk,
@@ -34,6 +35,7 @@ from jaxserve.server.schema.chat import (
     Delta,
     as_template_message,
 )
+from jaxserve.server.tools import Tools
 from jaxserve.server.turn import TurnExchange, begun
 
 router = APIRouter()
@@ -50,7 +52,9 @@ async def chat(body: ChatRequest, http: Request, backend: Here) -> Response:
     backend.check_model(body.model)
     note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
     tokenizer = need_tokenizer(backend.ready_service())
-    answer = _Chat(body, params_of.of_chat(body), backend.options.model_name, tokenizer)
+    tools = Tools(body, tokenizer)
+    params = params_of.of_chat(body, tools)
+    answer = _Chat(body, params, tools, backend.options.model_name, tokenizer)
     if body.conversation_id is not None:
         return await _turn(body, body.conversation_id, answer, http, backend)
     exchange = Exchange(backend)
@@ -84,33 +88,23 @@ class _Chat:
 
     body: ChatRequest
     params: SamplingParams
+    tools: Tools
     model: str
     tokenizer: Tokenizer
 
     def __post_init__(self) -> None:
         self.id = new_id("chatcmpl")
         self.created = now_s()
+        self.answered = [self.tools.reader() for _ in range(self.params.n)]
 
     def jobs(self, _: Service) -> list[Job]:
         """Return the one prompt."""
         messages = [as_template_message(message) for message in self.body.messages]
-        prompt = self.tokenizer.apply_chat_template(messages)
-        return [Job(prompt, self.params, self.body.priority or 0)]
+        return [Job(self.tools.prompt(messages), self.params, self.body.priority or 0)]
 
     def reply(self, completion: Completion) -> ChatReply:
         """Return the whole answer."""
-        choices = [
-            ChatChoice(
-                index=i,
-                message=AnswerMessage(content=sample.text),
-                logprobs=None
-                if sample.logprobs is None
-                else scores.of_chat(sample.logprobs, self.tokenizer),
-                finish_reason=cast(FinishReason, sample.finish_reason),
-                token_ids=list(sample.token_ids) if self.body.return_token_ids else None,
-            )
-            for i, sample in enumerate(completion.samples)
-        ]
+        choices = [self._whole(i, sample) for i, sample in enumerate(completion.samples)]
         prompt = completion.prompt_token_ids
         return ChatReply(
             id=self.id,
@@ -123,6 +117,23 @@ class _Chat:
             else scores.of_prompt(completion.prompt_logprobs, self.tokenizer),
             prompt_token_ids=list(prompt) if self.body.return_token_ids else None,
             conversation_id=self.body.conversation_id,
+        )
+
+    def _whole(self, index: int, sample: Sample) -> ChatChoice:
+        answered = self.answered[index]
+        content, calls = answered.push(sample.text, is_last=True)
+        message = AnswerMessage(
+            content=content if content or not calls else None,
+            tool_calls=[AnsweredCall(id=call.id, function=call.function) for call in calls] or None,
+        )
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=None
+            if sample.logprobs is None
+            else scores.of_chat(sample.logprobs, self.tokenizer),
+            finish_reason=cast(FinishReason, answered.finish_reason(sample.finish_reason)),
+            token_ids=list(sample.token_ids) if self.body.return_token_ids else None,
         )
 
     async def chunks(
@@ -151,12 +162,14 @@ class _Chat:
             yield self._chunk([], usage=Usage.of(num_prompt_tokens(), num_tokens))
 
     def _choice(self, piece: Piece) -> ChunkChoice:
-        ended = piece.finish_reason is not None
+        reason, answered = piece.finish_reason, self.answered[piece.sample_index]
+        content, calls = answered.push(piece.text, is_last=reason is not None)
+        is_silent = not content and bool(reason or calls or self.tools.is_given)
         return ChunkChoice(
             index=piece.sample_index,
-            delta=Delta(content=None if ended and not piece.text else piece.text),
+            delta=Delta(content=None if is_silent else content, tool_calls=calls or None),
             logprobs=scores.of_chat(piece.logprobs, self.tokenizer) if piece.logprobs else None,
-            finish_reason=cast(FinishReason, piece.finish_reason),
+            finish_reason=cast(FinishReason, reason and answered.finish_reason(reason)),
             token_ids=list(piece.token_ids) if self.body.return_token_ids else None,
         )
 

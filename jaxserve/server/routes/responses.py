@@ -22,6 +22,7 @@ from jaxserve.server.errors import invalid
 from jaxserve.server.events import EventStream, Replies, json_response
 from jaxserve.server.exchange import Exchange, Group, Job, unless_gone
 from jaxserve.server.guard import note, notes_here
+from jaxserve.server.params import of_format
 from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
 from jaxserve.server.schema.base import Reply, ScoredChoice
 from jaxserve.server.schema.responses import (
@@ -75,6 +76,7 @@ def _params(body: ResponseRequest) -> SamplingParams:
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         logprobs=(body.top_logprobs or 0) if wants_scores else None,
+        **of_format(None if body.text is None else body.text.format),
     )
 
 
@@ -168,6 +170,12 @@ class _Answer:
         yield self._event("response.output_item.done", output_index=0, item=reply.output[0])
         yield self._event(f"response.{reply.status}", response=reply)
 
+    def _format(self) -> dict[str, Any]:
+        text = self.body.text
+        if text is None or text.format is None:
+            return {"type": "text"}
+        return text.format.model_dump(by_alias=True, exclude_none=True)
+
     def _event(self, kind: str, **fields: Any) -> ResponseEvent:
         return ResponseEvent(type=kind, sequence_number=next(self._numbers), **fields)
 
@@ -210,6 +218,7 @@ class _Answer:
             model=self.model,
             output=output or [],
             temperature=self.params.temperature,
+            text={"format": self._format()},
             top_p=self.params.top_p,
             usage=usage,
             user=self.body.user,

@@ -71,8 +71,24 @@ class Usage(Reply):
         )
 
 
+class StructuredOutputs(Strict):
+    """What the answer has to match, in vLLM's form: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class Choosing(Strict):
     """How tokens are chosen and when an answer ends; see `SamplingParams`."""
+
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="A JSON schema.")
+    guided_regex: str | None = None
+    guided_grammar: str | None = Field(None, description="In Lark's notation, or GBNF.")
+    guided_choice: list[str] | None = None
 
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; default 1.")
     top_p: float | None = Field(None, gt=0, le=1)

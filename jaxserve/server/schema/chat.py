@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -19,6 +21,7 @@ from jaxserve.server.schema.base import (
     Usage,
     optional,
 )
+from jaxserve.server.schema.structured import ResponseFormat, Tool, ToolChoice
 
 
 class TextPart(Strict):
@@ -94,6 +97,10 @@ class ChatRequest(Asking):
     max_tokens: int | None = Field(
         None, ge=1, le=MAX_INT32, description="The former name of max_completion_tokens."
     )
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tool_choice: ToolChoice | None = Field(None, description='"auto" by default.')
+    parallel_tool_calls: bool | None = Field(None, description="Whether an answer may call twice.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     conversation_id: ConversationId | None = Field(
@@ -113,12 +120,34 @@ class Logprobs(Reply):
     refusal: None = None
 
 
+class AnsweredFunction(Reply):
+    """The function that the model calls; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(Reply):
+    """A call in the answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: AnsweredFunction
+
+
+class AddedCall(AnsweredCall):
+    """A call in a chunk, with its place among the calls."""
+
+    index: int
+
+
 class AnswerMessage(Reply):
     """The message that was generated."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    tool_calls: list[AnsweredCall] | None = optional()
 
 
 class ChatChoice(Reply):
@@ -150,6 +179,7 @@ class Delta(Reply):
 
     role: Literal["assistant"] | None = optional()
     content: str | None = optional()
+    tool_calls: list[AddedCall] | None = optional()
 
 
 class ChunkChoice(Reply):
@@ -181,4 +211,7 @@ def as_template_message(message: Any) -> dict[str, Any]:
     content = message.content
     if not isinstance(content, str):
         content = "".join(part.text for part in content or ())
+    for call in given.get("tool_calls", ()):  # templates write them as objects
+        with suppress(ValueError):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return {**given, "role": role, "content": content}

@@ -15,6 +15,7 @@ from jaxserve.server.schema.base import (
     Strict,
     optional,
 )
+from jaxserve.server.schema.structured import TextFormat
 
 
 class InputText(Strict):
@@ -42,12 +43,6 @@ class InputMessage(Strict):
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
     phase: None = None
-
-
-class TextFormat(Strict):
-    """The form of the text."""
-
-    type: Literal["text"]
 
 
 class TextOptions(Strict):
@@ -150,7 +145,7 @@ class ResponseReply(Reply):
     previous_response_id: None = None
     store: Literal[False] = False
     temperature: float
-    text: dict[str, Any] = {"format": {"type": "text"}}
+    text: dict[str, Any]
     tool_choice: Literal["auto"] = "auto"
     tools: list[Any] = []
     top_p: float

@@ -84,10 +84,15 @@ def sample(
         rows = Rows(tokens, length, sampling.prompt_length, sampling.stop_ids, first)
         active = _active(processors, sampling, step_arrays or {})
         edited = _padded(logits)
-        if variant is Variant.FULL:
-            for processor, arrays in active:
-                if isinstance(processor, LogitsProcessor):
-                    edited = processor.apply(edited, arrays, rows)
+        editing = [
+            (processor, arrays)
+            for processor, arrays in active
+            if isinstance(processor, LogitsProcessor)
+            if variant is Variant.FULL or processor.step_arrays
+        ]
+        for processor, arrays in editing:
+            edited = processor.apply(edited, arrays, rows)
+        if editing:
             token, largest = argmax(edited)
             finite &= jnp.isfinite(largest)
         choice = RandomChoice(largest[:, None] - edited, jnp.full_like(largest, jnp.inf))

@@ -27,8 +27,9 @@ _RATIO = 4
 class Variant(enum.IntEnum):
     """What a compiled step can do; each serves what those before it serve.
 
-    GREEDY takes the largest logit. RANDOM draws, with every `ChoiceProcessor`. FULL applies every
-    `LogitsProcessor` too, and returns log-probabilities.
+    GREEDY takes the largest logit. RANDOM draws, with every `ChoiceProcessor`, and applies the
+    `LogitsProcessor`s whose arrays come with the step. FULL applies the others too, and returns
+    log-probabilities.
     """
 
     GREEDY = 0
@@ -70,13 +71,15 @@ class SamplingNeeds:
         cls, params: SamplingParams, processors: Sequence[Processor] = PROCESSORS
     ) -> SamplingNeeds:
         """Return the needs of one request."""
-        edits_logits = any(
-            isinstance(each, LogitsProcessor) and each.is_needed(params) for each in processors
-        )
-        if edits_logits or params.logprobs is not None:
+        editing = [
+            each
+            for each in processors
+            if isinstance(each, LogitsProcessor) and each.is_needed(params)
+        ]
+        if params.logprobs is not None or any(not each.step_arrays for each in editing):
             variant = Variant.FULL
         else:
-            variant = Variant.GREEDY if params.is_greedy else Variant.RANDOM
+            variant = Variant.GREEDY if params.is_greedy and not editing else Variant.RANDOM
         return cls(variant, params.logprobs is not None, bool(params.logprobs))
 
     @classmethod

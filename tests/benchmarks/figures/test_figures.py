@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 
 import pytest
 
@@ -58,6 +59,23 @@ def test_every_kind_is_written(tmp_path):
     for words in ("a peer", "jaxserve", ">321<", "matrix products alone: 400"):
         assert words in svg["docs/figures/offline_made_up_peers.svg"]
     assert all(len(text) < 60_000 for text in svg.values())
+
+
+def test_results_of_unknown_commits_are_refused(tmp_path, capsys):
+    """A result names a commit of the history, as it is; without a history that is not checked."""
+    checkout = write_checkout(tmp_path, ("offline",))
+    assert main(["--root", str(checkout)]) == 0
+    assert "no whole history" in capsys.readouterr().err
+
+    git = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for command in (["init", "--quiet"], ["commit", "--quiet", "--allow-empty", "-m", "First"]):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    path = _result(checkout, "offline")
+    for named, code in ((commit.stdout.strip()[:12], 0), ("0" * 12, 2), ("HEAD-dirty", 2)):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"commit": named}))
+        assert main(["--root", str(checkout)]) == code
+        assert code == 0 or f"commit '{named}' is not in the history" in capsys.readouterr().err
 
 
 def test_every_kind_has_a_page():

@@ -7,12 +7,12 @@ import json
 import numpy as np
 
 from benchmarks.lengths.probe import main
-from tests.cli.test_cli_probe import CONFIG
+from tests.cli.common import TOKEN_CONFIG
 
 
 def test_it_says_what_a_probe_knows_and_costs(tmp_path, capsys):
     """The result has all figures, and times with and without a probe without compilation."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(TOKEN_CONFIG))
     random = np.random.default_rng(0)
     lines = [
         {"prompt_token_ids": [1, i], "token_ids": random.integers(0, 64, 1 + i % 40).tolist()}

@@ -5,6 +5,7 @@ To add one, see docs/adding_a_processor.md.
 
 from __future__ import annotations
 
+from jaxserve.steps.sampling.processors.allowed_tokens import AllowedTokens
 from jaxserve.steps.sampling.processors.logit_bias import LogitBias
 from jaxserve.steps.sampling.processors.min_p import MinP
 from jaxserve.steps.sampling.processors.min_tokens import MinTokens
@@ -17,6 +18,7 @@ from jaxserve.steps.sampling.processors.top_p import TopP
 # In the order of application, which `SamplingParams` promises; those that change logits come
 # before those that change the random choice.
 PROCESSORS: tuple[Processor, ...] = (
+    AllowedTokens(),
     Penalties(),
     LogitBias(),
     MinTokens(),

@@ -29,15 +29,21 @@ class RowArray:
       dtype: of the array.
       neutral: the value that changes nothing, in every element.
       shape: of one entry; () for a number a row.
+      has_vocab_bits: an entry of `step_arrays` has a bit a token of the vocabulary, and so as many
+        elements as they fill; `shape` is then ().
     """
 
     dtype: npt.DTypeLike
     neutral: float
     shape: tuple[int, ...] = ()
+    has_vocab_bits: bool = False
 
-    def full(self, num_rows: int) -> Shaped[np.ndarray, "{num_rows} ..."]:
-        """Return the neutral array, [num_rows, *shape]."""
-        return np.full((num_rows, *self.shape), self.neutral, self.dtype)
+    def full(self, num_rows: int, vocab_size: int = 0) -> Shaped[np.ndarray, "{num_rows} ..."]:
+        """Return the neutral array, [num_rows, *shape], or [num_rows, elements] of vocabulary."""
+        shape = self.shape
+        if self.has_vocab_bits:
+            shape = (-(-vocab_size // (8 * np.dtype(self.dtype).itemsize)),)
+        return np.full((num_rows, *shape), self.neutral, self.dtype)
 
 
 @final
@@ -73,7 +79,8 @@ class Processor(abc.ABC):
       name: unique among the processors.
       slot_arrays: arrays that stay with a slot while it serves a request.
       step_arrays: arrays that come with a step instead, such as masks of allowed tokens. A step
-        that brings none leaves the processor out.
+        that brings none leaves the processor out. A `LogitsProcessor` with such arrays also runs in
+        the RANDOM variant.
     """
 
     name: str

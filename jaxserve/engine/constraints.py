@@ -1,0 +1,127 @@
+"""The grammars of one engine's sequences: masks for its plans, and what follows from its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any, Protocol, final
+
+from jaxserve.core.constraint import Constraint
+from jaxserve.core.errors import JaxserveError
+from jaxserve.scheduling.collect import Progress
+from jaxserve.scheduling.plan import StepPlan, TokenMasks
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Phase, Sequence
+
+
+class AnswerMatcher(Protocol):
+    """Where one answer stands in its grammar; see `matcher.Matcher`."""
+
+    @property
+    def mask_s(self) -> float: ...
+
+    @property
+    def is_complete(self) -> bool: ...
+
+    @property
+    def error(self) -> JaxserveError | None: ...
+
+    def follow(self, output: Seq[int]) -> None: ...
+
+    def forced(self) -> list[int]: ...
+
+
+class GrammarSource(Protocol):
+    """What makes matchers, and computes masks of theirs; see `grammars.Grammars`."""
+
+    def matcher(self, constraint: Constraint) -> AnswerMatcher: ...
+
+    def masks(self, rows: tuple[int, ...], matchers: Seq[Any]) -> TokenMasks: ...
+
+
+@final
+class Constraints:
+    """The matchers of the sequences with a grammar. Only the engine's thread uses it.
+
+    Args:
+      grammars: compiled ones; None where no request has one, or, as in a simulation, where they
+        are not enforced.
+    """
+
+    def __init__(self, scheduler: Scheduler, grammars: GrammarSource | None):
+        self._scheduler = scheduler
+        self._grammars = grammars
+        self._matched: dict[int, tuple[Sequence, AnswerMatcher]] = {}
+        self._num_constrained = self._num_forced = 0
+        self._mask_s = 0.0
+
+    def counters(self) -> dict[str, float]:
+        """Return the counters of `EngineStats` that are kept here, by name."""
+        return {
+            "num_constrained": self._num_constrained,
+            "num_forced": self._num_forced,
+            "mask_s": self._mask_s + sum(matcher.mask_s for _, matcher in self._matched.values()),
+        }
+
+    def begin(self, sequences: Iterable[Sequence]) -> None:
+        """Follow the samples of a new request if it has a grammar."""
+        if self._grammars is None:
+            return
+        for sequence in sequences:
+            constraint = sequence.request.params.constraint
+            if constraint is None or sequence.phase is Phase.FINISHED:
+                continue
+            self._num_constrained += sequence.sample_index == 0
+            matcher = self._grammars.matcher(constraint)
+            self._matched[sequence.key] = sequence, matcher
+            self._go_on(sequence, matcher)
+
+    def masked(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with masks for its rows that need one, which are begun to be computed."""
+        if not self._matched or self._grammars is None:
+            return plan
+        rows, matchers = [], []
+        for index, row in enumerate(plan.rows):
+            if row.samples and row.sequence_key in self._matched:
+                sequence, matcher = self._matched[row.sequence_key]
+                matcher.follow(sequence.output)  # its answer may have begun anew
+                rows.append(index)
+                matchers.append(matcher)
+        if not rows:
+            return plan
+        return replace(plan, masks=self._grammars.masks(tuple(rows), matchers))
+
+    def take_in(self, masks: TokenMasks, news: Seq[Progress]) -> None:
+        """Follow the tokens of a step with masks, which end sequences or force others."""
+        masks.words()  # their threads use the matchers until then
+        for each in news:
+            if each.num_new and each.sequence.key in self._matched:
+                sequence, matcher = self._matched[each.sequence.key]
+                self._follow(sequence, matcher, each.num_new)
+        self._drop_ended()
+
+    def _follow(self, sequence: Sequence, matcher: AnswerMatcher, num_new: int) -> None:
+        num_before = len(sequence.output) - num_new
+        if matcher.error is not None:  # the last token had no mask
+            self._scheduler.stop_at(sequence, num_before, matcher.error)
+        elif sequence.finish_reason in (None, "length"):  # a complete answer ends with "stop"
+            matcher.follow(sequence.output)
+            self._go_on(sequence, matcher)
+
+    def _go_on(self, sequence: Sequence, matcher: AnswerMatcher) -> None:
+        """Append what is forced, and end the sequence where nothing can follow."""
+        num_known = len(sequence.output)
+        if sequence.request.params.logprobs is None and not matcher.is_complete:
+            self._scheduler.extend(sequence, matcher.forced())
+            self._num_forced += len(sequence.output) - num_known
+            matcher.follow(sequence.output)
+        if matcher.error is not None:
+            self._scheduler.stop_at(sequence, len(sequence.output), matcher.error)
+        elif matcher.is_complete:
+            self._scheduler.stop_at(sequence, len(sequence.output))
+
+    def _drop_ended(self) -> None:
+        ended = [key for key, (each, _) in self._matched.items() if each.phase is Phase.FINISHED]
+        for key in ended:
+            self._mask_s += self._matched.pop(key)[1].mask_s

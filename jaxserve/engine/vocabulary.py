@@ -1,0 +1,71 @@
+"""A model's vocabulary as llguidance reads it: the bytes of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from jaxserve.core.errors import InvalidGrammarError
+from jaxserve.models.tokenizer import Tokenizer
+
+
+def read_vocabulary(
+    package: Any, tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int
+) -> Any:
+    """Return an `llguidance.LLTokenizer` of a tokenizer from a folder or a GGUF file.
+
+    llguidance reads byte-level and byte-fallback vocabularies itself. Of others, and of those
+    without an end token, the tokens are decoded one by one. Where the model has no end token, one
+    stands behind the vocabulary, which the model cannot choose.
+
+    Args:
+      vocab_size: of the model, whose embedding may have more rows than there are tokens.
+
+    Raises:
+      InvalidGrammarError: the tokenizer has more tokens than the model.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise InvalidGrammarError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {vocab_size}; grammars "
+            "need a tokenizer of the model's own"
+        )
+    try:
+        read = package.LLTokenizer(
+            tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
+        )
+    except ValueError:
+        decoded = _Decoded(tokenizer, eos_token_ids, vocab_size)
+        return package.LLTokenizer(decoded, eos_token=list(eos_token_ids) or None)
+    if eos_token_ids:
+        return read
+    spelt = [read.decode_bytes([token]) for token in range(vocab_size)]
+    return package.LLTokenizer(_Decoded(tokenizer, eos_token_ids, vocab_size, spelt))
+
+
+@final
+class _Decoded:
+    """What `LLTokenizer` reads of a tokenizer in Python."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        spelt: Sequence[bytes] | None = None,
+    ):
+        self._tokenizer = tokenizer
+        self.special_token_ids = sorted(tokenizer.control_token_ids)
+        size = tokenizer.vocab_size
+        texts = spelt or [
+            tokenizer.decode([token], skip_special_tokens=False).encode() for token in range(size)
+        ]
+        self.tokens = [*texts[:size], *(b"",) * (vocab_size - size)]
+        self.eos_token_id = eos_token_ids[0] if eos_token_ids else len(self.tokens)
+        if not eos_token_ids:
+            self.tokens.append(b"")
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, False, parse_special=False)

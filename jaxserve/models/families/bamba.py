@@ -1,0 +1,140 @@
+"""Bamba: layers of Mamba-2 and layers of attention, each with an MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.models.config import DecoderConfig, LayerKind, check_is
+from jaxserve.models.context import LayerContext
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.families.llama import (
+    LAYER,
+    attention_weights,
+    mlp_weights,
+    rotary_decoder_fields,
+)
+from jaxserve.models.family import Family
+from jaxserve.models.layers import Block, GatedMLP
+from jaxserve.models.mamba import Mamba2Mixer, Mamba2Sizes, mixer_weights, step_limits
+from jaxserve.models.norms import RMSNorm
+from jaxserve.models.param_maker import ParamMaker
+from jaxserve.models.rope import Rope
+from jaxserve.models.weights import Weight
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class BambaConfig(DecoderConfig):
+    """IBM's Bamba: half of each head is rotated."""
+
+    rope: Rope | None = Rope()
+
+    @classmethod
+    def from_hf(cls, given: Mapping[str, Any]) -> Self:
+        """See `DecoderConfig.from_hf`."""
+        check_is(given, "hidden_act", ("silu", "swish"))
+        fields = rotary_decoder_fields({"partial_rotary_factor": 0.5, **given})
+        bias = bool(given.get("attention_bias", False))
+        return cls(
+            **{**fields, "norm_eps": given.get("rms_norm_eps", 1e-5)},
+            qkv_bias=bias,
+            o_bias=bias,
+            mlp_bias=bool(given.get("mlp_bias", False)),
+            layer_kinds=_layer_kinds(given, fields["num_layers"]),
+            recurrence=_sizes(given),
+        )
+
+
+def _layer_kinds(given: Mapping[str, Any], num_layers: int) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer.
+
+    Raises:
+      UnsupportedModelError: an index is not that of a layer.
+    """
+    attention = given.get("attn_layer_indices") or ()
+    if not set(attention) <= set(range(num_layers)):
+        raise UnsupportedModelError(
+            f"attn_layer_indices={list(attention)} is not supported; give indices of the "
+            f"{num_layers} layers"
+        )
+    return tuple("attention" if i in attention else "recurrent" for i in range(num_layers))
+
+
+def _sizes(given: Mapping[str, Any]) -> Mamba2Sizes:
+    inner = (given.get("mamba_expand") or 2) * given["hidden_size"]
+    num_heads = given.get("mamba_n_heads") or 128
+    head_dim = given.get("mamba_d_head", "auto")
+    low, high = step_limits(given)
+    return Mamba2Sizes(
+        num_heads=num_heads,
+        head_dim=inner // num_heads if head_dim in ("auto", None) else int(head_dim),
+        state_size=given.get("mamba_d_state") or 256,
+        num_groups=given.get("mamba_n_groups") or 1,
+        kernel_size=given.get("mamba_d_conv") or 4,
+        has_bias=bool(given.get("mamba_proj_bias", False)),
+        has_conv_bias=given.get("mamba_conv_bias") is not False,
+        min_step=low,
+        max_step=high,
+    )
+
+
+@final
+class BambaBlock(Block):
+    """See `Block`."""
+
+    norm_class = RMSNorm
+    mlp_class = GatedMLP
+
+
+@final
+class BambaMambaBlock(Block):
+    """A `Block` with a recurrent mixer in the place of attention."""
+
+    norm_class = RMSNorm
+    mlp_class = GatedMLP
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        nnx.Module.__init__(self)  # not `Block`'s, which makes attention
+        self.attention_norm = RMSNorm(config, new)
+        self.mixer = Mamba2Mixer(config, new)
+        self.mlp_norm = RMSNorm(config, new)
+        self.mlp = GatedMLP(config, new)
+
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
+        """See `Block`."""
+        x = x + self.mixer(self.attention_norm(x), context)
+        return x + self.mlp(self.mlp_norm(x), context)
+
+
+@final
+class Bamba(Decoder):
+    """See `Decoder`."""
+
+    block_class = BambaBlock
+    recurrent_block_class = BambaMambaBlock
+
+
+def _weights(config: BambaConfig) -> dict[str, Weight]:
+    return {
+        **attention_weights(config),
+        **mlp_weights("feed_forward."),
+        **mixer_weights("blocks.mixer.", LAYER + "mamba."),
+        "norm.scale": Weight.of("model.final_layernorm.weight"),
+        "blocks.mlp_norm.scale": Weight.of(LAYER + "pre_ff_layernorm.weight"),
+    }
+
+
+FAMILY = Family(
+    model_types=("bamba",),
+    config=BambaConfig,
+    decoder=Bamba,
+    weights=_weights,
+)

@@ -1,0 +1,173 @@
+"""Chat templates, rendered by Jinja in a sandbox.
+
+They see what `transformers.utils.chat_template_utils` shows them, so that texts are the same.
+That module is not used since importing it takes longer than everything else that a short answer
+needs; `tests/models/test_chat_template.py` compares the two. Templates are code of others: they get
+plain data only, and no attribute with an underscore.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn, final
+
+import jinja2
+import numpy as np
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# Names under which writers of messages put a model's thoughts; templates read either.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def render(
+    source: str,
+    messages: Any,
+    special_tokens: Mapping[str, str],
+    *,
+    tools: Any = (),
+    add_generation_prompt: bool,
+) -> str:
+    """Return the text of a chat.
+
+    Args:
+      source: the template.
+      messages: mappings with a `role` and a `content`, of plain data.
+      special_tokens: names that the template may use, and their texts.
+      tools: schemas of functions that the model may call, of plain data.
+
+    Raises:
+      TypeError: a message is not a mapping, or holds something else than plain data.
+      jinja2.TemplateError: the template is damaged, or refuses the messages.
+    """
+    plain = _plain(messages)
+    for message in plain:
+        if not isinstance(message, dict):
+            raise TypeError(f"a message must be a mapping, not {message!r}")
+    return _compiled(source).render(
+        messages=[_with_thoughts(message) for message in plain],
+        tools=_plain(tools) or None,
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        **_plain(special_tokens),
+    )
+
+
+@lru_cache(maxsize=32)
+def _compiled(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment.from_string(source)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON as it is; Jinja's own filter escapes HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+@final
+class _Generation(Extension):
+    """The block {% generation %}, which marks an answer for training; here it is its contents."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_contents")
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _contents(self, caller: Any) -> str:
+        return caller()
+
+
+@final
+class _Dict:
+    """`dict` without its attributes."""
+
+    def __call__(self, *items: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*items, **named)
+
+    def fromkeys(self, *items: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*items)
+
+
+@final
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's `namespace`, whose attributes have no underscore at the beginning."""
+
+    def __init__(*args: Any, **named: Any) -> None:  # so that a template may name one "self"
+        self, *items = args
+        attributes = dict(*items, **named)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        jinja2.utils.Namespace.__setitem__(self, name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a template cannot set {name!r}: names must not begin with _")
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    thoughts = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if thoughts is None:
+        return message
+    return {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy of plain types only: templates could call methods of others.
+
+    Raises:
+      TypeError: it holds something else.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [_plain(item) for item in value]
+    raise TypeError(f"{type(value).__name__} is not text, a number, a list or a mapping")

@@ -1,0 +1,235 @@
+"""Mamba-2, a selective state-space layer (Dao and Gu, arXiv:2405.21060).
+
+A head has a memory M [head_dim, state], and a token changes and reads it:
+
+  M = exp(step * A) * M + step * x B^T        y = M C + D x
+
+x, B and C come from a short causal convolution over the layer's inputs, and `step` from a softplus.
+Several tokens are computed at once as products of matrices (section 6 of the paper).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.models.config import DecoderConfig
+from jaxserve.models.context import LayerContext
+from jaxserve.models.linear import Linear
+from jaxserve.models.param_maker import ParamMaker
+from jaxserve.models.recurrence import Inputs, State
+from jaxserve.models.weights import Weight
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Sizes:
+    """The sizes of a Mamba-2 layer; see `Recurrence`.
+
+    Attributes:
+      num_heads, head_dim: of the memory; together the width of what the layer computes in.
+      state_size: columns of a head's memory.
+      num_groups: heads of a group share B and C, and the norm of the outputs is over a group.
+      kernel_size: inputs that the convolution sees.
+      has_bias, has_conv_bias: whether the projections, and the convolution, have biases.
+      min_step, max_step: bounds of the step.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    kernel_size: int
+    has_bias: bool = False
+    has_conv_bias: bool = True
+    min_step: float = 0.0
+    max_step: float = float("inf")
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_groups:
+            raise UnsupportedModelError(
+                f"{self.num_heads} heads of Mamba in {self.num_groups} groups: the number of heads "
+                "must be a multiple of the number of groups"
+            )
+        if self.kernel_size < 2:
+            raise UnsupportedModelError(
+                f"a convolution over {self.kernel_size} inputs: only 2 or more are supported"
+            )
+
+    @property
+    def inner(self) -> int:
+        """The width of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """The width of the convolution: x, B and C."""
+        return self.inner + 2 * self.num_groups * self.state_size
+
+    def arrays(
+        self, dtype: jax.typing.DTypeLike
+    ) -> Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]:
+        """See `Recurrence`. The memory is a long sum, so it is in float32."""
+        return {
+            "window": ((self.kernel_size - 1, self.channels), dtype),
+            "memory": ((self.num_heads, self.head_dim, self.state_size), jnp.float32),
+        }
+
+
+@final
+class Mamba2Mixer(nnx.Module):
+    """The part of a layer that mixes tokens, in the place of attention.
+
+    project      [embed, inner + channels + heads]   gate; x, B and C; step
+    convolution  [kernel, 1, channels]
+    out          [inner, embed]
+    scale        [inner]    of the gated norm
+    a_log, skip, step_bias  [heads], float32
+    bproject, bconvolution, bout                     where the sizes say so
+    """
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        assert isinstance(config.recurrence, Mamba2Sizes)
+        self.sizes = sizes = config.recurrence
+        self.dtype, self.eps = config.dtype, config.norm_eps
+        embed, inner, heads = config.hidden_size, sizes.inner, sizes.num_heads
+        width = inner + sizes.channels + heads
+        wide = new.with_dtype("float32")
+        self.project = new.weight(("embed", None), (embed, width))
+        self.convolution = new.table((None, None, None), (sizes.kernel_size, 1, sizes.channels))
+        self.out = new.weight((None, "embed"), (inner, embed))
+        self.scale = new.ones((None,), (inner,))
+        self.a_log = wide.zeros((None,), (heads,))
+        self.skip = wide.ones((None,), (heads,))
+        self.step_bias = wide.zeros((None,), (heads,))
+        self.bproject = new.zeros((None,), (width,)) if sizes.has_bias else None
+        self.bconvolution = new.zeros((None,), (sizes.channels,)) if sizes.has_conv_bias else None
+        self.bout = new.zeros(("embed",), (embed,)) if sizes.has_bias else None
+
+    def __call__(
+        self, x: Float[Array, "tokens embed"], context: LayerContext
+    ) -> Float[Array, "tokens embed"]:
+        """Return what the mixer adds to the residual, for `x` after the norm."""
+        sizes = self.sizes
+        projected = Linear(self.project, self.bproject)(x, context.adapter)
+        gate, inputs, step = jnp.split(
+            projected, [sizes.inner, sizes.inner + sizes.channels], axis=-1
+        )
+        y = context.recur(self._advance, {"inputs": inputs, "step": step}, sizes, self.dtype)
+        gated = self._gated_norm(y, gate.astype(jnp.float32)).astype(self.dtype)
+        return Linear(self.out, self.bout)(gated, context.adapter)
+
+    def _gated_norm(
+        self, y: Float32[Array, "tokens inner"], gate: Float32[Array, "tokens inner"]
+    ) -> Float32[Array, "tokens inner"]:
+        """Return y * silu(gate) after an RMS norm over the heads of each group."""
+        y = y * jax.nn.silu(gate)
+        groups = y.reshape(y.shape[0], self.sizes.num_groups, -1)
+        mean = jnp.mean(jnp.square(groups), axis=-1, keepdims=True)
+        normed = (groups * lax.rsqrt(mean + self.eps)).reshape(y.shape)
+        return normed * self.scale[...].astype(jnp.float32)
+
+    def _advance(
+        self, state: State, inputs: Inputs, count: Int32[Array, ""]
+    ) -> tuple[Float32[Array, "tokens inner"], State]:
+        """See `Advance`."""
+        sizes = self.sizes
+        num_tokens = inputs["inputs"].shape[0]
+        seen = jnp.concatenate([state["window"], inputs["inputs"]])
+        window = lax.dynamic_slice_in_dim(seen, count, sizes.kernel_size - 1)
+        x, b, c = jnp.split(
+            self._convolved(seen, num_tokens),
+            [sizes.inner, sizes.inner + sizes.num_groups * sizes.state_size],
+            axis=-1,
+        )
+        step = jax.nn.softplus(inputs["step"].astype(jnp.float32) + self.step_bias[...])
+        step = jnp.clip(step, sizes.min_step, sizes.max_step)
+        step = jnp.where(jnp.arange(num_tokens)[:, None] < count, step, 0.0)
+        y, memory = self._scanned(
+            x.reshape(num_tokens, sizes.num_groups, -1, sizes.head_dim),
+            b.reshape(num_tokens, sizes.num_groups, -1),
+            c.reshape(num_tokens, sizes.num_groups, -1),
+            step.reshape(num_tokens, sizes.num_groups, -1),
+            state["memory"],
+        )
+        return y, {"window": window, "memory": memory}
+
+    def _convolved(
+        self, seen: Float[Array, "more channels"], num_tokens: int
+    ) -> Float32[Array, "tokens channels"]:
+        """Return silu of the causal convolution, for the last `num_tokens` inputs."""
+        kernel = self.convolution[...].astype(jnp.float32)
+        seen = seen.astype(jnp.float32)
+        out = sum(
+            (seen[tap : tap + num_tokens] * kernel[tap] for tap in range(kernel.shape[0])),
+            start=jnp.zeros((num_tokens, seen.shape[1])),
+        )
+        if self.bconvolution is not None:
+            out = out + self.bconvolution[...].astype(jnp.float32)
+        return jax.nn.silu(out)
+
+    def _scanned(
+        self,
+        x: Float32[Array, "tokens groups group head_dim"],
+        b: Float32[Array, "tokens groups state"],
+        c: Float32[Array, "tokens groups state"],
+        step: Float32[Array, "tokens groups group"],
+        memory: Float32[Array, "heads head_dim state"],
+    ) -> tuple[Float32[Array, "tokens inner"], Float32[Array, "heads head_dim state"]]:
+        """Return outputs and memory after tokens of one sequence; a step of 0 changes nothing.
+
+        A token reads the memory as it was before all of them, and what each of them up to itself
+        has added, both decayed since then.
+        """
+        num_tokens = x.shape[0]
+        grouped = step.shape[1:]
+        rate = -jnp.exp(self.a_log[...]).reshape(grouped)
+        # Logarithms of what remains of the first memory after each token.
+        decay = jnp.cumsum(step * rate, axis=0)
+        order = jnp.arange(num_tokens)
+        is_before = (order[:, None] >= order)[:, :, None, None]
+        between = jnp.where(is_before, decay[:, None] - decay[None], -jnp.inf)
+        weights = jnp.einsum("tgs,ugs->tug", c, b)[..., None] * jnp.exp(between) * step[None]
+        old = memory.reshape(*grouped, *memory.shape[1:])
+        y = jnp.einsum("tugm,ugmp->tgmp", weights, x)
+        y += jnp.einsum("tgs,gmps->tgmp", c, old) * jnp.exp(decay)[..., None]
+        y += x * self.skip[...].reshape(*grouped, 1)
+        added = x * (step * jnp.exp(decay[-1] - decay))[..., None]
+        new = old * jnp.exp(decay[-1])[..., None, None] + jnp.einsum("tgmp,tgs->gmps", added, b)
+        return y.reshape(num_tokens, -1), new.reshape(memory.shape)
+
+
+def mixer_weights(path: str, name: str) -> dict[str, Weight]:
+    """Return the weights of a `Mamba2Mixer` under the names that transformers gives them."""
+    return {
+        f"{path}project": Weight.of(name + "in_proj.weight", "e w", "w e"),
+        f"{path}bproject": Weight.of(name + "in_proj.bias", "w"),
+        f"{path}convolution": Weight.of(name + "conv1d.weight", "k o c", "c o k"),
+        f"{path}bconvolution": Weight.of(name + "conv1d.bias", "c"),
+        f"{path}out": Weight.of(name + "out_proj.weight", "i e", "e i"),
+        f"{path}bout": Weight.of(name + "out_proj.bias"),
+        f"{path}scale": Weight.of(name + "norm.weight", "i"),
+        f"{path}a_log": Weight.of(name + "A_log", "h"),
+        f"{path}skip": Weight.of(name + "D", "h"),
+        f"{path}step_bias": Weight.of(name + "dt_bias", "h"),
+    }
+
+
+def step_limits(given: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the bounds of the step from a config.json.
+
+    transformers 5 writes infinity as a dictionary, {"__float__": "Infinity"}, and 4 as a number.
+    """
+    low, high = (
+        float(each["__float__"] if isinstance(each, Mapping) else each)
+        for each in given.get("time_step_limit") or (0.0, float("inf"))
+    )
+    return low, high

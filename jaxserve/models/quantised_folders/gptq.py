@@ -1,0 +1,111 @@
+"""GPTQ folders as AutoGPTQ and GPTQModel write them.
+
+A module has `qweight` int32 [in * bits / 32, out], `qzeros` int32 [groups, out * bits / 32],
+`scales` [groups, out] and `g_idx` int32 [in]. Source: AutoGPTQ, nn_modules/qlinear/qlinear_cuda.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self, final
+
+import numpy as np
+
+from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.models.quantised_folders.matrix import Found, Matrix, unpacked, whole_number
+from jaxserve.models.source import WeightSource
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class GPTQ:
+    """See `Method`.
+
+    Attributes:
+      group: number of inputs that share a scale; -1 for all.
+      one_less: whether `qzeros` are the zero points minus one, as in the first version.
+      varies: whether modules may have other groups (GPTQModel's `dynamic`).
+    """
+
+    bits: int
+    group: int
+    one_less: bool
+    varies: bool
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Read `quantization_config`.
+
+        Raises:
+          UnsupportedModelError: another number of bits, or another layout.
+        """
+        bits, group = whole_number(given, "bits"), whole_number(given, "group_size")
+        version = given.get("checkpoint_format") or "gptq"
+        if given.get("is_marlin_format"):
+            version = "marlin"
+        if bits not in (4, 8) or group is None or not (group == -1 or group > 0):
+            raise UnsupportedModelError(
+                f"quantization_config of 'gptq' has bits={given.get('bits')!r} and group_size="
+                f"{given.get('group_size')!r}; 4 and 8 bits are read, in groups or with "
+                "group_size -1"
+            )
+        if version not in ("gptq", "gptq_v2"):
+            raise UnsupportedModelError(
+                f"quantization_config of 'gptq' has checkpoint_format={version!r}; 'gptq' and "
+                "'gptq_v2' are read, so save the checkpoint in one of these"
+            )
+        return cls(
+            bits=bits, group=group, one_less=version == "gptq", varies=bool(given.get("dynamic"))
+        )
+
+    def matrices(self, source: WeightSource, found: Found) -> None:
+        """See `Method`."""
+        for module in found.modules("qweight"):
+            matrix = self._matrix(source, found, module)
+            if matrix is not None:
+                found.matrices[module] = matrix
+
+    def _matrix(self, source: WeightSource, found: Found, module: str) -> Matrix | None:
+        words, num_outputs = found.shapes[f"{module}.qweight"]
+        index = found.shapes.get(f"{module}.g_idx")
+        num_inputs = index[0] if index else words * 32 // self.bits
+        bits = words * 32 // num_inputs
+        if bits not in (4, 8) or (bits != self.bits and not self.varies):
+            found.problems.append(
+                f"{module} has {bits} bits a number, quantization_config says {self.bits}"
+            )
+            return None
+        group = num_inputs if self.group == -1 else self.group
+        scales = found.shapes.get(f"{module}.scales")
+        if self.varies and scales and num_inputs % scales[0] == 0:
+            group = num_inputs // scales[0]
+        if found.uneven_groups(module, num_inputs, group, bits):
+            return None
+        num_groups = num_inputs // group
+        wanted = {
+            "qweight": (num_inputs * bits // 32, num_outputs),
+            "qzeros": (num_groups, -(-num_outputs * bits // 32)),
+            "scales": (num_groups, num_outputs),
+            **({"g_idx": (num_inputs,)} if index else {}),
+        }
+        if found.wrong_shapes(module, wanted):
+            return None
+        read = partial(_read, source, module)
+        return Matrix(
+            shape=(num_outputs, num_inputs),
+            bits=bits,
+            group=group,
+            tensors=tuple(f"{module}.{last}" for last in wanted),
+            codes=lambda: unpacked(read("qweight").T, bits),
+            scales=lambda: read("scales").T,
+            zeros=lambda: (
+                unpacked(read("qzeros"), bits)[:, :num_outputs].T.astype(np.int16) + self.one_less
+            ),
+            groups=(lambda: read("g_idx")) if index else None,
+        )
+
+
+def _read(source: WeightSource, module: str, last: str) -> np.ndarray:
+    return source.read(f"{module}.{last}")

@@ -1,0 +1,72 @@
+"""A folder with quantised weights, as a source of its numbers and of its codes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import final
+
+import numpy as np
+
+from jaxserve.core.errors import CheckpointError
+from jaxserve.models.quantised_folders.matrix import Found, Matrix, Method
+from jaxserve.models.source import WeightSource
+
+_REMEDY = (
+    "quantization_config in config.json and the weights do not belong together, or the folder is "
+    "incomplete; fetch both again from the same place"
+)
+
+
+@final
+class QuantisedFolder:
+    """A `WeightSource` in which a quantised weight is one tensor [out, in] under its usual name.
+
+    Args:
+      source: the tensors as they are stored.
+
+    Raises:
+      CheckpointError: tensors that are missing, misshapen or of another number of bits, or groups
+        that do not divide; all of them together.
+    """
+
+    def __init__(self, source: WeightSource, method: Method):
+        self.where = source.where
+        self._source = source
+        found = Found(source.shapes())
+        method.matrices(source, found)
+        if found.problems:
+            raise CheckpointError(self.where, found.problems, _REMEDY)
+        self._matrices = {f"{module}.weight": each for module, each in found.matrices.items()}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """See `WeightSource`."""
+        return self._shapes
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        parts = {name for matrix in self._matrices.values() for name in matrix.tensors}
+        others = {n: shape for n, shape in self._source.shapes().items() if n not in parts}
+        return others | {name: matrix.shape for name, matrix in self._matrices.items()}
+
+    def matrix(self, name: str) -> Matrix | None:
+        """Return a quantised weight; None for a dense tensor."""
+        return self._matrices.get(name)
+
+    def empty_biases(self) -> frozenset[str]:
+        """Return the biases of quantised weights that are all zeros.
+
+        Some writers add one to each quantised weight, whether the model has biases or not.
+        """
+        biases = (name.removesuffix("weight") + "bias" for name in self._matrices)
+        return frozenset(
+            name for name in biases if name in self._shapes and not self.read(name).any()
+        )
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """See `WeightSource`. A quantised weight comes in float32, decoded as a whole."""
+        matrix = self.matrix(name)
+        if matrix is None:
+            return self._source.read(name, index)
+        numbers = matrix.numbers()
+        return numbers if index is None else numbers[index]

@@ -1,0 +1,206 @@
+"""Recurrent layers: what they keep of a sequence, and how a batch of rows goes on with it.
+
+A recurrent layer keeps a state of a fixed size for each sequence, where attention keeps keys and
+values of every token. States lie in the slots of the engine: [layers, slots, ...]. A layer says
+how one sequence goes on (`Advance`); the functions here do that for the rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, Shaped
+
+from pallas_kernels import Rows
+
+# The longest run of tokens that one call of an `Advance` gets. Longer rows take several calls.
+PIECE = 64
+
+# The arrays of a state, by name: of one sequence in one layer, or of the slots of some layers.
+State = Mapping[str, Shaped[Array, "..."]]
+Inputs = Mapping[str, Float[Array, "tokens ..."]]
+
+# (state, inputs of a run of tokens, how many of these tokens there are) -> (outputs, state). What
+# comes after the tokens that there are is zero, and changes no state.
+Advance = Callable[[State, Inputs, Int32[Array, ""]], tuple[Float[Array, "tokens ..."], State]]
+
+
+class Recurrence(Protocol):
+    """The sizes of a kind of recurrent layer: frozen and hashable."""
+
+    def arrays(
+        self, dtype: jax.typing.DTypeLike
+    ) -> Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]]:
+        """Return shape and dtype of each array of one sequence's state in one layer.
+
+        A sequence begins with zeros.
+
+        Args:
+          dtype: of the activations.
+        """
+        ...
+
+
+def advance_rows(
+    advance: Advance,
+    inputs: Inputs,
+    states: State,  # [layers, slots, ...]
+    layer: int | Int32[Array, ""],
+    slot: Int32[Array, " rows"],
+    rows: Rows,
+    *,
+    is_decode: bool,
+    longest: int = PIECE,
+) -> tuple[Float[Array, "tokens ..."], State]:
+    """Advance the sequence of each row by the row's tokens; a row from position 0 on begins anew.
+
+    Rows of one token are computed together. Longer rows are computed one after the other, in
+    pieces.
+
+    Args:
+      slot: of each row; no two rows with tokens have the same one.
+      is_decode: whether no row has more than one token.
+      longest: the most tokens of a piece.
+
+    Returns:
+      The outputs, zeros for tokens of no row, and the states after the rows. Slots without tokens
+      keep their states.
+    """
+    num_tokens = jax.tree.leaves(inputs)[0].shape[0]
+    piece = min(longest, num_tokens)
+    begins = rows.first_position == 0
+    shape = jax.eval_shape(
+        advance,
+        {name: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for name, x in states.items()},
+        {name: jax.ShapeDtypeStruct((piece, *x.shape[1:]), x.dtype) for name, x in inputs.items()},
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )[0]
+    outputs = jnp.zeros((num_tokens, *shape.shape[1:]), shape.dtype)
+    if not is_decode:
+        outputs, states = _advance_long(
+            advance, inputs, outputs, states, layer, slot, rows, begins, piece
+        )
+    return _advance_single(advance, inputs, outputs, states, layer, slot, rows, begins)
+
+
+def advance_whole(
+    advance: Advance,
+    inputs: Inputs,
+    length: int,
+    arrays: Mapping[str, tuple[tuple[int, ...], jax.typing.DTypeLike]],
+    *,
+    longest: int = PIECE,
+) -> Float[Array, "tokens ..."]:
+    """Return the outputs of whole sequences of one length, one after the other; differentiable.
+
+    Args:
+      arrays: of `Recurrence`.
+      longest: the most tokens of a piece.
+    """
+    num_sequences = jax.tree.leaves(inputs)[0].shape[0] // length
+    piece = min(longest, length)
+    num_pieces = -(-length // piece)
+
+    def pieces(x: Float[Array, "tokens ..."]) -> Float[Array, "pieces sequences piece ..."]:
+        whole = x.reshape(num_sequences, length, *x.shape[1:])
+        rest = num_pieces * piece - length
+        whole = jnp.pad(whole, [(0, 0), (0, rest), *[(0, 0)] * (x.ndim - 1)])
+        cut = whole.reshape(num_sequences, num_pieces, piece, *x.shape[1:])
+        return jnp.moveaxis(cut, 1, 0)
+
+    def one(state: State, each: tuple[Inputs, Int32[Array, ""]]) -> tuple[State, Any]:
+        outputs, state = jax.vmap(advance, in_axes=(0, 0, None))(state, *each)
+        return state, outputs
+
+    start = {
+        name: jnp.zeros((num_sequences, *shape), dtype) for name, (shape, dtype) in arrays.items()
+    }
+    counts = jnp.minimum(length - jnp.arange(num_pieces) * piece, piece)
+    _, outputs = lax.scan(one, start, (jax.tree.map(pieces, dict(inputs)), counts))
+    joined = jnp.moveaxis(outputs, 0, 1).reshape(num_sequences, -1, *outputs.shape[3:])
+    return joined[:, :length].reshape(num_sequences * length, *outputs.shape[3:])
+
+
+def _advance_single(
+    advance: Advance,
+    inputs: Inputs,
+    outputs: Float[Array, "tokens ..."],
+    states: State,
+    layer: int | Int32[Array, ""],
+    slot: Int32[Array, " rows"],
+    rows: Rows,
+    begins: Bool[Array, " rows"],
+) -> tuple[Float[Array, "tokens ..."], State]:
+    """Advance the rows that have one token."""
+    is_single = rows.query_length == 1
+    own = {name: _begun(leaf[layer, slot], begins) for name, leaf in states.items()}
+    token = {name: x[rows.query_start][:, None] for name, x in inputs.items()}
+    out, own = jax.vmap(advance)(own, token, is_single.astype(jnp.int32))
+    target = jnp.where(is_single, rows.query_start, outputs.shape[0])
+    outputs = outputs.at[target].set(out[:, 0], mode="drop")
+    return outputs, {
+        name: leaf.at[layer, jnp.where(is_single, slot, leaf.shape[1])].set(own[name], mode="drop")
+        for name, leaf in states.items()
+    }
+
+
+def _advance_long(
+    advance: Advance,
+    inputs: Inputs,
+    outputs: Float[Array, "tokens ..."],
+    states: State,
+    layer: int | Int32[Array, ""],
+    slot: Int32[Array, " rows"],
+    rows: Rows,
+    begins: Bool[Array, " rows"],
+    piece: int,
+) -> tuple[Float[Array, "tokens ..."], State]:
+    """Advance the rows that have several tokens, piece by piece."""
+    num_tokens = outputs.shape[0]
+    length = jnp.where(rows.query_length > 1, rows.query_length, 0)
+    num_pieces = -(-length // piece)
+    ends = jnp.cumsum(num_pieces)
+    # A last piece may reach over the end of the batch.
+    padded = {name: _padded(x, piece) for name, x in inputs.items()}
+
+    def one(index: Int32[Array, ""], carry: tuple[Any, State]) -> tuple[Any, State]:
+        outputs, states = carry
+        row = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+        offset = (index - (ends[row] - num_pieces[row])) * piece
+        start = rows.query_start[row] + offset
+        count = jnp.minimum(length[row] - offset, piece)
+        is_inside = jnp.arange(piece) < count
+
+        def inside(x: Shaped[Array, "piece ..."], other: Any) -> Shaped[Array, "piece ..."]:
+            mask = is_inside.reshape(-1, *[1] * (x.ndim - 1))
+            return jnp.where(mask, x, other)
+
+        tokens = {
+            name: inside(lax.dynamic_slice_in_dim(x, start, piece), jnp.zeros((), x.dtype))
+            for name, x in padded.items()
+        }
+        is_first = begins[row] & (offset == 0)
+        own = {name: _begun(leaf[layer, slot[row]], is_first) for name, leaf in states.items()}
+        out, own = advance(own, tokens, count)
+        out = inside(out, lax.dynamic_slice_in_dim(outputs, start, piece))
+        return lax.dynamic_update_slice_in_dim(outputs, out, start, 0), {
+            name: leaf.at[layer, slot[row]].set(own[name]) for name, leaf in states.items()
+        }
+
+    start = _padded(outputs, piece), dict(states)
+    outputs, states = lax.fori_loop(0, ends[-1], one, start)
+    return outputs[:num_tokens], states
+
+
+def _begun(state: Shaped[Array, ...], begins: Bool[Array, ...]) -> Shaped[Array, ...]:
+    """Return zeros where a sequence begins, and its state elsewhere."""
+    begins = begins.reshape(*begins.shape, *[1] * (state.ndim - begins.ndim))
+    return jnp.where(begins, jnp.zeros((), state.dtype), state)
+
+
+def _padded(x: Shaped[Array, "tokens ..."], count: int) -> Shaped[Array, "more ..."]:
+    return jnp.pad(x, [(0, count), *[(0, 0)] * (x.ndim - 1)])

@@ -1,0 +1,268 @@
+"""Calls of tools in a model's text: formats of the families, their grammars and readers.
+
+=======  =============================================================================  ============
+format   a call is written as                                                           families
+=======  =============================================================================  ============
+HERMES   <tool_call>, JSON of name and arguments, </tool_call>; once a call             Qwen, Hermes
+LIST     <tool_call>, a JSON list of names and arguments, </tool_call>                  SmolLM2
+MISTRAL  [TOOL_CALLS], a JSON list of names and arguments                               Mistral
+LLAMA3   JSON of name and parameters, which is the whole answer; several by semicolons  Llama 3
+=======  =============================================================================  ============
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_INSTRUCTION = (
+    "You can call functions. They are within <tools></tools>:\n<tools>{tools}</tools>\n\n"
+    "To call some, answer with a JSON array of their names and arguments within <tool_call> tags, "
+    "and with nothing else:\n"
+    '<tool_call>[{{"name": "name1", "arguments": {{"argument1": "value1"}}}}]</tool_call>'
+)
+
+
+@final
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family writes calls.
+
+    Attributes:
+      begin, end: around the JSON; empty for none. A begin that the tokenizer has as one token is
+        that token.
+      is_list: whether the JSON is a list of calls; otherwise it is one call.
+      separator: between two calls, or two lists of them; None where there is one at most.
+      arguments: the key of the arguments.
+      in_template: whether the chat template writes the tools; otherwise `with_instruction` does.
+    """
+
+    begin: str
+    end: str
+    is_list: bool
+    separator: str | None
+    arguments: str = "arguments"
+    in_template: bool = True
+
+
+HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", is_list=False, separator="\n")
+LIST = ToolFormat("<tool_call>", "</tool_call>", is_list=True, separator=None, in_template=False)
+MISTRAL = ToolFormat("[TOOL_CALLS]", "", is_list=True, separator=None)
+LLAMA3 = ToolFormat("", "", is_list=False, separator="; ", arguments="parameters")
+
+
+def format_of(chat_template: str | None) -> ToolFormat:
+    """Return the format of a model, by what its chat template says of tools."""
+    template = chat_template or ""
+    if "tools" not in template:
+        return LIST
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL
+    if "<tool_call>" not in template and '"parameters"' in template:
+        return LLAMA3
+    return HERMES
+
+
+def with_instruction(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return messages of which the first, the system's, says how to call tools.
+
+    For chat templates without tools; calls and results of earlier turns become text.
+    """
+    said = [_as_text(message) for message in messages]
+    instruction = _INSTRUCTION.format(tools=json.dumps([tool["function"] for tool in tools]))
+    if said and said[0].get("role") == "system":
+        first = f"{said[0]['content']}\n\n{instruction}"
+        return [{**said[0], "content": first}, *said[1:]]
+    return [{"role": "system", "content": instruction}, *said]
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"<tool_response>{message['content']}</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    written = json.dumps([call["function"] for call in calls])
+    content = f"{message.get('content') or ''}<tool_call>{written}</tool_call>"
+    return {"role": message["role"], "content": content}
+
+
+def grammar_of(
+    form: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    token_of: Callable[[str], int | None],
+    *,
+    may_be_several: bool,
+) -> str:
+    """Return a Lark grammar of answers that call one of the tools, or several.
+
+    Args:
+      tools: with `name` and perhaps `parameters`, a JSON schema of an object.
+      token_of: returns the token of a text that is one added token.
+    """
+    called = {"anyOf": [_schema_of(tool, form.arguments) for tool in tools]}
+    if form.is_list:
+        called = {"type": "array", "items": called, "minItems": 1}
+        if not may_be_several:
+            called["maxItems"] = 1
+    body = json.dumps({"x-guidance": _JSON_STYLE, **called})
+    lines = [f"call: {_literal(form.begin, token_of)} body {_literal(form.end, token_of)}"]
+    lines.append(f"body: %json {body}")
+    many = form.separator is not None and may_be_several
+    start = f"call ({json.dumps(form.separator)} call)*" if many else "call"
+    return "\n".join(["%llguidance {}", f"start: {start}", *lines, ""])
+
+
+def _schema_of(tool: Mapping[str, Any], arguments: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": tool["name"]},
+            arguments: tool.get("parameters") or {"type": "object"},
+        },
+        "required": ["name", arguments],
+        "additionalProperties": False,
+    }
+
+
+def _literal(text: str, token_of: Callable[[str], int | None]) -> str:
+    """Return a text in Lark, with the part that is an added token as that token."""
+    tag = text.strip()
+    token = token_of(tag) if tag else None
+    if token is None:
+        return json.dumps(text) if text else ""
+    before, _, after = text.partition(tag)
+    parts = [
+        json.dumps(before) if before else "",
+        f"<[{token}]>",
+        json.dumps(after) if after else "",
+    ]
+    return " ".join(filter(None, parts))
+
+
+@final
+@dataclass(frozen=True)
+class Call:
+    """A call; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+@final
+class CallReader:
+    """Separates the calls from the text of an answer that comes in pieces.
+
+    Text that may be the beginning of a call is held back. What looks like a call and is none stays
+    text.
+    """
+
+    def __init__(self, form: ToolFormat):
+        self._form = form
+        self._begin, self._end = form.begin.strip(), form.end.strip()
+        self._buffer = ""
+        self._is_inside = False
+        self._is_text = False  # from here on, for a format whose calls are the whole answer
+        self._has_call = False
+
+    def push(self, text: str) -> list[str | Call]:
+        """Return text and calls that are complete, in their order."""
+        self._buffer += text
+        found: list[str | Call] = []
+        while (new := self._next()) is not None:
+            found += new
+        return found
+
+    def finish(self) -> list[str | Call]:
+        """Return what is left when the answer has ended."""
+        rest, self._buffer = self._buffer, ""
+        if self._is_inside and self._begin:
+            rest = self._begin + rest
+        self._is_inside = False
+        is_gap = self._has_call and not rest.strip(" \n;")
+        return [rest] if rest and not is_gap else []
+
+    def _next(self) -> list[str | Call] | None:
+        """Return the next part; None if more text is needed."""
+        if self._is_text:
+            text, self._buffer = self._buffer, ""
+            return [text] if text else None
+        if self._is_inside:
+            return self._inside()
+        return self._outside() if self._begin else self._at_start()
+
+    def _at_start(self) -> list[str | Call] | None:
+        """Go on where a call would begin without a tag."""
+        rest = self._buffer.lstrip(" \n;" if self._has_call else " \n")
+        rest = rest.removeprefix("<|python_tag|>")
+        if not rest or "<|python_tag|>".startswith(rest):
+            return None
+        self._is_inside = rest.startswith("{")
+        self._is_text = not self._is_inside
+        if self._is_inside:
+            self._buffer = rest
+        return []
+
+    def _outside(self) -> list[str | Call] | None:
+        before, tag, after = self._buffer.partition(self._begin)
+        if tag:
+            self._buffer, self._is_inside = after, True
+            return [before] if before.strip() else []
+        held = _num_held_back(self._buffer, self._begin)
+        cut = len(self._buffer) - held
+        text, self._buffer = self._buffer[:cut], self._buffer[cut:]
+        if self._has_call and not text.strip():
+            return None
+        return [text] if text else None
+
+    def _inside(self) -> list[str | Call] | None:
+        if self._end:
+            body, tag, after = self._buffer.partition(self._end)
+            if not tag:
+                return None
+            calls = _calls(body, self._form)
+            self._buffer, self._is_inside = after, False
+            self._has_call |= calls is not None
+            return calls if calls is not None else [self._begin + body + tag]
+        start = len(self._buffer) - len(self._buffer.lstrip())
+        try:
+            _, length = json.JSONDecoder().raw_decode(self._buffer[start:])
+        except ValueError:
+            return None
+        body, rest = self._buffer[: start + length], self._buffer[start + length :]
+        calls = _calls(body, self._form)
+        self._buffer, self._is_inside = rest, False
+        self._has_call |= calls is not None
+        if calls is not None:
+            return calls
+        self._is_text = True
+        return [self._begin + body]
+
+
+def _calls(body: str, form: ToolFormat) -> list[str | Call] | None:
+    """Return the calls in a JSON text; None if it is not of calls."""
+    try:
+        parsed = json.loads(body)
+    except ValueError:
+        return None
+    found: list[str | Call] = []
+    for each in parsed if isinstance(parsed, list) else [parsed]:
+        if not isinstance(each, dict) or not isinstance(each.get("name"), str):
+            return None
+        arguments = each.get(form.arguments, each.get("arguments", each.get("parameters", {})))
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        found.append(Call(each["name"], arguments))
+    return found or None
+
+
+def _num_held_back(text: str, tag: str) -> int:
+    """Return the length of the longest end of a text that begins a tag."""
+    return next(
+        (n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0
+    )

@@ -1,0 +1,109 @@
+"""The tools of one request: the prompt that offers them, the grammar of their calls, the calls."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from jaxserve.models import tool_calls
+from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.models.tool_calls import Call, CallReader, format_of
+from jaxserve.server.errors import invalid
+from jaxserve.server.schema.chat import AddedCall, AnsweredFunction, ChatRequest
+from jaxserve.server.schema.structured import NamedTool
+
+
+@final
+class Tools:
+    """What a request says of tools.
+
+    Raises:
+      RefusedError: `tool_choice` names no tool, or tools are used where they cannot be.
+    """
+
+    def __init__(self, body: ChatRequest, tokenizer: Tokenizer):
+        choice = body.tool_choice
+        self._check(body)
+        self.is_given = body.tools is not None and choice != "none"
+        self._tokenizer = tokenizer
+        self._form = format_of(tokenizer.chat_template)
+        given = (body.tools or ()) if self.is_given else ()
+        self._tools = [tool.model_dump(exclude_none=True) for tool in given]
+        self._must_call = choice == "required" or isinstance(choice, NamedTool)
+        name = choice.function.name if isinstance(choice, NamedTool) else None
+        callable_ = [t["function"] for t in self._tools if name in (None, t["function"]["name"])]
+        self.params: dict[str, Any] = {}
+        if self._must_call:
+            several = body.parallel_tool_calls is not False and name is None
+            self.params["grammar"] = tool_calls.grammar_of(
+                self._form, callable_, tokenizer.added_token_id, may_be_several=several
+            )
+        if self.is_given:  # a tag may be a control token, which answers leave out otherwise
+            self.params["skip_special_tokens"] = False
+
+    def prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the tokens of a chat that offers the tools.
+
+        Raises:
+          InvalidRequestError: the model has no chat template, or it refuses the messages.
+        """
+        if not self._form.in_template and (self.is_given or _has_calls(messages)):
+            said = tool_calls.with_instruction(messages, self._tools)
+            return self._tokenizer.apply_chat_template(said)
+        return self._tokenizer.apply_chat_template(messages, tools=self._tools)
+
+    def reader(self) -> Answered:
+        """Return the reader of one sample."""
+        return Answered(CallReader(self._form) if self.is_given else None)
+
+    def _check(self, body: ChatRequest) -> None:
+        choice = body.tool_choice
+        if body.tools is None:
+            if choice not in (None, "none") or body.parallel_tool_calls is not None:
+                name = "parallel_tool_calls" if choice in (None, "none") else "tool_choice"
+                raise invalid(f"{name} needs tools", name)
+            return
+        if body.conversation_id is not None:
+            raise invalid("tools cannot be used with conversation_id; send all messages", "tools")
+        names = [tool.function.name for tool in body.tools]
+        if len(set(names)) < len(names):
+            raise invalid("two tools have the same name; give each its own", "tools")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise invalid(
+                f"tool_choice names {choice.function.name!r}, and the tools are {names}",
+                "tool_choice",
+            )
+
+
+def _has_calls(messages: Sequence[dict[str, Any]]) -> bool:
+    return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+
+
+@final
+@dataclass
+class Answered:
+    """The content and the calls of one sample, as they come."""
+
+    _reader: CallReader | None
+    num_calls: int = 0
+
+    def push(self, text: str, *, is_last: bool) -> tuple[str, list[AddedCall]]:
+        """Return the content and the calls that a piece of text completes."""
+        if self._reader is None:
+            return text, []
+        found = self._reader.push(text)
+        if is_last:
+            found += self._reader.finish()
+        content = "".join(part for part in found if isinstance(part, str))
+        return content, [self._added(part) for part in found if isinstance(part, Call)]
+
+    def finish_reason(self, reason: str) -> str:
+        """Return why the sample ended: "tool_calls" in place of "stop" after a call."""
+        return "tool_calls" if self.num_calls and reason == "stop" else reason
+
+    def _added(self, call: Call) -> AddedCall:
+        index, self.num_calls = self.num_calls, self.num_calls + 1
+        function = AnsweredFunction(name=call.name, arguments=call.arguments)
+        return AddedCall(index=index, id=f"call_{uuid.uuid4().hex[:24]}", function=function)

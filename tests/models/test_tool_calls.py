@@ -1,0 +1,95 @@
+"""Calls of tools in text: every format is read as it is written, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from jaxserve.models.tool_calls import (
+    HERMES,
+    LIST,
+    LLAMA3,
+    MISTRAL,
+    Call,
+    CallReader,
+    ToolFormat,
+    format_of,
+    with_instruction,
+)
+
+A = Call("add", '{"x": 1, "y": "<b>"}')
+B = Call("now", "{}")
+# Format, text, and what is in it.
+TEXTS: list[tuple[ToolFormat, str, list[str | Call]]] = [
+    (HERMES, "plain < text <tool", ["plain < text <tool"]),
+    (
+        HERMES,
+        'So: <tool_call>\n{"name": "add", "arguments": {"x": 1, "y": "<b>"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        ["So: ", A, B],
+    ),
+    (HERMES, "<tool_call>oops</tool_call> x", ["<tool_call>oops</tool_call> x"]),
+    (HERMES, '<tool_call>{"name": "no', ['<tool_call>{"name": "no']),
+    (
+        LIST,
+        '<tool_call>[{"name": "add", "arguments": {"x": 1, "y": "<b>"}}, '
+        '{"name": "now", "arguments": {}}]</tool_call>',
+        [A, B],
+    ),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"x": 1, "y": "<b>"}}]', [A]),
+    (MISTRAL, "[TOOL] is text", ["[TOOL] is text"]),
+    (
+        LLAMA3,
+        '{"name": "add", "parameters": {"x": 1, "y": "<b>"}}; {"name": "now", "parameters": {}}',
+        [A, B],
+    ),
+    (LLAMA3, '<|python_tag|>{"name": "now", "parameters": {}}', [B]),
+    (LLAMA3, 'It is {"name": "now"}', ['It is {"name": "now"}']),
+    (LLAMA3, '{"city": "Rome"} is JSON', ['{"city": "Rome"} is JSON']),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "wanted"), TEXTS)
+def test_calls_are_read_however_the_text_is_cut(form, text, wanted):
+    """Whole, by characters and cut at random, the text gives the same content and calls."""
+    rng = random.Random(text)
+    cuts = [sorted(rng.sample(range(len(text)), min(5, len(text)))) for _ in range(20)]
+    for cut in [[], list(range(1, len(text))), *cuts]:
+        reader = CallReader(form)
+        ends = [0, *cut, len(text)]
+        found: list[str | Call] = []
+        for start, end in zip(ends, ends[1:], strict=False):
+            found += reader.push(text[start:end])
+        found += reader.finish()
+        calls = [each for each in found if isinstance(each, Call)]
+        content = "".join(each for each in found if isinstance(each, str))
+        assert calls == [each for each in wanted if isinstance(each, Call)]
+        assert content == "".join(each for each in wanted if isinstance(each, str))
+
+
+def test_formats_are_told_by_the_template():
+    """The chat template of a family says how it writes calls."""
+    assert format_of("{{ tools }} <tool_call>") is HERMES
+    assert format_of("{{ tools }} [TOOL_CALLS]") is MISTRAL
+    assert format_of('{{ tools }} "parameters": <|python_tag|>') is LLAMA3
+    assert format_of("{{ messages }}") is LIST
+    assert format_of(None) is LIST
+
+
+def test_templates_without_tools_get_an_instruction():
+    """The system message lists the functions; calls and results of the history become text."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    said = with_instruction(messages, tools)
+    assert said[0]["content"].startswith("Be brief.\n\n")
+    assert json.dumps([tools[0]["function"]]) in said[0]["content"]
+    assert said[2]["content"] == '<tool_call>[{"name": "add", "arguments": {"x": 1}}]</tool_call>'
+    assert said[3] == {"role": "user", "content": "<tool_response>2</tool_response>"}

@@ -1,0 +1,171 @@
+"""Runtimes of models with recurrent layers give the answers of PyTorch transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.models.store import load_model
+from jaxserve.testing import RecordingExecutor, WrapAll
+from sharding import StagePlan, make_groups, make_mesh
+from tests.models.hf_checkpoints import VOCAB_SIZE, greedy_shortfall, write_checkpoint
+
+OPTIONS = dict(
+    max_slots=4,
+    max_step_tokens=64,
+    page_size=8,
+    max_context=128,
+    progress=False,
+    dtype="float32",
+    warmup=False,
+)
+PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+_RNG = np.random.default_rng(5)
+# More prompts than slots; some are longer than a step.
+PROMPTS = [_RNG.integers(0, VOCAB_SIZE, n).tolist() for n in (1, 9, 100, 30, 2, 70, 5)]
+LENGTHS = [12, 3, 12, 1, 7, 12, 5]
+EACH = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=["mamba2", "bamba"])
+def checkpoint(request, tmp_path_factory):
+    """A folder with a model, and its greedy answers to PROMPTS, which PyTorch's logits confirm."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = write_checkpoint(request.param, folder)
+    with Runtime.from_pretrained(str(folder), policy="orca", **OPTIONS) as rt:
+        answers = [rt.generate(prompt, PARAMS) for prompt in PROMPTS]
+    wanted = [list(answer.token_ids) for answer in answers]
+    for prompt, answer in zip(PROMPTS, wanted, strict=True):
+        assert len(answer) == 12 and greedy_shortfall(model, prompt, answer) == 0
+    assert len({token for answer in wanted for token in answer}) > 10
+    return str(folder), wanted
+
+
+@pytest.fixture(scope="module")
+def bamba(tmp_path_factory):
+    """The folder of a model with both kinds of layers."""
+    folder = tmp_path_factory.mktemp("bamba")
+    write_checkpoint("bamba", folder)
+    return str(folder)
+
+
+def _tokens(answers) -> list[list[int]]:
+    return [list(answer.token_ids) for answer in answers]
+
+
+def _cut(wanted: list[list[int]]) -> list[list[int]]:
+    return [answer[:length] for answer, length in zip(wanted, LENGTHS, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("auto", "orca", "vllm_like", "fastertransformer", "concurrent_instances", "flover"),
+        *("s3", "pensieve", "pensieve_device_only", "exegpt_rra", "triton_window"),
+    ],
+)
+def test_every_policy_gives_the_same_answers(checkpoint, policy):
+    """Chunks of prompts beside decoding, answers that end apart, and repeated prompts."""
+    folder, wanted = checkpoint
+    with Runtime.from_pretrained(folder, policy=policy, **OPTIONS) as rt:
+        assert _tokens(rt.generate(PROMPTS, EACH)) == _cut(wanted)
+        assert _tokens(rt.generate(PROMPTS[:3], PARAMS)) == wanted[:3]
+        assert rt.stats().num_prefix_hit == 0
+        assert rt.residency(PROMPTS[2]) == ["nowhere"] * 12
+        rt.check_integrity()
+
+
+def test_nothing_compiles_after_the_warm_up(checkpoint):
+    """Steps, moves of slots and of their states are prepared before the first request."""
+    folder, wanted = checkpoint
+    with Runtime.from_pretrained(folder, **OPTIONS | dict(warmup=True, strict=True)) as rt:
+        assert _tokens(rt.generate(PROMPTS, EACH)) == _cut(wanted)
+
+
+def test_states_move_with_their_slots(checkpoint):
+    """Sequences that are left go on in other slots when their neighbours end."""
+    folder, wanted = checkpoint
+    recording = WrapAll(RecordingExecutor)
+    order = [1, 4, 6, 0, 4, 6, 0, 3]  # of PROMPTS, one for each slot
+    lengths = [12, *[2] * 6, 12]
+    each = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in lengths]
+    options = OPTIONS | dict(wrap_executor=recording, policy="orca", max_slots=8)
+    with Runtime.from_pretrained(folder, **options) as rt:
+        got = _tokens(rt.generate([PROMPTS[i] for i in order], each))
+    assert got == [wanted[i][:n] for i, n in zip(order, lengths, strict=True)]
+    assert any(plan.moves for plan in recording.executors[0].plans)
+
+
+def test_samples_are_those_of_as_many_requests(checkpoint):
+    """Samples of one prompt compute it each, since its pages are not all that they need."""
+    folder, _ = checkpoint
+    many = SamplingParams(max_tokens=6, n=3, temperature=1.0, seed=4, ignore_eos=True)
+    with Runtime.from_pretrained(folder, **OPTIONS) as rt:
+        together = rt.generate([PROMPTS[3]], many)[0]
+        again = rt.generate([PROMPTS[3], *PROMPTS], many)[0]
+    assert together.samples == again.samples
+    assert len({sample.token_ids for sample in together.samples}) > 1
+
+
+@pytest.mark.parametrize("policy", ["vllm_like", "pensieve", "auto"])
+def test_preempted_sequences_are_computed_again(bamba, policy):
+    """With too few pages, sequences begin anew, and answers stay the same; nothing is swapped."""
+    with Runtime.from_pretrained(bamba, policy="orca", **OPTIONS) as rt:
+        wanted = _tokens(rt.generate(PROMPTS, PARAMS))
+    with Runtime.from_pretrained(bamba, policy=policy, kv_memory="20kB", **OPTIONS) as rt:
+        assert _tokens(rt.generate(PROMPTS * 2, PARAMS)) == wanted * 2
+        stats = rt.stats()
+        assert stats.num_preemptions > 0 or policy == "auto"
+        assert stats.num_pages_out == stats.num_pages_in == 0
+        rt.check_integrity()
+
+
+def test_a_pool_of_pages_is_resized(bamba):
+    """States stay as they are when pages move; a model without pages has nothing to resize."""
+    with Runtime.from_pretrained(bamba, **OPTIONS) as rt:
+        wanted = _tokens(rt.generate(PROMPTS, PARAMS))
+        rt.resize_kv("20kB")
+        assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
+
+
+def test_a_model_without_attention_has_no_pool_to_resize(tmp_path):
+    """A size of the pool is refused, at construction and later."""
+    write_checkpoint("mamba2", tmp_path)
+    with pytest.raises(InvalidConfigError, match="kv_memory='1MB'.*no keys and values"):
+        Runtime.from_pretrained(str(tmp_path), kv_memory="1MB", **OPTIONS)
+    with pytest.raises(InvalidConfigError, match="kv_dtype='int8'.*no keys and values"):
+        Runtime.from_pretrained(str(tmp_path), kv_dtype="int8", **OPTIONS)
+    with Runtime.from_pretrained(str(tmp_path), **OPTIONS) as rt:
+        with pytest.raises(InvalidConfigError, match="no keys and values"):
+            rt.resize_kv("1MB")
+        assert len(rt.generate(PROMPTS[1], PARAMS).token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh", "message"),
+    [
+        ({}, lambda: make_mesh(tensor=2), "tensor=2"),
+        ({}, lambda: StagePlan.of([2, 1]), "stages"),
+        (dict(policy="exegpt_waa_c"), lambda: make_groups(encode=1, decode=1), "2 device groups"),
+        (dict(host_memory="1MB"), lambda: None, "host_memory"),
+        (dict(disk_memory="1MB", host_memory="1MB"), lambda: None, "disk_memory"),
+        (dict(restore="per_layer"), lambda: None, "restore"),
+    ],
+)
+def test_what_states_cannot_have_is_refused(bamba, options, mesh, message):
+    """The error names what was given, and says what to do."""
+    with pytest.raises(InvalidConfigError, match=f"{message}.*recurrent layers.*omit"):
+        Runtime.from_pretrained(bamba, mesh=mesh(), **options, **OPTIONS)
+
+
+def test_replicas_quantised_weights_and_new_weights(bamba):
+    """What does not touch states works as for other models."""
+    dense = load_model(bamba, dtype="float32", progress=False).params
+    eight_bits = dict(quantize="int8", kv_dtype="int8")
+    with Runtime.from_pretrained(bamba, mesh=make_mesh(data=2), **eight_bits, **OPTIONS) as rt:
+        alone = _tokens([rt.generate(prompt, PARAMS) for prompt in PROMPTS])
+        assert _tokens(rt.generate(PROMPTS, PARAMS)) == alone
+        rt.update_params(dense)
+        assert _tokens(rt.generate(PROMPTS, PARAMS)) == alone

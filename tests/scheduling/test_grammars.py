@@ -1,0 +1,65 @@
+"""Requests that await each of their tokens, which may force others, in random traces."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.testing import RecordingExecutor, Trace
+
+POLICIES = (
+    *("vllm_like", "orca", "auto", "s3", "fastertransformer", "concurrent_instances"),
+    *("pensieve", "exegpt_rra", "exegpt_waa_c", "flover"),
+)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_answer_has_the_tokens_it_has_alone(name):
+    """Forced tokens, preemptions, cancellations, faults and other requests change no token."""
+    num_preemptions = 0
+    for seed in range(40):
+        trace = Trace(seed, with_faults=seed % 2 == 0, has_grammars=True)
+        together = trace.run(PRESETS[name], cancel_rate=0.02 if seed % 3 else 0.0)
+        for key, wanted in trace.expected().items():
+            assert together[key].agrees_with(wanted), f"seed {seed}, sequence {key}"
+        num_preemptions += sum(outcome.num_preemptions for outcome in together.values())
+    assert num_preemptions or name not in ("vllm_like", "auto", "s3", "pensieve")
+
+
+def test_others_run_ahead_of_a_request_that_awaits_its_tokens():
+    """It has one token in flight at most, in mixed steps; the other is in loops between them."""
+    config = EngineConfig(num_pages=50, page_size=4, max_slots=4, max_context=60)
+    clock = VirtualClock()
+    executor = RecordingExecutor(SimulatedExecutor(config, clock))
+    engine = Engine(executor, PRESETS["vllm_like"], clock)
+    awaiting, free = (
+        engine.add(_request(name, **others))[0]
+        for name, others in (("a", {"regex": "a"}), ("b", {}))
+    )
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_integrity()
+        assert awaiting.num_planned_outputs - len(awaiting.output) <= 1
+    assert len(awaiting.output) == len(free.output) == 20
+    kinds = {
+        (plan.is_decode_loop, frozenset(row.sequence_key for row in plan.rows))
+        for plan in executor.plans
+    }
+    both, alone = frozenset({awaiting.key, free.key}), frozenset({free.key})
+    assert {(False, both), (True, alone)} <= kinds
+    assert not any(is_loop and awaiting.key in keys for is_loop, keys in kinds)
+
+
+def _request(name: str, **params: str) -> Request:
+    return Request(
+        id=name,
+        prompt=(1, 2, 3),
+        params=SamplingParams(max_tokens=20, **params),
+        arrival_s=0.0,
+    )

@@ -1,0 +1,42 @@
+"""Models with states in slots: every sequence is computed from its first token, in one slot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.testing import Trace
+
+POLICIES = [
+    *("auto", "concurrent_instances", "exegpt_rra", "fastertransformer", "flover", "orca"),
+    *("pensieve", "pensieve_device_only", "s3", "s3_oracle", "vllm_like"),
+]
+
+
+def state_trace(seed: int, **options: bool) -> Trace:
+    """Return a random trace of a model whose sequences have states."""
+    trace = Trace(seed, **options)
+    trace.config = replace(
+        trace.config, has_slot_state=True, num_host_pages=0, restore="on_admission"
+    )
+    return trace
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_traces(policy):
+    """Requests have the tokens that they have alone, and no page is kept, shared or swapped.
+
+    The simulated model refuses rows that do not begin where the state of their slot ends.
+    """
+    num_preempted = 0
+    for seed in range(20):
+        trace = state_trace(seed, with_faults=seed % 2 == 0, with_conversations=True)
+        together = trace.run(PRESETS[policy], cancel_rate=0.02 if seed % 3 else 0.0)
+        for key, alone in trace.expected().items():
+            assert together[key].agrees_with(alone), f"seed {seed}: {key}"
+        num_preempted += sum(outcome.num_preemptions for outcome in together.values())
+        assert trace.counters["num_prefix_hit"] == 0
+        assert trace.counters["num_pages_out"] == trace.counters["num_pages_in"] == 0
+    assert num_preempted or policy not in ("auto", "vllm_like", "s3")

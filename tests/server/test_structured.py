@@ -1,0 +1,253 @@
+"""Structured output and tools with the official client."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pydantic
+import pytest
+
+from jaxserve import Runtime
+from jaxserve.testing import write_chat_model
+from tests.server.serving import CHAT, NAME, client, events, post, server
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "blue"]}, "size": {"type": "integer", "maximum": 99}},
+    "required": ["color"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"the {name}",
+            "parameters": {
+                "type": "object",
+                "properties": {"place": {"enum": ["Rome", "Oslo"]}},
+                "required": ["place"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("weather", "time")
+]
+_MESSAGES = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.place }}{% endfor %}\n{% endfor %}"
+)
+# Beginnings of templates, by which the formats are told.
+TEMPLATES = {
+    "hermes": "{% if tools %}{{ tools | tojson }} in <tool_call>{% endif %}" + _MESSAGES,
+    "mistral": "{% if tools %}{{ tools | tojson }} after [TOOL_CALLS]{% endif %}" + _MESSAGES,
+    "llama3": '{% if tools %}{{ tools | tojson }} as "parameters"{% endif %}' + _MESSAGES,
+    "list": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+}
+
+
+def _serve(folder: Path, template: str) -> Iterator[openai.OpenAI]:
+    folder.mkdir()
+    write_chat_model(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    options: Any = {"max_slots": 4, "max_step_tokens": 256, "page_size": 32, "max_context": 2048}
+    with (
+        Runtime.from_pretrained(str(folder), load="random", progress=False, **options) as rt,
+        server(rt) as url,
+        client(url) as ai,
+    ):
+        yield ai
+
+
+@pytest.fixture(scope="module", params=list(TEMPLATES))
+def tooled(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[openai.OpenAI]:
+    """Yield a client of a server whose model has the format of a family."""
+    folder = tmp_path_factory.mktemp("models") / request.param
+    yield from _serve(folder, TEMPLATES[request.param])
+
+
+@pytest.fixture(scope="module")
+def ai(tmp_path_factory: Any) -> Iterator[openai.OpenAI]:
+    yield from _serve(tmp_path_factory.mktemp("models") / "plain", TEMPLATES["list"])
+
+
+def _ask(ai: openai.OpenAI, **others: Any) -> Any:
+    given = {"messages": CHAT, "max_completion_tokens": 200, "seed": 1, **others}
+    return ai.chat.completions.create(model=NAME, **given)
+
+
+def test_response_format_is_kept_streamed_or_not(ai: openai.OpenAI):
+    """JSON of a schema, with and without `strict`; text is any."""
+    for strict in (True, False):
+        form: Any = {"name": "box", "schema": SCHEMA, "strict": strict}
+        asked: Any = {"response_format": {"type": "json_schema", "json_schema": form}}
+        answer = _ask(ai, **asked).choices[0]
+        assert answer.finish_reason == "stop"
+        assert json.loads(answer.message.content)["color"] in ("red", "blue")
+        chunks = list(_ask(ai, **asked, stream=True))
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == answer.message.content
+    free = _ask(ai, response_format={"type": "text"}, max_completion_tokens=5).choices[0]
+    assert free.finish_reason == "length"
+
+
+def test_any_json_object(ai: openai.OpenAI):
+    """An answer in JSON mode is an object, which random weights seldom end."""
+    answer = _ask(ai, response_format={"type": "json_object"}, max_completion_tokens=60).choices[0]
+    assert answer.message.content.startswith("{")
+    if answer.finish_reason == "stop":
+        assert isinstance(json.loads(answer.message.content), dict)
+
+
+def test_models_of_pydantic_are_parsed(ai: openai.OpenAI):
+    """The client's `parse` makes the schema, and an object from the answer."""
+
+    class Box(pydantic.BaseModel):
+        color: str = pydantic.Field(pattern="^[a-z]{3}$")
+        is_open: bool
+
+    parsed = ai.chat.completions.parse(
+        model=NAME, messages=CHAT, response_format=Box, max_completion_tokens=100
+    )
+    box = parsed.choices[0].message.parsed
+    assert isinstance(box, Box) and len(box.color) == 3
+
+
+def test_responses_have_a_text_format(ai: openai.OpenAI):
+    """`text.format` of `/v1/responses` takes a schema, and says it again."""
+    form: Any = {"type": "json_schema", "name": "box", "schema": SCHEMA, "strict": True}
+    answer = ai.responses.create(model=NAME, input="hi", text={"format": form}, store=False)
+    assert json.loads(answer.output_text)["color"] in ("red", "blue")
+    assert answer.text is not None and answer.text.format is not None
+    assert answer.text.format.type == "json_schema"
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": "[a-c]{3}"}, "[a-c]{3}"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_grammar": 'start: "(" /[0-9]{2}/ ")"'}, r"\([0-9]{2}\)"),
+        ({"guided_json": {"type": "integer", "minimum": 1, "maximum": 9}}, "[1-9]"),
+        ({"structured_outputs": {"regex": "[a-c]{3}"}}, "[a-c]{3}"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" [b-c]'}}, "a[bc]"),
+        ({"structured_outputs": {"json": {"const": "x"}}}, '"x"'),
+        ({"structured_outputs": {"json_object": True}, "max_tokens": 4}, r"\{.*"),
+    ],
+)
+def test_fields_of_vllm(ai: openai.OpenAI, fields: dict[str, Any], pattern: str):
+    """Chats and completions take them, as extensions."""
+    chat = _ask(ai, max_completion_tokens=openai.omit, extra_body={"max_tokens": 60, **fields})
+    assert re.fullmatch(pattern, chat.choices[0].message.content)
+    body = {"max_tokens": 60, **fields}
+    text = ai.completions.create(model=NAME, prompt="x", extra_body=body).choices[0].text
+    assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"guided_regex": "("}, "cannot be compiled"),
+        ({"guided_json": {"type": "object", "not": {}}}, "cannot be compiled"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "pass one of"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "exclude each other"),
+        ({"structured_outputs": {}}, "exactly one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"response_format": {"type": "json_object"}, "tools": TOOLS}, "exclude each other"),
+        ({"tool_choice": "required"}, "needs tools"),
+        ({"parallel_tool_calls": True}, "needs tools"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
+        ({"tools": TOOLS, "conversation_id": "a"}, "conversation_id"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "names 'x'",
+        ),
+    ],
+)
+def test_bad_requests_say_what_is_wrong(ai: openai.OpenAI, fields: dict[str, Any], said: str):
+    """What cannot be enforced is a BadRequestError."""
+    with pytest.raises(openai.BadRequestError, match=re.escape(said)):
+        _ask(ai, extra_body=fields)
+
+
+def test_required_tools_are_called(tooled: openai.OpenAI):
+    """With "required" one or several are called, with one name only that one, streamed or not."""
+    named: Any = {"type": "function", "function": {"name": "time"}}
+    for choice in ("required", named):
+        asked: Any = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+        answer = _ask(tooled, **asked).choices[0]
+        assert answer.finish_reason == "tool_calls" and answer.message.content is None
+        (call,) = answer.message.tool_calls
+        assert call.function.name in (("weather", "time") if choice == "required" else ("time",))
+        assert json.loads(call.function.arguments)["place"] in ("Rome", "Oslo")
+        with tooled.chat.completions.stream(
+            model=NAME, messages=CHAT, max_completion_tokens=200, seed=1, **asked
+        ) as stream:
+            final = stream.get_final_completion().choices[0]
+        assert final.finish_reason == "tool_calls"
+        assert final.message.tool_calls is not None
+        streamed = final.message.tool_calls[0].function
+        assert (streamed.name, streamed.arguments) == (call.function.name, call.function.arguments)
+        assert len(call.id) > 8
+
+
+def test_tools_may_be_left_alone(tooled: openai.OpenAI):
+    """With "auto", the default, text is text; with "none" the tools are not even offered."""
+    short: Any = {"max_completion_tokens": 8, "temperature": 0, "tools": TOOLS}
+    answer = _ask(tooled, **short)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].message.tool_calls is None
+    without = _ask(tooled, **{**short, "tools": openai.omit})
+    none = _ask(tooled, **short, tool_choice="none")
+    assert none.usage.prompt_tokens == without.usage.prompt_tokens < answer.usage.prompt_tokens
+    assert none.choices[0].message.content == without.choices[0].message.content
+
+
+def test_calls_and_results_are_a_part_of_the_history(tooled: openai.OpenAI):
+    """The answer's call goes back as it came, with the result, and the chat goes on."""
+    call = _ask(tooled, tools=TOOLS, tool_choice="required").choices[0].message
+    said: Any = [*CHAT, call.model_dump(exclude_none=True, exclude={"refusal"})]
+    said += [
+        {"role": "tool", "content": "sunny", "tool_call_id": each.id} for each in call.tool_calls
+    ]
+    answer = _ask(tooled, messages=said, tools=TOOLS, max_completion_tokens=5)
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_calls_are_found_without_a_grammar_of_theirs(ai: openai.OpenAI):
+    """With "auto" a call that the model writes is one, with the text before it as content."""
+    written = 'Look: <tool_call>[{"name": "time", "arguments": {"place": "Oslo"}}]</tool_call>'
+    fields = {"guided_choice": [written]}
+    answer = _ask(ai, tools=TOOLS, extra_body=fields).choices[0]
+    assert (answer.message.content, answer.finish_reason) == ("Look: ", "tool_calls")
+    assert answer.message.tool_calls[0].function.name == "time"
+
+
+def test_metrics_count_grammars(ai: openai.OpenAI):
+    """The numbers of constrained requests and forced tokens, and the time of masks, are shown."""
+    _ask(ai, extra_body={"guided_regex": "abc[de]f"})
+    text = httpx2.get(str(ai.base_url).removesuffix("/v1/") + "/metrics").text
+    for name in ("constrained_requests", "forced_tokens", "token_mask_seconds"):
+        (line,) = re.findall(rf"^jaxserve:{name}_total{{.*}} (.*)$", text, re.MULTILINE)
+        assert float(line) > 0
+
+
+def test_streams_are_events(ai: openai.OpenAI):
+    """The chunk of a call has the index, the id, the type and the function."""
+    url = str(ai.base_url).removesuffix("/v1/")
+    body = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required", "stream": True}
+    chunks = events(post(url, "/v1/chat/completions", {**body, "max_tokens": 200}).text)
+    calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert [call["index"] for call in calls] == list(range(len(calls))) != []
+    assert all(call["type"] == "function" and call["id"] for call in calls)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
