@@ -182,7 +182,7 @@ class DeviceCells:
         t = self.layout.types[tasks[0].type]
         rows = self._rows(t, size)
         wanted: list[int] = []
-        nodes = [np.array(task.nodes) for task in tasks]
+        nodes = [np.array(task.nodes, np.int64) for task in tasks]
         if self._constants or len(self._workers) > 1:
             # Before any of the tasks frees a slot, since these copies run before all of them.
             self._fetch(worker, self._table.absent(worker, t, np.concatenate(nodes)))

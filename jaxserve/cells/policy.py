@@ -42,7 +42,7 @@ class Task:
     Attributes:
       type: index of the cell type.
       nodes: their ids, at most the type's largest batch. A loop's node is in one task for each of
-        its steps.
+        its steps. A task of padding alone has none.
       worker: index of the worker. A worker runs its tasks in the order of their submission.
       num_padding: rows that are computed and belong to no node, as with padding to a common length.
     """
