@@ -171,6 +171,9 @@ class _Session:
                         continue
                     adopted = replace(preset, iteration=plan.iteration())
                     named |= {
+                        "family": plan.family,
+                        "max_running": plan.schedule.max_running,
+                        "estimate": plan.estimate,
                         "encode_batch": plan.schedule.encode_batch,
                         "num_decodes": plan.schedule.num_decodes,
                         "planned_per_s": plan.answers_per_s,
@@ -204,6 +207,8 @@ class _Session:
                 within = [run["within"] for run in planned]
                 point[PLANNED] = _medians(planned) | {
                     "within": statistics.median(within),
+                    "family": planned[0]["family"],
+                    "max_running": planned[0]["max_running"],
                     "encode_batch": planned[0]["encode_batch"],
                     "num_decodes": planned[0]["num_decodes"],
                 }
@@ -292,7 +297,7 @@ class _Session:
 
 def _print_tables(result: dict[str, Any]) -> None:
     policies = (STATIC, *result["arguments"]["policies"].split(","))
-    header = ("task", "bound s", *policies, PLANNED, "p99 s", "within")
+    header = ("task", "bound s", *policies, PLANNED, "p99 s", "within", "schedule")
     table = Table(*header, box=None, header_style="bold")
     for task, points in result["tasks"].items():
         for point in points:
@@ -300,9 +305,10 @@ def _print_tables(result: dict[str, Any]) -> None:
             cells = [f"{b['answers_per_s']:.3f} ({b['batch']})" if b else "NS" for b in best]
             planned = point[PLANNED]
             bound = "inf" if point["bound_s"] is None else f"{point['bound_s']:.2f}"
-            own = ["NS", "", ""]
+            own = ["NS", "", "", ""]
             if planned:
                 own = [f"{planned[n]:.3f}" for n in ("answers_per_s", "p99_s", "within")]
+                own.append(planned["family"])
             table.add_row(task, bound, *cells, *own)
     show(table)
     for name in ("answers_per_s", "p99_s"):

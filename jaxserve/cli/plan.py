@@ -25,7 +25,7 @@ _SCHEDULE = "Schedule"
 _SIMULATED = "Simulated cluster"
 
 # Options of an engine, which measured layers do not have.
-_ENGINE = ("load", "kv_memory")
+_ENGINE = ("load", "kv_memory", "policies")
 # Options of this machine, which a simulated cluster does not have.
 _MACHINE = (
     *_ENGINE,
@@ -73,6 +73,13 @@ def plan(
         Path | None, _option("--picture", text="Draw the frontier in this PNG, SVG or PDF file.")
     ] = None,
     as_json: AsJson = False,
+    policies: Annotated[
+        str,
+        _option(
+            "--policies",
+            text="Families of schedules to choose from on one engine, separated by commas.",
+        ),
+    ] = "rra,continuous",
     cluster: Annotated[
         str | None,
         _option(
@@ -172,6 +179,7 @@ def plan(
         else:
             schedules, where = _on_engine(
                 task_lengths,
+                policies.split(","),
                 profile,
                 measure_again=measure_again,
                 model=model,
@@ -323,16 +331,18 @@ def _on_layers(
 
 
 def _on_engine(
-    lengths: TaskLengths, profile: Path | None, **settings: Any
+    lengths: TaskLengths, families: Sequence[str], profile: Path | None, **settings: Any
 ) -> tuple[ScheduleSearch, str]:
-    """Return the schedules of one engine on this machine."""
+    """Return the schedules of one engine on this machine, under policy `auto`."""
     from jaxserve.cli.profiles import step_times
-    from jaxserve.planning.schedules.frontier import EngineSearch
+    from jaxserve.planning.schedules.families import FAMILIES, check_families
+    from jaxserve.planning.schedules.families_search import FamiliesSearch
 
+    check_families(families, FAMILIES)
     times, config = step_times(profile, lengths, **settings)
     device = times.origin.device
     where = f"{device['count']} {device['kind']} ({device['host_cpu']})"
-    return EngineSearch(times, config, lengths), where
+    return FamiliesSearch(times, config, lengths, families=tuple(families)), where
 
 
 def _check_picture(picture: Path | None) -> None:

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from jaxserve.planning.schedules import LatencyBounds, Schedule
     from jaxserve.planning.schedules.frontier import Frontier, Outcome
 
-_NAMES = {"rra": "RRA", "waa_c": "WAA-C", "waa_m": "WAA-M"}
+_NAMES = {"rra": "RRA", "waa_c": "WAA-C", "waa_m": "WAA-M", "continuous": "continuous"}
 
 
 def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table:
     """Return a row for each point of the frontier; those that are chosen are marked.
 
-    The control is N_D of RRA, and B_m of WAA. Stages are as in `stages_of`.
+    The control is N_D of RRA, B_m of WAA, and B of continuous batching. Stages are as in
+    `stages_of`.
     """
     from rich import box
     from rich.table import Table
@@ -47,8 +48,8 @@ def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table
             ">" if is_marked else "",
             seconds(bound_s),
             _NAMES[outcome.policy.value],
-            str(schedule.encode_batch),
-            f"{control_name(outcome)} {outcome.control}",
+            _encode_batch(outcome),
+            f"{outcome.control_name} {outcome.control}",
             f"{schedule.decode_batch:.1f}",
             f"{estimates.throughput:.4g}",
             f"{outcome.tokens_per_s:.4g}",
@@ -73,7 +74,7 @@ def neighbours_table(
     table.add_column("schedule")
     for name in (
         "B_E",
-        control_name(chosen),
+        chosen.control_name,
         "answers/s",
         "",
         "p99 answer",
@@ -87,7 +88,7 @@ def neighbours_table(
         change = float(estimates.throughput / chosen.estimates.throughput - 1)
         table.add_row(
             name,
-            str(outcome.schedule.encode_batch),
+            _encode_batch(outcome),
             str(outcome.control),
             f"{estimates.throughput:.4g}",
             "" if name == "chosen" else f"{change:+.1%}",
@@ -107,9 +108,9 @@ def remark(bounds: LatencyBounds, outcome: Outcome) -> str:
     return "" if bounds.met(outcome.estimates) else "misses the bound"
 
 
-def control_name(outcome: Outcome) -> str:
-    """Return the name of the policy's own variable."""
-    return "N_D" if outcome.policy.value == "rra" else "B_m"
+def _encode_batch(outcome: Outcome) -> str:
+    """Return B_E; continuous batching has none."""
+    return "" if outcome.policy.value == "continuous" else str(outcome.schedule.encode_batch)
 
 
 def stages_of(schedule: Schedule) -> str:

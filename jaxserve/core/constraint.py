@@ -107,7 +107,7 @@ def check_constraints(params: Any) -> None:
         raise InvalidSamplingParamsError(
             f"{name}={value!r} is not allowed; pass a string that is not empty"
         )
-    length = sum(map(len, value)) if name == "choice" else len(str(value))
+    length = sum(map(len, params.choice)) if name == "choice" else len(str(value))
     if length > MAX_TEXT:
         raise InvalidSamplingParamsError(
             f"{name} has {length} characters, and at most {MAX_TEXT} are allowed; pass a smaller "

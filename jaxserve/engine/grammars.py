@@ -35,14 +35,7 @@ _LIMITS = {
 }
 # Words of llguidance's messages about its bounds.
 _BOUND_WORDS = (
-    "fuel",
-    "limit",
-    "too large",
-    "too many",
-    "too complex",
-    "exceed",
-    "too big",
-    "panic",
+    *("fuel", "limit", "too large", "too many", "too complex", "exceed", "too big", "panic"),
     "max is",
 )
 # JSON as Python's `json.dumps` writes it. A schema's own "x-guidance" comes first.

@@ -157,7 +157,7 @@ class _Actor:
         assert runtime is not None
         try:
             return runtime.submit(prompt, params, on_piece=on_piece, **others)
-        except InvalidRequestError as error:
+        except (InvalidRequestError, MissingExtraError) as error:
             now = WallClock().now()
             timing = Timing(arrival_s=now, finished_s=now)
             return Pending.ended(failed_completion(others["request_id"], (), error, timing))

@@ -252,7 +252,6 @@ def _folder(
     path: Path, config: DecoderConfig, how: _How, method: Method | None
 ) -> tuple[DecoderConfig, nnx.GraphDef, nnx.State]:
     """Read a folder's weights. Those in few bits stay as they are stored."""
-    source: WeightSource = SafetensorsSource(path)
     if method is None:
         if how.quantisation is not None and how.quantisation.keeps_blocks:
             raise InvalidConfigError(
@@ -260,6 +259,7 @@ def _folder(
                 f"config.json, and {path} is a folder of dense weights; pass quantize='int8' or "
                 "'int4' to round them"
             )
+        source = SafetensorsSource(path)
         config = config.fitted_to(source.shapes().keys())
         return config, *_converted(config, source, how)
     if how.quantisation is not None and not how.quantisation.keeps_blocks:
@@ -272,7 +272,7 @@ def _folder(
             f"{path} has weights in few bits, which cannot be cut into stages; pass a mesh without "
             "stages (tensor, data), or a checkpoint in 16 or 32 bits"
         )
-    folder = QuantisedFolder(with_prefix(source, family_of(config).prefix), method)
+    folder = QuantisedFolder(with_prefix(SafetensorsSource(path), family_of(config).prefix), method)
     config = config.fitted_to(folder.shapes().keys())
     rounds = (how.quantisation or Quantisation.stored()).rounds_activations
     keeper = KeptMatrices(folder, rounds_activations=rounds)

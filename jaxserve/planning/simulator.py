@@ -95,23 +95,9 @@ def simulate(
     Raises:
       InvalidRequestError: a runtime of this configuration would refuse an item.
     """
-    clock = VirtualClock()
-    executor = SimulatedExecutor(
-        config, clock, cost=cost, swap_costs=swap_costs, reads_context=False
-    )
-    engine = Engine(executor, policy, clock)
+    engine, clock, builder = simulated_engine(policy, config, cost, swap_costs=swap_costs)
     if chunk_cost is not None:
         engine.value_by(chunk_cost)
-    builder = RequestBuilder(
-        None,
-        eos_token_ids=(),
-        vocab_size=_ANY_TOKEN,
-        max_prompt_tokens=lambda: config.max_prompt_tokens,
-        encoder=EncoderPrompts(start_token_id=0, page_size=config.page_size)
-        if config.has_encoder
-        else None,
-        seed=0,
-    )
     clients = _Clients(builder, follow_up)
     for item, prediction in zip(items, predictions or [None] * len(items), strict=True):
         clients.ask(item, prediction)
@@ -138,6 +124,33 @@ def simulate(
         requests=engine.recorder.requests,
         stats=engine.stats,
     )
+
+
+def simulated_engine(
+    policy: Policy, config: EngineConfig, cost: StepCost, *, swap_costs: SwapCosts | None = None
+) -> tuple[Engine, VirtualClock, RequestBuilder]:
+    """Return an engine on a simulated device, its clock, and what builds its requests.
+
+    The values of tokens have no meaning.
+
+    Args:
+      cost, swap_costs: see `simulate`.
+    """
+    clock = VirtualClock()
+    executor = SimulatedExecutor(
+        config, clock, cost=cost, swap_costs=swap_costs, reads_context=False
+    )
+    builder = RequestBuilder(
+        None,
+        eos_token_ids=(),
+        vocab_size=_ANY_TOKEN,
+        max_prompt_tokens=lambda: config.max_prompt_tokens,
+        encoder=EncoderPrompts(start_token_id=0, page_size=config.page_size)
+        if config.has_encoder
+        else None,
+        seed=0,
+    )
+    return Engine(executor, policy, clock), clock, builder
 
 
 def _wait(engine: Engine, clients: _Clients, clock: VirtualClock) -> bool:

@@ -15,9 +15,19 @@ from jaxserve.report.picture import Picture
 
 _INK = "#767676"
 # Okabe and Ito's palette, which colour-blind readers tell apart.
-_COLOURS = {Policy.RRA: "#0072B2", Policy.WAA_C: "#D55E00", Policy.WAA_M: "#009E73"}
-_MARKERS = {Policy.RRA: "o", Policy.WAA_C: "s", Policy.WAA_M: "D"}
-_NAMES = {Policy.RRA: "RRA", Policy.WAA_C: "WAA-C", Policy.WAA_M: "WAA-M"}
+_COLOURS = {
+    Policy.RRA: "#0072B2",
+    Policy.WAA_C: "#D55E00",
+    Policy.WAA_M: "#009E73",
+    Policy.CONTINUOUS: "#CC79A7",
+}
+_MARKERS = {Policy.RRA: "o", Policy.WAA_C: "s", Policy.WAA_M: "D", Policy.CONTINUOUS: "^"}
+_NAMES = {
+    Policy.RRA: "RRA",
+    Policy.WAA_C: "WAA-C",
+    Policy.WAA_M: "WAA-M",
+    Policy.CONTINUOUS: "continuous",
+}
 
 
 def draw_frontier(
@@ -102,13 +112,14 @@ def _draw_chosen(axes: Any, bound_s: float, outcome: Outcome, *, at: float) -> N
         latency_s, answers, _MARKERS[outcome.policy],
         markersize=13, markerfacecolor="none", markeredgecolor=colour, markeredgewidth=2, zorder=4,
     )  # fmt: skip
-    control = "N_D" if outcome.policy is Policy.RRA else "B_m"
+    batch = f"$B_E$ {outcome.schedule.encode_batch}, ${outcome.control_name}$ {outcome.control}"
+    if outcome.policy is Policy.CONTINUOUS:
+        batch = f"at most {outcome.control}"
     bound = f"bound {bound_s:.3g} s" if np.isfinite(bound_s) else "no bound"
     low, high = axes.get_xlim()
     is_left = np.log(where_s / low) < 0.5 * np.log(high / low)
     axes.annotate(
-        f"{bound}: {_NAMES[outcome.policy]}, $B_E$ {outcome.schedule.encode_batch}, "
-        f"${control}$ {outcome.control}\n{answers:.3g} answers/s, {latency_s:.3g} s",
+        f"{bound}: {_NAMES[outcome.policy]}, {batch}\n{answers:.3g} answers/s, {latency_s:.3g} s",
         (where_s, at), (6 if is_left else -6, 0),
         xycoords=axes.get_xaxis_transform(), textcoords="offset points",
         ha="left" if is_left else "right", va="top", fontsize=9, color=colour, zorder=5,

@@ -33,11 +33,13 @@ class Planned(CachedPages):
         adopt: bool = True,
         adapt: bool = True,
         max_wait_s: float = 60.0,
+        policies: Sequence[str] | None = None,
     ) -> Plan:
         """Find the schedule with the most throughput under latency bounds, and serve by it.
 
-        The schedule is round-robin allocation (RRA) of ExeGPT: encode B_E prompts, decode N_D
-        iterations, again (sections 4.1 and 5.1 of the paper). On two device groups it is
+        The schedule is one of two families: continuous batching with at most B running sequences,
+        or round-robin allocation (RRA) of ExeGPT, which encodes B_E prompts, decodes N_D
+        iterations, and so on (sections 4.1 and 5.1 of the paper). On two device groups it is
         workload-aware allocation (WAA), with the sizes of its batches and steps. No request is lost
         or preempted by the change, and greedy answers keep their tokens. Only the iteration shape
         changes; the policy's admission, order, retention and preemption stay. Each replica adopts
@@ -62,6 +64,8 @@ class Planned(CachedPages):
             keep the schedule until the next call.
           max_wait_s: seconds to wait for the end of running requests, where step times have to be
             measured.
+          policies: families to choose from: "rra" and "continuous", or "waa" on two device groups;
+            by default all that the runtime can run, and RRA alone under policy "exegpt_rra".
 
         Raises:
           EngineBusyError: requests ran for longer than `max_wait_s`. They continue, and nothing was
@@ -79,7 +83,9 @@ class Planned(CachedPages):
             first_token_s=math.inf if first_token_bound is None else first_token_bound,
             token_s=math.inf if token_bound is None else token_bound,
         )
-        return self._planner.plan(bounds, lengths, adopt=adopt, adapt=adapt, max_wait_s=max_wait_s)
+        return self._planner.plan(
+            bounds, lengths, adopt=adopt, adapt=adapt, max_wait_s=max_wait_s, policies=policies
+        )
 
     def measure_step_times(self, *, rounds: int = 2, max_wait_s: float | None = None) -> StepTimes:
         """Time every shape of step that a replica has compiled, for `planning.simulate`.

@@ -12,17 +12,21 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion, Request
 from jaxserve.planning.schedules.adaptation import Adaptation, task_of
 from jaxserve.planning.schedules.estimates import LatencyBounds
+from jaxserve.planning.schedules.families import FAMILIES, check_families, planner_of
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength, answer_lengths, classes_of
 from jaxserve.planning.schedules.plan import Plan
 from jaxserve.planning.schedules.planner import SchedulePlanner
-from jaxserve.planning.schedules.rra_planner import RRAPlanner, lengths_of
+from jaxserve.planning.schedules.played import Player
+from jaxserve.planning.schedules.rra_planner import lengths_of
 from jaxserve.runtime.adapter import Adapter
 from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.replicas import Replicas
 
 # Newest answers whose lengths are kept.
 _MAX_OBSERVED = 100_000
+# Families of schedules of two device groups.
+_GROUPED = ("waa",)
 
 
 @final
@@ -63,6 +67,8 @@ class Planner:
         self._maintenance = maintenance
         self._observed = observed
         self._adapter = Adapter(replicas)
+        # Remembers its simulations from plan to plan.
+        self._player: Player | None = None
         observed.tell(self._adapter.put)
 
     @property
@@ -82,7 +88,7 @@ class Planner:
           latency_bound: see `RuntimeOptions`.
         """
         self._maintenance.kept_step_times()
-        planner = self._planner()
+        planner = self._planner(None)
         bounds = LatencyBounds(latency_s=math.inf if latency_bound is None else latency_bound)
         adaptation = Adaptation(planner, bounds, heeds_bounds=self._heeds_bounds)
         self._adapter.adopt(None, adaptation)
@@ -95,6 +101,7 @@ class Planner:
         adopt: bool,
         adapt: bool,
         max_wait_s: float,
+        policies: Sequence[str] | None,
     ) -> Plan:
         """See `Runtime.plan`."""
         self._replicas.check_leads()
@@ -105,7 +112,7 @@ class Planner:
                 "no answer has ended in this runtime, so no lengths are known; pass lengths=[("
                 "prompt tokens, output tokens), ...], or plan after some requests"
             )
-        planner = self._planner(max_wait_s)
+        planner = self._planner(policies, max_wait_s)
         if lengths is None:
             used = observed
             task = task_of(used)
@@ -158,11 +165,20 @@ class Planner:
     def _heeds_bounds(self) -> bool:
         return self._replicas.first.engine.scheduler.policy.order.heeds_bounds
 
-    def _planner(self, max_wait_s: float | None = None) -> SchedulePlanner:
+    def _planner(
+        self, policies: Sequence[str] | None, max_wait_s: float | None = None
+    ) -> SchedulePlanner:
         executor = self._replicas.first.executor
+        policy = self._replicas.first.engine.scheduler.policy
         # The page pool may be resized later.
         if executor.num_device_groups > 1:
+            check_families(policies or _GROUPED, _GROUPED)
             times = self._maintenance.group_times(max_wait_s)
             return WAAPlanner(times=times, config=lambda: executor.config)
+        families = policies if policies is not None else policy.families or FAMILIES
+        check_families(families, FAMILIES)
         times = self._maintenance.step_times(max_wait_s)
-        return RRAPlanner.measured(times, lambda: executor.config)
+        player = self._player
+        if player is None or player.times is not times:
+            player = self._player = Player(times, policy, lambda: executor.config)
+        return planner_of(player, families)

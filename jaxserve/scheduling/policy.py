@@ -286,6 +286,8 @@ class Policy:
     Attributes:
       is_planned: whether a runtime replaces the iteration shape by schedules that it finds itself,
         once it knows lengths and step times (`docs/latency_bounds.md`).
+      families: of schedules, "rra" or "continuous", to which plans are limited unless they are
+        asked for others; empty for no limit.
 
     Raises:
       InvalidConfigError: several device groups, and KV that would stay behind in one of them.
@@ -298,6 +300,7 @@ class Policy:
     retention: Retention
     preemption: Preemption = LastInOrder()
     is_planned: bool = False
+    families: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         keeps = self.retention.keeps_pages or self.preemption.keeps_state

@@ -72,6 +72,7 @@ PRESETS: dict[str, Policy] = {
             FCFS(),
             RRA(encode_batch=4, decode_iterations=16),
             Stateless(),
+            families=("rra",),
         ),
         # ExeGPT with workload-aware allocation. WAA-C and WAA-M share out the devices by computing
         # time or by memory, which is the planner's matter; they schedule alike.
@@ -81,8 +82,8 @@ PRESETS: dict[str, Policy] = {
         ),
         # Ours.
         Policy("auto", Expected(), DueFirst(), Unified(), Tiered(), LongestRemaining()),
-        # As auto, until lengths and step times are known; then a runtime plans an RRA schedule for
-        # its latency bound, and adapts it. A simulation runs it as auto.
+        # As auto, until lengths and step times are known; then a runtime plans a schedule for its
+        # latency bound, and adapts it. A simulation runs it as auto.
         Policy(
             "exegpt",
             Expected(),

@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from jax.sharding import Mesh
 
+from jaxserve.cli.meshes import device_groups
 from jaxserve.conversations import Journal
 from jaxserve.testing import write_chat_model
 from jaxserve.workload import recorded
+from sharding import StagePlan
 from tests.cli.common import run
 from tests.common.processes import HEED_INTERRUPTS
 
@@ -108,9 +111,18 @@ def test_prompts_and_answers_on_separate_devices(model):
     """Both groups are split as the option says; the answer is that of one device."""
     common = ("generate", "hello", "--ignore-eos", "--max-tokens", "5", "--model", model, *SMALL)
     alone = run(*common)
-    groups = run(*common, "--policy", "exegpt_waa_m", "--groups", "2/1,1x2")
+    groups = run(*common, "--policy", "exegpt_waa_m", "--groups", "1/2")
     assert (alone.exit_code, groups.exit_code) == (0, 0), groups.stderr
     assert alone.stdout == groups.stdout and alone.stdout.strip()
+
+
+def test_groups_may_have_stages():
+    """The first devices are for prompts, and each stage of the others has its own number."""
+    groups = device_groups("2/1,1x2")
+    assert isinstance(groups.encode, Mesh) and isinstance(groups.decode, StagePlan)
+    assert groups.encode.size == 2
+    assert [stage.num_shards for stage in groups.decode.stages] == [1, 2]
+    assert [len(devices) for devices in groups.devices] == [2, 3]
 
 
 def test_generate_answers_in_order(model, tmp_path):

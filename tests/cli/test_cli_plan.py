@@ -114,7 +114,7 @@ def test_devices_belong_to_a_cluster():
     assert done.exit_code == 2 and "pass 'int8' or 'int4'" in done.stderr
 
 
-_ENGINE = ("--load random", "--kv-memory 1GiB")
+_ENGINE = ("--load random", "--kv-memory 1GiB", "--policies rra")
 _MACHINE = (
     *_ENGINE,
     *("--profile times.json", "--measure-again", "--dtype float32", "--kv-dtype int8"),
@@ -161,7 +161,12 @@ def test_an_engine_is_measured_once(token_model, lengths, tmp_path, monkeypatch)
     assert kept.stat().st_mtime_ns == written
     said = json.loads(first.stdout)
     assert said["lengths"] == "60 answers of lengths.csv"
-    assert said["chosen"][0]["policy"] == "rra"
+    assert said["chosen"][0]["policy"] in ("rra", "continuous")
+    picture = tmp_path / "frontier.png"
+    limited = run(*asked, "--policies", "continuous", "--picture", str(picture))
+    assert "chosen for no bound" in limited.stdout and "continuous" in limited.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert run(*asked, "--policies", "waa").exit_code == 2
     # A damaged file that is named is refused.
     kept.write_text("{}")
     named = run(*asked, "--profile", str(kept))

@@ -42,12 +42,14 @@ def alone():
 
 @pytest.mark.parametrize("num_shards", [2, 4, 8])
 def test_the_engine_answers_alike(alone, num_shards):
-    """Two shards have one KV head each; more shards hold copies. The pool is too small."""
+    """Two shards have one KV head each; more shards hold copies. The pool is too small.
+
+    Nothing compiles after a warm-up, which only one case has, since it takes long.
+    """
     prompts, params, wanted = alone
-    mesh = make_mesh(tensor=num_shards)
-    with Runtime(
-        tiny_llama(num_heads=8), mesh=mesh, kv_memory=18 * 1024, strict=True, **OPTIONS
-    ) as rt:
+    mesh, is_warm = make_mesh(tensor=num_shards), num_shards == 4
+    options = OPTIONS | dict(warmup=is_warm, strict=is_warm, kv_memory=18 * 1024)
+    with Runtime(tiny_llama(num_heads=8), mesh=mesh, **options) as rt:
         got = rt.generate(prompts, params)
         assert rt.config.num_pages == 18 and rt.stats().num_preemptions > 0
     assert [c.token_ids for c in got] == [c.token_ids for c in wanted]

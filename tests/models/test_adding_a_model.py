@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -27,6 +28,22 @@ def _blocks() -> dict[str, str]:
     return dict(found)
 
 
+def _replaced(text: str, statements: str) -> str:
+    """Return a module with some statements in place of those that begin alike."""
+    lines = text.splitlines()
+    for new in ast.parse(statements).body:
+        source = ast.get_source_segment(statements, new)
+        beginning = re.match(r"from \S+ import|\w+ =", source or "")
+        assert source is not None and beginning is not None
+        (old,) = (
+            each
+            for each in ast.parse("\n".join(lines)).body
+            if lines[each.lineno - 1].startswith(beginning.group())
+        )
+        lines[old.lineno - 1 : old.end_lineno] = source.splitlines()
+    return "\n".join(lines) + "\n"
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
     """A copy of the sources with exactly the three edits of the page."""
@@ -37,13 +54,7 @@ def sources(tmp_path_factory) -> Path:
         copy(ROOT / name, folder / name)
     family, registry, checkpoints = _blocks()
     (folder / family).write_text(_blocks()[family])
-    lines = (folder / registry).read_text().splitlines()
-    for line in filter(None, _blocks()[registry].splitlines()):
-        beginning = re.match(r"from \S+ import|\w+ =", line)
-        assert beginning is not None
-        (place,) = (i for i, old in enumerate(lines) if old.startswith(beginning.group()))
-        lines[place] = line
-    (folder / registry).write_text("\n".join(lines) + "\n")
+    (folder / registry).write_text(_replaced((folder / registry).read_text(), _blocks()[registry]))
     text = (folder / checkpoints).read_text()
     assert text.count("_OTHERS = {\n") == 1
     entry = _blocks()[checkpoints]

@@ -26,7 +26,7 @@ def _draw(rows: int, depth: int, width: int, transposed: bool) -> tuple[jax.Arra
     return jnp.asarray(x), jnp.asarray(weight)
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     rows=ROWS,
     depth=DEPTHS,

@@ -51,8 +51,8 @@ def test_a_plan_is_adopted_and_answers_keep_their_tokens(measured: tuple[list, P
         plans = recording.executors[0].plans
         num_before = len(plans)
         assert _num_beside_prompts(plans)
-        plan = rt.plan(math.inf)
-        assert plan.num_lengths == len(PROMPTS)
+        plan = rt.plan(math.inf, policies=("rra",))
+        assert plan.num_lengths == len(PROMPTS) and plan.family == "rra"
         assert plan.max_answer_tokens == PARAMS[-1].max_tokens
         assert plan.latency_s <= plan.latency_bound_s and plan.tokens_per_s > plan.answers_per_s > 0
         assert [one.token_ids for one in rt.generate(PROMPTS, PARAMS)] == answers
@@ -76,7 +76,7 @@ def test_a_plan_that_is_not_adopted_changes_nothing(measured: tuple[list, Path])
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_running_requests_survive_plans(measured: tuple[list, Path], num_replicas: int):
-    """Plans of different bounds during answers: nothing is lost, and the tokens stay."""
+    """Plans of different families and bounds: nothing is lost, and the tokens stay."""
     answers, path = measured
     mesh = None if num_replicas == 1 else make_mesh(data=num_replicas)
     with Runtime(tiny_llama(), mesh=mesh, wrap_executor=SlowExecutor, **OPTIONS) as rt:
@@ -85,7 +85,8 @@ def test_running_requests_survive_plans(measured: tuple[list, Path], num_replica
         pending = [rt.submit(*each) for each in asked]
         while rt.stats().num_tokens < 20:
             pass
-        loose = rt.plan(math.inf, lengths=[(10, 20)])
+        loose = rt.plan(math.inf, lengths=[(10, 20)], policies=("rra",))
+        rt.plan(math.inf, lengths=[(10, 20)], policies=("continuous",))
         num_unfinished = sum(not each.future.done() for each in pending)
         rt.plan(1.2 * _lowest_s(rt), lengths=[(10, 20)])
         assert num_unfinished and loose.answers_per_s > 0
@@ -115,6 +116,27 @@ def test_an_infeasible_bound_is_refused_with_the_lowest_one(measured: tuple[list
         lowest_s = _lowest_s(rt)
         assert rt.plan(1.001 * lowest_s, lengths=[(10, 20)]).latency_s <= 1.001 * lowest_s
         assert [one.token_ids for one in rt.generate(PROMPTS, PARAMS)] == answers
+
+
+def test_families_of_plans_are_chosen(measured: tuple[list, Path]):
+    """A limit on running sequences serves the same tokens; report and stats name the family."""
+    answers, path = measured
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
+        rt.load_step_times(path)
+        plan = rt.plan(lengths=[(10, 20)], policies=("continuous",))
+        assert plan.family == "continuous" and plan.estimate == "simulated"
+        assert [one.token_ids for one in rt.generate(PROMPTS, PARAMS)] == answers
+        limit = plan.schedule.max_running
+        assert max(step.num_running for step in rt.report().steps) <= limit
+        assert rt.report().policy == f"auto (continuous, at most {limit})"
+        stats = rt.stats().plan
+        assert stats is not None and stats.figures()["max_running"] == limit
+        for wrong in (("waa",), (), "rra"):
+            with pytest.raises(InvalidConfigError, match="policies="):
+                rt.plan(lengths=[(10, 20)], policies=wrong)
+    with Runtime(tiny_llama(), policy="exegpt_rra", **OPTIONS) as rt:
+        rt.load_step_times(path)
+        assert rt.plan(lengths=[(10, 20)], adopt=False).family == "rra"
 
 
 def test_without_answers_or_a_bound_there_is_no_plan(measured: tuple[list, Path]):

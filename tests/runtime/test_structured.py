@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from jaxserve.core.errors import (
     GrammarTooComplexError,
     InvalidGrammarError,
     InvalidSamplingParamsError,
+    MissingExtraError,
 )
 from jaxserve.scheduling.plan import StepPlan, TokenMasks
 from jaxserve.testing import OPTIONS, letter_tokenizer, random_prompts, tiny_llama
@@ -294,6 +296,15 @@ def test_schemas_hold():
             checked = jsonschema.Draft202012Validator(schema, format_checker=checker)
             checked.validate(json.loads(answer.text))
     assert num_ended > 0.85 * len(answers), f"seed 0: only {num_ended} ended"
+
+
+def test_a_missing_package_is_named(rt: Runtime, monkeypatch: pytest.MonkeyPatch):
+    """Without llguidance a request with a grammar fails alone, and its error says what to do."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    params = [SamplingParams(regex="[xyz]"), SamplingParams(max_tokens=3)]
+    bad, good = rt.generate(["hi", "hi"], params)
+    assert isinstance(bad.error, MissingExtraError) and "jaxserve[structured]" in str(bad.error)
+    assert len(good.token_ids) == 3
 
 
 def test_a_runtime_without_a_tokenizer_refuses_grammars():

@@ -269,7 +269,12 @@ def _lifetimes(answers: Sequence[AnswerLength]) -> tuple[Lifetimes, Lifetimes]:
 
 
 def _is_uneven(before: Plan, after: Plan) -> bool:
-    """Return whether the runner's sizes or reserved slots have changed much."""
+    """Return whether the runner's sizes or reserved slots have changed much.
+
+    Continuous batching has none: its limit is the schedule itself.
+    """
+    if before.iteration() == after.iteration():
+        return False
     pairs = (
         (before.schedule.encode_tokens, after.schedule.encode_tokens),
         (before.schedule.decode_batch, after.schedule.decode_batch),

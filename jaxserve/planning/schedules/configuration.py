@@ -11,11 +11,16 @@ import numpy as np
 
 @final
 class Policy(Enum):
-    """How devices share the layers (section 4.1): round robin, by computation, or by memory."""
+    """How prompts and answers share the devices.
+
+    ExeGPT's are (section 4.1) round robin, by computation, and by memory. Continuous batching
+    computes prompts beside answers (`scheduling.iteration.unified.Unified`), on one engine.
+    """
 
     RRA = "rra"
     WAA_C = "waa_c"
     WAA_M = "waa_m"
+    CONTINUOUS = "continuous"
 
 
 @final
@@ -70,6 +75,8 @@ class Schedule:
         on a cluster).
       num_micro_batches: B_m, parts of a decode batch; for RRA the number of stages.
       stages: in the order of the devices; WAA's encode group comes first.
+      max_running: B of continuous batching, the most sequences that run at once; 0 for others.
+        Continuous batching has no B_E and N_D: `encode_batch` is 1 and `num_decodes` 0.
     """
 
     layout: Layout
@@ -79,6 +86,7 @@ class Schedule:
     num_decodes: int
     num_micro_batches: int
     stages: tuple[Stage, ...]
+    max_running: int = 0
 
     @property
     def num_encode_devices(self) -> int:

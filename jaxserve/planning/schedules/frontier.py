@@ -48,9 +48,18 @@ class Outcome:
 
     @property
     def control(self) -> int:
-        """The policy's own variable: N_D of RRA, B_m of WAA; see `Points`."""
+        """The policy's own variable: N_D of RRA, B_m of WAA, B of continuous batching."""
         schedule = self.schedule
+        if self.policy is Policy.CONTINUOUS:
+            return schedule.max_running
         return schedule.num_decodes if self.policy is Policy.RRA else schedule.num_micro_batches
+
+    @property
+    def control_name(self) -> str:
+        """The name of `control`."""
+        if self.policy is Policy.CONTINUOUS:
+            return "B"
+        return "N_D" if self.policy is Policy.RRA else "B_m"
 
     def figures(self) -> dict[str, Any]:
         """Return the schedule and its figures as values of JSON."""
@@ -60,6 +69,7 @@ class Outcome:
             "encode_batch": schedule.encode_batch,
             "num_decodes": schedule.num_decodes,
             "num_micro_batches": schedule.num_micro_batches,
+            "max_running": schedule.max_running,
             "decode_batch": schedule.decode_batch,
             "stages": [
                 [stage.num_devices, stage.num_encode_layers, stage.num_decode_layers]
@@ -80,9 +90,6 @@ class ScheduleSearch(Protocol):
     @property
     def lengths(self) -> TaskLengths: ...
 
-    @property
-    def timelines(self) -> tuple[Timeline, ...]: ...
-
     def best(self, bounds: LatencyBounds) -> Outcome:
         """Return the schedule with the highest throughput under the bounds.
 
@@ -92,10 +99,18 @@ class ScheduleSearch(Protocol):
         ...
 
     def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
-        """Return what `schedule` would do with another B_E and N_D or B_m.
+        """Return what `schedule` would do with another B_E and another N_D, B_m or B.
 
         None if there is no such configuration. One that exceeds memory has `fits` False.
         """
+        ...
+
+    def lowest_s(self, fixed: LatencyBounds) -> float:
+        """Return the lowest latency of a schedule that keeps the bounds `fixed`."""
+        ...
+
+    def drawn(self, rng: np.random.Generator) -> np.ndarray:
+        """Return (answers per second, latency_s) of other schedules, float [schedules, 2]."""
         ...
 
 
@@ -124,11 +139,19 @@ class ClusterSearch:
             "returned"
         )
 
+    def lowest_s(self, fixed: LatencyBounds) -> float:
+        return _lowest_s(self.timelines, fixed)
+
+    def drawn(self, rng: np.random.Generator) -> np.ndarray:
+        return _drawn(self.timelines, rng)
+
 
 @final
 @dataclass(frozen=True)
 class EngineSearch:
     """A `ScheduleSearch` of RRA on one engine, by its measured step times; see `plan_rra`.
+
+    `FamiliesSearch` also searches continuous batching.
 
     Args:
       config: the engine's present configuration; its slots and page pool limit the schedules.
@@ -154,6 +177,12 @@ class EngineSearch:
 
     def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
         return _estimated(self.timelines[0], schedule, encode_batch, control, self.lengths)
+
+    def lowest_s(self, fixed: LatencyBounds) -> float:
+        return _lowest_s(self.timelines, fixed)
+
+    def drawn(self, rng: np.random.Generator) -> np.ndarray:
+        return _drawn(self.timelines, rng)
 
 
 def check_context(lengths: TaskLengths, max_context: int) -> None:
@@ -228,7 +257,7 @@ def frontier_of(
 
     known = [best(bound_s) for bound_s in sorted({*asked} - {math.inf})]
     _, most = best(math.inf)
-    lowest_s = _lowest_s(schedules, fixed) * (1 + 1e-9)
+    lowest_s = schedules.lowest_s(fixed) * (1 + 1e-9)
     slowest_s = max(float(most.estimates.latency_s), lowest_s)
     known = sorted([*known, best(lowest_s), (slowest_s, most)], key=lambda point: point[0])
     searches = range(num_bounds - 2)
@@ -239,7 +268,7 @@ def frontier_of(
         known = sorted([*known, best(bound_s)], key=lambda point: point[0])
     return Frontier(
         points=tuple(_distinct(known)),
-        drawn=_drawn(schedules.timelines, np.random.default_rng(seed)),
+        drawn=schedules.drawn(np.random.default_rng(seed)),
     )
 
 
@@ -248,7 +277,7 @@ def neighbours_of(schedules: ScheduleSearch, outcome: Outcome) -> dict[str, Outc
 
     Only those that exist, by name, such as "B_E - 1" and "N_D + 1".
     """
-    control = "N_D" if outcome.policy is Policy.RRA else "B_m"
+    control = outcome.control_name
     batch, found = outcome.schedule.encode_batch, {}
     for step, sign in ((-1, "-"), (1, "+")):
         found[f"B_E {sign} 1"] = schedules.estimated(
@@ -275,27 +304,27 @@ def _open_between(
     return gap * math.log(end_s / begin_s), math.sqrt(begin_s * end_s)
 
 
-def _lowest_s(schedules: ScheduleSearch, fixed: LatencyBounds) -> float:
-    """Return the lowest latency of a schedule that keeps the other bounds."""
+def _lowest_s(timelines: Sequence[Timeline], fixed: LatencyBounds) -> float:
     score = shortest("latency_s")
     best = maximise(
-        schedules.timelines,
+        timelines,
         lambda figures: np.where(fixed.met(figures), score(figures), 0.0),
     )
     return 1.0 / best.score
 
 
 def _distinct(points: Sequence[tuple[float, Outcome]]) -> Iterator[tuple[float, Outcome]]:
-    """Yield the points whose schedule is not that of the point before."""
-    before = None
+    """Yield the points whose schedule serves more than those before."""
+    before: Outcome | None = None
     for bound_s, outcome in points:
-        if outcome.schedule != before:
+        most = 0.0 if before is None else before.estimates.throughput
+        if before is None or outcome.estimates.throughput > most:
             yield bound_s, outcome
-        before = outcome.schedule
+            before = outcome
 
 
 def _drawn(timelines: Sequence[Timeline], rng: np.random.Generator) -> np.ndarray:
-    """Return throughput and latency of configurations, with B_E and N_D spread over magnitudes."""
+    """Draw configurations that fit in memory, with B_E and N_D spread over magnitudes."""
     found = []
     for timeline in timelines:
         batch, control = (

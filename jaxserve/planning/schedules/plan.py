@@ -1,4 +1,4 @@
-"""A plan for one engine: a schedule of RRA or WAA, and what it is expected to do."""
+"""A plan for one engine: a schedule, and what it is expected to do."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from typing import Any, final
 
 from jaxserve.planning.schedules.configuration import Policy, Schedule
 from jaxserve.planning.schedules.estimates import LatencyBounds
-from jaxserve.planning.schedules.measured_cost import THRESHOLD
+from jaxserve.planning.schedules.iterations import iteration_of
 from jaxserve.planning.schedules.observed import RequestClass
 from jaxserve.scheduling.iteration.rra import RRA
+from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.iteration.waa import WAA
+
+# Where a plan's figures are from: ExeGPT's equations (section 6), simulations (`Player`), or
+# simulations for the throughput and the equations for the rest.
+CLOSED_FORM = "closed form"
+SIMULATED = "simulated"
+SIMULATED_RATE = "throughput simulated"
 
 
 @final
@@ -21,11 +28,13 @@ class Plan:
 
     The figures are those of an engine that always has requests waiting. They hold for each replica.
     Latencies count from the admission of an answer; time in the queue is not included. They are
-    those of an answer of the 99th-percentile length, with phases a tenth longer than their mean.
+    those of an answer of the 99th-percentile length: by closed form with phases a tenth longer than
+    their mean; simulated, of 95 % of such answers, and for the first token of 99 % of all answers.
 
     Attributes:
       schedule: B_E, N_D and B_D of RRA, see `Schedule`; or of WAA on two device groups: B_E, the
-        iterations of a decode step, and the sequences that run in both groups.
+        iterations of a decode step, and the sequences that run in both groups; or of continuous
+        batching the most sequences that run.
       bounds: the bounds that were asked for.
       latency_s: seconds to the answer's end.
       first_token_s: seconds to its first token.
@@ -38,6 +47,7 @@ class Plan:
         expected to take from their submission; they do not wait for an encode phase.
       fits: whether the schedule is expected to fit in memory. The figures of one that does not are
         as if it did.
+      estimate: where the figures are from: `CLOSED_FORM`, `SIMULATED` or `SIMULATED_RATE`.
       lowest: the lowest seconds that some schedule reaches, by name of the bound, if no schedule
         keeps the bounds; empty if this one does.
     """
@@ -54,6 +64,7 @@ class Plan:
     search_s: float
     classes: tuple[tuple[RequestClass, float], ...] = ()
     fits: bool = True
+    estimate: str = CLOSED_FORM
     lowest: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -81,20 +92,9 @@ class Plan:
         reached = ", ".join(f"{name}={s:.4g}" for name, s in self.lowest.items())
         return f"no schedule keeps the bounds; the lowest, each for itself: {reached}"
 
-    def iteration(self) -> RRA | WAA:
+    def iteration(self) -> RRA | WAA | Unified:
         """Return the iteration shape that carries out the schedule."""
-        schedule = self.schedule
-        sizes: dict[str, Any] = {
-            "encode_batch": schedule.encode_batch,
-            "decode_iterations": schedule.num_decodes,
-            "encode_tokens": schedule.encode_tokens,
-            # Without a decode iteration no batch is kept up.
-            "decode_batch": schedule.decode_batch or None,
-            "threshold": THRESHOLD,
-        }
-        if schedule.layout.policy is not Policy.RRA:
-            return WAA(**sizes)
-        return RRA(**sizes, reserved_slots=self.reserved_slots)
+        return iteration_of(self.schedule, reserved_slots=self.reserved_slots)
 
     @property
     def reserved_slots(self) -> int:
@@ -102,17 +102,30 @@ class Plan:
         return sum(each.num_running for each, _ in self.classes)
 
     @property
-    def policy(self) -> str:
-        """The name of the schedule's policy: RRA, or WAA for two device groups."""
-        return self.schedule.layout.policy.name.partition("_")[0]
+    def family(self) -> str:
+        """The family of the schedule: "rra", "continuous", or "waa" for two device groups."""
+        return self.schedule.layout.policy.value.partition("_")[0]
+
+    @property
+    def name(self) -> str:
+        """The family and its sizes, such as "continuous, at most 8"."""
+        schedule = self.schedule
+        if schedule.layout.policy is Policy.CONTINUOUS:
+            return f"continuous, at most {schedule.max_running}"
+        return (
+            f"{self.family.upper()} encode {schedule.encode_batch}, decode {schedule.num_decodes}"
+        )
 
     def figures(self) -> dict[str, Any]:
         """Return the schedule, its bounds and what is expected, as values of JSON."""
         schedule = self.schedule
         return {
-            "schedule": f"{self.policy} {schedule.encode_batch}x{schedule.num_decodes}",
+            "schedule": self.name,
+            "family": self.family,
+            "estimate": self.estimate,
             "encode_batch": schedule.encode_batch,
             "num_decodes": schedule.num_decodes,
+            "max_running": schedule.max_running,
             "decode_batch": schedule.decode_batch,
             "bounds": self.bounds.finite(),
             "keeps_bounds": self.keeps_bounds,
@@ -133,24 +146,30 @@ class Plan:
     def summary(self) -> str:
         """Return the schedule and its bounds in a line."""
         given = ", ".join(f"{name} {s:.3g} s" for name, s in self.bounds.finite().items())
-        schedule = self.schedule
         return (
-            f"{self.policy}: encode {schedule.encode_batch} sequences, "
-            f"decode {schedule.num_decodes} iterations; bounds: {given or 'none'}"
+            f"{self._text}; bounds: {given or 'none'}"
             f"{'' if self.keeps_bounds else ', which no schedule keeps'}"
         )
 
+    @property
+    def _text(self) -> str:
+        schedule = self.schedule
+        if schedule.layout.policy is Policy.CONTINUOUS:
+            return f"continuous: at most {schedule.max_running} sequences run"
+        return (
+            f"{self.family.upper()}: encode {schedule.encode_batch} sequences, "
+            f"decode {schedule.num_decodes} iterations"
+        )
+
     def __str__(self) -> str:
-        schedule, bounds = self.schedule, self.bounds
+        bounds = self.bounds
         missed = f"{self.missed}\n" if self.missed else ""
         return (
-            f"{self.policy}: encode {schedule.encode_batch} sequences, "
-            f"decode {schedule.num_decodes} iterations, "
-            f"about {schedule.decode_batch:.1f} sequences at a time\n"
-            f"expected: {self.answers_per_s:.4g} answers/s, {self.tokens_per_s:.4g} output "
-            f"tokens/s; for an answer of {self.max_answer_tokens} tokens (99th percentile) "
-            f"{self.latency_s:.3g} s{_bound(bounds.latency_s)}, first token after "
-            f"{self.first_token_s:.3g} s{_bound(bounds.first_token_s)}, then "
+            f"{self._text}, about {self.schedule.decode_batch:.1f} sequences at a time\n"
+            f"expected ({self.estimate}): {self.answers_per_s:.4g} answers/s, "
+            f"{self.tokens_per_s:.4g} output tokens/s; for an answer of {self.max_answer_tokens} "
+            f"tokens (99th percentile) {self.latency_s:.3g} s{_bound(bounds.latency_s)}, "
+            f"first token after {self.first_token_s:.3g} s{_bound(bounds.first_token_s)}, then "
             f"{self.token_s:.3g} s a token{_bound(bounds.token_s)}\n"
             f"{missed}"
             f"computed from the lengths of {self.num_lengths} answers in {self.search_s:.2g} s"

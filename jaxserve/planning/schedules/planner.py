@@ -29,6 +29,10 @@ _BETTER = 1 + 1e-9
 class ScheduleSpace(Protocol):
     """All schedules of one engine for requests of given lengths."""
 
+    def estimate(self, schedule: Schedule) -> str:
+        """Return where a schedule's figures are from, see `Plan`."""
+        ...
+
     def best(self, score: Score) -> Schedule | None:
         """Return the schedule with the highest score; None if none is above 0."""
         ...
@@ -94,11 +98,9 @@ class SchedulePlanner(abc.ABC):
         began_s = time.perf_counter()
         classes = tuple(classes) if self.plans_classes else ()
         space = self.space(lengths, classes)
-        most = space.best(throughput_under(bounds))
-        if most is None:
+        best = self._chosen(space, bounds)
+        if best is None:
             raise self._infeasible(space, lengths, bounds, classes)
-        least = float(space.estimated(most).throughput) / _BETTER
-        best = space.best(shortest_with(bounds, least)) or most
         return _plan(space, best, lengths, bounds, num_lengths, began_s, classes)
 
     def nearest(
@@ -139,6 +141,14 @@ class SchedulePlanner(abc.ABC):
         space = self.space(lengths, classes)
         schedule = space.nearest(plan.schedule)
         return _plan(space, schedule, lengths, plan.bounds, num_lengths, began_s, classes)
+
+    def _chosen(self, space: ScheduleSpace, bounds: LatencyBounds) -> Schedule | None:
+        """Return the schedule with the highest throughput under bounds; None if none keeps them."""
+        most = space.best(throughput_under(bounds))
+        if most is None:
+            return None
+        least = float(space.estimated(most).throughput) / _BETTER
+        return space.best(shortest_with(bounds, least)) or most
 
     def _infeasible(
         self,
@@ -194,6 +204,7 @@ def _plan(
         search_s=time.perf_counter() - began_s,
         classes=tuple(zip(classes, own, strict=True)),
         fits=bool(estimates.fits),
+        estimate=space.estimate(schedule),
     )
 
 

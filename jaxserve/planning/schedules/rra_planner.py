@@ -15,7 +15,7 @@ from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
 from jaxserve.planning.schedules.measured_cost import measured_deployment
 from jaxserve.planning.schedules.observed import RequestClass
-from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.plan import CLOSED_FORM, Plan
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.rra import RRATimeline
 from jaxserve.planning.schedules.search import maximise
@@ -83,6 +83,9 @@ class _Space:
     """The schedules of a timeline."""
 
     timeline: RRATimeline
+
+    def estimate(self, schedule: Schedule) -> str:
+        return CLOSED_FORM
 
     def best(self, score: Score) -> Schedule | None:
         found = maximise([self.timeline], score).found

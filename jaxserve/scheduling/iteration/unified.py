@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.scheduling.iteration.decode_loop import decode_iterations
 from jaxserve.scheduling.policy import StepBuilder
 from jaxserve.scheduling.sequence import Sequence
@@ -15,29 +16,49 @@ from jaxserve.scheduling.sequence import Sequence
 class Unified:
     """Every running answer advances by one token; what is left of the step goes to prompts.
 
-    Pensieve's unified batch (section 3.4.2 of the thesis) with chunked prefill. `chunk_tokens`
-    bounds the prompt tokens of one step, 0 for all that fit; without prompts to compute, the
-    step is a decode loop.
+    Pensieve's unified batch (section 3.4.2 of the thesis) with chunked prefill; without prompts to
+    compute, the step is a decode loop.
+
+    Attributes:
+      chunk_tokens: prompt tokens of one step at most; 0 for all that fit.
+      max_running: a sequence is admitted only while fewer than this many run; None for as many as
+        there are slots. Sequences with a latency bound of their own do not count, and need not
+        wait for it. Where more run already (`Scheduler.adopt`), they go on.
     """
 
     num_device_groups: ClassVar[int] = 1
     makes_way: ClassVar[bool] = False
 
     chunk_tokens: int = 0
+    max_running: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_running is not None and self.max_running < 1:
+            raise InvalidConfigError(
+                f"max_running={self.max_running} is not allowed; pass at least 1, or None for all "
+                "slots"
+            )
 
     def new_state(self) -> None:
         return None
 
     def select(self, step: StepBuilder, state: None) -> None:
-        if not step.prefilling and step.first_admissible() is None:
+        if not step.prefilling and not self._may_admit(step):
             step.add_decode_loop(decode_iterations(step))
             return
         step.add_decoding()
         budget = min(step.num_tokens_left, self.chunk_tokens or step.num_tokens_left)
         for sequence in step.prefilling:
             budget -= self._add_chunk(step, sequence, budget)
-        while budget and (sequence := step.admit()):
+        while budget and self._may_admit(step) and (sequence := step.admit()):
             budget -= self._add_chunk(step, sequence, budget)
+
+    def _may_admit(self, step: StepBuilder) -> bool:
+        """Return whether a sequence can be admitted now, under the limit too."""
+        first = step.first_admissible()
+        if first is None or self.max_running is None or first.request.due_s is not None:
+            return first is not None
+        return sum(each.request.due_s is None for each in step.running) < self.max_running
 
     def _add_chunk(self, step: StepBuilder, sequence: Sequence, budget: int) -> int:
         count = min(sequence.num_uncomputed, budget)

@@ -73,6 +73,8 @@ def test_every_policy_batch_and_plan_is_run(capsys, tmp_path):
         (policy, 2) for policy in ("fastertransformer", "orca")
     }
     assert sum(run["policy"] == "exegpt" for run in runs) == 4
+    planned = [run for run in runs if run["policy"] == "exegpt" and "failed" not in run]
+    assert {run["family"] for run in planned} <= {"rra", "continuous"}
     points = result["tasks"]["S"]
     assert len(points) == 4 and points[3]["bound_s"] is None
     assert points[3]["exegpt"]["within"] == 1.0

@@ -1,0 +1,137 @@
+"""The search for the number of sequences that continuous batching may run at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import numpy as np
+
+from jaxserve.planning.schedules.candidate import Score
+from jaxserve.planning.schedules.configuration import Layout, Policy, Schedule
+from jaxserve.planning.schedules.estimates import Estimates
+from jaxserve.planning.schedules.lengths import TaskLengths
+from jaxserve.planning.schedules.observed import RequestClass
+from jaxserve.planning.schedules.plan import SIMULATED
+from jaxserve.planning.schedules.planner import SchedulePlanner
+from jaxserve.planning.schedules.played import Played, Player
+from jaxserve.scheduling.iteration.unified import Unified
+
+
+@final
+@dataclass(frozen=True)
+class ContinuousPlanner(SchedulePlanner):
+    """A planner of continuous batching on one engine, for any lengths.
+
+    Attributes:
+      player: simulates the engine.
+    """
+
+    plans_classes: ClassVar[bool] = False
+
+    player: Player
+
+    @property
+    def max_slots(self) -> int:
+        return self.player.config.max_slots
+
+    def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> ContinuousSpace:
+        return ContinuousSpace(self.player, lengths)
+
+
+@final
+@dataclass(frozen=True)
+class ContinuousSpace:
+    """Continuous batching of 1, 2, ... sequences at once, as far as there are slots.
+
+    Figures come from simulations (`Player`). Their number is kept small:
+
+    - Decode steps are padded to compiled sizes. Up to such a size, more sequences serve more, and
+      beyond it they take longer at once. So each size is simulated.
+    - Latencies rise with the number of sequences. Between two sizes of which only the smaller one
+      keeps the bounds, the largest number that does is found by bisection.
+    - Where memory is short, fewer sequences may serve more. So the search goes on below the best
+      number, half way to the next size, as long as that serves more.
+    """
+
+    player: Player
+    lengths: TaskLengths
+
+    def estimate(self, schedule: Schedule) -> str:
+        return SIMULATED
+
+    def best(self, score: Score) -> Schedule | None:
+        scores: dict[int, float] = {}
+
+        def score_of(size: int) -> float:
+            if size not in scores:
+                scores[size] = float(score(self.of(size)[1]))
+            return scores[size]
+
+        sizes = self.player.config.slot_buckets
+        for size in sizes:
+            score_of(size)
+        for low, high in zip(sizes, sizes[1:], strict=False):
+            if score_of(low) > 0 and not score_of(high) and self._may_gain(high, scores):
+                _largest(low, high, lambda size: score_of(size) > 0)
+        best = max(scores, key=lambda size: scores[size])
+        below = max((size for size in sizes if size < best), default=0)
+        while best - below > 1 and score_of(fewer := (below + best) // 2) > scores[best]:
+            best = fewer
+        return self.of(best)[0] if scores[best] > 0 else None
+
+    def nearest(self, schedule: Schedule) -> Schedule:
+        size = min(max(1, schedule.max_running), self.player.config.max_slots)
+        return self.of(size)[0]
+
+    def estimated(self, schedule: Schedule) -> Estimates:
+        return self.of(schedule.max_running)[1]
+
+    def own_latencies_s(self, schedule: Schedule) -> tuple[float, ...]:
+        return ()
+
+    def of(self, max_running: int) -> tuple[Schedule, Estimates]:
+        """Return the schedule with at most so many sequences, and what it is expected to do."""
+        played = self._played(max_running)
+        schedule = Schedule(
+            layout=Layout(policy=Policy.CONTINUOUS),
+            encode_batch=1,
+            encode_tokens=self.lengths.inputs.mean,
+            decode_batch=played.mean_running,
+            num_decodes=0,
+            num_micro_batches=1,
+            stages=(),
+            max_running=max_running,
+        )
+        inputs, outputs = self.lengths.inputs, self.lengths.outputs
+        length = inputs.mean + outputs.less_one().mean_position
+        return schedule, Estimates(
+            fits=np.bool_(inputs.mean + outputs.mean <= self.player.room),
+            throughput=np.float64(played.answers_per_s),
+            latency_s=np.float64(played.latency_s),
+            first_token_s=np.float64(played.first_token_s),
+            token_s=np.float64(played.token_s),
+            period_s=np.float64(1 / played.answers_per_s),
+            encode_s=np.float64(played.first_token_s),
+            decode_batch=np.float64(played.mean_running),
+            memory_bytes=np.float64(played.mean_running * length),
+            own_share=np.float64(0.0),
+        )
+
+    def _played(self, max_running: int) -> Played:
+        shape = Unified(max_running=max_running)
+        return self.player.play(shape, self.lengths, max_running)
+
+    def _may_gain(self, high: int, scores: dict[int, float]) -> bool:
+        """Whether fewer sequences than `high` may serve more than the best size so far."""
+        best = max(scores, key=lambda size: scores[size])
+        return self._played(high).answers_per_s > self._played(best).answers_per_s
+
+
+def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """Return the largest number below `high` for which `holds`, which it does for `low`."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

@@ -1,0 +1,32 @@
+"""The iteration shapes that carry out schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.planning.schedules.configuration import Policy, Schedule
+from jaxserve.planning.schedules.measured_cost import THRESHOLD
+from jaxserve.scheduling.iteration.rra import RRA
+from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.iteration.waa import WAA
+
+
+def iteration_of(schedule: Schedule, *, reserved_slots: int = 0) -> RRA | WAA | Unified:
+    """Return the iteration shape that carries out a schedule.
+
+    Args:
+      reserved_slots: slots that only requests with bounds of their own may take; under RRA only.
+    """
+    if schedule.layout.policy is Policy.CONTINUOUS:
+        return Unified(max_running=schedule.max_running)
+    sizes: dict[str, Any] = {
+        "encode_batch": schedule.encode_batch,
+        "decode_iterations": schedule.num_decodes,
+        "encode_tokens": schedule.encode_tokens,
+        # Without a decode iteration no batch is kept up.
+        "decode_batch": schedule.decode_batch or None,
+        "threshold": THRESHOLD,
+    }
+    if schedule.layout.policy is not Policy.RRA:
+        return WAA(**sizes)
+    return RRA(**sizes, reserved_slots=reserved_slots)

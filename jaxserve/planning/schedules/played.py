@@ -1,0 +1,293 @@
+"""What an engine does under full load, by short simulations that drive the real scheduler."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.planning.schedules.drawn_lengths import DrawnRequests
+from jaxserve.planning.schedules.lengths import TaskLengths
+from jaxserve.planning.simulator import simulated_engine
+from jaxserve.planning.step_times import StepTimes
+from jaxserve.scheduling.policy import IterationShape, Policy
+from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.scheduler import Progress
+from jaxserve.scheduling.sequence import Sequence as Scheduled
+
+# Answers of the 99th-percentile length whose whole time is measured, at least.
+_LEAST_STARTS = 24
+# Answers that end in the measured time at least, and that many more per sequence that runs.
+_LEAST_ENDED = 48
+_ENDED_EACH = 1.5
+# Steps after which a few of either are enough.
+_MANY_STEPS = 2000
+_FEW = 4
+# Shares of the answers within the latencies that are returned. Any answer may be the one whose
+# first token comes last; but only one in a hundred is long.
+_WITHIN = 0.95
+_FIRST_WITHIN = 0.99
+# Simulations that are remembered.
+_MOST_KEPT = 512
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """What a schedule did in a simulation with a queue that never empties.
+
+    Latencies are those of a shape that computes prompts beside answers, as `Unified` does.
+
+    Attributes:
+      answers_per_s: throughput.
+      latency_s: seconds of an answer of the percentile length, from its admission to its end; 95 %
+        of such answers take no longer.
+      first_token_s: seconds from admission to the first token; 99 % of all answers take no longer.
+      token_s: seconds per token after the first of an answer of the percentile length, as
+        `latency_s`.
+      mean_running: sequences that run, on average over steps.
+      preempted_share: share of the answers that were preempted.
+    """
+
+    answers_per_s: float
+    latency_s: float
+    first_token_s: float
+    token_s: float
+    mean_running: float
+    preempted_share: float
+
+
+@final
+class Player:
+    """Simulations of one engine's schedules under full load. It remembers the newest ones.
+
+    A simulation has the engine's policy with another iteration shape, its page accounting, and its
+    step times. Nothing is cached between requests, because plans take prompts as computed, and no
+    length is predicted. It takes tenths of a second, and gives the same figures every time. Threads
+    may share it.
+
+    Args:
+      config: returns the engine's present configuration.
+
+    Attributes:
+      times: the engine's step times.
+      num_played: simulations so far.
+    """
+
+    def __init__(self, times: StepTimes, policy: Policy, config: Callable[[], EngineConfig]):
+        self.num_played = 0
+        self.times = times
+        self._policy = replace(policy, retention=Stateless())
+        self._config = config
+        self._known: dict[Any, Played] = {}
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's present configuration."""
+        return self._config()
+
+    @property
+    def room(self) -> int:
+        """Tokens that the page pool holds."""
+        return (self.config.num_pages - 1) * self.config.page_size
+
+    def play(
+        self,
+        iteration: IterationShape[Any],
+        lengths: TaskLengths,
+        num_running: float,
+        *,
+        warm_up: float = 1.5,
+        seed: int = 0,
+    ) -> Played:
+        """Return what an iteration shape does with requests of these lengths.
+
+        Args:
+          iteration: a hashable shape for one device group.
+          num_running: sequences that are expected to run; they decide how long is measured.
+          warm_up: answers that end before the measured time, per sequence that runs.
+          seed: of the lengths that are drawn.
+        """
+        config = self.config
+        parts = lengths.inputs.probabilities, lengths.outputs.probabilities
+        known = (
+            iteration,
+            config,
+            lengths.level,
+            warm_up,
+            seed,
+            *(part.tobytes() for part in parts),
+        )
+        played = self._known.get(known)
+        if played is None:
+            played = self._simulated(iteration, config, lengths, num_running, warm_up, seed)
+            if len(self._known) >= _MOST_KEPT:
+                self._known.clear()
+            self._known[known] = played
+        return played
+
+    def _simulated(
+        self,
+        iteration: IterationShape[Any],
+        config: EngineConfig,
+        lengths: TaskLengths,
+        num_running: float,
+        warm_up: float,
+        seed: int,
+    ) -> Played:
+        self.num_played += 1
+        policy = replace(self._policy, iteration=iteration)
+        engine, clock, builder = simulated_engine(policy, config, self.times)
+        trace = _Trace(lengths.outputs.percentile(lengths.level))
+        requests = DrawnRequests(lengths, config, seed=seed)
+        while not trace.is_enough(num_running):
+            while engine.scheduler.num_waiting < config.max_slots:
+                engine.add(builder.build_item(requests.next(), clock.now()))
+            news = engine.step()
+            trace.add(news, clock.now(), len(engine.scheduler.running))
+            if trace.num_ended >= warm_up * num_running:
+                trace.begin(clock.now())
+        # Answers that were cut are shorter than the distribution's.
+        return trace.played(lengths.outputs.mean * requests.uncut_share)
+
+
+@final
+class _Trace:
+    """What happens in a simulation; figures are those since `begin`.
+
+    Args:
+      longest: output tokens of an answer of the percentile length.
+
+    Attributes:
+      num_ended: answers that have ended, from the start on.
+    """
+
+    def __init__(self, longest: int):
+        self.num_ended = 0
+        self._num_tokens = max(0, longest - 1)
+        self._begin_s: float | None = None
+        self._end_s = 0.0
+        self._num_delivered = 0
+        self._num_measured = 0
+        # Seconds from admission to first token, and when it came, of each answer.
+        self._firsts: list[tuple[float, float]] = []
+        # Seconds and tokens after the first one, of each answer that began since `begin`.
+        self._spans: list[tuple[float, int]] = []
+        # The same of each answer that was preempted.
+        self._preempted: list[tuple[float, int]] = []
+        # When running answers advanced, and the tokens that each has got until then.
+        self._gained_s: list[float] = []
+        self._gained: list[int] = []
+        self._running: list[int] = []
+
+    def begin(self, now_s: float) -> None:
+        """Begin to measure, unless it has begun."""
+        if self._begin_s is None:
+            self._begin_s = self._end_s = now_s
+
+    def add(self, news: Sequence[Progress], now_s: float, num_running: int) -> None:
+        """Take in what a step delivered."""
+        if self._begin_s is None:
+            self.num_ended += sum(each.sequence.finish_reason is not None for each in news)
+            return
+        self._end_s = now_s
+        self._running.append(num_running)
+        gained = 0
+        for each in news:
+            sequence, times = each.sequence, each.sequence.times
+            self._num_delivered += each.num_new
+            is_first = each.num_new and len(sequence.output) == each.num_new
+            if is_first and times.admitted_s is not None:
+                self._firsts.append((now_s - times.admitted_s, now_s))
+            elif each.num_new:
+                gained = max(gained, each.num_new)
+            if sequence.finish_reason is not None:
+                self._end(sequence)
+        if gained:
+            self._gained_s.append(now_s)
+            self._gained.append(gained + (self._gained[-1] if self._gained else 0))
+
+    def _end(self, sequence: Scheduled) -> None:
+        self.num_ended += 1
+        self._num_measured += 1
+        times = sequence.times
+        if times.first_token_s is None or times.finished_s is None or self._begin_s is None:
+            return
+        span = (times.finished_s - times.first_token_s, len(sequence.output) - 1)
+        if span[1] and times.first_token_s >= self._begin_s:
+            self._spans.append(span)
+            if sequence.num_preemptions:
+                self._preempted.append(span)
+
+    def is_enough(self, num_running: float) -> bool:
+        """Return whether enough has been measured."""
+        enough, starts = _LEAST_ENDED + _ENDED_EACH * num_running, _LEAST_STARTS
+        if len(self._running) >= _MANY_STEPS:
+            enough = starts = _FEW
+        return self._num_measured >= enough and self._num_starts >= starts
+
+    @property
+    def _num_starts(self) -> int:
+        """Answers whose first token came early enough for an answer of the percentile length."""
+        if not self._num_tokens:
+            return len(self._firsts)
+        if not self._gained or self._gained[-1] <= self._num_tokens:
+            return 0
+        latest = bisect.bisect_right(self._gained, self._gained[-1] - self._num_tokens) - 1
+        last_s = self._gained_s[latest] if latest >= 0 else -math.inf
+        return bisect.bisect_right(self._firsts, last_s, key=lambda each: each[1])
+
+    def played(self, mean_tokens: float) -> Played:
+        """Return the figures; `mean_tokens` are those of an answer."""
+        elapsed_s = self._end_s - (self._begin_s or 0.0)
+        mean_running = float(np.mean(self._running))
+        firsts_s = np.array([first_s for first_s, _ in self._firsts])
+        decoding_s = self._decoding_s(mean_running)
+        starts_s = firsts_s[: len(decoding_s)] if self._num_tokens else firsts_s
+        return Played(
+            answers_per_s=self._num_delivered / elapsed_s / mean_tokens,
+            latency_s=_quantile(starts_s + decoding_s, _WITHIN),
+            first_token_s=_quantile(firsts_s, _FIRST_WITHIN),
+            token_s=_quantile(decoding_s, _WITHIN) / max(1, self._num_tokens),
+            mean_running=mean_running,
+            preempted_share=len(self._preempted) / max(1, len(self._spans)),
+        )
+
+    def _decoding_s(self, mean_running: float) -> np.ndarray:
+        """Return the seconds of long answers after their first tokens [starts], at each start.
+
+        The mean is that of answers of all lengths, per token. The deviations are those of the times
+        until running answers have advanced by so many tokens, less the share of the answers that
+        took the long one's own place meanwhile.
+        """
+        if not self._num_tokens:
+            return np.zeros(len(self._firsts))
+        gained_s, gained = np.array(self._gained_s), np.array(self._gained)
+        begins_s = np.array([when_s for _, when_s in self._firsts])[: self._num_starts]
+        before = np.searchsorted(gained_s, begins_s, side="right")
+        reached = np.concatenate([[0], gained])[before] + self._num_tokens
+        spent_s = gained_s[np.searchsorted(gained, reached)] - begins_s
+        if not self._spans:  # all were preempted before, or go on
+            return spent_s
+        seconds, tokens = np.array(self._spans).T
+        mean_s = seconds.sum() / tokens.sum() * self._num_tokens
+        others = max(0.0, mean_running - 1) / max(1.0, mean_running)
+        return mean_s * self._stretch() * (1 + (spent_s / spent_s.mean() - 1) * others)
+
+    def _stretch(self) -> float:
+        """Return how much longer preempted answers take, if they are over 1 % of all."""
+        if len(self._preempted) <= 0.01 * len(self._spans):
+            return 1.0
+        seconds, tokens = np.array(self._spans).T
+        away_s, away_tokens = np.array(self._preempted).T
+        longer = (away_s / away_tokens) / (seconds.sum() / tokens.sum())
+        return max(1.0, _quantile(longer, _WITHIN))
+
+
+def _quantile(values: np.ndarray, share: float) -> float:
+    return float(np.quantile(values, share, method="higher")) if len(values) else 0.0
