@@ -18,6 +18,9 @@ from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Played, Player
 from jaxserve.scheduling.iteration.unified import Unified
 
+# Share of the highest throughput that simulations do not tell from it.
+_AS_GOOD = 0.99
+
 
 @final
 @dataclass(frozen=True)
@@ -51,8 +54,9 @@ class ContinuousSpace:
       beyond it they take longer at once. So each size is simulated.
     - Latencies rise with the number of sequences. Between two sizes of which only the smaller one
       keeps the bounds, the largest number that does is found by bisection.
-    - Where memory is short, fewer sequences may serve more. So the search goes on below the best
-      number, half way to the next size, as long as that serves more.
+    - Where memory is short, fewer sequences may serve more. So the search goes on below the
+      smallest size that is as good as the best, half way to the next one, as long as that serves
+      more.
     """
 
     player: Player
@@ -75,10 +79,13 @@ class ContinuousSpace:
         for low, high in zip(sizes, sizes[1:], strict=False):
             if score_of(low) > 0 and not score_of(high) and self._may_gain(high, scores):
                 _largest(low, high, lambda size: score_of(size) > 0)
-        best = max(scores, key=lambda size: scores[size])
+        # Where memory is full, more sequences change nothing.
+        most = max(scores.values())
+        best = min(size for size in scores if scores[size] >= _AS_GOOD * most)
         below = max((size for size in sizes if size < best), default=0)
         while best - below > 1 and score_of(fewer := (below + best) // 2) > scores[best]:
             best = fewer
+        best = max(scores, key=lambda size: scores[size])
         return self.of(best)[0] if scores[best] > 0 else None
 
     def nearest(self, schedule: Schedule) -> Schedule:
