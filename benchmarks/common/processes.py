@@ -86,10 +86,12 @@ def _wait(process: subprocess.Popen, limit_s: float) -> int:
 def _resident_bytes(group: int) -> int:
     """Return the resident bytes of all processes of the group together; 0 without /proc."""
     pages = 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    proc = Path("/proc")
+    # Not by `glob`, which fails if a process ends while its entry is looked at.
+    for name in filter(str.isdigit, os.listdir(proc) if proc.exists() else ()):
         with contextlib.suppress(OSError):
             # After the name in brackets: state, parent, group, and resident pages as the 22nd.
-            fields = path.read_text().rpartition(")")[2].split()
+            fields = (proc / name / "stat").read_text().rpartition(")")[2].split()
             pages += int(fields[21]) if int(fields[2]) == group else 0
     return pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -50,6 +50,7 @@ PAGES = (
     Page("docs/results/policies.md", ("policies", "online", "flover", "simulate", "s3")),
     Page("docs/results/conversations.md", ("conversations", "pensieve", "scattered", "restore")),
     Page("docs/results/exegpt.md", ("exegpt", "exegpt_bounds")),
+    Page("docs/results/cells.md", ("cells",)),
     Page("docs/results/lengths.md", ("predictor", "probe")),
     Page("docs/results/devices.md", ("sharding", "gpu_check")),
 )

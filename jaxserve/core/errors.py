@@ -11,7 +11,16 @@ A message says what was given, what is allowed, and what to do.
     │   ├── InvalidSamplingParamsError
     │   ├── InvalidGrammarError        a schema, grammar or regular expression that does not compile
     │   │   └── GrammarTooComplexError     it needs more time or memory than is allowed
-    │   └── BoundNotMetError           its answer is expected to take longer than its own bound
+    │   ├── BoundNotMetError           its answer is expected to take longer than its own bound
+    │   ├── UnfoldError                the user's function raised for this input
+    │   └── InvalidGraphError          a graph of cells that cannot be computed as given
+    │       ├── EmptyGraphError
+    │       ├── UnknownCellError           a cell that the runtime was not created with
+    │       ├── MissingInputError
+    │       ├── UnknownInputError
+    │       ├── InputMismatchError         a value of another shape or dtype
+    │       ├── CyclicGraphError
+    │       └── TooManyNodesError
     ├── NumericalError             the model produced NaN or infinite logits for this request
     ├── ModelError
     │   ├── UnknownModelError
@@ -21,6 +30,7 @@ A message says what was given, what is allowed, and what to do.
     ├── ModelCacheError            the model cache cannot be read or written
     ├── DeviceMemoryError          weights or page pool do not fit
     ├── InvalidConfigError         a runtime, policy or mesh setting
+    │   └── InvalidCellError           a cell's module does not fit its inputs or outputs
     ├── InfeasibleBoundError       no schedule keeps a latency bound; says what the lowest is
     ├── InvalidProfileError        step times that are unreadable, or measured on something else
     ├── MissingExtraError          an optional package is missing; names the extra to install
@@ -141,8 +151,44 @@ class BoundNotMetError(InvalidRequestError):
         )
 
 
+class UnfoldError(InvalidRequestError):
+    """An input for which the function that unfolds it raised; the cause is `__cause__`."""
+
+
+class InvalidGraphError(InvalidRequestError):
+    """A graph of cells that cannot be computed as given."""
+
+
+class EmptyGraphError(InvalidGraphError):
+    """A graph without nodes."""
+
+
+class UnknownCellError(InvalidGraphError):
+    """A node of a cell that the runtime was not created with."""
+
+
+class MissingInputError(InvalidGraphError):
+    """A node without one of its cell's inputs."""
+
+
+class UnknownInputError(InvalidGraphError):
+    """An input, or an output, that a node's cell does not have."""
+
+
+class InputMismatchError(InvalidGraphError):
+    """An input of a node whose shape or dtype is not the cell's."""
+
+
+class CyclicGraphError(InvalidGraphError):
+    """Nodes that depend on themselves."""
+
+
+class TooManyNodesError(InvalidGraphError):
+    """A graph with more nodes, or more live values, than the runtime accepts."""
+
+
 class NumericalError(JaxserveError, ArithmeticError):
-    """A request for which the model's logits were not finite."""
+    """A request for which a model's logits, or a cell's outputs, were not finite."""
 
 
 class ModelError(JaxserveError):
@@ -191,6 +237,10 @@ class DeviceMemoryError(JaxserveError, MemoryError):
 
 class InvalidConfigError(JaxserveError, ValueError):
     """A runtime, policy or mesh setting that is out of range or unknown."""
+
+
+class InvalidCellError(InvalidConfigError):
+    """A cell whose module does not fit its inputs or outputs, or whose sizes are not allowed."""
 
 
 class InfeasibleBoundError(JaxserveError, ValueError):

@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Literal, final
+from typing import final
 
 from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.core.request import Completion, Timing
@@ -26,7 +26,8 @@ class StepRecord:
     """One step. Counts are those at its submission; times are seconds on the engine's clock.
 
     Attributes:
-      num_rows: number of sequences that the step advances.
+      kind: "mixed", "decode loop" or "handover"; of a cell engine, the name of the cell.
+      num_rows: number of sequences that the step advances, or of nodes in the task.
       num_tokens: number of tokens over all iterations, including those after an early end.
       num_padding_tokens: number of unused tokens that pad the step to its compiled size. The device
         computes `num_tokens` and these.
@@ -37,11 +38,11 @@ class StepRecord:
       host_gap_s: seconds that the device may have idled before the step.
       collected_s: time at which the host had collected the step; None if it has not.
       replica: index of the replica that ran the step; each replica counts `index` from 0.
-      group: device group that ran the step, see `StepPlan`.
+      group: device group that ran the step, see `StepPlan`; or the worker of a cell engine.
     """
 
     index: int
-    kind: Literal["mixed", "decode loop", "handover"]
+    kind: str
     num_rows: int
     num_tokens: int
     num_iterations: int
@@ -77,16 +78,13 @@ class RequestRecord:
 
 
 @final
-class Recorder:
-    """A store of the newest records. The engine's thread writes it, and any thread may read it."""
+class Records:
+    """A store of the newest records. One thread writes it, and any thread may read it."""
 
-    def __init__(self, config: EngineConfig, replica: int = 0):
-        self._config = config
-        self._replica = replica
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
         self._requests: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
-        self._in_flight: dict[int, StepRecord] = {}
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
@@ -100,6 +98,40 @@ class Recorder:
         with self._lock:
             return tuple(self._requests)
 
+    def add_step(self, step: StepRecord) -> None:
+        with self._lock:
+            self._steps.append(step)
+
+    def add_request(self, request: RequestRecord) -> None:
+        with self._lock:
+            self._requests.append(request)
+
+    def newest_steps(self, num: int) -> list[StepRecord]:
+        """Return at most `num` records of steps, oldest first."""
+        with self._lock:
+            return list(itertools.islice(reversed(self._steps), num))[::-1]
+
+
+@final
+class Recorder:
+    """The records of an engine. The engine's thread writes it, and any thread may read it."""
+
+    def __init__(self, config: EngineConfig, replica: int = 0):
+        self._config = config
+        self._replica = replica
+        self._records = Records()
+        self._in_flight: dict[int, StepRecord] = {}
+
+    @property
+    def steps(self) -> tuple[StepRecord, ...]:
+        """See `Records`."""
+        return self._records.steps
+
+    @property
+    def requests(self) -> tuple[RequestRecord, ...]:
+        """See `Records`."""
+        return self._records.requests
+
     @property
     def iteration_s(self) -> float | None:
         """Median seconds of an iteration over the newest steps; None before the first step."""
@@ -112,12 +144,10 @@ class Recorder:
         A step takes part with each of its iterations. A few steps that waited for their executables
         (`warmup="background"`) do not change the median.
         """
-        with self._lock:
-            recent = list(itertools.islice(reversed(self._steps), _NUM_RECENT))[::-1]
         before_s = 0.0
         # (seconds of an iteration, iterations) of each step, by its kind.
         found: dict[str, list[tuple[float, int]]] = {"mixed": [], "decode loop": []}
-        for step in recent:
+        for step in self._records.newest_steps(_NUM_RECENT):
             assert step.collected_s is not None
             if step.num_iterations:
                 busy_s = step.collected_s - max(step.submitted_s, before_s)
@@ -169,9 +199,7 @@ class Recorder:
 
     def step_collected(self, index: int, now_s: float) -> None:
         """Record that the step of the plan with this index was collected."""
-        record = replace(self._in_flight.pop(index), collected_s=now_s)
-        with self._lock:
-            self._steps.append(record)
+        self._records.add_step(replace(self._in_flight.pop(index), collected_s=now_s))
 
     def request_ended(self, completion: Completion) -> None:
         record = RequestRecord(
@@ -182,8 +210,7 @@ class Recorder:
             timing=completion.timing,
             conversation_id=completion.conversation_id,
         )
-        with self._lock:
-            self._requests.append(record)
+        self._records.add_request(record)
 
 
 def _median(weighted: list[tuple[float, int]]) -> float | None:

@@ -14,7 +14,7 @@ from jaxserve.core.clock import Clock
 from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
-from jaxserve.engine.loop import Running
+from jaxserve.engine.device_loop import Running
 from jaxserve.execution.build import resized
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.warmup import warm_up

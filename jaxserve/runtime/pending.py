@@ -3,60 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import queue
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
-
-from tqdm import tqdm
+from typing import Any, TypeAlias, final
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.pending import PendingRequest, wait_for_all
 from jaxserve.engine.requests import as_batch
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-
-
-@final
-class Pending:
-    """A submitted request.
-
-    Attributes:
-      future: future of the completion; a failed request has a completion with an error.
-    """
-
-    def __init__(self, request_id: str, future: Future[Completion], cancel: Callable[[str], None]):
-        self.request_id = request_id
-        self.future = future
-        self._cancel = cancel
-
-    @classmethod
-    def ended(cls, completion: Completion) -> Pending:
-        """Return the handle of a request that has already ended."""
-        future: Future[Completion] = Future()
-        future.set_result(completion)
-        return cls(completion.request_id, future, lambda _: None)
-
-    def result(self, timeout_s: float | None = None) -> Completion:
-        """Wait for the completion, and return it.
-
-        Raises:
-          TimeoutError: the request has not ended after `timeout_s` seconds; it continues.
-        """
-        return self.future.result(timeout_s)
-
-    async def aresult(self) -> Completion:
-        """`result` for asyncio. The request continues if the waiting task is cancelled."""
-        return await asyncio.shield(asyncio.wrap_future(self.future))
-
-    def cancel(self) -> None:
-        """End the request; `result` then returns the tokens generated so far."""
-        self._cancel(self.request_id)
+# A submitted prompt.
+Pending: TypeAlias = PendingRequest[Completion]
 
 
 @final
@@ -130,33 +89,12 @@ class Batch:
 
 
 def wait(pending: Sequence[Pending], *, progress: bool, timeout_s: float | None = None) -> None:
-    """Wait until every request has ended. Ctrl-C interrupts only the wait.
-
-    Raises:
-      TimeoutError: a request has not ended after `timeout_s` seconds; all of them continue.
-    """
-    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    done: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
-    for one in pending:
-        one.future.add_done_callback(done.put)
-    num_waiting, num_tokens = len(pending), 0
-    with tqdm(
-        total=num_waiting,
-        desc="generating",
-        unit="req",
-        leave=False,
-        delay=2,
-        miniters=0,
-        disable=not progress,
-    ) as bar:
-        while num_waiting:
-            with suppress(queue.Empty):  # the timeout lets Ctrl-C interrupt and updates the bar
-                left_s = end_s - time.monotonic()
-                if left_s <= 0:
-                    raise TimeoutError
-                completion = done.get(timeout=min(0.5, left_s)).result()
-                num_waiting -= 1
-                num_tokens += sum(len(s.token_ids) for s in completion.samples)
-            elapsed = bar.format_dict["elapsed"] or 1.0
-            bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
-            bar.update(len(pending) - num_waiting - bar.n)
+    """Wait until every request has ended; see `wait_for_all`."""
+    wait_for_all(
+        pending,
+        label="generating",
+        unit="tokens",
+        units_of=lambda completion: sum(len(s.token_ids) for s in completion.samples),
+        progress=progress,
+        timeout_s=timeout_s,
+    )

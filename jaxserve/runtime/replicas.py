@@ -15,9 +15,10 @@ from jaxserve.core.clock import Clock
 from jaxserve.core.errors import InvalidRequestError, JaxserveError
 from jaxserve.core.request import Completion
 from jaxserve.engine.answers import Answer
+from jaxserve.engine.device_loop import Running
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.grammars import Grammars
-from jaxserve.engine.loop import EngineLoop, Running
+from jaxserve.engine.loop import EngineLoop, engine_loop
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import GroupRole, ModelExecutor
@@ -92,7 +93,7 @@ class Replicas:
             )
         ]
         self.all = tuple(
-            Replica(executor, size, engine, EngineLoop(engine, clock, logs))
+            Replica(executor, size, engine, engine_loop(engine, clock, logs))
             for (executor, size), engine in zip(executors, engines, strict=True)
         )
         config = self.first.executor.config
@@ -178,7 +179,7 @@ class Replicas:
     def paused(
         self, running: Running | Literal["keep"] = "finish", *, until_s: float | None = None
     ) -> Iterator[None]:
-        """Pause every loop within the block; see `EngineLoop.paused`."""
+        """Pause every loop within the block; see `DeviceLoop.paused`."""
         self.check_may_wait()
         with ExitStack() as pauses:
             for replica in self.all:

@@ -16,7 +16,7 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
-from jaxserve.engine.loop import Running
+from jaxserve.engine.device_loop import Running
 from jaxserve.engine.requests import Prompt
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.models.tokenizer import Tokenizer

@@ -22,16 +22,21 @@ def with_arrivals(items: Sequence[WorkloadItem], pattern: str, seed: int) -> lis
     Raises:
       InvalidConfigError: the pattern is unknown, or its number is not above 0.
     """
+    times = arrival_times(len(items), pattern, seed)
+    return [replace(item, arrival_s=time) for item, time in zip(items, times, strict=True)]
+
+
+def arrival_times(num: int, pattern: str, seed: int) -> list[float]:
+    """Return the arrival times of `num` requests; see `with_arrivals`."""
     kind, _, number = pattern.partition(":")
-    gaps = np.zeros(max(0, len(items) - 1))
+    gaps = np.zeros(max(0, num - 1))
     if kind == "constant":
         gaps += _positive(number, pattern)
     elif kind == "poisson":
         gaps = np.random.default_rng(seed).exponential(1 / _positive(number, pattern), len(gaps))
     elif pattern != "all":
         raise _unknown(pattern)
-    times = [0.0, *np.cumsum(gaps).tolist()]
-    return [replace(item, arrival_s=time) for item, time in zip(items, times, strict=False)]
+    return [0.0, *np.cumsum(gaps).tolist()][:num]
 
 
 def _positive(number: str, pattern: str) -> float:

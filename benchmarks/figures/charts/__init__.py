@@ -7,7 +7,7 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from benchmarks.figures.charts import exegpt, flover, pensieve, serving
+from benchmarks.figures.charts import cells, exegpt, flover, pensieve, serving
 from benchmarks.figures.results import Result
 
 # Kinds whose tables say everything.
@@ -32,6 +32,8 @@ def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
         return {f"{stem}_peers": serving.peers} if result.has_peers else {}
     if result.kind == "exegpt":
         return {f"{stem}_{number}": chart for number, chart in exegpt.BY_NUMBER.items()}
+    if result.kind == "cells":
+        return {stem: cells.chart} if cells.has_lines(result) else {}
     if result.kind == "pensieve":
         return {stem: pensieve.chart}
     if result.kind == "conversations":

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.figures.results import Result
 from benchmarks.figures.tables import (
+    cells,
     conversations,
     devices,
     exegpt,
@@ -34,6 +35,7 @@ HEADINGS = {
     "gpu_check": "One GPU in ten minutes",
     "exegpt": "ExeGPT's models on its clusters, estimated and simulated",
     "exegpt_bounds": "Plans beside hand-tuned batch sizes",
+    "cells": "Cellular batching beside graph batching",
 }
 # Tables of one result each; offline results share a table.
 _MAKE: dict[str, Callable[[Result, str], str]] = {
@@ -54,6 +56,7 @@ _MAKE: dict[str, Callable[[Result, str], str]] = {
     "gpu_check": devices.gpu_check,
     "exegpt": exegpt.tables,
     "exegpt_bounds": exegpt.bounds,
+    "cells": cells.tables,
 }
 
 

@@ -265,7 +265,7 @@ def results() -> dict[str, dict[str, Any]]:
             ]
         },
     }
-    made |= {"exegpt": _exegpt(), "exegpt_bounds": _exegpt_bounds()}
+    made |= {"exegpt": _exegpt(), "exegpt_bounds": _exegpt_bounds(), "cells": _cells()}
     return {kind: {"benchmark": kind, **data, **HERE} for kind, data in made.items()}
 
 
@@ -351,6 +351,39 @@ def _exegpt_bounds() -> dict[str, Any]:
             "answers_per_s": {"median": 0.02, "most": 0.05},
             "p99_s": {"median": 0.03, "most": 0.09},
         },
+    }
+
+
+def _cells() -> dict[str, Any]:
+    """Return one sweep of two policies, and a system that failed beside one that ran."""
+    about = {"application": "lstm", "how": "simulated, thesis"}
+    parts = ("latency_s", "queueing_s", "computing_s")
+    points = [
+        {
+            **{**about, "policy": policy, "rate": rate, "requests_per_s": rate or 4.0},
+            **{part: {"p50": 0.001, "p90": (rate or 9.0) * slower / 1e3} for part in parts},
+            "average_batch": 3.0,
+        }
+        for rate in (None, 1.0, 2.0, 4.0)
+        for policy, slower in (("batchmaker", 1.0), ("padding_10", 2.0))
+    ]
+    own = {"requests_per_s": 5.0, "latency_s": {"p50": 0.1, "p90": 0.2}, "agreeing": 1.0}
+    load = {"application": "lstm", "load": "all at once"}
+    return {
+        **{"repeats": 1, "arguments": {"lengths": "wmt15"}, "sizes": {"hidden_size": 8}},
+        "points": points,
+        "compared": [
+            {
+                **about,
+                "peaks_per_s": {"batchmaker": 4.0, "padding_10": 4.0},
+                "peak_over": {"padding_10": 1.0},
+                "p90_lower_by": {"padding_10": 0.5},
+            }
+        ],
+        "compare": [
+            {**load, "engine": "jaxserve", "error": None, **summary([own])},
+            {**load, "engine": "lost", "error": "no wheel\nfor it", "runs": []},
+        ],
     }
 
 

@@ -1,0 +1,1 @@
+"""Cellular batching beside graph batching: latency against throughput."""

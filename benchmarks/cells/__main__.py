@@ -1,0 +1,323 @@
+"""Cellular batching beside padding and merged graphs: `python -m benchmarks.cells --help`.
+
+Prints one JSON object with latency, queueing and computing at swept rates, for every policy;
+docs/benchmarks/cells.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.cells import contenders
+from benchmarks.cells.applications import (
+    APPLICATIONS,
+    SIZES,
+    CellRequest,
+    Sizes,
+    modelled,
+    requests_of,
+    simulated,
+)
+from benchmarks.cells.costs import ThesisCost, products
+from benchmarks.cells.figures_of import compared, is_saturated
+from benchmarks.cells.peers.options import add_compare, any_failed, peers_of, run_peers
+from benchmarks.cells.playing import serve, simulate, warm
+from benchmarks.common.output import arguments_of, command, record_parser, show
+from benchmarks.common.record import Record
+from benchmarks.common.repeats import add_repeats, in_turns, summary
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.workload import treebank
+from jaxserve.workload.arrivals import arrival_times
+from jaxserve.workload.sentences import LONGEST, SentenceLengths
+
+COSTS = ("thesis", "measured", "none")
+LENGTHS = ("wmt15", "treebank")
+# Rates of a sweep, as shares of the rate at which all batches would be full.
+_SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
+_WARM_REQUESTS = 16
+
+# (policy, requests a second) -> figures; None for all requests at once.
+Play = Callable[[str, float | None], dict[str, Any]]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    options = build_parser().parse_args(arguments)
+    return command(run, options, show_result=show_result, is_whole=_is_whole)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the points of every sweep, and our policy beside the others on each workload."""
+    from benchmarks.common import environment
+
+    applications = _chosen(options)
+    peers = peers_of(options)
+    sizes = SIZES[options.size]
+    record = Record(
+        options.output,
+        options.budget,
+        benchmark="cells",
+        arguments=arguments_of(options),
+        repeats=options.repeats,
+        sizes={"hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size,
+               "max_batch": dict(sizes.max_batch)},
+        points=[],
+        task_s={},
+        **environment.describe(),
+    )  # fmt: skip
+    for application in applications:
+        requests = _requests(application, options, sizes)
+        cost = _measured_cost(application, options, sizes, record)
+        if options.costs != "none":
+            _sweep_simulated(application, options, sizes, requests, cost, record)
+        if options.measured:
+            _sweep_measured(application, options, sizes, requests, cost, record)
+    if peers:
+        draw = partial(_requests, options=options, sizes=sizes)
+        record.result["compare"] = run_peers(draw, options, peers, sizes, record)
+    record.result["compared"] = _comparisons(record.result["points"])
+    record.save()
+    return record.result
+
+
+def show_result(result: dict[str, Any]) -> None:
+    """Print a table of the peaks on stderr."""
+    table = Table("workload", "", "policy", "peak, requests/s", "ours over it", "p90 lower by",
+                  box=None, header_style="bold")  # fmt: skip
+    for entry in result["compared"]:
+        for name, peak in entry["peaks_per_s"].items():
+            over, lower = entry["peak_over"].get(name), entry["p90_lower_by"].get(name)
+            table.add_row(
+                *(entry["application"], entry["how"], name, f"{peak:.0f}"),
+                "" if over is None else f"{over:.2f}",
+                "" if lower is None else f"{lower:.0%}",
+            )
+    show(table)
+
+
+def _is_whole(result: dict[str, Any]) -> bool:
+    return not result["failed"] and not any_failed(result.get("compare"))
+
+
+def _chosen(options: argparse.Namespace) -> list[str]:
+    """Return the applications.
+
+    Raises:
+      InvalidConfigError: an unknown application or policy, or nothing to do.
+    """
+    chosen = options.applications.split(",")
+    for unknown, known in (
+        ([name for name in chosen if name not in APPLICATIONS], APPLICATIONS),
+        (contenders.unknown(options.policies.split(",") if options.policies else []),
+         contenders.KNOWN),
+    ):  # fmt: skip
+        if unknown:
+            raise InvalidConfigError(f"{unknown} are unknown; pass some of {', '.join(known)}")
+    if options.num_requests < 1:
+        raise InvalidConfigError(f"--num-requests {options.num_requests} must be at least 1")
+    in_turns([], options.repeats)
+    if options.costs == "none" and not options.measured and options.compare is None:
+        raise InvalidConfigError("nothing is to be done; pass --costs, --measured or --compare")
+    return chosen
+
+
+def _requests(application: str, options: argparse.Namespace, sizes: Sizes) -> list[CellRequest]:
+    num, seed = options.num_requests, options.seed
+    if options.length is not None:
+        lengths = [options.length] * num
+    elif options.lengths == "treebank":
+        lengths = treebank.draw(num, seed)
+    else:
+        lengths = SentenceLengths(options.longest).draw(num, seed)
+    return requests_of(application, lengths, vocab_size=sizes.vocab_size, seed=seed)
+
+
+def _measured_cost(
+    application: str, options: argparse.Namespace, sizes: Sizes, record: Record
+) -> Any:
+    """Return measured seconds of the application's tasks; None if no sweep needs them."""
+    if options.costs != "measured" and not options.measured:
+        return None
+    from jaxserve.cells.measure import measure_cells
+
+    print(f"timing the cells of {application}", file=sys.stderr)
+    names = contenders.contenders_of(application)
+    all_sizes = [contenders.batch_sizes_of(name, sizes) for name in names]
+    largest = {cell: max((one[cell] for one in all_sizes), key=max) for cell in sizes.max_batch}
+    # Each of the tasks that one call may run takes as long; so the time is that of a task.
+    cost = measure_cells(modelled(application, sizes, largest).cells)
+    record.result["task_s"][application] = cost.seconds
+    record.save()
+    return cost
+
+
+def _sweep_simulated(
+    application: str,
+    options: argparse.Namespace,
+    sizes: Sizes,
+    requests: Sequence[CellRequest],
+    measured_cost: Any,
+    record: Record,
+) -> None:
+    def cost_of(name: str) -> Any:
+        if options.costs == "measured":
+            return measured_cost
+        return ThesisCost(products(sizes), gathers=name in contenders.CELLULAR)
+
+    ideal = cost_of(contenders.IDEAL)
+    cell_s = {cell: ideal.task_s(cell, 1) for cell in _cells(requests)}
+
+    def play(name: str, rate: float | None) -> dict[str, Any]:
+        model = simulated(application, contenders.batch_sizes_of(name, sizes))
+        arrivals = arrival_times(len(requests), pattern(rate), options.seed)
+        policy = contenders.policy_of(name, cell_s=cell_s)
+        return simulate(
+            model, policy, cost_of(name), requests, arrivals, num_workers=options.workers
+        )
+
+    most = options.workers * capacity(requests, ideal, sizes)
+    _sweep(application, f"simulated, {options.costs}", play, most, options, record, repeats=1)
+
+
+def _sweep_measured(
+    application: str,
+    options: argparse.Namespace,
+    sizes: Sizes,
+    requests: Sequence[CellRequest],
+    measured_cost: Any,
+    record: Record,
+) -> None:
+    from jaxserve.cells import CellRuntime
+
+    cell_s = {cell: measured_cost.task_s(cell, 1) for cell in _cells(requests)}
+    with ExitStack() as stack:
+        runtimes: dict[str, Any] = {}
+
+        def play(name: str, rate: float | None) -> dict[str, Any]:
+            if name not in runtimes:
+                model = modelled(application, sizes, contenders.batch_sizes_of(name, sizes))
+                policy = contenders.policy_of(name, cell_s=cell_s)
+                runtimes[name] = stack.enter_context(
+                    CellRuntime(model.cells, model.unfold, policy=policy,
+                                slot_memory=options.slot_memory)
+                )  # fmt: skip
+                warm(runtimes[name], requests[:_WARM_REQUESTS])
+            arrivals = arrival_times(len(requests), pattern(rate), options.seed)
+            return serve(runtimes[name], requests, arrivals)
+
+        most = capacity(requests, measured_cost, sizes)
+        _sweep(application, "measured", play, most, options, record, repeats=options.repeats)
+
+
+def _sweep(
+    application: str,
+    how: str,
+    play: Play,
+    most: float,
+    options: argparse.Namespace,
+    record: Record,
+    *,
+    repeats: int,
+) -> None:
+    """Play all requests at once, and then rates that rise until each policy is saturated.
+
+    Policies take turns. All at once, batches are as full as they can be, which matters for buckets.
+    """
+    given = options.policies.split(",") if options.policies else None
+    names = [
+        name for name in given or contenders.contenders_of(application)
+        if name in (*contenders.contenders_of(application), "one_at_a_time")
+    ]  # fmt: skip
+    shares = [float(share) for share in options.shares.split(",")] if options.shares else _SHARES
+    for rate in (None, *(share * most for share in shares)):
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        for _, name in in_turns(names, repeats):
+            label = f"{application}, {how}, {name}, {pattern(rate)}"
+            if record.is_spent:
+                record.skip(label)
+                return
+            print(label, file=sys.stderr)
+            try:
+                runs[name].append(play(name, rate))
+            except Exception as error:
+                record.fail(label, error)
+        about = {"application": application, "how": how, "rate": rate}
+        points = [{**about, "policy": name, **summary(own)} for name, own in runs.items() if own]
+        record.result["points"] += points
+        record.save()
+        names = [point["policy"] for point in points if not is_saturated(point)]
+        if not names:
+            return
+
+
+def pattern(rate: float | None) -> str:
+    """Return the arrivals at a rate; see `arrival_times`."""
+    return "all" if rate is None else f"poisson:{rate:.6g}"
+
+
+def capacity(requests: Sequence[CellRequest], cost: Any, sizes: Sizes) -> float:
+    """Return the requests a second that a device would serve if every task were full."""
+    seconds = sum(
+        num * cost.task_s(cell, sizes.max_batch[cell]) / sizes.max_batch[cell]
+        for cell, num in _cells(requests).items()
+    )
+    return len(requests) / seconds
+
+
+def _cells(requests: Sequence[CellRequest]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for request in requests:
+        for cell, num in request.counts().items():
+            found[cell] = found.get(cell, 0) + num
+    return found
+
+
+def _comparisons(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for application, how in dict.fromkeys((p["application"], p["how"]) for p in points):
+        own = [p for p in points if (p["application"], p["how"]) == (application, how)]
+        if any(point["policy"] == contenders.OURS for point in own):
+            entry = compared(own, contenders.OURS, without=(contenders.IDEAL, "lazy_batching"))
+            found.append({"application": application, "how": how, **entry})
+    return found
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = record_parser(
+        "benchmarks.cells", "Latency against throughput of recurrent and tree models."
+    )
+    add = parser.add_argument_group("workload").add_argument
+    add("--applications", default=",".join(APPLICATIONS), help="some of them, with commas")
+    add("--lengths", choices=LENGTHS, default="wmt15", help="of sentences: fitted, or real text")
+    add("--longest", type=int, default=LONGEST, help="wmt15: longer sentences are left out")
+    add("--length", type=int, default=None, help="one length for all sentences")
+    add("--num-requests", type=int, default=10_000, help="of each run")
+    add("--seed", type=int, default=0, help="of lengths, trees, tokens and arrivals")
+    add = parser.add_argument_group("sweep").add_argument
+    add("--size", choices=tuple(SIZES), default="thesis", help="hidden size 1024, or 128")
+    add(
+        "--costs",
+        choices=COSTS,
+        default="thesis",
+        help="task times of the simulation: the thesis's GPU, this device, or no simulation",
+    )
+    add("--measured", action="store_true", help="also run on the device")
+    add("--workers", type=int, default=1, help="devices of the simulation")
+    add("--slot-memory", default="64MiB", help="of live values on the device")
+    add("--policies", default=None, help="with commas; by default those of the thesis")
+    add("--shares", default=None,
+        help="rates, as shares of the rate with full batches alone, with commas")  # fmt: skip
+    add_repeats(parser, "policy on the device")
+    add_compare(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""The policies of a sweep, and the compiled batch sizes that each has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.cells.applications import Sizes
+from jaxserve.cells import BatchMaker
+from jaxserve.cells.policies import (
+    GraphMerging,
+    IdenticalGraphs,
+    LazyBatching,
+    OneAtATime,
+    Padding,
+)
+from jaxserve.core.errors import InvalidConfigError
+
+OURS = "batchmaker"
+# Those that move rows between tasks, and so pay for gathering them.
+CELLULAR = (OURS, "lazy_batching")
+_CHAINS = {"padding_1": 1, "padding_10": 10, "padding_40": 40}
+_MERGED = {"merged_by_agenda": "agenda", "merged_by_depth": "depth"}
+OF_CHAINS = (OURS, "padding_10", "padding_1", "padding_40", "lazy_batching")
+OF_TREES = (OURS, "merged_by_agenda", "merged_by_depth", "lazy_batching")
+# The ideal is no baseline: a user whose graphs are all alike could write it down.
+IDEAL = "identical_graphs"
+KNOWN = tuple(dict.fromkeys([*OF_CHAINS, *OF_TREES, IDEAL, "one_at_a_time"]))
+# Graphs that DyNet and Fold merge at once (2.7.5), and the most cells of a merged batch.
+_MERGED_GRAPHS, _MERGED_CELLS = 64, 2048
+_DECODER_STEPS = 64
+
+
+def contenders_of(application: str) -> tuple[str, ...]:
+    """Return the policies that the thesis compares on an application, and LazyBatching."""
+    if application in ("lstm", "seq2seq"):
+        return OF_CHAINS
+    return (*OF_TREES, IDEAL) if application == "identical_trees" else OF_TREES
+
+
+def policy_of(name: str, *, cell_s: Mapping[str, float]) -> Any:
+    """Return a policy.
+
+    Args:
+      cell_s: seconds of a cell alone, which LazyBatching estimates with.
+
+    Raises:
+      InvalidConfigError: the name is unknown.
+    """
+    if name == OURS:
+        return BatchMaker()
+    if name in _CHAINS:
+        return Padding(bucket_width=_CHAINS[name])
+    if name in _MERGED:
+        return GraphMerging(order=_MERGED[name], max_graphs=_MERGED_GRAPHS)  # pyright: ignore[reportArgumentType]
+    if name == "lazy_batching":
+        return LazyBatching(cell_s=cell_s, expected_steps=_DECODER_STEPS)
+    if name == IDEAL:
+        return IdenticalGraphs()
+    if name == "one_at_a_time":
+        return OneAtATime()
+    raise InvalidConfigError(f"policy {name!r} is unknown; pass some of {', '.join(KNOWN)}")
+
+
+def batch_sizes_of(name: str, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Return the compiled sizes of each cell under a policy: powers of two.
+
+    Merged graphs may have batches of more cells than the others, as in the thesis.
+    """
+    if name in _MERGED:
+        return {cell: powers(_MERGED_CELLS) for cell in sizes.max_batch}
+    return {cell: powers(most) for cell, most in sizes.max_batch.items()}
+
+
+def powers(most: int) -> tuple[int, ...]:
+    """Return 1, 2, 4, ... and `most`."""
+    found = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+    return (*found, most)
+
+
+def unknown(names: Sequence[str]) -> list[str]:
+    """Return the names that are no policies."""
+    return [name for name in names if name not in KNOWN]

@@ -1,0 +1,225 @@
+"""`--compare`: our runtime and other systems on the same requests and weights, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from benchmarks.cells.applications import CellRequest, Sizes
+from benchmarks.cells.figures_of import Served, figures_of
+from benchmarks.cells.peers.weights import random_weights
+from benchmarks.common.processes import PeerError, run
+from benchmarks.common.record import Record
+from benchmarks.common.repeats import in_turns, summary
+from benchmarks.offline.peers.environments import Environment
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.workload.arrivals import arrival_times
+
+OURS = "jaxserve"
+RUN_LIMIT_S = 1800.0
+# A peer's values agree with ours within this share of their norm.
+_TOLERANCE = 1e-4
+
+
+@final
+@dataclass(frozen=True)
+class CellPeer:
+    """A script, its environment and what it serves.
+
+    Attributes:
+      variant: what the script should do, if it does several things.
+      max_batch: the most requests of a batch; None for the largest batch of the cells.
+    """
+
+    script: str
+    environment: Environment
+    applications: tuple[str, ...]
+    variant: str = ""
+    max_batch: int | None = None
+
+
+_TORCH = Environment(("torch==2.13.0", "numpy"))
+PEERS = {
+    "torch_packed": CellPeer("torch_sequences", _TORCH, ("lstm", "seq2seq"), "packed"),
+    "torch_padded": CellPeer("torch_sequences", _TORCH, ("lstm",), "padded"),
+    # 64 graphs at once were best for it in the thesis (2.7.5).
+    "dynet": CellPeer(
+        "dynet_graphs",
+        Environment(("dynet38==2.2", "numpy")),
+        ("lstm", "treelstm", "identical_trees"),
+        max_batch=64,
+    ),
+}
+GROUPS = {"torch": ("torch_packed", "torch_padded")}
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    """Add `--compare` and `--compare-requests`."""
+    add = parser.add_argument_group("other systems").add_argument
+    known = ", ".join([*GROUPS, *PEERS])
+    add("--compare", default=None, help=f"with commas: {known}")
+    add("--compare-requests", type=int, default=500, help="of each run")
+
+
+def peers_of(options: argparse.Namespace) -> dict[str, CellPeer]:
+    """Return the peers of `--compare`; none without the option.
+
+    Raises:
+      InvalidConfigError: an unknown name.
+    """
+    if options.compare is None:
+        return {}
+    names = [name.strip() for name in options.compare.split(",")]
+    unknown = sorted(set(names) - set(PEERS) - set(GROUPS))
+    if unknown:
+        raise InvalidConfigError(
+            f"unknown peer(s) {unknown}; known are {sorted([*GROUPS, *PEERS])}, with commas"
+        )
+    return {member: PEERS[member] for name in names for member in GROUPS.get(name, (name,))}
+
+
+def run_peers(
+    requests_of: Any, options: argparse.Namespace, peers: Mapping[str, CellPeer], sizes: Sizes,
+    record: Record,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return every system's figures on each application, all at once and at a moderate load.
+
+    The moderate load is half of the most that a peer served when all came at once.
+
+    Args:
+      requests_of: application -> the requests.
+    """
+    found: list[dict[str, Any]] = []
+    commands, failed = _commands(peers)
+    for application in options.applications.split(","):
+        names = [n for n, peer in peers.items() if application in peer.applications]
+        if not names:
+            continue
+        requests = requests_of(application)[: options.compare_requests]
+        weights = random_weights(application, sizes, options.seed)
+        with tempfile.TemporaryDirectory(prefix="jaxserve-cells-") as folder:
+            np.savez(Path(folder) / "weights.npz", **weights)
+            job = {
+                **{"weights": f"{folder}/weights.npz", "size": options.size},
+                **{"hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size},
+                "slot_memory": options.slot_memory,
+                "requests": [_described(request) for request in requests],
+            }
+            contenders = {name: commands[name] for name in (OURS, *names) if name in commands}
+            errors = {name: failed[name] for name in names if name in failed}
+            rate = None
+            for load in ("all at once", "moderate load"):
+                if load == "moderate load":
+                    served = [
+                        entry["requests_per_s"] for entry in found
+                        if entry["application"] == application and entry["engine"] != OURS
+                        and entry["requests_per_s"] is not None
+                    ]  # fmt: skip
+                    if not served:
+                        break
+                    rate = max(served) / 2
+                pattern = "all" if rate is None else f"poisson:{rate}"
+                job["arrivals"] = arrival_times(len(requests), pattern, options.seed)
+                runs = _interleaved(
+                    contenders, peers, job, sizes, Path(folder), options.repeats, errors, record,
+                    f"{application}, {load}",
+                )  # fmt: skip
+                for name in (OURS, *names):
+                    entry = {"application": application, "load": load, "rate": rate,
+                             "engine": name, "error": errors.get(name)}  # fmt: skip
+                    empty = {"requests_per_s": None, "latency_s": None, "runs": []}
+                    found.append({**entry, **(summary(runs[name]) if runs.get(name) else empty)})
+    return found
+
+
+def any_failed(comparison: Sequence[Mapping[str, Any]] | None) -> bool:
+    """Return whether a system could not be installed or run."""
+    return any(entry["error"] is not None for entry in comparison or ())
+
+
+def _commands(peers: Mapping[str, CellPeer]) -> tuple[dict[str, list[str]], dict[str, str]]:
+    commands = {OURS: [sys.executable, "-m", "benchmarks.cells.peers.ours"]}
+    failed: dict[str, str] = {}
+    for name, peer in peers.items():
+        try:
+            python = str(peer.environment.python())
+        except PeerError as error:
+            failed[name] = str(error)
+            continue
+        commands[name] = [python, "-m", f"benchmarks.cells.peers.{peer.script}"]
+    return commands, failed
+
+
+def _interleaved(
+    commands: Mapping[str, list[str]],
+    peers: Mapping[str, CellPeer],
+    job: Mapping[str, Any],
+    sizes: Sizes,
+    folder: Path,
+    repeats: int,
+    errors: dict[str, str],
+    record: Record,
+    label: str,
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the figures of every run; a system that fails does not run again."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
+    reference: list[list[float]] | None = None
+    for number, name in in_turns(list(commands), repeats):
+        if name in errors:
+            continue
+        if record.is_spent:
+            record.skip(f"{label}, {name}, run {number + 1}")
+            continue
+        print(f"{label}: {name}", file=sys.stderr)
+        peer = peers.get(name)
+        most = min(sizes.max_batch.values()) if peer is None else peer.max_batch
+        own = {**job, "variant": peer.variant if peer else "",
+               "max_batch": most or min(sizes.max_batch.values())}  # fmt: skip
+        path = folder / "job.json"
+        path.write_text(json.dumps(own), encoding="utf-8")
+        try:
+            printed, peak_bytes = run(
+                [*commands[name], str(path)], folder / f"{name}.log", RUN_LIMIT_S
+            )
+            result = json.loads(printed.splitlines()[-1])
+        except (PeerError, ValueError, IndexError) as error:
+            errors[name] = str(error)
+            continue
+        if name == OURS:
+            reference = result["values"]
+        served = [
+            Served(at_s, begin, end)
+            for at_s, (begin, end) in zip(job["arrivals"], result["times"], strict=True)
+        ]
+        runs[name].append(
+            {
+                **figures_of(served, warm_share=0.0),
+                "startup_s": result["startup_s"],
+                "peak_host_bytes": peak_bytes,
+                "agreeing": None if reference is None else _agreeing(result["values"], reference),
+            }
+        )
+    return runs
+
+
+def _agreeing(values: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> float:
+    """Return the share of requests whose first values agree with ours."""
+    same = [
+        float(np.linalg.norm(np.subtract(a, b))) <= _TOLERANCE * float(np.linalg.norm(b))
+        for a, b in zip(values, reference, strict=True)
+    ]
+    return sum(same) / len(same)
+
+
+def _described(request: CellRequest) -> dict[str, Any]:
+    if request.tree is not None:
+        return {"tree": request.tree}
+    return {"tokens": request.tokens, "num_output_tokens": request.num_output_tokens}

@@ -1,0 +1,50 @@
+"""jaxserve as a peer: the same job, the same output."""
+
+from __future__ import annotations
+
+import time
+
+from benchmarks.cells.peers.replay import answer, read_job
+
+_SHOWN = 8
+
+
+def main() -> None:
+    """Serve the job's requests and print what it took."""
+    begin_s = time.perf_counter()
+    import numpy as np
+
+    from benchmarks.cells.applications import SIZES, CellRequest
+    from benchmarks.cells.contenders import OURS, batch_sizes_of
+    from benchmarks.cells.peers.weights import model_from
+    from benchmarks.cells.playing import serve_all
+    from jaxserve.cells import CellRuntime
+
+    job = read_job()
+    sizes = SIZES[job["size"]]
+    requests = [
+        CellRequest(
+            tuple(request.get("tokens", ())),
+            _pairs(request["tree"]) if "tree" in request else None,
+            request.get("num_output_tokens", 0),
+        )
+        for request in job["requests"]
+    ]
+    model = model_from(dict(np.load(job["weights"])), batch_sizes_of(OURS, sizes))
+    with CellRuntime(model.cells, model.unfold, slot_memory=job["slot_memory"]) as rt:
+        rt.generate(requests[:4], progress=False)
+        startup_s = time.perf_counter() - begin_s
+        served, done = serve_all(rt, requests, job["arrivals"])
+    values = [
+        (one["token"] if "token" in one.values else one["h"])[:_SHOWN].tolist() for one in done
+    ]
+    answer(startup_s, [(one.begin_s, one.end_s) for one in served], values)
+
+
+def _pairs(tree):
+    """Return a tree with pairs in place of JSON's lists; trees of sentences are not deep."""
+    return tuple(map(_pairs, tree)) if isinstance(tree, list) else tree
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The serving loop of a peer: batches of what has arrived, one after the other, in real time.
+
+It needs the standard library alone, since every peer runs in its own environment.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+_SPIN_S = 0.001
+
+
+class Queue(Protocol):
+    """Requests that wait, by their numbers."""
+
+    def add(self, number: int) -> None: ...
+
+    def take(self) -> list[int]:
+        """Remove and return the next batch; none if none wait."""
+        ...
+
+
+class FirstCome:
+    """The first `size` requests that wait."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._waiting: deque[int] = deque()
+
+    def add(self, number: int) -> None:
+        self._waiting.append(number)
+
+    def take(self) -> list[int]:
+        waiting = self._waiting
+        return [waiting.popleft() for _ in range(min(self._size, len(waiting)))]
+
+
+class Buckets:
+    """The first `size` requests of a bucket of similar lengths; buckets take turns."""
+
+    def __init__(self, lengths: Sequence[int], width: int, size: int):
+        self._lengths = lengths
+        self._width = width
+        self._size = size
+        self._waiting: dict[int, deque[int]] = {}
+        self._last = -1
+
+    def add(self, number: int) -> None:
+        bucket = (self._lengths[number] - 1) // self._width
+        self._waiting.setdefault(bucket, deque()).append(number)
+
+    def take(self) -> list[int]:
+        order = sorted(bucket for bucket, waiting in self._waiting.items() if waiting)
+        if not order:
+            return []
+        self._last = next((bucket for bucket in order if bucket > self._last), order[0])
+        waiting = self._waiting[self._last]
+        return [waiting.popleft() for _ in range(min(self._size, len(waiting)))]
+
+
+def play(
+    arrivals: Sequence[float], queue: Queue, run: Callable[[list[int]], Any]
+) -> list[tuple[float, float]]:
+    """Return (begin, end) of each request, in seconds after the start of the run.
+
+    Args:
+      arrivals: in increasing order.
+      run: computes the requests with these numbers; it returns when they are done.
+    """
+    times = [(0.0, 0.0)] * len(arrivals)
+    start_s = time.perf_counter()
+    num_arrived = num_done = 0
+    while num_done < len(arrivals):
+        now_s = time.perf_counter() - start_s
+        while num_arrived < len(arrivals) and arrivals[num_arrived] <= now_s:
+            queue.add(num_arrived)
+            num_arrived += 1
+        batch = queue.take()
+        if not batch:
+            left_s = arrivals[num_arrived] - now_s
+            time.sleep(max(0.0, left_s if left_s < _SPIN_S else left_s - _SPIN_S))
+            continue
+        run(batch)
+        end_s = time.perf_counter() - start_s
+        for number in batch:
+            times[number] = now_s, end_s
+        num_done += len(batch)
+    return times
+
+
+def read_job() -> dict[str, Any]:
+    """Return the job whose file is the first argument."""
+    with open(sys.argv[1], encoding="utf-8") as file:
+        return json.load(file)
+
+
+def answer(
+    startup_s: float, times: Sequence[tuple[float, float]], values: Sequence[Sequence[float]]
+) -> None:
+    """Print the result: the times of each request, and the values that agree between systems."""
+    print(json.dumps({"startup_s": startup_s, "times": times, "values": values}))

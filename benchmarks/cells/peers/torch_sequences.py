@@ -1,0 +1,88 @@
+"""PyTorch: sentences packed, or padded in buckets of width 10. Runs in its own environment."""
+
+from __future__ import annotations
+
+import time
+
+from benchmarks.cells.peers.replay import Buckets, FirstCome, answer, play, read_job
+
+_WIDTH = 10
+_SHOWN = 8  # values of each answer that are compared
+
+
+def main() -> None:
+    """Serve the job's requests and print what it took."""
+    begin_s = time.perf_counter()
+    import numpy as np
+    import torch
+
+    job = read_job()
+    tensors = {name: torch.from_numpy(value) for name, value in np.load(job["weights"]).items()}
+    hidden, vocab = job["hidden_size"], job["vocab_size"]
+    requests, size, packs = job["requests"], job["max_batch"], job["variant"] == "packed"
+
+    def step(prefix: str) -> tuple[torch.nn.Embedding, torch.nn.LSTM]:
+        lstm = torch.nn.LSTM(hidden, hidden, batch_first=True)
+        kernel, bias = tensors[f"{prefix}.kernel"].T, tensors[f"{prefix}.bias"]
+        lstm.load_state_dict(
+            {
+                "weight_ih_l0": kernel[:, :hidden],
+                "weight_hh_l0": kernel[:, hidden:],
+                "bias_ih_l0": bias,
+                "bias_hh_l0": torch.zeros_like(bias),
+            }
+        )
+        return torch.nn.Embedding(vocab, hidden, _weight=tensors[f"{prefix}.table"]), lstm
+
+    embed, encoder = step("encoder")
+    has_decoder = "decoder.kernel" in tensors
+    embed_out, decoder = step("decoder") if has_decoder else (None, None)
+    values: dict[int, list[float]] = {}
+
+    @torch.inference_mode()
+    def run(batch: list[int]) -> None:
+        sentences = [requests[number]["tokens"] for number in batch]
+        lengths = torch.tensor([len(tokens) for tokens in sentences])
+        width = int(lengths.max())
+        ids = torch.zeros(len(batch), width, dtype=torch.long)
+        for row, tokens in enumerate(sentences):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+        x = embed(ids)
+        if packs:
+            x = torch.nn.utils.rnn.pack_padded_sequence(
+                x, lengths, batch_first=True, enforce_sorted=False
+            )
+            _, state = encoder(x)
+        else:
+            # Its outputs are of h alone, so padding serves no decoder, which needs c.
+            outputs, _ = encoder(x)
+            state = outputs[torch.arange(len(batch)), lengths - 1][None], None
+        if has_decoder:
+            decode(batch, state)
+        else:
+            for row, number in enumerate(batch):
+                values[number] = state[0][0, row, :_SHOWN].tolist()
+
+    def decode(batch: list[int], state) -> None:
+        left = torch.tensor([requests[number]["num_output_tokens"] for number in batch])
+        token = torch.zeros(len(batch), 1, dtype=torch.long)
+        steps = []
+        for _ in range(int(left.max())):
+            output, state = decoder(embed_out(token), state)
+            logits = output[:, 0] @ tensors["project.kernel"] + tensors["project.bias"]
+            token = logits.argmax(-1, keepdim=True)
+            steps.append(token)
+        tokens = torch.cat(steps, 1)
+        for row, number in enumerate(batch):
+            values[number] = tokens[row, : left[row]][:_SHOWN].tolist()
+
+    run(list(range(min(4, len(requests)))))
+    startup_s = time.perf_counter() - begin_s
+    lengths = [len(request["tokens"]) for request in requests]
+    queue = FirstCome(size) if packs else Buckets(lengths, _WIDTH, size)
+    times = play(job["arrivals"], queue, run)
+    answer(startup_s, times, [values[number] for number in range(len(requests))])
+
+
+if __name__ == "__main__":
+    main()

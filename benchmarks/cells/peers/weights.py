@@ -1,0 +1,79 @@
+"""Random weights that every system loads, and our model with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cells.applications import Sizes
+
+
+def random_weights(application: str, sizes: Sizes, seed: int) -> dict[str, np.ndarray]:
+    """Return float32 weights by name, as our modules have them: matrices are [in, out]."""
+    random = np.random.default_rng(seed)
+    h, vocab = sizes.hidden_size, sizes.vocab_size
+    limit = h**-0.5
+
+    def uniform(*shape: int) -> np.ndarray:
+        return random.uniform(-limit, limit, shape).astype(np.float32)
+
+    def table() -> np.ndarray:
+        return random.normal(size=(vocab, h)).astype(np.float32)
+
+    def lstm(name: str) -> dict[str, np.ndarray]:
+        return {
+            f"{name}.table": table(),
+            f"{name}.kernel": uniform(2 * h, 4 * h),
+            f"{name}.bias": uniform(4 * h),
+        }
+
+    if application == "lstm":
+        return lstm("encoder")
+    if application == "seq2seq":
+        project = {"project.kernel": uniform(h, vocab), "project.bias": uniform(vocab)}
+        return {**lstm("encoder"), **lstm("decoder"), **project}
+    return {
+        **{"leaf.table": table(), "leaf.kernel": uniform(h, 3 * h), "leaf.bias": uniform(3 * h)},
+        **{"internal.kernel": uniform(2 * h, 5 * h), "internal.bias": uniform(5 * h)},
+    }
+
+
+def model_from(tensors: Mapping[str, np.ndarray], batch_sizes: Mapping[str, Sequence[int]]) -> Any:
+    """Return our model with these weights; its inputs are `CellRequest`s."""
+    from benchmarks.cells.counted import counted_seq2seq
+    from jaxserve.cells import models
+    from jaxserve.cells.models import torch_weights
+
+    def torch_like(name: str) -> dict[str, np.ndarray]:
+        kernel, bias = tensors[f"{name}.kernel"].T, tensors[f"{name}.bias"]
+        h = kernel.shape[1] // 2
+        return {
+            "weight": tensors[f"{name}.table"],
+            **{"weight_ih": kernel[:, :h], "weight_hh": kernel[:, h:]},
+            **{"bias_ih": bias, "bias_hh": np.zeros_like(bias)},
+        }
+
+    def embedded(name: str) -> models.Embedded:
+        given = torch_like(name)
+        return torch_weights.embedded_from_torch(torch_weights.lstm_from_torch(given), given, "")
+
+    if "leaf.kernel" in tensors:
+        given = {"embedding.weight": tensors["leaf.table"]}
+        for name in ("leaf", "internal"):
+            given |= {f"{name}.weight": tensors[f"{name}.kernel"].T}
+            given |= {f"{name}.bias": tensors[f"{name}.bias"]}
+        tree = models.tree_lstm_model(
+            *torch_weights.tree_lstm_from_torch(given),
+            leaf_batch_sizes=batch_sizes["leaf"],
+            internal_batch_sizes=batch_sizes["internal"],
+        )
+        return models.CellModel(tree.cells, lambda request: tree.unfold(request.tree))
+    encoder = embedded("encoder")
+    if "decoder.kernel" not in tensors:
+        lstm = models.sequence_model(encoder, name="lstm", batch_sizes=batch_sizes["lstm"])
+        return models.CellModel(lstm.cells, lambda request: lstm.unfold(request.tokens))
+    project = {"weight": tensors["project.kernel"].T, "bias": tensors["project.bias"]}
+    decoder = torch_weights.predicting_from_torch(embedded("decoder"), project, "")
+    return counted_seq2seq(encoder, decoder, batch_sizes)

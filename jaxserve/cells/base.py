@@ -1,0 +1,252 @@
+"""Cells as a graph sees them, and the nodes that calling them makes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+import numpy as np
+
+from jaxserve.cells.values import Constant, ValueSpec, as_constant
+from jaxserve.core.errors import (
+    InputMismatchError,
+    InvalidCellError,
+    MissingInputError,
+    UnknownInputError,
+)
+
+# The compiled batch sizes of a cell without others.
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+class BaseCell:
+    """A unit of computation with named inputs and outputs, of which graphs have many nodes.
+
+    Calling a cell makes a node. Cells with equal keys are one type: their nodes are batched
+    together. Its subclasses are `Cell`, `Repeat` and `SimulatedCell`.
+
+    Args:
+      key: identity of the type: the computation, its weights and its signature.
+      name: the name in reports and errors.
+      inputs, outputs: the values of one node, without the batch axis.
+      priority: a type with a higher priority runs first. Give cells that come later in a graph a
+        higher one.
+      batch_sizes: increasing sizes for which the cell is compiled. The last is the largest batch; a
+        task of fewer nodes than the first is submitted only if there is no other.
+      is_loop: whether a node repeats the cell until its own outputs say that it has ended.
+      emits: a loop's outputs whose values of all steps a graph may return.
+      carry: a loop's input -> the output of the last step that it takes.
+      ends_by_itself: whether a loop may end before its `max_steps`.
+    """
+
+    def __init__(
+        self,
+        key: Hashable,
+        name: str,
+        inputs: Mapping[str, ValueSpec],
+        outputs: Mapping[str, ValueSpec],
+        *,
+        priority: int = 0,
+        batch_sizes: Sequence[int] = BATCH_SIZES,
+        is_loop: bool = False,
+        emits: Sequence[str] = (),
+        carry: Mapping[str, str] | None = None,
+        ends_by_itself: bool = False,
+    ):
+        sizes = tuple(batch_sizes)
+        if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+            raise InvalidCellError(
+                f"cell {name!r}: batch_sizes={sizes} is not allowed; pass increasing sizes from 1"
+            )
+        if not inputs or not outputs:
+            raise InvalidCellError(
+                f"cell {name!r} has {len(inputs)} inputs and {len(outputs)} outputs; it needs at "
+                "least one of each"
+            )
+        self.key = key
+        self.name = name
+        self.inputs = dict(inputs)
+        self.outputs = dict(outputs)
+        self.priority = priority
+        self.batch_sizes = sizes
+        self.is_loop = is_loop
+        self.emits = tuple(emits)
+        self.carry = dict(carry or {})
+        self.ends_by_itself = ends_by_itself
+        self.output_index = {output: index for index, output in enumerate(self.outputs)}
+        # Of each input: name, spec, and whether an int needs no conversion.
+        self._bound = [
+            (name, spec, spec.shape == () and spec.dtype == np.int32)
+            for name, spec in self.inputs.items()
+        ]
+
+    def without_module(self, max_batch: int) -> BaseCell:
+        """Return a cell of the same type without the sizes over a limit, for simulations only."""
+        return BaseCell(
+            self.key,
+            self.name,
+            self.inputs,
+            self.outputs,
+            priority=self.priority,
+            batch_sizes=[size for size in self.batch_sizes if size <= max_batch],
+            is_loop=self.is_loop,
+            emits=self.emits,
+            carry=self.carry,
+            ends_by_itself=self.ends_by_itself,
+        )
+
+    def __call__(self, **inputs: Any) -> Node:
+        """Return a node with these inputs: outputs of other nodes, and constants.
+
+        Raises:
+          MissingInputError, UnknownInputError, InputMismatchError
+        """
+        return Node(self, self.bind(inputs))
+
+    def bind(self, inputs: Mapping[str, Any]) -> tuple[Output | Constant, ...]:
+        """Return a node's inputs in the order of the cell's, after checking them."""
+        bound = []
+        if len(inputs) != len(self._bound):
+            self._refuse_names(inputs)
+        for name, spec, is_int32 in self._bound:
+            if name not in inputs:
+                self._refuse_names(inputs)
+            value = inputs[name]
+            if type(value) is Output:
+                if value.spec is not spec:  # specs of one shape and dtype are one object
+                    self._refuse_value(name, inputs)
+            elif not (is_int32 and type(value) is int and -(2**31) <= value < 2**31):
+                value = as_constant(value, spec)
+                if value is None:
+                    self._refuse_value(name, inputs)
+            bound.append(value)
+        return tuple(bound)
+
+    def _refuse_names(self, inputs: Mapping[str, Any]) -> None:
+        allowed = f"its inputs are {', '.join(map(repr, self.inputs))}"
+        label = label_of(self, inputs.values())
+        unknown = [name for name in inputs if name not in self.inputs]
+        if unknown:
+            raise UnknownInputError(f"{label} was given {unknown[0]!r}; {allowed}")
+        missing = next(name for name in self.inputs if name not in inputs)
+        raise MissingInputError(f"{label} was not given {missing!r}; {allowed}, so pass it, too")
+
+    def _refuse_value(self, name: str, inputs: Mapping[str, Any]) -> None:
+        value, spec = inputs[name], self.inputs[name]
+        label = label_of(self, inputs.values())
+        if isinstance(value, Output):
+            given = f"{value}, which is {value.spec}"
+        elif isinstance(value, np.ndarray | np.generic):
+            given = f"an array {ValueSpec.of(value)}"
+        elif isinstance(value, Node):
+            given = (
+                f'the node {value}; pass one of its outputs, such as node["{next(iter(value))}"]'
+            )
+        else:
+            given = f"{value!r} of type {type(value).__name__}"
+        raise InputMismatchError(
+            f"{label}: input {name!r} was given {given}; it must be {spec}, from another node or "
+            "as a NumPy array, or a number that this dtype holds"
+        )
+
+
+@final
+class Node:
+    """One call of a cell in a graph; `node["h"]` is its output `h`.
+
+    A node of a loop has the value of the last step under this name, and `steps("token")` stands for
+    the values of all steps.
+
+    Attributes:
+      inputs: outputs of other nodes and constants, in the order of the cell's inputs.
+      max_steps: most times that the cell runs; 1 except for loops.
+      is_placed: whether a graph has the node. Later graphs may take its outputs, and do not compute
+        it again.
+    """
+
+    __slots__ = ("cell", "inputs", "max_steps", "is_placed")
+
+    def __init__(self, cell: BaseCell, inputs: tuple[Output | Constant, ...], max_steps: int = 1):
+        self.cell = cell
+        self.inputs = inputs
+        self.max_steps = max_steps
+        self.is_placed = False
+
+    def place(self) -> None:
+        self.is_placed = True
+
+    def __getitem__(self, name: str) -> Output:
+        index = self.cell.output_index.get(name)
+        if index is None:
+            raise UnknownInputError(
+                f"{self} has no output {name!r}; its outputs are "
+                f"{', '.join(map(repr, self.cell.outputs))}"
+            )
+        return Output(self, index, self.cell.outputs[name])
+
+    def __iter__(self):
+        return iter(self.cell.outputs)
+
+    def steps(self, name: str) -> Steps:
+        """Return what stands for an output's values of all steps, as an output of the graph.
+
+        Raises:
+          UnknownInputError: the node's cell is not a loop, or does not emit this output.
+        """
+        if name not in self.cell.emits:
+            raise UnknownInputError(
+                f"{self} does not emit {name!r}; it emits "
+                f"{', '.join(map(repr, self.cell.emits)) or 'nothing'}, so add it to emits of its "
+                "Repeat"
+            )
+        return Steps(self[name])
+
+    def __str__(self) -> str:
+        return label_of(self.cell, self.inputs)
+
+
+@final
+class Output:
+    """One output of a node, which other nodes may take as an input."""
+
+    __slots__ = ("node", "index", "spec")
+
+    def __init__(self, node: Node, index: int, spec: ValueSpec):
+        self.node = node
+        self.index = index
+        self.spec = spec
+
+    def __str__(self) -> str:
+        names = list(self.node.cell.outputs)
+        return f"output {names[self.index]!r} of {self.node}"
+
+
+@final
+class Steps:
+    """The values of an output in all steps of a loop; only a graph's outputs may have them."""
+
+    __slots__ = ("output",)
+
+    def __init__(self, output: Output):
+        self.output = output
+
+
+# What a graph may return under a name; a list returns its values stacked.
+Result: TypeAlias = "Output | Steps | Sequence[Output]"
+
+
+def label_of(cell: BaseCell, inputs: Any) -> str:
+    """Return the name of a node in errors: its cell, and its place among nodes of the cell.
+
+    `lstm[3]` depends on three other nodes of the cell `lstm`.
+    """
+    seen: set[int] = set()
+    stack = [value.node for value in inputs if isinstance(value, Output)]
+    number = 0
+    while stack:
+        node = stack.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            number += node.cell is cell
+            stack += [value.node for value in node.inputs if isinstance(value, Output)]
+    return f"node {cell.name}[{number}] of cell {cell.name!r}"

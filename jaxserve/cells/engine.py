@@ -1,0 +1,356 @@
+"""The host loop of cells: admit graphs, schedule tasks, submit them, collect their results."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import final
+
+import numpy as np
+
+from jaxserve.cells.answers import CellAnswer, Part
+from jaxserve.cells.executor import CellExecutor, CellHandle, TaskResults
+from jaxserve.cells.flat_graph import flatten
+from jaxserve.cells.graph import Graph
+from jaxserve.cells.lanes import Lanes
+from jaxserve.cells.policy import CellPolicy, Task
+from jaxserve.cells.recorder import CellRecorder
+from jaxserve.cells.results import CellCompletion
+from jaxserve.cells.stats import CellStats
+from jaxserve.core.clock import Clock
+from jaxserve.core.errors import (
+    DeviceMemoryError,
+    JaxserveError,
+    NumericalError,
+    TooManyNodesError,
+    UnfoldError,
+)
+from jaxserve.core.request import FinishReason
+
+
+@final
+class CellEngine:
+    """Runs graphs of cells with a policy's tasks. It is not thread-safe: one loop owns it.
+
+    Args:
+      max_in_flight: groups of tasks that are submitted to a worker and not collected; 2 keeps the
+        device busy while the host schedules.
+      max_nodes: the most nodes of a graph that a `then` returns.
+
+    Attributes:
+      changed: see `DeviceWork`.
+    """
+
+    def __init__(
+        self,
+        executor: CellExecutor,
+        policy: CellPolicy,
+        clock: Clock,
+        *,
+        max_in_flight: int = 2,
+        max_nodes: int,
+    ):
+        self.changed = threading.Condition()
+        self.stats = CellStats()
+        self.recorder = CellRecorder(executor.layout, executor.num_workers)
+        self._executor = executor
+        self._layout = executor.layout
+        self._clock = clock
+        self._max_nodes = max_nodes
+        self._scheduler = policy.new_scheduler(self._layout.cell_types, executor.num_workers)
+        self._lanes = Lanes(executor.num_workers, max_in_flight, clock)
+        self._part_of: list[Part | None] = []  # of each row
+        # Nodes of requests without a submitted task, of which one will be in their first task.
+        self._first_nodes: set[int] = set()
+        self._free_slots = executor.num_slots.astype(np.int64)
+        self._waiting: deque[Part] = deque()
+        self._parts: dict[int, Part] = {}  # those in the scheduler
+        # Those that have left it and wait for the last values of loops.
+        self._reading: dict[int, Part] = {}
+        self._of_request: dict[str, Part] = {}  # the last part of each request
+        self._has_loops = any(t.is_loop for t in self._layout.types)
+        self._ended_loops: set[int] = set()
+        self._next_key = 0
+        self._ended: list[CellCompletion] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._of_request) or self._lanes.is_at_work
+
+    @property
+    def idle_until_s(self) -> float | None:
+        """See `DeviceWork`; it may idle while the policy waits for more requests."""
+        return None if self._lanes.is_at_work or self._waiting else self._scheduler.wake_s
+
+    def add(self, answer: CellAnswer) -> None:
+        """Add a request; its graph starts when there are slots for its values, in order."""
+        part = Part(answer, answer.graph)
+        self._of_request[answer.id] = part
+        self._waiting.append(part)
+
+    def cancel(self, id: str) -> None:
+        """End a request with the values that it has; do nothing if it is unknown."""
+        part = self._of_request.get(id)
+        if part is not None:
+            self._end(part, "cancelled")
+
+    def step(self) -> list[CellCompletion]:
+        """Submit what the policy schedules now, then collect the oldest tasks if they are due.
+
+        Returns:
+          The completions of requests that ended.
+        """
+        self._admit()
+        has_submitted = False
+        for worker in self._lanes.open_workers():
+            while self._lanes.is_open(worker) and self._submit(worker):
+                has_submitted = True
+        if not self._lanes.is_at_work:
+            self._check_progress()
+        elif not (has_submitted and self._lanes.open_workers()):
+            self._apply(*self._lanes.pop_first())
+        ended, self._ended = self._ended, []
+        return ended
+
+    def drain(self) -> list[CellCompletion]:
+        """Collect all tasks in flight, without submitting any; return the requests that ended."""
+        while self._lanes.is_at_work:
+            self._apply(*self._lanes.pop_first())
+        ended, self._ended = self._ended, []
+        return ended
+
+    def check_integrity(self) -> None:
+        """Check that slots and requests are consistent, for tests.
+
+        Raises:
+          AssertionError: they contradict each other.
+        """
+        self._executor.check_integrity()
+        parts = {id(part): part for part in self._part_of if part is not None}.values()
+        taken = sum((part.graph.num_slots for part in parts), np.zeros_like(self._free_slots))
+        assert np.array_equal(self._free_slots + taken, self._executor.num_slots), (
+            f"{taken} slots are reserved, and {self._free_slots} are free"
+        )
+        assert self._scheduler.has_work == bool(self._parts), "the scheduler has other graphs"
+
+    def request_ids(self) -> list[str]:
+        """Return the ids of requests that have not ended."""
+        return list(self._of_request)
+
+    def fail(self, error: JaxserveError) -> None:
+        """End every request with an error, and forget all tasks; for the loop's end."""
+        for part in self._of_request.values():
+            part.answer.end("error", part.values(), self._clock.now(), error)
+        self._of_request.clear()
+        self._waiting.clear()
+        self._lanes.clear()
+
+    # ---- submission ----
+
+    def _admit(self) -> None:
+        while self._waiting:
+            part = self._waiting[0]
+            graph = part.graph
+            if (graph.num_slots > self._free_slots).any():
+                if (graph.num_slots > self._executor.num_slots).any():
+                    self._end(part, "error", self.refusal(graph.num_slots))
+                    continue
+                return
+            self._waiting.popleft()
+            self._free_slots -= graph.num_slots
+            first_row = self._lanes.take_rows(graph.num_rows)
+            if self._lanes.num_rows > len(self._part_of):
+                self._part_of += [None] * self._lanes.num_rows
+            self._part_of[first_row : first_row + graph.num_nodes] = [part] * graph.num_nodes
+            part.start(self._next_key, first_row)
+            self._next_key += 1
+            self._parts[part.key] = part
+            kept_row = 0 if part.before is None else part.before.first_row
+            self._executor.add(graph, first_row, kept_row)
+            self._scheduler.add(part.key, graph.graph, first_row, self._clock.now())
+            part.answer.add_nodes(graph.num_nodes)
+            if not part.answer.has_begun:
+                self._first_nodes.update(first_row + node for node in graph.graph.first)
+
+    def refusal(self, num_slots: np.ndarray) -> TooManyNodesError | None:
+        """Return the error for a graph that could never be admitted; None for others.
+
+        Any thread may call it.
+        """
+        allowed = self._executor.num_slots
+        for pool in np.flatnonzero(num_slots > allowed).tolist():
+            return TooManyNodesError(
+                f"the graph has {num_slots[pool]} values {self._layout.pools[pool]}, and a device "
+                f"has {allowed[pool]} slots for them; pass a shorter input, or create the runtime "
+                "with more slot_memory"
+            )
+        return None
+
+    def _submit(self, worker: int) -> bool:
+        """Submit the tasks that the policy has for a worker now; return whether it has any."""
+        begin_s = time.perf_counter()
+        tasks = self._scheduler.schedule(worker, self._clock.now())
+        scheduled_s = time.perf_counter()
+        if not tasks:
+            return False
+        now_s = self._clock.now()
+        handles = self._executor.submit(worker, tasks)
+        self._lanes.push(worker, handles)
+        submitted_s = time.perf_counter()
+        self.stats.submitted(len(handles), scheduled_s - begin_s, submitted_s - scheduled_s)
+        for task in tasks:
+            self._begin(task, now_s)
+        return True
+
+    def _begin(self, task: Task, now_s: float) -> None:
+        for node in self._first_nodes.intersection(task.nodes):
+            part = self._part_of[node]
+            if part is not None and not part.answer.has_begun:
+                part.answer.begin(now_s)
+                self._forget_first_nodes(part)
+        padding = self.recorder.submitted(task, now_s, len(self._of_request))
+        self.stats.added(len(task.nodes), padding)
+
+    def _forget_first_nodes(self, part: Part) -> None:
+        first = part.graph.graph.first
+        self._first_nodes.difference_update(part.first_row + node for node in first)
+
+    def _check_progress(self) -> None:
+        """End a request that waits for slots that only waiting requests hold."""
+        if self._scheduler.has_work:
+            if self._scheduler.wake_s is None:
+                raise AssertionError("nodes are left, but the policy schedules none")
+        elif self._waiting:
+            part = self._waiting[-1]
+            self._end(
+                part,
+                "error",
+                DeviceMemoryError(
+                    f"request {part.answer.id}: every slot is kept by requests whose `then` "
+                    "returned further graphs; pass more slot_memory, or submit fewer at a time"
+                ),
+            )
+
+    # ---- results ----
+
+    def _apply(self, worker: int, handle: CellHandle) -> None:
+        results = handle.collect()
+        now_s = self._clock.now()
+        self._deliver(results, now_s)
+        for node in results.not_finite:
+            part = self._part_of[node]
+            if part is not None:
+                self._end(part, "error", self._numerical_error(part, node))
+        finished: list[int] = []
+        for task, ended in zip(handle.tasks, results.ended, strict=True):
+            self.recorder.collected(task, now_s)
+            self._ended_loops |= ended
+            finished += self._scheduler.complete(task, ended)
+        for key in finished:
+            part = self._parts.pop(key)
+            missing = part.missing()
+            if missing:  # the last values of loops, whose ends are known now
+                self._reading[key] = part
+                values = [value + part.first_row * self._layout.stride for value in missing]
+                self._lanes.push_read(worker, self._executor.read(worker, values))
+            else:
+                self._finish(part)
+        for rows in self._lanes.forget_rows():
+            self._ended_loops.difference_update(rows)
+
+    def _deliver(self, results: TaskResults, now_s: float) -> None:
+        stride = self._layout.stride
+        for value, array in results.steps:
+            part = self._part_of[value // stride]
+            if part is not None:
+                part.deliver_step(value - part.first_row * stride, array, now_s)
+        for value, array in results.values:
+            part = self._part_of[value // stride]
+            if part is not None:
+                part.deliver(value - part.first_row * stride, array, now_s)
+                if part.key in self._reading and not part.missing():
+                    del self._reading[part.key]
+                    self._finish(part)
+
+    def _finish(self, part: Part) -> None:
+        """Continue a request whose graph has finished, or end it."""
+        first_row, graph = part.first_row, part.graph
+        if self._has_loops:
+            for node, number in enumerate(graph.graph.types, first_row):
+                cell = self._layout.types[number].cell
+                if cell.ends_by_itself and node not in self._ended_loops:
+                    part.answer.hit_limit()
+        if part.before is not None:
+            self._remove(part.before)
+            part.detach()
+        values = part.values()
+        if graph.then is None:
+            self._end(part, "stop")
+            return
+        try:
+            after = graph.then(values)
+            if not isinstance(after, Graph):
+                final_values = {name: np.asarray(value) for name, value in after.items()}
+                self._end(part, "stop", values=final_values)
+                return
+            flat = flatten(after, self._layout, max_nodes=self._max_nodes, kept=graph.keep)
+        except JaxserveError as error:
+            self._end(part, "error", error)
+            return
+        except Exception as error:
+            failure = UnfoldError(
+                f"request {part.answer.id}: its `then` raised {type(error).__name__}: {error}; it "
+                "must return a Graph or the values"
+            )
+            failure.__cause__ = error
+            self._end(part, "error", failure)
+            return
+        follower = Part(part.answer, flat, part)
+        self._of_request[part.answer.id] = follower
+        self._waiting.appendleft(follower)
+
+    def _numerical_error(self, part: Part, node: int) -> NumericalError:
+        number = node - part.first_row
+        cell = self._layout.types[part.graph.graph.types[number]].cell
+        return NumericalError(
+            f"request {part.answer.id}: node {number} (cell {cell.name!r}) returned NaN or "
+            "infinite values; check the input and the cell's parameters"
+        )
+
+    def _end(
+        self,
+        part: Part,
+        reason: FinishReason,
+        error: JaxserveError | None = None,
+        *,
+        values: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """End a request whose last part this is."""
+        now_s = self._clock.now()
+        answer = part.answer
+        if part.key < 0:
+            self._waiting.remove(part)
+        else:
+            if self._parts.pop(part.key, None) is not None:
+                self._scheduler.cancel(part.key)
+            self._reading.pop(part.key, None)
+            self._remove(part)
+        if part.before is not None:
+            self._remove(part.before)
+        del self._of_request[answer.id]
+        shown = part.values() if values is None else values
+        completion = answer.end(reason, shown, now_s, error)
+        self.recorder.request_ended(completion)
+        self._ended.append(completion)
+
+    def _remove(self, part: Part) -> None:
+        """Drop a part's values now, and its ids when no task in flight names them."""
+        graph, first = part.graph, part.first_row
+        self._executor.remove(graph, first)
+        self._free_slots += graph.num_slots
+        self._part_of[first : first + graph.num_nodes] = [None] * graph.num_nodes
+        if not part.answer.has_begun:
+            self._forget_first_nodes(part)
+        self._lanes.free_rows(first, graph.num_rows)

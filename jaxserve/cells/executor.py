@@ -1,0 +1,144 @@
+"""The protocol of what runs the tasks of cells: devices, or a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, final
+
+import numpy as np
+
+from jaxserve.cells.flat_graph import FlatGraph
+from jaxserve.cells.layout import Layout
+from jaxserve.cells.policy import Task
+
+
+@final
+@dataclass(frozen=True)
+class TaskResults:
+    """What tasks that were submitted together have computed.
+
+    Attributes:
+      ended: for each task, the nodes of loops whose step in the task ended them, or that had ended
+        before.
+      not_finite: nodes with an output that is NaN or infinite.
+      values: (value, array) of the graphs' outputs that are there now.
+      steps: (value, array) of the emitted outputs of loops, in the order of the steps.
+    """
+
+    ended: Sequence[frozenset[int]]
+    not_finite: Sequence[int] = ()
+    values: Sequence[tuple[int, np.ndarray]] = ()
+    steps: Sequence[tuple[int, np.ndarray]] = ()
+
+
+class CellHandle(Protocol):
+    """Tasks of one worker that were submitted together.
+
+    Attributes:
+      tasks: in the order in which they run.
+    """
+
+    @property
+    def tasks(self) -> Sequence[Task]: ...
+
+    def is_ready(self) -> bool:
+        """Return whether `collect` would return without waiting."""
+        ...
+
+    def collect(self) -> TaskResults:
+        """Wait for the tasks and return their results. Call it once."""
+        ...
+
+
+class CellExecutor(Protocol):
+    """Workers that run tasks, each in the order of their submission, and keep nodes' values.
+
+    Row r of a graph has the id `first_row + r`; its nodes are its first rows.
+    """
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def num_workers(self) -> int: ...
+
+    @property
+    def num_slots(self) -> np.ndarray:
+        """int64 [pools], slots of each pool that graphs may reserve on a worker."""
+        ...
+
+    def add(self, graph: FlatGraph, first_row: int, kept_row: int = 0) -> None:
+        """Add a graph, whose slots have been reserved.
+
+        Args:
+          kept_row: first row of the graph before it, whose kept values it takes.
+        """
+        ...
+
+    def remove(self, graph: FlatGraph, first_row: int) -> None:
+        """Drop the values of a graph; tasks that were submitted still find them."""
+        ...
+
+    def submit(self, worker: int, tasks: Sequence[Task]) -> list[CellHandle]:
+        """Submit tasks of one worker, in their order, and return at once."""
+        ...
+
+    def read(self, worker: int, values: Sequence[int]) -> CellHandle:
+        """Return a handle without tasks, whose results have values as they are on any worker now.
+
+        Args:
+          worker: the one whose tasks come before and after it.
+        """
+        ...
+
+    def check_integrity(self) -> None:
+        """Check that every slot is free or holds one value of a graph that was added, for tests.
+
+        Raises:
+          AssertionError: they contradict each other.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free all device memory. Nothing can be submitted afterwards."""
+        ...
+
+
+class CompilingExecutor(CellExecutor, Protocol):
+    """An executor with executables, which a runtime makes before requests come."""
+
+    def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
+        """Return (name, function) of every executable; calling a function compiles it."""
+        ...
+
+
+@final
+@dataclass
+class NodeRows:
+    """Ids for the rows of graphs, in ranges of powers of two.
+
+    Attributes:
+      num_rows: rows that exist; ids are below it.
+    """
+
+    num_rows: int = 8  # the ids before are reserved
+    _free: dict[int, list[int]] = field(default_factory=dict)
+
+    def take(self, num: int) -> int:
+        """Return the first id of a range for `num` rows."""
+        size = _range_size(num)
+        free = self._free.get(size)
+        if free:
+            return free.pop()
+        first = self.num_rows
+        self.num_rows += size
+        return first
+
+    def free(self, first: int, num: int) -> None:
+        """Take back a range that `take(num)` returned."""
+        self._free.setdefault(_range_size(num), []).append(first)
+
+
+def _range_size(num: int) -> int:
+    return max(8, 1 << (num - 1).bit_length())

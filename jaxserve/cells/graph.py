@@ -1,0 +1,206 @@
+"""Graphs of cells, as the user's function returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+import numpy as np
+
+from jaxserve.cells.base import BaseCell, Node, Output, Result, Steps
+from jaxserve.cells.values import ValueSpec
+from jaxserve.core.errors import (
+    CyclicGraphError,
+    EmptyGraphError,
+    InputMismatchError,
+    InvalidGraphError,
+    MissingInputError,
+    TooManyNodesError,
+    UnknownInputError,
+)
+
+# The values of a graph's outputs, by name.
+Values: TypeAlias = "dict[str, np.ndarray]"
+# Decides on the host what follows a graph: another graph, or the request's values.
+Then: TypeAlias = "Callable[[Values], Graph | Values]"
+# The most nodes of a graph, unless a runtime is created with another limit.
+MAX_NODES = 100_000
+
+
+@final
+class Graph:
+    """The nodes that outputs depend on. A node belongs to the first graph that it is in.
+
+    Args:
+      outputs: the values that the request returns, by name: an output of a node, a list of outputs
+        of the same shape (returned stacked), or the steps of a loop.
+      then: function on the host that gets the outputs' values and returns the next graph, or the
+        request's values. It must not block: it runs on the runtime's thread. By default the
+        outputs are the request's values.
+      keep: outputs that stay on the device, so that the graph that `then` returns may take them as
+        inputs.
+      max_nodes: the most nodes; a runtime may accept fewer.
+
+    Attributes:
+      nodes: every node, after all nodes that it depends on.
+
+    Raises:
+      EmptyGraphError: no output depends on a node.
+      CyclicGraphError: a node depends on itself, which only `from_edges` can make.
+      TooManyNodesError: there are over `max_nodes` nodes.
+      InvalidGraphError: an output is not of the kinds above.
+    """
+
+    def __init__(
+        self,
+        outputs: Mapping[str, Result],
+        *,
+        then: Then | None = None,
+        keep: Iterable[Output] = (),
+        max_nodes: int = MAX_NODES,
+    ):
+        self.outputs = {name: _checked(name, result) for name, result in outputs.items()}
+        self.then = then
+        self.keep = tuple(keep)
+        if not self.outputs:
+            raise EmptyGraphError("the graph has no outputs; pass at least one output of a node")
+        roots = [out.node for result in self.outputs.values() for out in parts_of(result)]
+        roots += [output.node for output in self.keep]
+        self.nodes = _sorted([node for node in roots if not node.is_placed], max_nodes)
+        if not self.nodes:
+            raise EmptyGraphError(
+                "the graph has no nodes that an earlier graph does not have; call a cell"
+            )
+        for node in self.nodes:
+            node.place()
+
+    @classmethod
+    def from_edges(
+        cls,
+        cells: Sequence[BaseCell],
+        inputs: Sequence[Mapping[str, Any]],
+        outputs: Mapping[str, tuple[int, str]],
+        *,
+        max_nodes: int = MAX_NODES,
+    ) -> Graph:
+        """Return the graph of a list of nodes, such as a file has it.
+
+        Args:
+          cells: the cell of each node.
+          inputs: those of each node: a constant, or (index of a node, name of its output).
+          outputs: (index of a node, name of its output).
+
+        Raises:
+          CyclicGraphError: nodes depend on each other.
+          InvalidGraphError: an index is not one of a node; or a subclass, as in a cell's call.
+        """
+        if len(cells) > max_nodes:
+            raise TooManyNodesError(_too_many(f"{len(cells)}", max_nodes))
+        nodes: list[Node | None] = [None] * len(cells)
+        for index in _order(inputs):
+            given = {name: _resolved(value, nodes) for name, value in inputs[index].items()}
+            try:
+                nodes[index] = cells[index](**given)
+            except (MissingInputError, UnknownInputError, InputMismatchError) as error:
+                raise type(error)(f"node {index}: {error}") from error
+        found = {name: _resolved(value, nodes) for name, value in outputs.items()}
+        return cls(found, max_nodes=max_nodes)
+
+
+def parts_of(result: Result) -> Sequence[Output]:
+    """Return the outputs of nodes that a graph's output is made of."""
+    if isinstance(result, Output):
+        return (result,)
+    return (result.output,) if isinstance(result, Steps) else result
+
+
+def _checked(name: str, result: Any) -> Result:
+    if isinstance(result, Output | Steps):
+        return result
+    if not isinstance(result, list | tuple) or not result:
+        raise InvalidGraphError(
+            f"output {name!r} of the graph is a {type(result).__name__}; pass an output of a node, "
+            'such as node["h"], a list of them that is not empty, or node.steps("token")'
+        )
+    specs: set[ValueSpec] = set()
+    for one in result:
+        if not isinstance(one, Output):
+            raise InvalidGraphError(
+                f"output {name!r} of the graph is a list with a {type(one).__name__}; pass outputs "
+                'of nodes, such as node["h"]'
+            )
+        specs.add(one.spec)
+    if len(specs) > 1:
+        raise InputMismatchError(
+            f"output {name!r} of the graph is a list of {', '.join(map(str, specs))}; pass outputs "
+            "of one shape and dtype"
+        )
+    return tuple(result)
+
+
+def _sorted(roots: Sequence[Node], max_nodes: int) -> tuple[Node, ...]:
+    """Return the roots and everything that they depend on, dependencies first."""
+    done: dict[Node, None] = {}
+    stack: list[Node] = list(reversed(roots))
+    while stack:
+        node = stack[-1]
+        if node in done:
+            stack.pop()
+            continue
+        num_before = len(stack)
+        for value in node.inputs:
+            if type(value) is Output and value.node not in done and not value.node.is_placed:
+                stack.append(value.node)
+        if len(stack) == num_before:
+            done[node] = None
+            stack.pop()
+            if len(done) > max_nodes:
+                raise TooManyNodesError(_too_many(f"over {max_nodes}", max_nodes))
+    return tuple(done)
+
+
+def _too_many(given: str, max_nodes: int) -> str:
+    return (
+        f"the graph has {given} nodes, and {max_nodes} are allowed; pass a shorter input, or a "
+        "higher max_nodes"
+    )
+
+
+def _resolved(value: Any, nodes: Sequence[Node | None]) -> Any:
+    """Return the output that (index, name) stands for; other values as they are."""
+    if not isinstance(value, tuple):
+        return value
+    index, name = value
+    node = nodes[index]
+    assert node is not None
+    return node[name]
+
+
+def _order(inputs: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the indices of nodes, dependencies first."""
+    num_left = [0] * len(inputs)
+    successors: list[list[int]] = [[] for _ in inputs]
+    for index, given in enumerate(inputs):
+        for name, value in given.items():
+            if not isinstance(value, tuple):
+                continue
+            if not 0 <= value[0] < len(inputs):
+                raise InvalidGraphError(
+                    f"node {index}: input {name!r} is of node {value[0]}; the graph has the nodes "
+                    f"0 to {len(inputs) - 1}"
+                )
+            num_left[index] += 1
+            successors[value[0]].append(index)
+    order = [index for index, num in enumerate(num_left) if num == 0]
+    for index in order:
+        for successor in successors[index]:
+            num_left[successor] -= 1
+            if num_left[successor] == 0:
+                order.append(successor)
+    if len(order) < len(inputs):
+        cycle = next(index for index, num in enumerate(num_left) if num)
+        raise CyclicGraphError(
+            f"node {cycle} depends on itself, directly or through other nodes; remove one of the "
+            "edges between them"
+        )
+    return order

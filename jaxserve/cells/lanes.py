@@ -1,0 +1,118 @@
+"""The tasks in flight of all workers, and ids that they may still name."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import final
+
+from jaxserve.cells.executor import CellHandle, NodeRows
+from jaxserve.core.clock import Clock
+
+
+@final
+class _Lane:
+    """The tasks of one worker that are submitted and not collected, in their order.
+
+    Attributes:
+      num_groups: groups of tasks that the policy returned together.
+      num_submitted, num_collected: handles since the start.
+    """
+
+    def __init__(self) -> None:
+        self.handles: deque[tuple[CellHandle, bool]] = deque()  # whether it ends its group
+        self.num_groups = 0
+        self.num_submitted = 0
+        self.num_collected = 0
+
+    def push(self, handle: CellHandle, *, ends_group: bool) -> None:
+        self.handles.append((handle, ends_group))
+        self.num_groups += ends_group
+        self.num_submitted += 1
+
+    def pop(self) -> CellHandle:
+        handle, ends_group = self.handles.popleft()
+        self.num_groups -= ends_group
+        self.num_collected += 1
+        return handle
+
+
+@final
+class Lanes:
+    """The tasks in flight, and the ids of rows.
+
+    Args:
+      max_in_flight: groups of tasks that a worker is given ahead.
+    """
+
+    def __init__(self, num_workers: int, max_in_flight: int, clock: Clock):
+        self._lanes = [_Lane() for _ in range(num_workers)]
+        self._max_in_flight = max_in_flight
+        self._clock = clock
+        self._rows = NodeRows()
+        # Ranges of ids that tasks in flight may name: (handles submitted before, first, number).
+        self._limbo: deque[tuple[list[int], int, int]] = deque()
+
+    @property
+    def is_at_work(self) -> bool:
+        return any(lane.handles for lane in self._lanes)
+
+    @property
+    def num_rows(self) -> int:
+        """Ids of rows are below it."""
+        return self._rows.num_rows
+
+    def open_workers(self) -> list[int]:
+        """Return the workers that may be given another group of tasks."""
+        lanes = enumerate(self._lanes)
+        return [worker for worker, lane in lanes if lane.num_groups < self._max_in_flight]
+
+    def is_open(self, worker: int) -> bool:
+        return self._lanes[worker].num_groups < self._max_in_flight
+
+    def push(self, worker: int, handles: list[CellHandle]) -> None:
+        """Add a group of tasks."""
+        for handle in handles:
+            self._lanes[worker].push(handle, ends_group=handle is handles[-1])
+
+    def push_read(self, worker: int, handle: CellHandle) -> None:
+        """Add a handle without tasks, which is not counted as a group."""
+        self._lanes[worker].push(handle, ends_group=False)
+
+    def pop_first(self) -> tuple[int, CellHandle]:
+        """Remove the handle that ends first, after waiting for it if there are several workers.
+
+        Returns:
+          Its worker, and the handle.
+        """
+        busy = [worker for worker, lane in enumerate(self._lanes) if lane.handles]
+        while len(busy) > 1:
+            for worker in busy:
+                if self._lanes[worker].handles[0][0].is_ready():
+                    return worker, self._lanes[worker].pop()
+            self._clock.wait()
+        return busy[0], self._lanes[busy[0]].pop()
+
+    def clear(self) -> None:
+        for lane in self._lanes:
+            lane.handles.clear()
+
+    def take_rows(self, num: int) -> int:
+        """Return the first of consecutive ids that no task in flight names."""
+        return self._rows.take(num)
+
+    def free_rows(self, first: int, num: int) -> None:
+        """Take back ids, which are used again when the tasks of now have been collected."""
+        self._limbo.append(([lane.num_submitted for lane in self._lanes], first, num))
+
+    def forget_rows(self) -> list[range]:
+        """Return the ids that no task in flight names any more, each once."""
+        found = []
+        while self._limbo:
+            submitted, first, num = self._limbo[0]
+            pairs = zip(self._lanes, submitted, strict=True)
+            if any(lane.num_collected < until for lane, until in pairs):
+                break
+            self._limbo.popleft()
+            self._rows.free(first, num)
+            found.append(range(first, first + num))
+        return found

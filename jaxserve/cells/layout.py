@@ -1,0 +1,149 @@
+"""Where the values of cells lie: pools of slots, and rows of the arrays that describe a task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from jaxserve.cells.base import BaseCell
+from jaxserve.cells.policy import CellType
+from jaxserve.cells.values import ValueSpec
+from jaxserve.core.errors import InvalidCellError
+
+# Slots of every pool that belong to no value: one with zeros, and one that padding writes to.
+ZERO_SLOT, TRASH_SLOT = 0, 1
+NUM_RESERVED_SLOTS = 2
+# The slot of a value that travels with the task.
+IN_TASK = -1
+# Constants up to this size travel with the task; larger ones are written to slots.
+_MAX_BYTES_IN_TASK = 64
+# Whether a loop has ended.
+DONE_SPEC = ValueSpec((), np.dtype(np.uint8))
+
+
+@final
+@dataclass(frozen=True)
+class TypeLayout:
+    """The layout of one cell type.
+
+    A task's rows are, in this order: the slot of each input, the words of constants, the slot of
+    each output, and for a loop the slot of its flag.
+
+    Attributes:
+      index: number of the type.
+      input_pools, output_pools: pool of each input and output.
+      words: for each input, the range of its words; None for an input that is too large.
+      num_words: words of all inputs.
+      carry: for each input of a loop, the output of the last step that it takes; -1 for none.
+    """
+
+    index: int
+    cell: BaseCell
+    input_pools: tuple[int, ...]
+    output_pools: tuple[int, ...]
+    words: tuple[range | None, ...]
+    num_words: int
+    carry: tuple[int, ...]
+
+    @property
+    def is_loop(self) -> bool:
+        return self.cell.is_loop
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.input_pools)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.output_pools)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_inputs + self.num_words + self.num_outputs + self.is_loop
+
+    @property
+    def pools(self) -> tuple[int, ...]:
+        """The pools that its tasks read or write, increasing."""
+        return tuple(sorted({*self.input_pools, *self.output_pools}))
+
+
+@final
+class Layout:
+    """The layout of all cells of a runtime. Values of the same shape and dtype share a pool.
+
+    Attributes:
+      types: in the order of the cells.
+      pools: the spec of each pool.
+      stride: values that each node has room for.
+      max_inputs, max_words: of a type.
+
+    Raises:
+      InvalidCellError: two cells of one type differ in priority or sizes, or there is no cell.
+    """
+
+    def __init__(self, cells: Sequence[BaseCell]):
+        if not cells:
+            raise InvalidCellError("no cells were given; pass at least one")
+        self.pools: list[ValueSpec] = []
+        distinct: dict[object, BaseCell] = {}
+        for cell in cells:
+            known = distinct.setdefault(cell.key, cell)
+            if (known.priority, known.batch_sizes) != (cell.priority, cell.batch_sizes):
+                raise InvalidCellError(
+                    f"cells {known.name!r} and {cell.name!r} have the same module and signature, "
+                    "and different priorities or batch_sizes; pass one of them"
+                )
+        self.types = tuple(self._layout(i, cell) for i, cell in enumerate(distinct.values()))
+        self.loop_types = frozenset(t.index for t in self.types if t.is_loop)
+        self.index_of: Mapping[object, int] = {key: i for i, key in enumerate(distinct)}
+        self.done_pool = self._pool(DONE_SPEC) if any(t.is_loop for t in self.types) else None
+        # Two ids of node 0 stand for zeros and for constants in the task.
+        self.stride = max(2, *(t.num_outputs + t.is_loop for t in self.types))
+        self.max_inputs = max(t.num_inputs for t in self.types)
+        self.max_words = max(t.num_words for t in self.types)
+
+    @property
+    def cell_types(self) -> tuple[CellType, ...]:
+        """The types as policies know them."""
+        return tuple(
+            CellType(t.cell.name, t.cell.priority, t.cell.batch_sizes, t.is_loop)
+            for t in self.types
+        )
+
+    def _layout(self, index: int, cell: BaseCell) -> TypeLayout:
+        words: list[range | None] = []
+        num_words = 0
+        for spec in cell.inputs.values():
+            num = -(-spec.num_bytes // 4)
+            if spec.num_bytes > _MAX_BYTES_IN_TASK:
+                words.append(None)
+                continue
+            words.append(range(num_words, num_words + num))
+            num_words += num
+        outputs = list(cell.outputs)
+        return TypeLayout(
+            index=index,
+            cell=cell,
+            input_pools=tuple(self._pool(spec) for spec in cell.inputs.values()),
+            output_pools=tuple(self._pool(spec) for spec in cell.outputs.values()),
+            words=tuple(words),
+            num_words=num_words,
+            carry=tuple(
+                outputs.index(cell.carry[name]) if name in cell.carry else -1
+                for name in cell.inputs
+            ),
+        )
+
+    def _pool(self, spec: ValueSpec) -> int:
+        if spec not in self.pools:
+            self.pools.append(spec)
+        return self.pools.index(spec)
+
+
+def words_of(value: np.ndarray) -> np.ndarray:
+    """Return the bytes of a small constant as int32 words, padded with zeros."""
+    data = np.ascontiguousarray(value).tobytes()
+    return np.frombuffer(data + b"\0" * (-len(data) % 4), np.int32)

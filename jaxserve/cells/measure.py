@@ -1,0 +1,53 @@
+"""Measurement of how long cells take."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxserve.cells.base import BaseCell
+from jaxserve.cells.device import DeviceCells
+from jaxserve.cells.layout import NUM_RESERVED_SLOTS, Layout
+from jaxserve.cells.simulation import MeasuredCost
+
+# Calls of an executable before those that are timed, the first of which compiles.
+_NUM_UNTIMED = 2
+
+
+def measure_cells(
+    cells: Sequence[BaseCell],
+    device: Any = None,
+    *,
+    max_fused: int = 5,
+    num_calls: int = 7,
+    host_per_call_s: float = 0.0,
+    host_per_task_s: float = 0.0,
+) -> MeasuredCost:
+    """Return the seconds of every compiled size of cells on a device.
+
+    The median of several calls counts. Every row reads the same slot, so the time to gather rows
+    that lie far apart is not part of it.
+
+    Args:
+      device: a device of JAX; by default its first.
+      max_fused: tasks of one call, as of the runtime that is to be predicted.
+      host_per_call_s, host_per_task_s: see `MeasuredCost`; they are not measured here.
+    """
+    layout = Layout(cells)
+    executor = DeviceCells(
+        layout,
+        jax.devices()[:1] if device is None else [device],
+        num_slots=[NUM_RESERVED_SLOTS + 1] * len(layout.pools),
+        max_fused=max_fused,
+    )
+    seconds: dict[str, dict[int, float]] = {}
+    for t in layout.types:
+        sizes = seconds.setdefault(t.cell.name, {})
+        for size in t.cell.batch_sizes:
+            timed = [executor.time_tasks(t.index, size) for _ in range(_NUM_UNTIMED + num_calls)]
+            sizes[size] = statistics.median(timed[_NUM_UNTIMED:])
+    executor.close()
+    return MeasuredCost(seconds, host_per_call_s, host_per_task_s)

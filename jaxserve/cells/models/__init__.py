@@ -1,0 +1,28 @@
+"""Models of cells: LSTM, GRU, Seq2Seq, binary TreeLSTM, and letters to phonemes.
+
+Each is a `CellModel`, whose `cells` and `unfold` a `CellRuntime` takes.
+"""
+
+from jaxserve.cells.models.bundle import CellModel
+from jaxserve.cells.models.g2p import G2P, load_g2p
+from jaxserve.cells.models.recurrent import GRU, LSTM, Embedded, Predicting
+from jaxserve.cells.models.seq2seq import Decoding, seq2seq_model
+from jaxserve.cells.models.sequence import sequence_model
+from jaxserve.cells.models.tree_lstm import Internal, Leaf, Tree, tree_lstm_model
+
+__all__ = [
+    "CellModel",
+    "Decoding",
+    "Embedded",
+    "G2P",
+    "GRU",
+    "Internal",
+    "LSTM",
+    "Leaf",
+    "Predicting",
+    "Tree",
+    "load_g2p",
+    "seq2seq_model",
+    "sequence_model",
+    "tree_lstm_model",
+]

@@ -1,0 +1,90 @@
+"""Sequence to sequence: a chain of encoder cells, then a decoder that is fed its own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.cells.base import BATCH_SIZES
+from jaxserve.cells.cell import Cell, Repeat
+from jaxserve.cells.graph import Graph
+from jaxserve.cells.models.bundle import CellModel
+from jaxserve.cells.models.recurrent import Embedded, Predicting, token_inputs
+from jaxserve.cells.models.sequence import read, token_cell
+from jaxserve.core.errors import InvalidConfigError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How a decoder begins and ends.
+
+    Attributes:
+      go: the first token that it is fed.
+      end: the token with which an answer ends; the last one of its tokens. None for no such token.
+      max_steps: most tokens of an answer, by the number of tokens that the encoder reads. Deployed
+        systems allow a fixed number more than the input has (thesis, 2.7.4).
+    """
+
+    go: int
+    end: int | None
+    max_steps: Callable[[int], int]
+
+
+def seq2seq_model(
+    encoder: Embedded,
+    decoder: Predicting,
+    decoding: Decoding,
+    *,
+    encoder_batch_sizes: Sequence[int] = BATCH_SIZES,
+    decoder_batch_sizes: Sequence[int] = BATCH_SIZES,
+) -> CellModel:
+    """Return a model whose inputs are lists of tokens, and whose results have the answer's `token`.
+
+    The decoder begins with the encoder's last states. Its argmax and its end are decided on the
+    device, so that the host is not asked between two tokens. Decoder cells have priority over
+    encoder cells (thesis, 2.4.3).
+
+    Raises:
+      InvalidConfigError: encoder and decoder have other states, or of other sizes.
+    """
+    step, other = encoder.step, decoder.embedded.step
+    if (step.state, step.hidden_size) != (other.state, other.hidden_size):
+        raise InvalidConfigError(
+            f"the encoder has the states {step.state} of {step.hidden_size} values, and the "
+            f"decoder {other.state} of {other.hidden_size}; pass modules with equal states"
+        )
+    encode = token_cell(encoder, name="encoder", batch_sizes=encoder_batch_sizes)
+    once = Cell(decoder, token_inputs(other), name="decoder", priority=1)
+    carried = {name: name for name in ("token", *other.state)}
+    decode = Repeat(
+        once,
+        carried,
+        None if decoding.end is None else _EndsWith(decoding.end),
+        emits=["token"],
+        name="decoder",
+        batch_sizes=decoder_batch_sizes,
+    )
+
+    def unfold(tokens: Sequence[int]) -> Graph:
+        node = read(encode, encoder, tokens)
+        states = {name: node[name] for name in step.state}
+        answer = decode(token=decoding.go, max_steps=decoding.max_steps(len(tokens)), **states)
+        return Graph(outputs={"token": answer.steps("token")})
+
+    return CellModel((encode, decode), unfold)
+
+
+@final
+@dataclass(frozen=True)
+class _EndsWith:
+    """Whether the last token of each row is the end token; equal for equal tokens."""
+
+    token: int
+
+    def __call__(self, outputs: Mapping[str, jax.Array]) -> jax.Array:
+        return outputs["token"] == jnp.int32(self.token)

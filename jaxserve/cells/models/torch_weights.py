@@ -1,0 +1,177 @@
+"""Modules from the tensors of PyTorch modules, such as `safetensors.numpy.load_file` reads them.
+
+PyTorch is not needed. `tensors` are by the names of a `state_dict`. Weights there are [out, in] and
+are transposed here once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar, final
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.cells.models.recurrent import GRU, LSTM, Embedded, Predicting, Step
+from jaxserve.cells.models.tree_lstm import Internal, Leaf
+from jaxserve.core.errors import CheckpointError
+
+_Module = TypeVar("_Module", bound=nnx.Module)
+_Tensors = Mapping[str, np.ndarray]
+
+
+def lstm_from_torch(tensors: _Tensors, prefix: str = "") -> LSTM:
+    """Return the step of a `torch.nn.LSTMCell`, or of a `torch.nn.LSTM` with one layer.
+
+    Args:
+      prefix: of its names in `tensors`, with the dot.
+
+    Raises:
+      CheckpointError: tensors are missing or of shapes that do not fit; all of them together.
+    """
+    reader = _Reader(tensors, prefix)
+    w_x, w_h, b_x, b_h = _step_tensors(reader, num_gates=4)
+    return _filled(
+        lambda rngs: LSTM(w_x.shape[1], w_h.shape[1], rngs=rngs),
+        kernel=np.concatenate([w_x, w_h], axis=1).T,
+        bias=b_x + b_h,
+    )
+
+
+def gru_from_torch(tensors: _Tensors, prefix: str = "") -> GRU:
+    """Return the step of a `torch.nn.GRUCell`, or of a `torch.nn.GRU` with one layer.
+
+    Raises:
+      CheckpointError: see `lstm_from_torch`.
+    """
+    reader = _Reader(tensors, prefix)
+    w_x, w_h, b_x, b_h = _step_tensors(reader, num_gates=3)
+    return _filled(
+        lambda rngs: GRU(w_x.shape[1], w_h.shape[1], rngs=rngs),
+        kernel_x=w_x.T,
+        kernel_h=w_h.T,
+        bias_x=b_x,
+        bias_h=b_h,
+    )
+
+
+def embedded_from_torch(step: Step, tensors: _Tensors, prefix: str) -> Embedded:
+    """Return a step after the `torch.nn.Embedding` under the prefix.
+
+    Raises:
+      CheckpointError: see `lstm_from_torch`.
+    """
+    reader = _Reader(tensors, prefix)
+    table = reader.matrix("weight", columns=step.input_size)
+    reader.check()
+    return _filled(lambda rngs: Embedded(step, table.shape[0], rngs=rngs), table=table)
+
+
+def predicting_from_torch(embedded: Embedded, tensors: _Tensors, prefix: str) -> Predicting:
+    """Return a decoder's step before the `torch.nn.Linear` under the prefix, its projection.
+
+    Raises:
+      CheckpointError: see `lstm_from_torch`.
+    """
+    reader = _Reader(tensors, prefix)
+    size = embedded.vocab_size
+    weight = reader.matrix("weight", rows=size, columns=embedded.step.hidden_size)
+    bias = reader.vector("bias", size=size)
+    reader.check()
+    return _filled(lambda rngs: Predicting(embedded, rngs=rngs), kernel=weight.T, bias=bias)
+
+
+def tree_lstm_from_torch(tensors: _Tensors, prefix: str = "") -> tuple[Leaf, Internal]:
+    """Return the cells of a TreeLSTM, for which PyTorch has no module of its own.
+
+    Under the prefix there are the `torch.nn.Embedding` "embedding" and two `torch.nn.Linear`, with
+    the gates in the orders of `Leaf` and `Internal`: "leaf" from the embedding to 3 gates, and
+    "internal" from both h to 5 gates.
+
+    Raises:
+      CheckpointError: see `lstm_from_torch`.
+    """
+    reader = _Reader(tensors, prefix)
+    table = reader.matrix("embedding.weight")
+    of_leaf = reader.matrix("leaf.weight", columns=table.shape[1])
+    hidden_size = of_leaf.shape[0] // 3
+    of_pair = reader.matrix("internal.weight", rows=5 * hidden_size, columns=2 * hidden_size)
+    leaf_bias = reader.vector("leaf.bias", size=3 * hidden_size)
+    internal_bias = reader.vector("internal.bias", size=5 * hidden_size)
+    reader.check()
+    leaf = _filled(
+        lambda rngs: Leaf(*table.shape, hidden_size, rngs=rngs),
+        table=table,
+        kernel=of_leaf.T,
+        bias=leaf_bias,
+    )
+    internal = _filled(
+        lambda rngs: Internal(hidden_size, rngs=rngs), kernel=of_pair.T, bias=internal_bias
+    )
+    return leaf, internal
+
+
+@final
+class _Reader:
+    """Float32 tensors by name, and the problems with them. What is missing reads as zeros."""
+
+    def __init__(self, tensors: _Tensors, prefix: str):
+        self._tensors = tensors
+        self._prefix = prefix
+        self._problems: list[str] = []
+
+    def matrix(
+        self, *names: str, rows: int | None = None, columns: int | None = None
+    ) -> np.ndarray:
+        """Return the matrix under the first of the names that there is."""
+        return self._read(names, (rows, columns))
+
+    def vector(self, *names: str, size: int | None = None) -> np.ndarray:
+        return self._read(names, (size,))
+
+    def check(self) -> None:
+        """Raise a `CheckpointError` with all problems, if there are any."""
+        if self._problems:
+            raise CheckpointError(
+                f"of {len(self._tensors)} tensors",
+                self._problems,
+                "pass the state_dict of a module with one layer, one direction and biases",
+            )
+
+    def _read(self, names: tuple[str, ...], shape: tuple[int | None, ...]) -> np.ndarray:
+        zeros = np.zeros([0 if size is None else size for size in shape], np.float32)
+        found = [self._prefix + name for name in names if self._prefix + name in self._tensors]
+        if not found:
+            self._problems.append(f"{self._prefix + names[0]} is missing")
+            return zeros
+        value = np.asarray(self._tensors[found[0]], np.float32)
+        fits = value.ndim == len(shape) and all(
+            size in (None, given) for size, given in zip(shape, value.shape, strict=True)
+        )
+        if fits:
+            return value
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        self._problems.append(f"{found[0]} has the shape {value.shape} instead of ({wanted})")
+        return zeros
+
+
+def _step_tensors(reader: _Reader, num_gates: int) -> tuple[np.ndarray, ...]:
+    w_h = reader.matrix("weight_hh_l0", "weight_hh")
+    hidden_size = w_h.shape[1]
+    rows = num_gates * hidden_size
+    w_x = reader.matrix("weight_ih_l0", "weight_ih", rows=rows)
+    b_x = reader.vector("bias_ih_l0", "bias_ih", size=rows)
+    b_h = reader.vector("bias_hh_l0", "bias_hh", size=rows)
+    if w_h.shape[0] != rows:
+        # Of another kind of step, or of a projected or stacked network.
+        reader.matrix("weight_hh_l0", "weight_hh", rows=rows)
+    reader.check()
+    return w_x, w_h, b_x, b_h
+
+
+def _filled(make: Callable[[nnx.Rngs], _Module], **values: np.ndarray) -> _Module:
+    """Return a module with these values in its parameters."""
+    module = make(nnx.Rngs(0))
+    nnx.update(module, nnx.State({name: jnp.asarray(value) for name, value in values.items()}))
+    return module

@@ -1,0 +1,21 @@
+"""Policies that BatchMaker is compared with, on the same cells. They need no JAX.
+
+| policy | the system that it stands for |
+|---|---|
+| `Padding` | TensorFlow, MXNet and PyTorch: padding to a common length, in buckets |
+| `GraphMerging` | DyNet's on-the-fly batching, and TensorFlow Fold's dynamic batching |
+| `IdenticalGraphs` | a graph that was written down for one structure: the ideal of figure 2.15 |
+| `OneAtATime` | no batching |
+| `LazyBatching` | LazyBatching: node by node under a latency target, with a stack of batches |
+
+They get a system's choices without its costs: no time of the host for building, merging or
+launching graphs counts, except that of the run itself.
+"""
+
+from jaxserve.cells.policies.graph_merging import GraphMerging
+from jaxserve.cells.policies.identical_graphs import IdenticalGraphs
+from jaxserve.cells.policies.lazy_batching import LazyBatching
+from jaxserve.cells.policies.one_at_a_time import OneAtATime
+from jaxserve.cells.policies.padding import Padding
+
+__all__ = ["GraphMerging", "IdenticalGraphs", "LazyBatching", "OneAtATime", "Padding"]

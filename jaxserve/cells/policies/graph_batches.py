@@ -1,0 +1,294 @@
+"""Graph batching: a batch of whole graphs runs to its end before the next one begins.
+
+What systems of this kind differ in are the graphs that form a batch (`Buckets`), and the tasks that
+a batch becomes (`Merge`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, final
+
+from jaxserve.cells.cell_graph import CellGraph
+from jaxserve.cells.policy import CellType, Task
+from jaxserve.core.errors import InvalidConfigError
+
+# Steps of a loop that are submitted together, without knowing which rows have ended.
+_LOOP_AHEAD = 5
+
+
+@final
+class Member:
+    """A graph that waits or runs; its nodes have the ids from `first` on."""
+
+    __slots__ = ("key", "graph", "first", "is_cancelled")
+
+    def __init__(self, key: int, graph: CellGraph, first: int):
+        self.key = key
+        self.graph = graph
+        self.first = first
+        self.is_cancelled = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Nodes that run together: one task, or one for each iteration of a loop.
+
+    Attributes:
+      nodes: their ids, at most the type's largest batch.
+      num_padding: rows that are computed without a node.
+      keeps_rows: of a loop: whether rows that have ended are computed until the last one ends.
+    """
+
+    type: int
+    nodes: Sequence[int]
+    num_padding: int = 0
+    keeps_rows: bool = False
+
+
+# Members of a batch -> its steps in order.
+Merge: TypeAlias = "Callable[[Sequence[Member], Sequence[CellType]], Iterable[Step]]"
+# Graph -> its bucket; only graphs of one bucket share a batch.
+BucketOf: TypeAlias = "Callable[[CellGraph], Hashable]"
+
+
+@final
+class Buckets:
+    """Graphs that wait, by bucket; in a bucket the first comes first.
+
+    Args:
+      bucket_of: returns a graph's bucket, in an order.
+      max_graphs: the most graphs of a batch.
+      is_round_robin: whether buckets take turns in their order (thesis, 2.7.1). Otherwise the one
+        whose first graph has waited longest is next.
+    """
+
+    def __init__(self, bucket_of: BucketOf, max_graphs: int, *, is_round_robin: bool):
+        self._bucket_of = bucket_of
+        self._max_graphs = max_graphs
+        self._is_round_robin = is_round_robin
+        self._waiting: dict[Hashable, OrderedDict[int, Member]] = {}
+        self._bucket_of_key: dict[int, Hashable] = {}
+        self._last: Hashable = None
+
+    def add(self, member: Member) -> None:
+        bucket = self._bucket_of(member.graph)
+        self._waiting.setdefault(bucket, OrderedDict())[member.key] = member
+        self._bucket_of_key[member.key] = bucket
+
+    def remove(self, key: int) -> bool:
+        """Remove a graph; return whether it was there."""
+        if key not in self._bucket_of_key:
+            return False
+        bucket = self._bucket_of_key.pop(key)
+        del self._waiting[bucket][key]
+        if not self._waiting[bucket]:
+            del self._waiting[bucket]
+        return True
+
+    def take(self) -> list[Member]:
+        """Remove and return the graphs of the next batch; none if none wait."""
+        if not self._waiting:
+            return []
+        bucket = self._last = self._next()
+        waiting = self._waiting[bucket]
+        taken = [waiting.popitem(last=False)[1] for _ in range(min(len(waiting), self._max_graphs))]
+        if not waiting:
+            del self._waiting[bucket]
+        for member in taken:
+            del self._bucket_of_key[member.key]
+        return taken
+
+    def _next(self) -> Hashable:
+        if not self._is_round_robin:
+            # Keys of graphs rise with their arrivals.
+            return min(self._waiting, key=lambda bucket: next(iter(self._waiting[bucket])))
+        order = sorted(self._waiting)  # pyright: ignore[reportArgumentType]
+        last = self._last
+        return next((bucket for bucket in order if last is not None and bucket > last), order[0])
+
+    def __len__(self) -> int:
+        return len(self._bucket_of_key)
+
+
+@final
+@dataclass
+class _Loop:
+    """A loop of a batch that has begun.
+
+    Attributes:
+      steps_left: of every row that has not ended, the steps that have not been submitted.
+      num_rows: rows at its beginning.
+    """
+
+    step: Step
+    steps_left: dict[int, int]
+    num_rows: int
+
+    def drop(self, nodes: Iterable[int]) -> None:
+        for node in nodes:
+            self.steps_left.pop(node, None)
+
+
+@final
+@dataclass
+class _Batch:
+    """The batch of a worker.
+
+    Attributes:
+      steps: those that have not begun.
+      num_open: tasks that are submitted and not completed.
+      last_type: type of the last task.
+    """
+
+    members: list[Member]
+    steps: deque[Step]
+    loop: _Loop | None = None
+    num_open: int = 0
+    last_type: int = 0
+    cancelled: set[int] = field(default_factory=set)
+
+    @property
+    def is_over(self) -> bool:
+        return not self.steps and self.loop is None and self.num_open == 0
+
+
+@final
+class GraphBatchScheduler:
+    """See `CellScheduler`. A worker takes the next batch when its last one has completed.
+
+    All requests of a batch leave together, at its end. A request that is cancelled while it runs
+    stays as padding, since its graph is a part of the merged one.
+    """
+
+    wake_s = None
+
+    def __init__(self, types: Sequence[CellType], num_workers: int, waiting: Buckets, merge: Merge):
+        self._types = types
+        self._waiting = waiting
+        self._merge = merge
+        self._running: list[_Batch | None] = [None] * num_workers
+
+    @property
+    def has_work(self) -> bool:
+        return len(self._waiting) > 0 or any(batch is not None for batch in self._running)
+
+    def add(self, key: int, graph: CellGraph, first_node: int, now_s: float) -> None:
+        self._waiting.add(Member(key, graph, first_node))
+
+    def cancel(self, key: int) -> None:
+        if self._waiting.remove(key):
+            return
+        for worker, batch in enumerate(self._running):
+            for member in batch.members if batch is not None else ():
+                if member.key == key and batch is not None:
+                    self._cancel(worker, batch, member)
+                    return
+
+    def schedule(self, worker: int, now_s: float) -> list[Task]:
+        batch = self._running[worker] or self._next_batch(worker)
+        if batch is None:
+            return []
+        tasks: list[Task] = []
+        while batch.steps and batch.loop is None:
+            step = batch.steps.popleft()
+            if self._types[step.type].is_loop:
+                batch.loop = self._begun(batch, step)
+            else:
+                tasks.append(_task(batch, step.type, step.nodes, worker, step.num_padding))
+        if batch.loop is not None:
+            tasks += self._iterations(batch, batch.loop, worker)
+        if not tasks and batch.num_open == 0:
+            # Only cancelled rows were left: the others leave with a task of padding.
+            batch.loop = None
+            tasks.append(Task(batch.last_type, (), worker, 1))
+        batch.num_open += len(tasks)
+        if tasks:
+            batch.last_type = tasks[-1].type
+        return tasks
+
+    def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
+        batch = self._running[task.worker]
+        if batch is None:
+            raise AssertionError("a task was completed that belongs to no batch")
+        batch.num_open -= 1
+        if batch.loop is not None:
+            batch.loop.drop(ended)
+            if not batch.loop.steps_left and batch.num_open == 0:
+                batch.loop = None
+        if not batch.is_over:
+            return []
+        self._running[task.worker] = None
+        return [member.key for member in batch.members if not member.is_cancelled]
+
+    def _next_batch(self, worker: int) -> _Batch | None:
+        members = self._waiting.take()
+        if not members:
+            return None
+        batch = _Batch(members, deque(self._merge(members, self._types)))
+        self._running[worker] = batch
+        return batch
+
+    def _begun(self, batch: _Batch, step: Step) -> _Loop:
+        max_steps = {
+            member.first + node: steps
+            for member in batch.members
+            for node, steps in enumerate(member.graph.max_steps)
+            if not member.is_cancelled
+        }
+        left = {node: max_steps[node] for node in step.nodes if node in max_steps}
+        return _Loop(step, left, len(step.nodes) + step.num_padding)
+
+    def _iterations(self, batch: _Batch, loop: _Loop, worker: int) -> list[Task]:
+        """Return the next iterations of a loop; none if all have been submitted."""
+        tasks = []
+        while len(tasks) < _LOOP_AHEAD:
+            nodes = [node for node, steps in loop.steps_left.items() if steps]
+            if not nodes:
+                break
+            padding = loop.num_rows - len(nodes) if loop.step.keeps_rows else 0
+            tasks.append(_task(batch, loop.step.type, nodes, worker, padding))
+            for node in nodes:
+                loop.steps_left[node] -= 1
+        if not any(loop.steps_left.values()):
+            loop.steps_left.clear()
+        return tasks
+
+    def _cancel(self, worker: int, batch: _Batch, member: Member) -> None:
+        member.is_cancelled = True
+        nodes = range(member.first, member.first + len(member.graph))
+        batch.cancelled.update(nodes)
+        if batch.loop is not None:
+            batch.loop.drop(nodes)
+        if all(other.is_cancelled for other in batch.members):
+            batch.steps.clear()
+            batch.loop = None
+            if batch.num_open == 0:
+                self._running[worker] = None
+
+
+def _task(batch: _Batch, type: int, nodes: Sequence[int], worker: int, num_padding: int) -> Task:
+    if batch.cancelled:
+        living = [node for node in nodes if node not in batch.cancelled]
+        return Task(type, living, worker, num_padding + len(nodes) - len(living))
+    return Task(type, nodes, worker, num_padding)
+
+
+def by_position(members: Sequence[Member], types: Sequence[CellType]) -> list[Step]:
+    """Merge graphs of one structure: each step has the same node of every graph."""
+    graph = members[0].graph
+    return [
+        Step(type, [member.first + node for member in members])
+        for node, type in enumerate(graph.types)
+    ]
+
+
+def check_max_graphs(name: str, max_graphs: int) -> None:
+    """Raise an `InvalidConfigError` if the limit of a policy is below 1."""
+    if max_graphs < 1:
+        raise InvalidConfigError(
+            f"policy {name!r}: max_graphs={max_graphs} is not allowed; pass at least 1"
+        )

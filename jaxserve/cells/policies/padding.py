@@ -1,0 +1,110 @@
+"""Padding to a common length in buckets: TensorFlow, MXNet and PyTorch (thesis, 2.2.3, 2.7.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import final
+
+from jaxserve.cells.cell_graph import CellGraph
+from jaxserve.cells.policies.graph_batches import (
+    Buckets,
+    GraphBatchScheduler,
+    Member,
+    Step,
+    check_max_graphs,
+)
+from jaxserve.cells.policy import CellType
+from jaxserve.core.errors import InvalidConfigError, InvalidGraphError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """Batches of chains of similar lengths, all padded to the longest length of their bucket.
+
+    Bucket i has lengths from `i * bucket_width + 1` to `(i + 1) * bucket_width`, and buckets take
+    turns. There is no timeout: a batch that is not full starts when the worker is idle and it is
+    its bucket's turn, which the thesis found better than any timeout. A loop at a chain's end runs
+    until its last row has ended, with all rows.
+
+    A graph is a chain of cells, of one type or of several one after the other. Each part has a
+    bucket of its own, so that a decoder that is unfolded is padded as the encoder is.
+
+    Attributes:
+      bucket_width: 10 was best in the thesis.
+      to_longest: whether rows are padded to the longest one of their batch, as loops of TensorFlow
+        and PyTorch do. Otherwise to the longest length of the bucket, for which the thesis
+        materialised a graph.
+      max_graphs: the most rows; by default the smallest `max_batch` of the cell types.
+    """
+
+    bucket_width: int = 10
+    to_longest: bool = False
+    max_graphs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket_width < 1:
+            raise InvalidConfigError(
+                f"policy {self.name!r}: bucket_width={self.bucket_width} is not allowed; pass at "
+                "least 1"
+            )
+        if self.max_graphs is not None:
+            check_max_graphs(self.name, self.max_graphs)
+
+    @property
+    def name(self) -> str:
+        return f"padding_{self.bucket_width}" + ("_to_longest" if self.to_longest else "")
+
+    def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> GraphBatchScheduler:
+        """Return a scheduler whose `add` raises InvalidGraphError for graphs that are no chains."""
+        is_loop = tuple(type.is_loop for type in types)
+        width = self.bucket_width
+        most = min(type.max_batch for type in types)
+        max_graphs = most if self.max_graphs is None else min(self.max_graphs, most)
+
+        def bucket_of(graph: CellGraph) -> tuple[tuple[int, int], ...]:
+            return tuple(
+                (type, 1 if is_loop[type] else -(-len(nodes) // width))
+                for type, nodes in _parts(graph, is_loop)
+            )
+
+        def padded(members: Sequence[Member], types: Sequence[CellType]) -> list[Step]:
+            rows = [(member.first, _parts(member.graph, is_loop)) for member in members]
+            steps = []
+            for index, (type, number) in enumerate(bucket_of(members[0].graph)):
+                longest = max(len(parts[index][1]) for _, parts in rows)
+                for place in range(longest if self.to_longest or is_loop[type] else number * width):
+                    nodes = [
+                        first + parts[index][1][place]
+                        for first, parts in rows
+                        if place < len(parts[index][1])
+                    ]
+                    padding = len(rows) - len(nodes)
+                    steps.append(Step(type, nodes, padding, keeps_rows=is_loop[type]))
+            return steps
+
+        waiting = Buckets(bucket_of, max_graphs, is_round_robin=True)
+        return GraphBatchScheduler(types, num_workers, waiting, padded)
+
+
+@lru_cache(maxsize=4096)
+def _parts(graph: CellGraph, is_loop: tuple[bool, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the parts of a chain: a type and the nodes in a row of this type; each loop is one.
+
+    Raises:
+      InvalidGraphError: the graph is not a chain.
+    """
+    parts: list[tuple[int, list[int]]] = []
+    for node, type in enumerate(graph.types):
+        if graph.predecessors[node] != ((node - 1,) if node else ()):
+            raise InvalidGraphError(
+                "a graph that is not a chain cannot be padded; pass a chain, in which each node "
+                "takes outputs of the node before it, or run it under another policy"
+            )
+        if parts and parts[-1][0] == type and not is_loop[type]:
+            parts[-1][1].append(node)
+        else:
+            parts.append((type, [node]))
+    return tuple((type, tuple(nodes)) for type, nodes in parts)

@@ -1,0 +1,186 @@
+"""The jitted functions of cells: tasks of one type, and copies between slots and arrays."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Int32, UInt8
+
+from jaxserve.cells.layout import TRASH_SLOT, Layout, TypeLayout
+from jaxserve.cells.values import ValueSpec
+
+# Bits of the flags of a row: its outputs are finite; its loop has ended; it had ended before.
+FINITE, ENDED, WAS_ENDED = 1, 2, 4
+# Numbers of rows for which reads and writes of slots are compiled.
+COPY_SIZES = (8, 64)
+
+
+class TaskFunction(Protocol):
+    """A function that runs several tasks of one type, one after the other.
+
+    Args:
+      params: the leaves of the module's parameters.
+      pools: the pools of the type, in their order; they are donated.
+      rows: what the rows of each task read and write, see `TypeLayout`.
+      num_tasks: tasks in `rows`; the rest is padding.
+
+    Returns:
+      The pools; the flags of each task's rows; and each emitted output of all tasks.
+    """
+
+    def __call__(
+        self,
+        params: tuple[Array, ...],
+        pools: tuple[Array, ...],
+        rows: Int32[Array | np.ndarray, "tasks rows batch"],
+        num_tasks: Int32[Array | np.ndarray, ""] | np.int32,
+    ) -> tuple[tuple[Array, ...], UInt8[Array, "tasks batch"], tuple[Array, ...]]: ...
+
+
+@final
+class CellPrograms:
+    """The functions of a runtime's cells, shared by its workers.
+
+    Attributes:
+      params: for each type, the leaves of its parameters.
+      tasks: for each type, its `TaskFunction`.
+      pools: for each type, the pools that its function takes.
+    """
+
+    def __init__(self, layout: Layout):
+        self.params: list[tuple[Array, ...]] = []
+        self.tasks: list[TaskFunction] = []
+        self.pools: list[tuple[int, ...]] = []
+        for t in layout.types:
+            cell: Any = t.cell
+            graphdef, state = nnx.split(cell.module)
+            leaves, tree = jax.tree.flatten(state)
+            self.params.append(tuple(leaves))
+            body = _Tasks(t, layout, graphdef, tree)
+            self.pools.append(body.pools)
+            self.tasks.append(jax.jit(body, donate_argnums=1))
+        self.read = jax.jit(_read)
+        self.write = jax.jit(_write, donate_argnums=0)
+
+
+@final
+class _Tasks:
+    """See `TaskFunction`."""
+
+    def __init__(self, t: TypeLayout, layout: Layout, graphdef: Any, tree: Any):
+        self.__name__ = f"tasks_of_{''.join(c if c.isalnum() else '_' for c in t.cell.name)}"
+        self._type = t
+        self._graphdef = graphdef
+        self._tree = tree
+        done_pool = layout.done_pool if t.is_loop else None
+        pools = set(t.pools) if done_pool is None else {*t.pools, done_pool}
+        self.pools: tuple[int, ...] = tuple(sorted(pools))
+        self._number = {pool: number for number, pool in enumerate(self.pools)}
+        self._done = None if done_pool is None else self._number[done_pool]
+        cell: Any = t.cell
+        self._until = cell.until if t.is_loop else None
+        outputs = list(cell.outputs)
+        self._emits = [outputs.index(name) for name in cell.emits]
+
+    def __call__(self, params, pools, rows, num_tasks):
+        num, _, batch = rows.shape
+        specs = list(self._type.cell.outputs.values())
+        emitted = tuple(
+            jnp.zeros((num, batch, *specs[index].shape), specs[index].dtype)
+            for index in self._emits
+        )
+        flags = jnp.zeros((num, batch), jnp.uint8)
+
+        def body(k, state):
+            pools, flags, emitted = state
+            task = lax.dynamic_index_in_dim(rows, k, keepdims=False)
+            pools, flag, values = self._task(params, pools, task)
+            flags = lax.dynamic_update_index_in_dim(flags, flag, k, 0)
+            emitted = tuple(
+                lax.dynamic_update_index_in_dim(all_steps, value, k, 0)
+                for all_steps, value in zip(emitted, values, strict=True)
+            )
+            return pools, flags, emitted
+
+        return lax.fori_loop(0, num_tasks, body, (pools, flags, emitted))
+
+    def _task(self, params, pools, task: Int32[Array, "rows batch"]):
+        t = self._type
+        inputs = self._inputs(pools, task)
+        # Every slot is read before any is written, so that XLA updates the pools in place.
+        pools, inputs = lax.optimization_barrier((pools, inputs))
+        module: Any = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, params))
+        outputs = module(**inputs)
+        values = [outputs[name] for name in t.cell.outputs]
+        finite = _finite(values, task.shape[1])
+        slots = task[t.num_inputs + t.num_words :]
+        pools = list(pools)
+        if self._done is None:
+            before = ended = jnp.zeros_like(finite)
+        else:
+            # Twice the slot of the flag, plus one in the first step.
+            first, done_slot = slots[-1] % 2 == 1, slots[-1] // 2
+            before = (pools[self._done][done_slot] != 0) & ~first
+            ended = before if self._until is None else before | self._until(outputs)
+            finite |= before
+            slots = jnp.where(before, TRASH_SLOT, slots)
+            pools[self._done] = _set(
+                pools[self._done],
+                jnp.where(before, TRASH_SLOT, done_slot),
+                ended.astype(jnp.uint8),
+            )
+        for pool, slot, value in zip(t.output_pools, slots, values, strict=False):
+            number = self._number[pool]
+            pools[number] = _set(pools[number], slot, value)
+        bits = ((finite, FINITE), (ended, ENDED), (before, WAS_ENDED))
+        flag = sum(is_set.astype(jnp.uint8) * bit for is_set, bit in bits)
+        return tuple(pools), flag, tuple(values[index] for index in self._emits)
+
+    def _inputs(self, pools, task) -> dict[str, Array]:
+        t = self._type
+        found = {}
+        for number, (name, spec) in enumerate(t.cell.inputs.items()):
+            slots, words = task[number], t.words[number]
+            value = pools[self._number[t.input_pools[number]]]
+            value = value.at[jnp.maximum(slots, 0)].get(mode="promise_in_bounds")
+            if words is not None:
+                given = task[t.num_inputs + words.start : t.num_inputs + words.stop]
+                is_given = (slots < 0).reshape(-1, *[1] * len(spec.shape))
+                value = jnp.where(is_given, _from_words(given.T, spec), value)
+            found[name] = value
+        return found
+
+
+def _read(pool: Array, slots: Int32[Array, " n"]) -> Array:
+    return pool.at[slots].get(mode="promise_in_bounds")
+
+
+def _write(pool: Array, slots: Int32[Array, " n"], values: Array) -> Array:
+    return _set(pool, slots, values)
+
+
+def _set(pool: Array, slots: Int32[Array, " n"], values: Array) -> Array:
+    return pool.at[slots].set(values, mode="promise_in_bounds")
+
+
+def _finite(values: list[Array], batch: int) -> Array:
+    """Return for each row whether all its floating-point outputs are finite."""
+    finite = jnp.ones(batch, jnp.bool_)
+    for value in values:
+        if jnp.issubdtype(value.dtype, jnp.inexact):
+            finite &= jnp.isfinite(value).reshape(batch, -1).all(axis=1)
+    return finite
+
+
+def _from_words(words: Int32[Array, "batch words"], spec: ValueSpec) -> Array:
+    """Return the values whose bytes the words are, see `layout.words_of`."""
+    batch = words.shape[0]
+    dtype = jnp.uint8 if spec.dtype == np.bool_ else spec.dtype
+    values = lax.bitcast_convert_type(words, dtype).reshape(batch, -1)
+    values = values[:, : int(np.prod(spec.shape))].reshape(batch, *spec.shape)
+    return values != 0 if spec.dtype == np.bool_ else values

@@ -1,0 +1,369 @@
+"""The facade of cellular batching: it owns cells, the slots of their values, and the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Self, final
+
+import jax
+from tqdm import tqdm
+
+from jaxserve.cells.answers import CellAnswer
+from jaxserve.cells.base import BaseCell
+from jaxserve.cells.batchmaker import BatchMaker
+from jaxserve.cells.device import DeviceCells
+from jaxserve.cells.engine import CellEngine
+from jaxserve.cells.executor import CompilingExecutor
+from jaxserve.cells.flat_graph import FlatGraph, flatten
+from jaxserve.cells.graph import MAX_NODES, Graph
+from jaxserve.cells.layout import NUM_RESERVED_SLOTS, Layout
+from jaxserve.cells.policy import CellPolicy
+from jaxserve.cells.results import CellCompletion, CellPiece, CellSink, failed_completion
+from jaxserve.cells.stats import CellStats
+from jaxserve.cells.work import CellWork
+from jaxserve.core.clock import Clock, WallClock
+from jaxserve.core.errors import (
+    InvalidConfigError,
+    InvalidRequestError,
+    JaxserveError,
+    UnfoldError,
+)
+from jaxserve.core.sizes import parse_bytes
+from jaxserve.engine.device_loop import DeviceLoop
+from jaxserve.engine.pending import PendingRequest, wait_for_all
+from jaxserve.engine.recorder import Records
+from jaxserve.execution.warmup import enable_compilation_cache
+
+# More slots than this are of no use: the host's work on so many live values takes longer.
+_MAX_SLOTS = 1 << 16
+_OWN_IDS = "cells-"
+
+
+@final
+class CellRuntime:
+    """A runtime that batches the cells of requests that arrive at any time (thesis, chapter 2).
+
+    It is thread-safe. Use it as a context manager, or `close` it. Calls that wait for results raise
+    InvalidRequestError on the runtime's own thread, on which `on_piece`, `then` and the callbacks
+    of futures run. All calls raise RuntimeClosedError after `close`.
+
+    Args:
+      cells: every `Cell` and `Repeat` that graphs may have.
+      unfold: function of one input that returns its `Graph`; it runs on the calling thread.
+      devices: one worker runs on each; by default JAX's first device.
+      policy: chooses tasks; by default `BatchMaker(max_tasks_to_submit=max_tasks_to_submit)`.
+      max_tasks_to_submit: most tasks of one type that are submitted together, and that one call of
+        an executable runs.
+      max_in_flight: groups of such tasks that a device is given ahead.
+      slot_memory: memory for live values on each device, in bytes or as "256MiB".
+      max_nodes: the most nodes of a graph.
+      warmup: compile every executable now; otherwise each at its first use.
+      progress: show progress bars for work that takes longer than two seconds.
+      wrap_executor: function for tests and measurements that returns the executor that is driven in
+        place of the one it gets.
+
+    Raises:
+      InvalidCellError: cells of one type differ.
+      InvalidConfigError: an option is not allowed.
+      DeviceMemoryError: the slots do not fit.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[BaseCell],
+        unfold: Callable[[Any], Graph],
+        *,
+        devices: Sequence[Any] | None = None,
+        policy: CellPolicy | None = None,
+        max_tasks_to_submit: int = 5,
+        max_in_flight: int = 2,
+        slot_memory: int | str = "256MiB",
+        max_nodes: int = MAX_NODES,
+        warmup: bool = True,
+        progress: bool = True,
+        wrap_executor: Callable[[CompilingExecutor], CompilingExecutor] | None = None,
+    ):
+        for name, value in (("max_in_flight", max_in_flight), ("max_nodes", max_nodes)):
+            if value < 1:
+                raise InvalidConfigError(f"{name}={value} is not allowed; pass at least 1")
+        self.unfold = unfold
+        self.progress = progress
+        enable_compilation_cache()
+        policy = policy or BatchMaker(max_tasks_to_submit=max_tasks_to_submit)
+        layout = Layout(cells)
+        executor: CompilingExecutor = DeviceCells(
+            layout,
+            jax.devices()[:1] if devices is None else devices,
+            num_slots=slots_that_fit(layout, slot_memory),
+            max_fused=max_tasks_to_submit,
+        )
+        if warmup:
+            _warm_up(executor, progress=progress)
+        if wrap_executor is not None:
+            executor = wrap_executor(executor)
+        clock = WallClock()
+        self._layout = layout
+        self._clock: Clock = clock
+        self._max_nodes = max_nodes
+        self._engine = CellEngine(
+            executor, policy, clock, max_in_flight=max_in_flight, max_nodes=max_nodes
+        )
+        self._loop: DeviceLoop[CellAnswer] = DeviceLoop(
+            CellWork(self._engine, clock), clock, name="jaxserve-cells"
+        )
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._open_ids: set[str] = set()
+        # Closes a runtime that is dropped without `close`, as in notebooks.
+        self._finalizer = weakref.finalize(self, _close, self._loop, executor)
+
+    # ---- requests ----
+
+    def generate(
+        self, inputs: Iterable[Any], *, progress: bool | None = None
+    ) -> list[CellCompletion]:
+        """Compute a batch of inputs, and return their completions in order.
+
+        A request that fails is a `CellCompletion` with its `error`; the others are not affected.
+        Ctrl-C cancels those that have not ended and returns.
+
+        Args:
+          progress: show a bar when it takes over two seconds; by default as the runtime.
+
+        Raises:
+          RuntimeClosedError, EngineFailedError
+        """
+        pending = self._submit_all(inputs)
+        show = self.progress if progress is None else progress
+        try:
+            _wait(pending, progress=show)
+        except KeyboardInterrupt:
+            for one in pending:
+                one.cancel()
+            _wait(pending, progress=False)
+        return [one.result() for one in pending]
+
+    async def agenerate(self, inputs: Iterable[Any]) -> list[CellCompletion]:
+        """`generate` for asyncio. Cancelling the task cancels its requests."""
+        pending = self._submit_all(inputs)
+        try:
+            return await asyncio.gather(*(one.aresult() for one in pending))
+        except asyncio.CancelledError:
+            for one in pending:
+                one.cancel()
+            raise
+
+    def submit(
+        self, input: Any, *, request_id: str | None = None, on_piece: CellSink | None = None
+    ) -> PendingRequest[CellCompletion]:
+        """Submit one input, and return at once.
+
+        Args:
+          request_id: unique among running requests; generated by default.
+          on_piece: called with the pieces that `stream` yields and then with None, on the runtime's
+            thread; it must not wait.
+
+        Raises:
+          InvalidRequestError: the input cannot be computed; one of its subclasses.
+          RuntimeClosedError, EngineFailedError
+        """
+        return self._hand_over([self._answer(input, request_id, on_piece)])[0]
+
+    def stream(self, input: Any) -> Generator[CellPiece]:
+        """Yield the values of one input as they are computed; closing it early cancels the request.
+
+        Raises:
+          JaxserveError: the request fails; raised after the last piece if it had begun.
+        """
+        self._check_may_wait()
+        pieces: queue.SimpleQueue[CellPiece | None] = queue.SimpleQueue()
+        pending = self.submit(input, on_piece=pieces.put)
+        try:
+            while (piece := pieces.get()) is not None:
+                yield piece
+        finally:
+            pending.cancel()
+        _raise_error(pending.result())
+
+    async def astream(self, input: Any) -> AsyncGenerator[CellPiece]:
+        """`stream` for asyncio."""
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[CellPiece | None] = asyncio.Queue()
+
+        def put(piece: CellPiece | None) -> None:
+            with suppress(RuntimeError):  # the event loop was closed
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        pending = self.submit(input, on_piece=put)
+        try:
+            while (piece := await pieces.get()) is not None:
+                yield piece
+        finally:
+            pending.cancel()
+        _raise_error(await pending.aresult())
+
+    def cancel(self, request_id: str) -> None:
+        """End a request with the values so far; do nothing if it has ended or is unknown."""
+        self._loop.cancel(request_id)
+
+    # ---- the runtime itself ----
+
+    @property
+    def records(self) -> Records:
+        """The newest tasks and requests, for a `jaxserve.report.Report`."""
+        return self._engine.recorder.records
+
+    @property
+    def stats(self) -> CellStats:
+        """The counters, which go on."""
+        return self._engine.stats
+
+    def check_integrity(self) -> None:
+        """Check that slots and requests are consistent, between two tasks, for tests.
+
+        Raises:
+          AssertionError: they contradict each other.
+          RuntimeClosedError, EngineFailedError
+        """
+        self._check_may_wait()
+        self._loop.ask(self._engine.check_integrity)
+
+    def close(self) -> None:
+        """Cancel every request and free the slots, but not the parameters."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _submit_all(self, inputs: Iterable[Any]) -> list[PendingRequest[CellCompletion]]:
+        self._check_may_wait()
+        self._loop.check()
+        answers = []
+        for input in inputs:
+            try:
+                answers.append(self._answer(input, None, None))
+            except InvalidRequestError as error:
+                answers.append(error)
+        accepted = [answer for answer in answers if isinstance(answer, CellAnswer)]
+        pending = iter(self._hand_over(accepted))
+        return [
+            next(pending) if isinstance(answer, CellAnswer) else self._refused(answer)
+            for answer in answers
+        ]
+
+    def _answer(self, input: Any, request_id: str | None, sink: CellSink | None) -> CellAnswer:
+        number = next(self._numbers)
+        if request_id is not None and request_id.startswith(_OWN_IDS):
+            raise InvalidRequestError(
+                f"request_id={request_id!r}: ids that start with {_OWN_IDS!r} are reserved; choose "
+                "another"
+            )
+        now_s = self._clock.now()
+        return CellAnswer(request_id or f"{_OWN_IDS}{number}", self._unfolded(input), now_s, sink)
+
+    def _unfolded(self, input: Any) -> FlatGraph:
+        try:
+            graph = self.unfold(input)
+        except JaxserveError:
+            raise
+        except Exception as error:
+            raise UnfoldError(
+                f"unfold raised {type(error).__name__} for an input of type "
+                f"{type(input).__name__}: {error}; pass an input that it takes"
+            ) from error
+        flat = flatten(graph, self._layout, max_nodes=self._max_nodes)
+        refusal = self._engine.refusal(flat.num_slots)
+        if refusal is not None:
+            raise refusal
+        return flat
+
+    def _hand_over(self, answers: Sequence[CellAnswer]) -> list[PendingRequest[CellCompletion]]:
+        with self._lock:
+            for answer in answers:
+                if answer.id in self._open_ids:
+                    raise InvalidRequestError(
+                        f"a request with the id {answer.id!r} is running; choose another id"
+                    )
+            self._open_ids.update(answer.id for answer in answers)
+        for answer in answers:
+            answer.future.add_done_callback(partial(self._release, answer.id))
+        try:
+            self._loop.submit(*answers)
+        except JaxserveError:
+            for answer in answers:
+                self._release(answer.id)
+            raise
+        return [PendingRequest(answer.id, answer.future, self.cancel) for answer in answers]
+
+    def _release(self, request_id: str, _: object = None) -> None:
+        with self._lock:
+            self._open_ids.discard(request_id)
+
+    def _refused(self, error: JaxserveError) -> PendingRequest[CellCompletion]:
+        return PendingRequest.ended(failed_completion("refused", error, self._clock.now()))
+
+    def _check_may_wait(self) -> None:
+        if self._loop.is_here:
+            raise InvalidRequestError(
+                "this call waits for the runtime, but was made on its thread, by an on_piece, a "
+                "then, or a callback of a future; make it on another thread"
+            )
+
+
+def slots_that_fit(layout: Layout, memory: int | str) -> list[int]:
+    """Return the number of slots of each pool: as many of every pool as fit in the memory.
+
+    Raises:
+      InvalidConfigError: the memory holds fewer than two values of each pool.
+    """
+    num_bytes = parse_bytes(memory)
+    row_bytes = sum(spec.num_bytes for spec in layout.pools)
+    num = min(_MAX_SLOTS, num_bytes // row_bytes)
+    if num < NUM_RESERVED_SLOTS + 2:
+        raise InvalidConfigError(
+            f"slot_memory={memory!r} holds {num} values of each shape, and "
+            f"{NUM_RESERVED_SLOTS + 2} are needed; pass at least "
+            f"{row_bytes * (NUM_RESERVED_SLOTS + 2)} bytes"
+        )
+    return [num] * len(layout.pools)
+
+
+def _warm_up(executor: CompilingExecutor, *, progress: bool) -> None:
+    steps = executor.warmup_steps()
+    with tqdm(
+        total=len(steps), desc="compiling", leave=False, delay=2, disable=not progress
+    ) as bar:
+        for name, compile_step in steps:
+            bar.set_postfix_str(name)
+            compile_step()
+            bar.update()
+
+
+def _wait(pending: Sequence[PendingRequest[CellCompletion]], *, progress: bool) -> None:
+    wait_for_all(
+        pending,
+        label="computing",
+        unit="nodes",
+        units_of=lambda completion: completion.num_nodes,
+        progress=progress,
+    )
+
+
+def _close(loop: DeviceLoop[CellAnswer], executor: CompilingExecutor) -> None:
+    loop.close()
+    executor.close()
+
+
+def _raise_error(completion: CellCompletion) -> None:
+    if completion.error is not None:
+        raise completion.error

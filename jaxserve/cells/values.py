@@ -1,0 +1,72 @@
+"""Shapes and dtypes of the values that pass between cells, and constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, Protocol, TypeAlias, final
+
+import numpy as np
+
+# A value that is given instead of computed. A number stands for an array filled with it.
+Constant: TypeAlias = "bool | int | float | np.ndarray | np.generic"
+
+
+class HasShape(Protocol):
+    """An object with a shape and a dtype, such as `jax.ShapeDtypeStruct` and every array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+@final
+@dataclass(frozen=True)
+class ValueSpec:
+    """Shape and dtype of a value, without the batch axis."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, value: HasShape) -> ValueSpec:
+        """Return the spec of a value, the same object for the same shape and dtype."""
+        return _spec(tuple(value.shape), np.dtype(value.dtype))
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}[{', '.join(map(str, self.shape))}]"
+
+
+@lru_cache(maxsize=4096)
+def _spec(shape: tuple[int, ...], dtype: np.dtype) -> ValueSpec:
+    return ValueSpec(shape, dtype)
+
+
+def as_constant(value: Any, spec: ValueSpec) -> np.ndarray | None:
+    """Return a constant as an array of the spec; None if it does not fit.
+
+    A number fits every shape if its dtype keeps its value: an int fits an integer dtype that holds
+    it, and every float dtype. An array must have the spec's shape and dtype.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        fits = value.shape == spec.shape and value.dtype == spec.dtype
+        return np.asarray(value) if fits else None
+    if not isinstance(value, bool | int | float):
+        return None
+    kind = spec.dtype.kind
+    if kind in "iu":
+        if not isinstance(value, int):
+            return None
+        limits = np.iinfo(spec.dtype)
+        if not limits.min <= value <= limits.max:
+            return None
+    elif kind == "b" and not isinstance(value, bool):
+        return None
+    return np.full(spec.shape, value, spec.dtype)

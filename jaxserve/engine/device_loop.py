@@ -1,0 +1,305 @@
+"""The thread that owns a device and its work, and its thread-safe facade."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar, final
+
+from jaxserve.core.clock import Clock
+from jaxserve.core.errors import EngineBusyError, JaxserveError, RuntimeClosedError
+
+_T = TypeVar("_T")
+_Job = TypeVar("_Job")
+_JobIn = TypeVar("_JobIn", contravariant=True)
+
+# How a pause for new weights treats the running requests.
+Running = Literal["finish", "restart", "abort"]
+
+
+class DeviceWork(Protocol[_JobIn]):
+    """The work of a loop. Only the loop's thread calls it."""
+
+    @property
+    def changed(self) -> threading.Condition:
+        """Condition that another thread notifies when `step` has something to do."""
+        ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    @property
+    def idle_until_s(self) -> float | None:
+        """The time until which nothing has to be done although there is work; None for now."""
+        ...
+
+    def begin(self, job: _JobIn) -> None:
+        """Start a job that was submitted."""
+        ...
+
+    def cancel(self, id: str) -> None:
+        """End a job with what it has; do nothing if it has ended or is unknown."""
+        ...
+
+    def step(self) -> None:
+        """Advance the work by one step. It is called while there is work."""
+        ...
+
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether something may be left to do while there is no work, such as measurements."""
+        ...
+
+    def use_idle_time(self) -> None:
+        """Do a part of it; called while there is no work."""
+        ...
+
+    def rest(self) -> None:
+        """Take note that the loop waits, or stops."""
+        ...
+
+    def make_room(self, running: Running | Literal["keep"]) -> None:
+        """End, restart or halt the running jobs before a pause, as `DeviceLoop.paused` says."""
+        ...
+
+    def settle(self) -> None:
+        """Take note that a pause is over, in which jobs may have ended."""
+        ...
+
+    def cancel_all(self) -> None:
+        """End every job that has begun with what it has."""
+        ...
+
+    def fail_all(self, error: JaxserveError, not_begun: Sequence[_JobIn]) -> None:
+        """End every job that has not ended with an error, those that have not begun too."""
+        ...
+
+    def failure_of(self, cause: Exception) -> JaxserveError:
+        """Return the typed error for an exception that stopped the loop."""
+        ...
+
+
+@final
+@dataclass(eq=False)
+class _Pause:
+    """A caller's request for a pause; `is_held` is true while the loop is paused for it."""
+
+    running: Running | Literal["keep"]
+    is_held: bool = False
+
+
+@final
+class DeviceLoop(Generic[_Job]):
+    """A thread that drives work; any thread may call `submit`, `cancel` and `close`.
+
+    Jobs join at the next iteration; there is no batch window. Every job is ended exactly once, also
+    when the loop fails or is closed.
+
+    Args:
+      name: name of the thread.
+    """
+
+    def __init__(self, work: DeviceWork[_Job], clock: Clock, *, name: str):
+        self._work = work
+        self._clock = clock
+        self._changed = work.changed
+        self._arrived: list[_Job] = []
+        self._beginning: list[_Job] = []
+        self._held: list[_Job] = []  # arrived during a pause
+        self._cancelled: list[str] = []
+        self._questions: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._is_closing = False
+        self._one_pause = threading.Lock()
+        self._pause: _Pause | None = None
+        self._failure: JaxserveError | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error that `submit` would raise, if any."""
+        with self._changed:
+            self._raise_if_over()
+
+    def submit(self, *jobs: _Job) -> None:
+        """Submit jobs, which start in the same iteration.
+
+        The caller ensures that no job that has not ended has the same id.
+
+        Raises:
+          RuntimeClosedError: the loop was closed.
+          EngineFailedError: the loop failed before.
+        """
+        with self._changed:
+            self._raise_if_over()
+            (self._arrived if self._pause is None else self._held).extend(jobs)
+            self._changed.notify_all()
+
+    def cancel(self, id: str) -> None:
+        """End a job with what it has; do nothing if it has ended or is unknown."""
+        with self._changed:
+            self._cancelled.append(id)
+            self._changed.notify_all()
+
+    def ask(self, question: Callable[[], _T]) -> _T:
+        """Return the result of `question`, run on the loop's thread between steps or after a pause.
+
+        Do not call it on the loop's thread (`is_here`), which would wait for itself.
+
+        Raises:
+          RuntimeClosedError: the loop was closed.
+          EngineFailedError: the loop failed before.
+        """
+        answer: Future[_T] = Future()
+        with self._changed:
+            self._raise_if_over()
+            self._questions.append((question, answer))
+            self._changed.notify_all()
+        return answer.result()
+
+    @contextmanager
+    def paused(
+        self, running: Running | Literal["keep"] = "finish", *, until_s: float | None = None
+    ) -> Iterator[None]:
+        """Keep the loop's thread from its work within the block.
+
+        No step is in flight in the block. Jobs that are submitted from now on start after the
+        block; calls of `submit`, `cancel` and `close` wait in the block.
+
+        Args:
+          running: treatment of the jobs that were submitted before. "finish" waits for their end,
+            "abort" cancels them, "keep" continues them after the block, and "restart" starts them
+            again after the block. "restart" continues a job that has sent output to a stream or has
+            ended one of its samples.
+          until_s: the time on the clock until which the block must have begun; None for no limit.
+
+        Raises:
+          EngineBusyError: the submitted jobs had not ended by then. They continue.
+          RuntimeClosedError: the loop was closed.
+          EngineFailedError: the loop failed before.
+        """
+        with self._one_pause, self._changed:
+            self._raise_if_over()
+            pause = self._pause = _Pause(running)
+            self._changed.notify_all()
+            try:
+                while not pause.is_held:
+                    left_s = None if until_s is None else until_s - self._clock.now()
+                    if left_s is not None and left_s <= 0:
+                        raise EngineBusyError(
+                            "requests still run after the seconds that this call may wait for "
+                            "their end; pass more seconds (max_wait_s), or call it when less runs"
+                        )
+                    self._changed.wait(left_s)
+                    self._raise_if_over()
+                yield
+            finally:
+                self._pause = None
+                self._arrived += self._held
+                self._held = []
+                self._changed.notify_all()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the loop's thread, where sinks and callbacks of futures run."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    def close(self) -> None:
+        """Cancel the remaining jobs and stop the thread; return when it has ended."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        if not self.is_here:
+            self._thread.join()
+
+    def _raise_if_over(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._is_closing:
+            raise RuntimeClosedError("this runtime was closed; create a new one")
+
+    # ---- on the loop's thread ----
+
+    def _run(self) -> None:
+        try:
+            while self._take_in():
+                if self._work.has_work:
+                    self._work.step()
+                elif self._work.has_idle_work:
+                    self._work.use_idle_time()
+        except Exception as cause:
+            self._fail(cause)
+        else:
+            self._work.cancel_all()
+            self._end_all(RuntimeClosedError("the runtime was closed before this request began"))
+
+    def _take_in(self) -> bool:
+        """Wait for work or for the end of a pause, then accept it; return False when closing."""
+        pause = self._pause
+        if pause is not None:
+            self._work.make_room(pause.running)
+            self._stand_still(pause)
+        with self._changed:
+            while not (self._arrived or self._cancelled or self._is_closing or self._is_due()):
+                if self._pause is not pause or self._questions or self._has_idle_work():
+                    break
+                self._work.rest()
+                wake_s = self._work.idle_until_s if self._work.has_work else None
+                self._changed.wait(None if wake_s is None else wake_s - self._clock.now())
+            cancelled, self._cancelled = self._cancelled, []
+            if self._is_closing:
+                return False
+            self._beginning, self._arrived = self._arrived, []
+        for job in self._beginning:
+            self._work.begin(job)
+        self._beginning = []
+        for id in cancelled:
+            self._work.cancel(id)
+        while self._questions:
+            question, asked = self._questions.pop(0)
+            try:
+                asked.set_result(question())
+            except Exception as error:
+                asked.set_exception(error)
+        return True
+
+    def _stand_still(self, pause: _Pause) -> None:
+        """Wait until the pause is over; return at once if jobs must finish before it."""
+        with self._changed:
+            if pause.running in ("finish", "abort") and (self._work.has_work or self._arrived):
+                return
+            self._work.rest()
+            pause.is_held = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._pause is not pause or self._is_closing)
+        self._work.settle()
+
+    def _is_due(self) -> bool:
+        wake_s = self._work.idle_until_s
+        return self._work.has_work and (wake_s is None or wake_s <= self._clock.now())
+
+    def _has_idle_work(self) -> bool:
+        return self._work.has_idle_work and not self._work.has_work
+
+    def _fail(self, cause: Exception) -> None:
+        failure = self._work.failure_of(cause)
+        failure.__cause__ = None if failure is cause else cause
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
+        self._end_all(failure)
+
+    def _end_all(self, error: JaxserveError) -> None:
+        self._work.rest()
+        with self._changed:
+            waiting = [*self._beginning, *self._arrived, *self._held]
+            self._beginning, self._arrived, self._held = [], [], []
+        self._work.fail_all(error, waiting)
+        for _, asked in self._questions:
+            asked.set_exception(error)

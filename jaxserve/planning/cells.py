@@ -1,0 +1,187 @@
+"""The batch sizes of cells that serve the most requests under a latency bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxserve.cells.base import BaseCell
+from jaxserve.cells.batchmaker import BatchMaker
+from jaxserve.cells.graph import Graph
+from jaxserve.cells.layout import Layout
+from jaxserve.cells.simulated import LoopLength, TaskCost
+from jaxserve.cells.simulation import simulate_cells
+from jaxserve.core.errors import InfeasibleBoundError, InvalidConfigError
+
+# The rate of a plan is exact up to this share.
+_TOLERANCE = 0.05
+# Numbers of tasks that are submitted together, of which the search chooses.
+_TASKS = (1, 2, 5, 10)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CellPlan:
+    """Settings of a `CellRuntime`, and what a simulation says of them.
+
+    Attributes:
+      batch_sizes: of each cell, by its name.
+      rate: requests a second, with random arrivals, at which the bound is just kept.
+      latency_s: the latency at that rate, of the quantile that the bound is for.
+    """
+
+    batch_sizes: Mapping[str, tuple[int, ...]]
+    max_tasks_to_submit: int
+    rate: float
+    latency_s: float
+
+
+def plan_cells(
+    cells: Sequence[BaseCell],
+    graphs: Sequence[Graph],
+    cost: TaskCost,
+    *,
+    latency_bound_s: float,
+    quantile: float = 0.99,
+    num_workers: int = 1,
+    max_in_flight: int = 2,
+    loop_length: LoopLength | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> CellPlan:
+    """Find the settings with the highest rate at which a quantile of latencies keeps a bound.
+
+    Every candidate is simulated with the same graphs and Poisson arrivals. One setting at a time is
+    changed, as long as any change is better: the largest batch of a cell, or the tasks that are
+    submitted together.
+
+    Args:
+      cells: with all compiled sizes of which to choose.
+      graphs: a sample of requests; some hundred of them for a 99th percentile.
+      cost: for instance `jaxserve.cells.measure.measure_cells(cells)`.
+      num_workers, max_in_flight, loop_length: see `simulate_cells`.
+      seed: of the arrivals.
+
+    Raises:
+      InfeasibleBoundError: a request takes longer than the bound even if nothing else runs.
+      InvalidConfigError: there are no graphs.
+    """
+    if not graphs:
+        raise InvalidConfigError("no graphs were given; pass a sample of requests")
+    search = _Search(
+        cells,
+        graphs,
+        cost,
+        latency_bound_s,
+        quantile,
+        seed,
+        num_workers=num_workers,
+        max_in_flight=max_in_flight,
+        loop_length=loop_length,
+    )
+    with tqdm(desc="planning", unit="run", leave=False, delay=2, disable=not progress) as bar:
+        return search.run(bar)
+
+
+@final
+class _Search:
+    def __init__(
+        self,
+        cells: Sequence[BaseCell],
+        graphs: Sequence[Graph],
+        cost: TaskCost,
+        bound_s: float,
+        quantile: float,
+        seed: int,
+        **options: Any,
+    ):
+        self._cells = cells
+        self._graphs = graphs
+        self._cost = cost
+        self._bound_s = bound_s
+        self._quantile = quantile
+        self._options = options  # of `simulate_cells`
+        gaps = np.random.default_rng(seed).exponential(size=len(graphs))
+        self._arrivals = np.cumsum(gaps)
+
+    def run(self, bar: tqdm) -> CellPlan:
+        choices = [cell.batch_sizes for cell in self._cells] + [_TASKS]
+        settings = [sizes[-1] for sizes in choices[:-1]] + [_TASKS[-1]]
+        smallest = [sizes[0] for sizes in choices]
+        alone_s = min(self._alone_s(settings), self._alone_s(smallest))
+        if alone_s > self._bound_s:
+            raise InfeasibleBoundError(
+                {"latency_bound_s": self._bound_s}, {"latency_bound_s": alone_s}
+            )
+        best, rate = settings, self._highest_rate(settings, 0.0, bar)
+        is_better = True
+        while is_better:
+            is_better = False
+            for which, values in enumerate(choices):
+                for value in values:
+                    changed = [*best[:which], value, *best[which + 1 :]]
+                    found = self._highest_rate(changed, rate * (1 + _TOLERANCE), bar)
+                    if found > rate:
+                        best, rate, is_better = changed, found, True
+        if rate == 0.0:
+            raise InfeasibleBoundError(
+                {"latency_bound_s": self._bound_s}, {"latency_bound_s": alone_s}
+            )
+        return CellPlan(
+            batch_sizes={
+                cell.name: tuple(size for size in cell.batch_sizes if size <= largest)
+                for cell, largest in zip(self._cells, best, strict=False)
+            },
+            max_tasks_to_submit=best[-1],
+            rate=rate,
+            latency_s=self._latency_s(best, rate),
+        )
+
+    def _highest_rate(self, settings: list[int], least: float, bar: tqdm) -> float:
+        """Return the highest rate that keeps the bound; 0 if it is below `least`.
+
+        It is at most the throughput of requests that are all there at the start.
+        """
+        high = len(self._graphs) / self._makespan_s(settings)
+        low = max(least, high / 64)
+        if low > high or not self._keeps(settings, low):
+            return 0.0
+        if self._keeps(settings, high):
+            return high
+        while high > low * (1 + _TOLERANCE):
+            bar.update()
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if self._keeps(settings, middle) else (low, middle)
+        return low
+
+    def _keeps(self, settings: list[int], rate: float) -> bool:
+        return self._latency_s(settings, rate) <= self._bound_s
+
+    def _latency_s(self, settings: list[int], rate: float) -> float:
+        """Return the quantile of latencies with random arrivals."""
+        return float(np.quantile(self._latencies(settings, self._arrivals / rate), self._quantile))
+
+    def _alone_s(self, settings: list[int]) -> float:
+        """Return the quantile of latencies of requests that never overlap."""
+        apart_s = np.arange(len(self._graphs)) * self._bound_s * 1e3
+        return float(np.quantile(self._latencies(settings, apart_s), self._quantile))
+
+    def _makespan_s(self, settings: list[int]) -> float:
+        """Return the seconds that all requests take if they come at once."""
+        return float(np.max(self._latencies(settings, np.zeros(len(self._graphs)))))
+
+    def _latencies(self, settings: list[int], arrivals_s: np.ndarray) -> list[float]:
+        layout = Layout(
+            [
+                cell.without_module(largest)
+                for cell, largest in zip(self._cells, settings, strict=False)
+            ]
+        )
+        requests = list(zip(arrivals_s.tolist(), self._graphs, strict=True))
+        policy = BatchMaker(max_tasks_to_submit=settings[-1])
+        done = simulate_cells(layout, requests, policy, self._cost, **self._options)
+        return [c.timing.latency_s or 0.0 for c in done.completions]

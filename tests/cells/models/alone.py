@@ -1,0 +1,56 @@
+"""Evaluation of a graph of cells, one node after the other: the reference of the runtime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.cells import Graph
+from jaxserve.cells.base import Node, Output, Steps
+
+
+def evaluate(graph: Graph) -> dict[str, np.ndarray]:
+    """Return the values of the graph's outputs."""
+    values: dict[Node, list[dict[str, Any]]] = {}
+    for node in graph.nodes:
+        values[node] = _steps(node, values)
+    found = {}
+    for name, result in graph.outputs.items():
+        if isinstance(result, Steps):
+            found[name] = np.stack(
+                [_named(step, result.output) for step in values[result.output.node]]
+            )
+        elif isinstance(result, Output):
+            found[name] = _named(values[result.node][-1], result)
+    return found
+
+
+def _steps(node: Node, values: dict[Node, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the outputs of each step of a node; one, except for loops."""
+    cell: Any = node.cell
+    inputs = {
+        name: _row(values[given.node][-1][list(given.node.cell.outputs)[given.index]])
+        if isinstance(given, Output)
+        else jnp.asarray(np.broadcast_to(np.asarray(given, spec.dtype), (1, *spec.shape)))
+        for (name, spec), given in zip(cell.inputs.items(), node.inputs, strict=True)
+    }
+    if not cell.is_loop:
+        return [cell.module(**inputs)]
+    steps = []
+    for _ in range(node.max_steps):
+        outputs = cell.module(**inputs)
+        steps.append(outputs)
+        inputs |= {name: outputs[taken] for name, taken in cell.carry.items()}
+        if cell.until is not None and bool(cell.until(outputs)[0]):
+            break
+    return steps
+
+
+def _row(value: Any) -> Any:
+    return jnp.asarray(value)
+
+
+def _named(step: dict[str, Any], output: Output) -> np.ndarray:
+    return np.asarray(step[list(output.node.cell.outputs)[output.index]])[0]

@@ -1,0 +1,194 @@
+"""Models of cells give the same numbers as PyTorch's modules with the same weights."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jaxserve.cells.models import Decoding, seq2seq_model, sequence_model, tree_lstm_model
+from jaxserve.cells.models.torch_weights import (
+    embedded_from_torch,
+    gru_from_torch,
+    lstm_from_torch,
+    predicting_from_torch,
+    tree_lstm_from_torch,
+)
+from jaxserve.core.errors import (
+    CheckpointError,
+    EmptyGraphError,
+    InvalidConfigError,
+    InvalidGraphError,
+    TokenOutOfRangeError,
+)
+from jaxserve.workload.trees import random_trees
+from tests.cells.models.alone import evaluate
+
+VOCAB, EMBED, HIDDEN = 13, 5, 6
+END = 4
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, np.ndarray]:
+    return {name: value.detach().numpy() for name, value in module.state_dict().items()}
+
+
+def _close(found: np.ndarray, expected: torch.Tensor) -> bool:
+    wanted = expected.detach().numpy()
+    return bool(np.linalg.norm(found - wanted) <= 1e-5 * np.linalg.norm(wanted))
+
+
+class _Reader(torch.nn.Module):
+    def __init__(self, kind: type[torch.nn.RNNBase]):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCAB, EMBED)
+        self.rnn = kind(EMBED, HIDDEN)
+
+    def forward(self, tokens: list[int]):
+        return self.rnn(self.embedding(torch.tensor(tokens)))[1]
+
+
+class _Translator(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = _Reader(torch.nn.LSTM), _Reader(torch.nn.LSTM)
+        self.project = torch.nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, tokens: list[int], max_steps: int) -> list[int]:
+        state, token, answer = self.encoder(tokens), 0, []
+        while len(answer) < max_steps and token != END:
+            embedded = self.decoder.embedding(torch.tensor([token]))
+            h, state = self.decoder.rnn(embedded, state)
+            token = int(self.project(h[-1]).argmax())
+            answer.append(token)
+        return answer
+
+
+class _Tree(torch.nn.Module):
+    """Equations 9 to 14 of Tai et al. for N = 2; no x at internal nodes, no U at leaves."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCAB, EMBED)
+        self.leaf = torch.nn.Linear(EMBED, 3 * HIDDEN)
+        self.internal = torch.nn.Linear(2 * HIDDEN, 5 * HIDDEN)
+
+    def forward(self, tree) -> tuple[torch.Tensor, torch.Tensor]:
+        if not isinstance(tree, tuple):
+            i, o, u = self.leaf(self.embedding(torch.tensor(tree))).chunk(3)
+            c = i.sigmoid() * u.tanh()
+            return o.sigmoid() * c.tanh(), c
+        (left_h, left_c), (right_h, right_c) = self(tree[0]), self(tree[1])
+        i, f_left, f_right, o, u = self.internal(torch.cat([left_h, right_h])).chunk(5)
+        c = i.sigmoid() * u.tanh() + f_left.sigmoid() * left_c + f_right.sigmoid() * right_c
+        return o.sigmoid() * c.tanh(), c
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def test_lstm_reads_as_torch():
+    """The last states of a sentence are those of torch.nn.LSTM."""
+    reader = _Reader(torch.nn.LSTM)
+    tensors = _tensors(reader)
+    module = embedded_from_torch(lstm_from_torch(tensors, "rnn."), tensors, "embedding.")
+    tokens = [3, 1, 12, 0, 7]
+    h, c = reader(tokens)
+    found = evaluate(sequence_model(module).unfold(tokens))
+    assert _close(found["h"], h[0]) and _close(found["c"], c[0])
+
+
+def test_gru_reads_as_torch():
+    """The last state of a sentence is that of torch.nn.GRU."""
+    reader = _Reader(torch.nn.GRU)
+    tensors = _tensors(reader)
+    module = embedded_from_torch(gru_from_torch(tensors, "rnn."), tensors, "embedding.")
+    found = evaluate(sequence_model(module).unfold([3, 1, 12, 0, 7]))
+    assert found.keys() == {"h"} and _close(found["h"], reader([3, 1, 12, 0, 7])[0])
+
+
+def test_cells_of_torch_load_too():
+    """The names of torch.nn.LSTMCell and torch.nn.GRUCell have no suffix."""
+    x, h, c = (torch.randn(4, size) for size in (EMBED, HIDDEN, HIDDEN))
+    arrays = {"x": jnp.asarray(x.numpy()), "h": jnp.asarray(h.numpy())}
+    cell = torch.nn.LSTMCell(EMBED, HIDDEN)
+    found = lstm_from_torch(_tensors(cell))(**arrays, c=jnp.asarray(c.numpy()))
+    expected_h, expected_c = cell(x, (h, c))
+    assert _close(np.asarray(found["h"]), expected_h) and _close(np.asarray(found["c"]), expected_c)
+    gru = torch.nn.GRUCell(EMBED, HIDDEN)
+    assert _close(np.asarray(gru_from_torch(_tensors(gru))(**arrays)["h"]), gru(x, h))
+
+
+def test_seq2seq_answers_as_torch():
+    """The same tokens, ended by the end token or by the limit."""
+    translator = _Translator()
+    with torch.no_grad():
+        translator.project.weight *= 20
+        translator.project.bias[END] += 1
+    tensors = _tensors(translator)
+    parts = [
+        embedded_from_torch(lstm_from_torch(tensors, f"{part}.rnn."), tensors, f"{part}.embedding.")
+        for part in ("encoder", "decoder")
+    ]
+    decoder = predicting_from_torch(parts[1], tensors, "project.")
+    decoding = Decoding(go=0, end=END, max_steps=lambda num: num + 5)
+    model = seq2seq_model(parts[0], decoder, decoding)
+    random = np.random.default_rng(0)
+    reasons = set()
+    for _ in range(25):
+        tokens = random.integers(0, VOCAB, random.integers(1, 6)).tolist()
+        expected = translator(tokens, len(tokens) + 5)
+        assert evaluate(model.unfold(tokens))["token"].tolist() == expected
+        reasons.add(expected[-1] == END)
+    assert reasons == {True, False}
+
+
+def test_tree_lstm_as_its_equations():
+    """The root's states are those of Tai et al.'s equations."""
+    tree_lstm = _Tree()
+    model = tree_lstm_model(*tree_lstm_from_torch(_tensors(tree_lstm)))
+    for tree in [5, ((1, 2), 3), *random_trees([7, 11], seed=1)]:
+        found, (h, c) = evaluate(model.unfold(tree)), tree_lstm(tree)
+        assert _close(found["h"], h) and _close(found["c"], c)
+
+
+def test_all_problems_of_a_checkpoint_are_named():
+    """An error lists every tensor that is missing or of another shape."""
+    tensors = _tensors(torch.nn.GRUCell(EMBED, HIDDEN))
+    with pytest.raises(CheckpointError) as caught:
+        lstm_from_torch(tensors)
+    assert len(caught.value.problems) == 4 and "weight_hh has the shape" in str(caught.value)
+    with pytest.raises(CheckpointError, match="leaf.weight is missing"):
+        tree_lstm_from_torch({"embedding.weight": np.zeros((VOCAB, EMBED))})
+
+
+def test_inputs_are_checked():
+    """Empty inputs, tokens outside of the vocabulary and odd trees raise typed errors."""
+    tensors = _tensors(_Reader(torch.nn.LSTM))
+    lstm = lstm_from_torch(tensors, "rnn.")
+    reader = embedded_from_torch(lstm, tensors, "embedding.")
+    unfold = sequence_model(reader).unfold
+    with pytest.raises(EmptyGraphError):
+        unfold([])
+    with pytest.raises(TokenOutOfRangeError, match="0 to 12"):
+        unfold([1, VOCAB])
+    tree = tree_lstm_model(*tree_lstm_from_torch(_tensors(_Tree())))
+    with pytest.raises(InvalidGraphError, match="3 members"):
+        tree.unfold((1, 2, 3))
+    gru = gru_from_torch(_tensors(torch.nn.GRUCell(EMBED, HIDDEN)))
+    other = embedded_from_torch(gru, tensors, "embedding.")
+    project = {"weight": np.zeros((VOCAB, HIDDEN)), "bias": np.zeros(VOCAB)}
+    decoder = predicting_from_torch(other, project, "")
+    with pytest.raises(InvalidConfigError, match="equal states"):
+        seq2seq_model(reader, decoder, Decoding(go=0, end=None, max_steps=lambda _: 3))
+
+
+def test_deep_trees_unfold():
+    """A tree as deep as a long sentence needs no recursion."""
+    model = tree_lstm_model(*tree_lstm_from_torch(_tensors(_Tree())))
+    tree = 0
+    for _ in range(3000):
+        tree = (tree, 1)
+    assert len(model.unfold(tree).nodes) == 6001

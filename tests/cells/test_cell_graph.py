@@ -1,0 +1,80 @@
+"""Graphs are split into subgraphs of one type, as in section 2.4.3 of the thesis."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.cells.cell_graph import CellGraph, cell_graph, chain_graph
+from jaxserve.cells.flat_graph import flatten
+from tests.cells.examples import layout_of, leaf_cell, merge_cell, tree
+
+
+def test_a_tree_has_a_subgraph_per_leaf_and_one_for_the_rest():
+    """The thesis's example: 16 leaves, and one subgraph of internal nodes."""
+    leaf, merge = leaf_cell(), merge_cell()
+    graph = flatten(tree(leaf, merge, 16), layout_of(leaf, merge), max_nodes=99).graph
+    sizes = sorted(len(subgraph.nodes) for subgraph in graph.subgraphs)
+    assert sizes == [1] * 16 + [15]
+    (inner,) = (s for s in graph.subgraphs if s.type == 1)
+    assert inner.num_dependencies == 16
+    assert len(inner.first) == 8
+
+
+def test_a_chain_is_one_subgraph():
+    """Its first node is ready at once."""
+    (subgraph,) = chain_graph(0, 5).subgraphs
+    assert subgraph.nodes == (0, 1, 2, 3, 4)
+    assert subgraph.first == (0,)
+    assert subgraph.num_dependencies == 0
+
+
+def test_a_path_that_leaves_a_subgraph_does_not_come_back():
+    """Nodes of one type that are connected, with another type between them, are two subgraphs."""
+    graph = cell_graph((0, 1, 0), ((), (0,), (0, 1)), (1, 1, 1))
+    assert [subgraph.nodes for subgraph in graph.subgraphs] == [(0,), (1,), (2,)]
+
+
+def test_structures_are_shared():
+    """Graphs of the same structure are the same object."""
+    assert chain_graph(0, 7) is chain_graph(0, 7)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> CellGraph:
+    """Draw types and edges to earlier nodes."""
+    num = draw(st.integers(1, 14))
+    types = tuple(draw(st.integers(0, 2)) for _ in range(num))
+    before = tuple(
+        tuple(sorted(draw(st.sets(st.integers(0, node - 1), max_size=3)) if node else ()))
+        for node in range(num)
+    )
+    return CellGraph(types, before, (1,) * num)
+
+
+@given(graphs())
+def test_subgraphs_partition_the_graph(graph: CellGraph):
+    """Each node is in one subgraph, of its type; subgraphs depend on earlier ones only."""
+    nodes = [node for subgraph in graph.subgraphs for node in subgraph.nodes]
+    assert sorted(nodes) == list(range(len(graph)))
+    of = graph.subgraph_of
+    for number, subgraph in enumerate(graph.subgraphs):
+        assert {graph.types[node] for node in subgraph.nodes} == {subgraph.type}
+        outer = [
+            other for node in subgraph.nodes for other in graph.predecessors[node]
+            if of[other] != number
+        ]  # fmt: skip
+        assert len(outer) == subgraph.num_dependencies
+        assert all(of[other] < number for other in outer)
+        assert _is_connected(graph, subgraph.nodes)
+
+
+def _is_connected(graph: CellGraph, nodes: tuple[int, ...]) -> bool:
+    inside, reached, new = set(nodes), {nodes[0]}, [nodes[0]]
+    while new:
+        node = new.pop()
+        for other in (*graph.predecessors[node], *graph.successors[node]):
+            if other in inside and other not in reached:
+                reached.add(other)
+                new.append(other)
+    return reached == inside

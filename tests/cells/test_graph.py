@@ -1,0 +1,192 @@
+"""Graphs are checked as they are built, and errors name the node and the cell."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxserve.cells import Graph
+from jaxserve.cells.flat_graph import flatten
+from jaxserve.core.errors import (
+    CyclicGraphError,
+    EmptyGraphError,
+    InputMismatchError,
+    InvalidCellError,
+    InvalidGraphError,
+    MissingInputError,
+    TooManyNodesError,
+    UnknownCellError,
+    UnknownInputError,
+)
+from tests.cells.examples import (
+    chain,
+    chain_cell,
+    layout_of,
+    leaf_cell,
+    loop_cell,
+    merge_cell,
+    tree,
+)
+
+
+def test_a_missing_input_is_named():
+    """The error names the node, the cell and the input."""
+    cell = chain_cell()
+    first = cell(x=1, h=0.0)
+    with pytest.raises(MissingInputError, match=r"node chain\[1\] of cell 'chain'.*'x'"):
+        cell(h=first["h"])
+
+
+def test_an_unknown_input_or_output_is_named():
+    """The error lists what the cell has."""
+    cell = chain_cell()
+    with pytest.raises(UnknownInputError, match="'y'.*'x', 'h'"):
+        cell(x=1, h=0.0, y=2)
+    with pytest.raises(UnknownInputError, match="no output 'c'.*'h'"):
+        cell(x=1, h=0.0)["c"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.zeros(3, np.float32),
+        np.zeros(4, np.float64),
+        "text",
+        None,
+        chain_cell()(x=1, h=0.0),
+        leaf_cell()(x=1)["h"].node.inputs,
+    ],
+)
+def test_a_value_of_another_shape_or_dtype_is_refused(value):
+    """An array must fit exactly; a node is not one of its outputs."""
+    with pytest.raises(InputMismatchError, match=r"input 'h'.*float32\[4\]"):
+        chain_cell()(x=1, h=value)
+
+
+@pytest.mark.parametrize("value", [2**31, 1.5, np.int64(1)])
+def test_a_number_must_fit_the_dtype(value):
+    """An int fits int32 if it is small enough; a float does not."""
+    with pytest.raises(InputMismatchError, match="input 'x'"):
+        chain_cell()(x=value, h=0.0)
+
+
+def test_an_output_of_another_shape_is_refused():
+    """The error names the output and both shapes."""
+    cell = chain_cell()
+    with pytest.raises(InputMismatchError, match=r"output 'h' of node chain\[0\].*int32\[\]"):
+        cell(x=cell(x=1, h=0.0)["h"], h=0.0)
+
+
+def test_a_graph_needs_nodes():
+    """A graph without outputs, or with an output that is not of a node, is refused."""
+    with pytest.raises(EmptyGraphError):
+        Graph(outputs={})
+    with pytest.raises(InvalidGraphError, match="'a'.*int"):
+        Graph(outputs={"a": 3})
+    with pytest.raises(InvalidGraphError, match="'a'.*list"):
+        Graph(outputs={"a": []})
+
+
+def test_a_cycle_is_found():
+    """Only a list of edges can have one."""
+    merge = merge_cell()
+    inputs = [{"left": (1, "h"), "right": 0.0}, {"left": (0, "h"), "right": 0.0}]
+    with pytest.raises(CyclicGraphError, match="node 0"):
+        Graph.from_edges([merge, merge], inputs, {"h": (1, "h")})
+    with pytest.raises(InvalidGraphError, match="node 7"):
+        Graph.from_edges([merge], [{"left": (7, "h"), "right": 0.0}], {"h": (0, "h")})
+    with pytest.raises(MissingInputError, match="node 0: "):
+        Graph.from_edges([merge], [{"left": 0.0}], {"h": (0, "h")})
+
+
+def test_a_graph_of_edges_is_that_of_calls():
+    """Nodes may come in any order."""
+    merge = merge_cell()
+    inputs = [{"left": (1, "h"), "right": 0.0}, {"left": 1.0, "right": 0.0}]
+    graph = Graph.from_edges([merge, merge], inputs, {"h": (0, "h")})
+    assert len(graph.nodes) == 2
+    assert flatten(graph, layout_of(merge), max_nodes=9).graph.predecessors == ((), (0,))
+
+
+def test_too_many_nodes_are_refused():
+    """The limit of a graph, and that of a runtime."""
+    cell = chain_cell()
+    node = cell(x=0, h=0.0)
+    for _ in range(20):
+        node = cell(x=0, h=node["h"])
+    with pytest.raises(TooManyNodesError, match="over 20"):
+        Graph(outputs={"h": node["h"]}, max_nodes=20)
+    with pytest.raises(TooManyNodesError, match="21 nodes.*20"):
+        flatten(Graph(outputs={"h": node["h"]}), layout_of(cell), max_nodes=20)
+
+
+def test_a_cell_of_another_runtime_is_refused():
+    """The error names the node and the runtime's cells."""
+    graph = chain(chain_cell(), 2)
+    with pytest.raises(UnknownCellError, match=r"chain\[0\].*'merge'"):
+        flatten(graph, layout_of(merge_cell()), max_nodes=9)
+
+
+def test_a_node_belongs_to_one_graph():
+    """A later graph may take an output of it only if it was kept."""
+    cell = chain_cell()
+    first = cell(x=0, h=0.0)
+    Graph(outputs={"h": first["h"]})
+    after = Graph(outputs={"h": cell(x=0, h=first["h"])["h"]})
+    assert len(after.nodes) == 1
+    with pytest.raises(InvalidGraphError, match="keep"):
+        flatten(after, layout_of(cell), max_nodes=9)
+
+
+def test_only_emitted_outputs_have_steps():
+    """A loop's other outputs, and other nodes, have none."""
+    with pytest.raises(UnknownInputError, match="does not emit 'h'"):
+        loop_cell()(h=0.0, max_steps=3).steps("h")
+
+
+def test_batch_sizes_increase():
+    """Sizes that do not increase are refused."""
+    with pytest.raises(InvalidCellError, match="batch_sizes"):
+        chain_cell(batch_sizes=(4, 2))
+
+
+def test_cells_of_one_type_agree():
+    """Two cells with one key and different priorities are refused."""
+    with pytest.raises(InvalidCellError, match="priorities"):
+        layout_of(chain_cell(), chain_cell(priority=1))
+
+
+def test_constants_are_stored_once():
+    """Equal objects share a slot, and zeros need none."""
+    cell = merge_cell()
+    given = np.ones(4, np.float32)
+    first = cell(left=given, right=np.zeros(4, np.float32))
+    graph = Graph(outputs={"h": cell(left=first["h"], right=given)["h"]})
+    flat = flatten(graph, layout_of(cell), max_nodes=9)
+    # 16 bytes travel with the task.
+    assert flat.constants == ()
+    assert len(flat.graph.subgraphs) == 1
+
+
+def test_what_a_tree_needs():
+    """Every value of a tree is taken once, and needs a slot."""
+    leaf, merge = leaf_cell(), merge_cell()
+    flat = flatten(tree(leaf, merge, 4), layout_of(leaf, merge), max_nodes=9)
+    assert flat.num_nodes == 7
+    assert flat.uses.sum() == 7
+    assert flat.num_slots.tolist() == [0, 7]
+
+
+def test_graphs_and_policies_load_no_jax():
+    """Policies are tested and simulated without JAX."""
+    modules = ("batchmaker", "simulation", "simulated", "graph", "flat_graph", "value_table")
+    program = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module(f'jaxserve.cells.{{name}}')\n"
+        "sys.exit(', '.join({'jax', 'jaxlib', 'flax', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,390 @@
+"""A runtime of cells computes what its cells compute one by one, whatever else runs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.cells import CellRuntime, Graph
+from jaxserve.core.errors import (
+    EngineFailedError,
+    InvalidCellError,
+    InvalidConfigError,
+    InvalidGraphError,
+    InvalidRequestError,
+    MissingInputError,
+    NumericalError,
+    RuntimeClosedError,
+    TooManyNodesError,
+    UnfoldError,
+)
+from jaxserve.report import Report
+from tests.cells import modules
+from tests.cells.modules import SIZE, distance
+
+CELLS = modules.cells()
+RNG = np.random.default_rng(0)
+STATES = RNG.normal(size=(12, SIZE)).astype(np.float32)
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A request for a chain."""
+
+    tokens: tuple[int, ...]
+    every_step: bool = False
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A request for a tree."""
+
+    tree: Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A request for a loop that starts with one of `STATES`."""
+
+    state: int
+    max_steps: int = 12
+
+
+@dataclass(frozen=True)
+class Search:
+    """A request whose graphs the host chooses: two steps from the better of two candidates."""
+
+    state: int
+
+
+@dataclass(frozen=True)
+class Number:
+    """A request for a square root."""
+
+    value: float
+
+
+def unfold(item: Any) -> Graph:
+    """Return the graph of a request."""
+    if isinstance(item, Sentence):
+        return modules.sentence_graph(CELLS, item.tokens, every_step=item.every_step)
+    if isinstance(item, Tree):
+        return modules.tree_graph(CELLS, item.tree)
+    if isinstance(item, Answer):
+        given = {"h": STATES[item.state], "bias": STATES[item.state - 1]}
+        answer = CELLS["decode"](token=0, max_steps=item.max_steps, **given)
+        merged = CELLS["merge"](left=answer["h"], right=answer["h"])
+        steps = {"tokens": answer.steps("token"), "last": answer["token"], "merged": merged["h"]}
+        return Graph(steps)
+    if isinstance(item, Search):
+        return search(item.state)
+    if isinstance(item, Number):
+        return Graph({"root": CELLS["root"](x=item.value, number=4, use=True)["x"]})
+    if item in ("then raises", "then takes", "then returns"):
+        return wrong_then(item)
+    if item == "missing":
+        return Graph({"x": CELLS["embed"]()["x"]})
+    if item == "nothing":
+        return item
+    raise KeyError(item)
+
+
+def search(state: int) -> Graph:
+    """Return two candidates; the host continues the one with the larger norm."""
+    candidates = [
+        CELLS["decoder"](token=token, h=STATES[state], bias=0.0) for token in (1, 2)
+    ]  # fmt: skip
+
+    def then(values: dict[str, np.ndarray]) -> Any:
+        best = int(np.argmax(np.linalg.norm(values["h"], axis=-1)))
+        after = CELLS["decoder"](token=best, h=candidates[best]["h"], bias=STATES[0])
+        return Graph({"h": after["h"]}, then=lambda last: {"h": last["h"], "best": best})
+
+    states = [candidate["h"] for candidate in candidates]
+    return Graph({"h": states}, then=then, keep=states)
+
+
+def wrong_then(kind: str) -> Graph:
+    """Return a graph whose `then` fails."""
+    first = CELLS["embed"](token=1)
+
+    def then(values: dict[str, np.ndarray]) -> Any:
+        if kind == "then takes":  # a value that was not kept
+            merged = CELLS["merge"](left=first["x"], right=first["x"])
+            return Graph({"h": merged["h"]})
+        return 1 / 0 if kind == "then raises" else 3
+
+    return Graph({"x": first["x"]}, then=then)
+
+
+def check(item: Any, completion: Any) -> None:
+    """Compare a completion with the same computed node by node."""
+    assert completion.error is None
+    if isinstance(item, Sentence):
+        states = modules.sentence_states(CELLS, item.tokens)
+        assert distance(completion["h"], states[-1]["h"]) < TOLERANCE
+        assert distance(completion["c"], states[-1]["c"]) < TOLERANCE
+        if item.every_step:
+            assert distance(completion["all"], [s["h"] for s in states]) < TOLERANCE
+    elif isinstance(item, Tree):
+        assert distance(completion["h"], modules.tree_value(CELLS, item.tree)) < TOLERANCE
+    elif isinstance(item, Answer):
+        tokens, h = modules.decoded(
+            CELLS, STATES[item.state], STATES[item.state - 1], item.max_steps
+        )
+        assert completion["tokens"].tolist() == tokens
+        assert completion["last"] == tokens[-1]
+        assert completion.finish_reason == ("stop" if tokens[-1] == modules.END else "length")
+        merged = modules.call(CELLS["merge"], left=h, right=h)["h"]
+        assert distance(completion["merged"], merged) < TOLERANCE
+    elif isinstance(item, Search):
+        first = [
+            modules.call(CELLS["decoder"], token=token, h=STATES[item.state], bias=0.0)["h"]
+            for token in (1, 2)
+        ]
+        best = int(np.argmax(np.linalg.norm(first, axis=-1)))
+        after = modules.call(CELLS["decoder"], token=best, h=first[best], bias=STATES[0])
+        assert completion["best"] == best
+        assert distance(completion["h"], after["h"]) < TOLERANCE
+    else:
+        assert distance(completion["root"], np.sqrt(item.value)) < TOLERANCE
+
+
+def random_items(num: int, seed: int) -> list[Any]:
+    """Return requests of all kinds."""
+    rng = np.random.default_rng(seed)
+
+    def tree(num_leaves: int) -> Any:
+        if num_leaves == 1:
+            return int(rng.integers(modules.VOCAB))
+        left = int(rng.integers(1, num_leaves))
+        return tree(left), tree(num_leaves - left)
+
+    def item(kind: int) -> Any:
+        if kind == 0:
+            tokens = rng.integers(modules.VOCAB, size=rng.integers(1, 9))
+            return Sentence(tuple(tokens.tolist()), bool(rng.integers(2)))
+        if kind == 1:
+            return Tree(tree(int(rng.integers(2, 9))))
+        if kind == 2:
+            return Answer(int(rng.integers(len(STATES))), int(rng.integers(1, 13)))
+        return Search(int(rng.integers(len(STATES)))) if kind == 3 else Number(float(rng.random()))
+
+    return [item(int(kind)) for kind in rng.integers(5, size=num)]
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[CellRuntime]:
+    """A runtime of all cells on one device."""
+    with CellRuntime(list(CELLS.values()), unfold, slot_memory="64KiB", progress=False) as rt:
+        yield rt
+
+
+def test_every_kind_alone_and_in_a_mix(runtime: CellRuntime):
+    """Chains, trees, loops and searches are right, and all slots are free afterwards."""
+    items = random_items(40, 0)
+    for item, completion in zip(items, runtime.generate(items), strict=True):
+        check(item, completion)
+    for item in items[:6]:
+        check(item, runtime.generate([item])[0])
+    runtime.check_integrity()
+
+
+def test_nothing_compiles_after_the_warm_up(runtime: CellRuntime):
+    """A random workload calls executables that exist."""
+    compiled = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        runtime.generate(random_items(20, 1))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
+
+
+def test_bad_input_fails_alone(runtime: CellRuntime):
+    """Each has its own typed error, and the neighbours are right."""
+    good = random_items(6, 2)
+    bad = ["missing", "nothing", "unknown", Number(-1.0), Sentence((1,) * 500)]
+    errors = [MissingInputError, InvalidGraphError, UnfoldError, NumericalError, TooManyNodesError]
+    mixed = [item for pair in zip(good, [*bad, Number(-4.0)], strict=True) for item in pair]
+    completions = runtime.generate(mixed)
+    for item, completion in zip(good, completions[::2], strict=True):
+        check(item, completion)
+    for error, completion in zip([*errors, NumericalError], completions[1::2], strict=True):
+        assert completion.finish_reason == "error"
+        assert type(completion.error) is error
+    assert "node 0 (cell 'root')" in str(completions[7].error)
+    runtime.check_integrity()
+
+
+def test_a_bad_single_input_is_refused(runtime: CellRuntime):
+    """It is refused at submission, with its cause."""
+    with pytest.raises(MissingInputError, match="cell 'embed'"):
+        runtime.submit("missing")
+    with pytest.raises(UnfoldError, match="KeyError") as caught:
+        runtime.submit("unknown")
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    "kind, error, message",
+    [
+        ("then raises", UnfoldError, "ZeroDivisionError"),
+        ("then returns", UnfoldError, "must return a Graph"),
+        ("then takes", InvalidGraphError, "keep"),
+    ],
+)
+def test_a_then_that_fails_ends_its_request(runtime: CellRuntime, kind, error, message):
+    """With the values that it had, and a typed error; the neighbour is right."""
+    failed, good = runtime.generate([kind, Number(4.0)])
+    assert isinstance(failed.error, error) and message in str(failed.error)
+    assert failed["x"].shape == (SIZE,)
+    check(Number(4.0), good)
+    runtime.check_integrity()
+
+
+def test_values_are_streamed(runtime: CellRuntime):
+    """Steps of loops and members of lists come in order, and errors at the end."""
+    item = Answer(3)
+    pieces = list(runtime.stream(item))
+    tokens = [int(piece.value) for piece in pieces if piece.name == "tokens"]
+    assert tokens == modules.decoded(CELLS, STATES[3], STATES[2], item.max_steps)[0]
+    assert [piece.index for piece in pieces if piece.name == "tokens"] == list(range(len(tokens)))
+    members = [p.index for p in runtime.stream(Sentence((1, 2, 3), True)) if p.name == "all"]
+    assert members == [0, 1, 2]
+    with pytest.raises(NumericalError):
+        list(runtime.stream(Number(-1.0)))
+
+
+def test_asyncio_twins(runtime: CellRuntime):
+    """They return the same."""
+    item = Answer(5)
+
+    async def run() -> tuple[Any, list[Any]]:
+        (completion,) = await runtime.agenerate([item])
+        return completion, [piece async for piece in runtime.astream(item)]
+
+    completion, pieces = asyncio.run(run())
+    check(item, completion)
+    tokens = [int(piece.value) for piece in pieces if piece.name == "tokens"]
+    assert completion["tokens"].tolist() == tokens
+
+
+def test_cancelled_requests_leave(runtime: CellRuntime):
+    """They end with what they have; the others are right, and their slots are free."""
+    items = random_items(30, 3)
+    pending = [runtime.submit(item, request_id=f"r{i}") for i, item in enumerate(items)]
+    for one in pending[::3]:
+        one.cancel()
+    runtime.cancel("unknown")
+    for number, (item, one) in enumerate(zip(items, pending, strict=True)):
+        completion = one.result(60)
+        if number % 3 or completion.finish_reason != "cancelled":
+            check(item, completion)
+    runtime.check_integrity()
+
+
+def test_ids_of_running_requests_are_unique(runtime: CellRuntime):
+    """An id may be used again when its request has ended."""
+    started, release = threading.Event(), threading.Event()
+
+    def hold(_: Any) -> None:
+        started.set()
+        release.wait(60)
+
+    first = runtime.submit(Sentence((1, 2)), request_id="same", on_piece=hold)
+    started.wait(60)
+    with pytest.raises(InvalidRequestError, match="same"):
+        runtime.submit(Sentence((1, 2)), request_id="same")
+    release.set()
+    first.result(60)
+    with pytest.raises(InvalidRequestError, match="reserved"):
+        runtime.submit(Sentence((1, 2)), request_id="cells-1")
+
+
+def test_the_records_make_a_report(runtime: CellRuntime):
+    """Tasks are steps, named after their cells."""
+    completion = runtime.generate([Sentence((1, 2, 3))])[0]
+    assert completion.num_nodes == 6
+    timing = completion.timing
+    assert timing.arrival_s <= timing.admitted_s <= timing.first_token_s <= timing.finished_s
+    records = runtime.records
+    report = Report(records.steps, records.requests, policy="batchmaker", num_pages=0)
+    assert {"embed", "recurrent"} <= {step.kind for step in report.steps}
+    assert report.figures()["num_requests"] >= 1
+    stats = runtime.stats
+    assert stats.num_calls < stats.num_tasks < stats.num_nodes
+
+
+def test_several_devices():
+    """Values follow the nodes that take them from device to device."""
+    options = {"devices": jax.devices()[:3], "max_tasks_to_submit": 1, "max_in_flight": 1}
+    some = [CELLS[name] for name in ("embed", "recurrent", "merge", "decode")]
+    with CellRuntime(some, unfold, slot_memory="64KiB", progress=False, **options) as rt:
+        kinds = (Sentence, Tree, Answer)
+        items = [item for item in random_items(60, 4) if isinstance(item, kinds)]
+        for item, completion in zip(items, rt.generate(items), strict=True):
+            check(item, completion)
+        assert {step.group for step in rt.records.steps} == {0, 1, 2}
+        rt.check_integrity()
+
+
+def test_close_ends_everything():
+    """Requests that have begun are cancelled, and later calls raise."""
+    rt = CellRuntime([CELLS["embed"], CELLS["recurrent"]], unfold, warmup=False)
+    pending = [rt.submit(Sentence((1,) * 8)) for _ in range(20)]
+    rt.close()
+    reasons = {one.result(60).finish_reason for one in pending}
+    assert reasons <= {"stop", "cancelled", "error"}
+    with pytest.raises(RuntimeClosedError):
+        rt.submit(Sentence((1, 2)))
+    with pytest.raises(RuntimeClosedError):
+        rt.generate([])
+
+
+class Broken:
+    """An executor that fails at its first task."""
+
+    def __init__(self, inner: Any):
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def submit(self, worker: int, tasks: Any) -> Any:
+        raise ValueError("broken")
+
+
+def test_a_failed_device_fails_all():
+    """Every request ends with the same typed error."""
+    cells = [CELLS["embed"], CELLS["recurrent"]]
+    with CellRuntime(cells, unfold, warmup=False, wrap_executor=Broken) as rt:
+        completions = rt.generate([Sentence((1, 2)), Sentence((3,))])
+        assert {type(c.error) for c in completions} == {EngineFailedError}
+        with pytest.raises(EngineFailedError, match="broken"):
+            rt.submit(Sentence((1, 2)))
+
+
+def test_options_are_checked():
+    """Each bad option has an error that names it."""
+    cells = [CELLS["embed"]]
+    for options in ({"max_in_flight": 0}, {"max_nodes": 0}, {"max_tasks_to_submit": 0}):
+        with pytest.raises(InvalidConfigError, match=next(iter(options))):
+            CellRuntime(cells, unfold, warmup=False, **options)
+    with pytest.raises(InvalidConfigError, match="slot_memory"):
+        CellRuntime(cells, unfold, warmup=False, slot_memory=100)
+    with pytest.raises(InvalidCellError):
+        CellRuntime([], unfold)

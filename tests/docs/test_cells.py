@@ -1,0 +1,22 @@
+"""The examples of docs/cells.md run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "cells.md"
+
+
+def test_the_examples_run(capsys):
+    """They follow each other, as a reader would type them."""
+    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    for example in examples:
+        exec(example, names)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "(64,) stop 10 nodes"
+    assert lines[1].startswith("tokens 0 ")
+    assert lines[-2] == "(64,)"
+    assert lines[-1].startswith("(1,")

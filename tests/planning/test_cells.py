@@ -1,0 +1,42 @@
+"""Settings of cells are chosen by simulation under a latency bound."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.cells.simulation import MeasuredCost
+from jaxserve.core.errors import InfeasibleBoundError, InvalidConfigError
+from jaxserve.planning.cells import plan_cells
+from tests.cells.examples import chain, chain_cell
+
+CELL = chain_cell(batch_sizes=(1, 4, 16))
+GRAPHS = [chain(CELL, 2 + number % 5) for number in range(24)]
+# Batches of 16 do most nodes a second, and take longest.
+COST = MeasuredCost({"chain": {1: 1.0, 4: 1.2, 16: 4.0}})
+
+
+def plan(bound_s: float):
+    """Return the plan for a bound of the median."""
+    return plan_cells([CELL], GRAPHS, COST, latency_bound_s=bound_s, quantile=0.5, progress=False)
+
+
+def test_a_looser_bound_allows_more_requests():
+    """Both bounds are kept, and the sizes are those of the cell up to some largest one."""
+    tight, loose = plan(8.0), plan(200.0)
+    for sizes in (tight.batch_sizes["chain"], loose.batch_sizes["chain"]):
+        assert sizes == CELL.batch_sizes[: len(sizes)]
+    assert tight.latency_s <= 8.0 and loose.latency_s <= 200.0
+    assert loose.rate > tight.rate
+
+
+def test_a_bound_below_one_request_is_refused():
+    """The error says how long a request takes alone."""
+    with pytest.raises(InfeasibleBoundError) as caught:
+        plan(2.0)
+    assert 3.0 <= caught.value.lowest["latency_bound_s"] <= 6.0
+
+
+def test_a_sample_is_needed():
+    """There is nothing to simulate without graphs."""
+    with pytest.raises(InvalidConfigError, match="graphs"):
+        plan_cells([CELL], [], COST, latency_bound_s=1.0)
