@@ -49,6 +49,11 @@ class CellAnswer:
         """Take note that the first task with a node of the request was submitted."""
         self._begun_s = now_s
 
+    def wait_until(self, time_s: float) -> None:
+        """Take note that the first task did not run before a time."""
+        if self._begun_s is not None:
+            self._begun_s = max(self._begun_s, time_s)
+
     def add_nodes(self, num: int) -> None:
         self._num_nodes += num
 
@@ -108,6 +113,7 @@ class Part:
       key: its name in the scheduler; -1 before it has begun.
       first_row: id of its first row.
       before: the part before it, whose values it may take.
+      num_slots: int64 [pools], slots that are reserved for it while it has begun.
     """
 
     def __init__(self, answer: CellAnswer, graph: FlatGraph, before: Part | None = None):
@@ -116,6 +122,7 @@ class Part:
         self.before = before
         self.key = -1
         self.first_row = 0
+        self.num_slots = graph.num_slots
         self._wanted: dict[int, list[Wanted]] = {}
         for value, wanted in graph.wanted:
             self._wanted.setdefault(value, []).append(wanted)

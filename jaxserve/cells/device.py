@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.cells.executor import CellHandle, TaskResults
+from jaxserve.cells.executor import CellHandle, TaskResults, calls_of
 from jaxserve.cells.flat_graph import FlatGraph
 from jaxserve.cells.layout import (
     NUM_RESERVED_SLOTS,
@@ -99,6 +99,9 @@ class DeviceCells:
                 if first_row * stride + value not in values:
                     values.append(first_row * stride + value)
 
+    def shrink(self, graph: FlatGraph, first_row: int, kept: Sequence[int]) -> None:
+        self._table.shrink(graph, first_row, kept)
+
     def remove(self, graph: FlatGraph, first_row: int) -> None:
         stride = self.layout.stride
         self._table.remove(graph, first_row)
@@ -108,22 +111,8 @@ class DeviceCells:
             self._wanted.pop(first_row + value // stride, None)
 
     def submit(self, worker: int, tasks: Sequence[Task]) -> list[CellHandle]:
-        handles: list[CellHandle] = []
-        begin = 0
-        while begin < len(tasks):
-            first = tasks[begin]
-            size = self._size(first)
-            end = begin + 1
-            while (
-                end < len(tasks)
-                and end - begin < self._max_fused
-                and tasks[end].type == first.type
-                and self._size(tasks[end]) == size
-            ):
-                end += 1
-            handles.append(self._launch(worker, tasks[begin:end], size))
-            begin = end
-        return handles
+        calls = calls_of(tasks, self.layout, self._max_fused)
+        return [self._launch(worker, some, size) for size, some in calls]
 
     def read(self, worker: int, values: Sequence[int]) -> CellHandle:
         wanted = np.array(values)
@@ -162,10 +151,6 @@ class DeviceCells:
         begin_s = time.perf_counter()
         self._call(0, t, rows, self._max_fused)[0].block_until_ready()
         return (time.perf_counter() - begin_s) / self._max_fused
-
-    def _size(self, task: Task) -> int:
-        sizes = self.layout.types[task.type].cell.batch_sizes
-        return bucket(len(task.nodes) + task.num_padding, sizes)
 
     def _rows(self, t: TypeLayout, size: int) -> np.ndarray:
         """Return rows that read zeros and write nothing that is read, for tasks of one size."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import numpy as np
@@ -72,6 +72,9 @@ class CellEngine:
         self._of_request: dict[str, Part] = {}  # the last part of each request
         self._has_loops = any(t.is_loop for t in self._layout.types)
         self._ended_loops: set[int] = set()
+        # Of a handle in flight, by its id: the requests that begin with it.
+        self._begun: dict[int, list[CellAnswer]] = {}
+        self._ended_s = [0.0] * executor.num_workers  # of each worker: the end of its last tasks
         self._next_key = 0
         self._ended: list[CellCompletion] = []
 
@@ -110,14 +113,14 @@ class CellEngine:
         if not self._lanes.is_at_work:
             self._check_progress()
         elif not (has_submitted and self._lanes.open_workers()):
-            self._apply(*self._lanes.pop_first())
+            self._collect()
         ended, self._ended = self._ended, []
         return ended
 
     def drain(self) -> list[CellCompletion]:
         """Collect all tasks in flight, without submitting any; return the requests that ended."""
         while self._lanes.is_at_work:
-            self._apply(*self._lanes.pop_first())
+            self._collect()
         ended, self._ended = self._ended, []
         return ended
 
@@ -129,7 +132,7 @@ class CellEngine:
         """
         self._executor.check_integrity()
         parts = {id(part): part for part in self._part_of if part is not None}.values()
-        taken = sum((part.graph.num_slots for part in parts), np.zeros_like(self._free_slots))
+        taken = sum((part.num_slots for part in parts), np.zeros_like(self._free_slots))
         assert np.array_equal(self._free_slots + taken, self._executor.num_slots), (
             f"{taken} slots are reserved, and {self._free_slots} are free"
         )
@@ -153,7 +156,7 @@ class CellEngine:
         while self._waiting:
             part = self._waiting[0]
             graph = part.graph
-            if (graph.num_slots > self._free_slots).any():
+            if (self._needed(part) > self._free_slots).any():
                 if (graph.num_slots > self._executor.num_slots).any():
                     self._end(part, "error", self.refusal(graph.num_slots))
                     continue
@@ -174,6 +177,17 @@ class CellEngine:
             if not part.answer.has_begun:
                 self._first_nodes.update(first_row + node for node in graph.graph.first)
 
+    def _needed(self, part: Part) -> np.ndarray:
+        """Return the slots that must be free before a part begins, int64 [pools].
+
+        The first graph of a request that may have more leaves room for another one of its size, so
+        that one request can go on when all wait with the values that they keep.
+        """
+        num_slots = part.graph.num_slots
+        has_company = (self._free_slots < self._executor.num_slots).any()
+        leaves_room = part.before is None and part.graph.then is not None and has_company
+        return 2 * num_slots if leaves_room else num_slots
+
     def refusal(self, num_slots: np.ndarray) -> TooManyNodesError | None:
         """Return the error for a graph that could never be admitted; None for others.
 
@@ -182,9 +196,9 @@ class CellEngine:
         allowed = self._executor.num_slots
         for pool in np.flatnonzero(num_slots > allowed).tolist():
             return TooManyNodesError(
-                f"the graph has {num_slots[pool]} values {self._layout.pools[pool]}, and a device "
-                f"has {allowed[pool]} slots for them; pass a shorter input, or create the runtime "
-                "with more slot_memory"
+                f"the graph may have {num_slots[pool]} live values {self._layout.pools[pool]}, and "
+                f"a device has {allowed[pool]} slots for them; pass a shorter input, or create the "
+                "runtime with more slot_memory"
             )
         return None
 
@@ -200,44 +214,60 @@ class CellEngine:
         self._lanes.push(worker, handles)
         submitted_s = time.perf_counter()
         self.stats.submitted(len(handles), scheduled_s - begin_s, submitted_s - scheduled_s)
-        for task in tasks:
-            self._begin(task, now_s)
+        for handle in handles:
+            begun = [answer for task in handle.tasks for answer in self._begin(task, now_s)]
+            if begun:
+                self._begun[id(handle)] = begun
         return True
 
-    def _begin(self, task: Task, now_s: float) -> None:
+    def _begin(self, task: Task, now_s: float) -> list[CellAnswer]:
+        """Record a task that was submitted; return the requests that begin with it."""
+        begun = []
         for node in self._first_nodes.intersection(task.nodes):
             part = self._part_of[node]
             if part is not None and not part.answer.has_begun:
                 part.answer.begin(now_s)
+                begun.append(part.answer)
                 self._forget_first_nodes(part)
         padding = self.recorder.submitted(task, now_s, len(self._of_request))
         self.stats.added(len(task.nodes), padding)
+        return begun
 
     def _forget_first_nodes(self, part: Part) -> None:
         first = part.graph.graph.first
         self._first_nodes.difference_update(part.first_row + node for node in first)
 
     def _check_progress(self) -> None:
-        """End a request that waits for slots that only waiting requests hold."""
+        """End the newest of the requests that wait for more slots and hold all others."""
         if self._scheduler.has_work:
             if self._scheduler.wake_s is None:
                 raise AssertionError("nodes are left, but the policy schedules none")
         elif self._waiting:
-            part = self._waiting[-1]
+            part = next(part for part in self._waiting if part.before is not None)
             self._end(
                 part,
                 "error",
                 DeviceMemoryError(
-                    f"request {part.answer.id}: every slot is kept by requests whose `then` "
-                    "returned further graphs; pass more slot_memory, or submit fewer at a time"
+                    f"request {part.answer.id}: its next graph needs more slots than are free, and "
+                    "all others are kept by requests whose `then` returned further graphs; pass "
+                    "more slot_memory, or submit fewer at a time"
                 ),
             )
 
     # ---- results ----
 
+    def _collect(self) -> None:
+        """Apply the results of tasks that are ready, if there are any."""
+        found = self._lanes.pop_ready()
+        if found is not None:
+            self._apply(*found)
+
     def _apply(self, worker: int, handle: CellHandle) -> None:
         results = handle.collect()
         now_s = self._clock.now()
+        for answer in self._begun.pop(id(handle), ()):
+            answer.wait_until(self._ended_s[worker])
+        self._ended_s[worker] = now_s
         self._deliver(results, now_s)
         for node in results.not_finite:
             part = self._part_of[node]
@@ -307,6 +337,7 @@ class CellEngine:
             failure.__cause__ = error
             self._end(part, "error", failure)
             return
+        self._shrink(part, flat.kept)
         follower = Part(part.answer, flat, part)
         self._of_request[part.answer.id] = follower
         self._waiting.appendleft(follower)
@@ -345,11 +376,19 @@ class CellEngine:
         self.recorder.request_ended(completion)
         self._ended.append(completion)
 
+    def _shrink(self, part: Part, kept: Sequence[int]) -> None:
+        """Free the slots of a part that has finished, except those of some of its values."""
+        graph = part.graph
+        num_slots = np.bincount(graph.pools[list(kept)], minlength=len(graph.num_slots))
+        self._executor.shrink(graph, part.first_row, kept)
+        self._free_slots += part.num_slots - num_slots
+        part.num_slots = num_slots
+
     def _remove(self, part: Part) -> None:
         """Drop a part's values now, and its ids when no task in flight names them."""
         graph, first = part.graph, part.first_row
         self._executor.remove(graph, first)
-        self._free_slots += graph.num_slots
+        self._free_slots += part.num_slots
         self._part_of[first : first + graph.num_nodes] = [None] * graph.num_nodes
         if not part.answer.has_begun:
             self._forget_first_nodes(part)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxserve.cells.flat_graph import FlatGraph
 from jaxserve.cells.layout import Layout
 from jaxserve.cells.policy import Task
+from jaxserve.core.config import bucket
 
 
 @final
@@ -76,6 +77,14 @@ class CellExecutor(Protocol):
         """
         ...
 
+    def shrink(self, graph: FlatGraph, first_row: int, kept: Sequence[int]) -> None:
+        """Drop the values of a graph whose nodes have all run, except some.
+
+        Args:
+          kept: values of the graph, which keep their slots until `remove`.
+        """
+        ...
+
     def remove(self, graph: FlatGraph, first_row: int) -> None:
         """Drop the values of a graph; tasks that were submitted still find them."""
         ...
@@ -111,6 +120,26 @@ class CompilingExecutor(CellExecutor, Protocol):
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
         """Return (name, function) of every executable; calling a function compiles it."""
         ...
+
+
+def calls_of(
+    tasks: Sequence[Task], layout: Layout, max_fused: int
+) -> list[tuple[int, Sequence[Task]]]:
+    """Return (compiled size, tasks) of each call of an executable that runs tasks in their order.
+
+    A call runs consecutive tasks of one type and size, at most `max_fused`.
+    """
+    calls: list[tuple[int, list[Task]]] = []
+    for task in tasks:
+        cell = layout.types[task.type].cell
+        size = bucket(len(task.nodes) + task.num_padding, cell.batch_sizes)
+        if calls:
+            last_size, last = calls[-1]
+            if len(last) < max_fused and (last[0].type, last_size) == (task.type, size):
+                last.append(task)
+                continue
+        calls.append((size, [task]))
+    return [(size, call) for size, call in calls]
 
 
 @final

@@ -12,6 +12,7 @@ from jaxserve.cells.base import Node, Output, Steps
 from jaxserve.cells.cell_graph import CellGraph, cell_graph
 from jaxserve.cells.graph import Graph, Then, parts_of
 from jaxserve.cells.layout import Layout, TypeLayout, words_of
+from jaxserve.cells.peak_values import peak_values
 from jaxserve.core.errors import InvalidGraphError, TooManyNodesError, UnknownCellError
 
 # Codes of inputs that are no value of the graph.
@@ -47,7 +48,7 @@ class FlatGraph:
       uses: int32 [rows * stride], how often each value is taken or returned; at least 1 for those
         that a loop carries.
       pools: int8 [rows * stride], the pool of each value; -1 for none.
-      num_slots: int64 [pools], slots that its values may need at the same time.
+      num_slots: int64 [pools], slots that its values may need at the same time; see `peak_values`.
       wanted: (value, what it is for), for every value that the graph returns.
       keep: node and output -> value, for those that the next graph may take.
       kept: values of the graph before it that it takes, as that graph's values.
@@ -147,7 +148,6 @@ class _Flattener:
         for number, (pool, _) in enumerate(self._constants):
             pools[len(types) + number, 0] = pool
         pools = pools.ravel()
-        used = pools[uses > 0]
         graph = cell_graph(
             tuple(self._types),
             tuple(self._predecessors),
@@ -162,7 +162,9 @@ class _Flattener:
             constants=tuple(self._constants),
             uses=uses,
             pools=pools,
-            num_slots=np.bincount(used[used >= 0], minlength=len(layout.pools)),
+            num_slots=peak_values(
+                graph, sources, uses, pools, stride=stride, num_pools=len(layout.pools)
+            ),
             wanted=tuple(wanted),
             keep=keep,
             kept=tuple(self._kept),

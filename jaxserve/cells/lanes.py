@@ -78,19 +78,29 @@ class Lanes:
         """Add a handle without tasks, which is not counted as a group."""
         self._lanes[worker].push(handle, ends_group=False)
 
-    def pop_first(self) -> tuple[int, CellHandle]:
-        """Remove the handle that ends first, after waiting for it if there are several workers.
+    def pop_ready(self) -> tuple[int, CellHandle] | None:
+        """Remove the oldest handle of a worker that is ready.
+
+        If none is ready, wait; but only for a moment if there are several workers and one of them
+        may be given more, so that a request that arrives does not wait for a task of another one.
 
         Returns:
-          Its worker, and the handle.
+          Its worker, and the handle; None if none is ready. With one worker, a handle that may not
+          be ready, whose `collect` waits.
         """
-        busy = [worker for worker, lane in enumerate(self._lanes) if lane.handles]
-        while len(busy) > 1:
-            for worker in busy:
-                if self._lanes[worker].handles[0][0].is_ready():
-                    return worker, self._lanes[worker].pop()
+        if len(self._lanes) == 1:
+            return 0, self._lanes[0].pop()
+        while (found := self._pop_if_ready()) is None:
             self._clock.wait()
-        return busy[0], self._lanes[busy[0]].pop()
+            if self.open_workers():
+                return self._pop_if_ready()
+        return found
+
+    def _pop_if_ready(self) -> tuple[int, CellHandle] | None:
+        for worker, lane in enumerate(self._lanes):
+            if lane.handles and lane.handles[0][0].is_ready():
+                return worker, lane.pop()
+        return None
 
     def clear(self) -> None:
         for lane in self._lanes:

@@ -43,8 +43,9 @@ class CellCompletion:
         that were there before.
       finish_reason: "stop"; "length" if a loop ran its `max_steps` and did not end before;
         "cancelled"; or "error".
-      timing: `admitted_s` is the time at which its first task was submitted, and `first_token_s`
-        the time at which its first value was read.
+      timing: `admitted_s` is the time at which the call with its first task could run: that of its
+        submission, or of the end of the worker's call before it, if that was later. `first_token_s`
+        is the time at which its first value was read.
       num_nodes: nodes of its graphs; a loop counts as one.
     """
 

@@ -8,13 +8,12 @@ from typing import Any, Protocol, TypeAlias, final
 import numpy as np
 
 from jaxserve.cells.base import BATCH_SIZES, BaseCell, Node
-from jaxserve.cells.executor import CellHandle, TaskResults
+from jaxserve.cells.executor import CellHandle, TaskResults, calls_of
 from jaxserve.cells.flat_graph import FlatGraph
 from jaxserve.cells.layout import Layout
 from jaxserve.cells.policy import Task
 from jaxserve.cells.values import HasShape, ValueSpec
 from jaxserve.core.clock import VirtualClock
-from jaxserve.core.config import bucket
 
 # (graph, node) -> steps after which a loop's node ends.
 LoopLength: TypeAlias = "Callable[[FlatGraph, int], int]"
@@ -76,6 +75,8 @@ class SimulatedCells:
     Args:
       layout: of cells of any kind; their modules are not used.
       cost: how long tasks take.
+      max_fused: most tasks of one type and size that one call runs, as of a `CellRuntime` with
+        this `max_tasks_to_submit`. Their results are learned when the last of them has run.
       loop_length: when loops end; by default at their `max_steps`.
 
     Raises:
@@ -90,9 +91,11 @@ class SimulatedCells:
         cost: TaskCost,
         *,
         num_workers: int = 1,
+        max_fused: int = 5,
         loop_length: LoopLength | None = None,
     ):
         self.layout = layout
+        self._max_fused = max_fused
         self.num_workers = num_workers
         self.num_slots = np.full(len(layout.pools), _MANY_SLOTS)
         self._clock = clock
@@ -111,6 +114,9 @@ class SimulatedCells:
             self._has_run.discard(node)
             self._graphs[node] = graph, first_row
 
+    def shrink(self, graph: FlatGraph, first_row: int, kept: Sequence[int]) -> None:
+        """See `CellExecutor`; there are no slots."""
+
     def remove(self, graph: FlatGraph, first_row: int) -> None:
         for node in range(first_row, first_row + graph.num_nodes):
             del self._graphs[node]
@@ -119,7 +125,8 @@ class SimulatedCells:
 
     def submit(self, worker: int, tasks: Sequence[Task]) -> list[CellHandle]:
         self._clock.advance_to(self._clock.now() + self._cost.host_s(len(tasks)))
-        return [self._submit(worker, task) for task in tasks]
+        calls = calls_of(tasks, self.layout, self._max_fused)
+        return [self._launch(worker, some, size) for size, some in calls]
 
     def read(self, worker: int, values: Sequence[int]) -> CellHandle:
         arrays = [(value, self._array(value)) for value in values]
@@ -133,7 +140,26 @@ class SimulatedCells:
     def close(self) -> None:
         self._graphs.clear()
 
-    def _submit(self, worker: int, task: Task) -> CellHandle:
+    def _launch(self, worker: int, tasks: Sequence[Task], size: int) -> CellHandle:
+        cell = self.layout.types[tasks[0].type].cell
+        ended: list[frozenset[int]] = []
+        values: list[int] = []
+        run: list[int] = []
+        for task in tasks:
+            ended_now, wanted = self._run_task(worker, task)
+            ended.append(frozenset(ended_now))
+            values += wanted
+            run += [node for node in task.nodes if not cell.is_loop or node in ended_now]
+        begin_s = max(self._free_at_s[worker], self._clock.now())
+        ready_s = self._free_at_s[worker] = begin_s + len(tasks) * self._cost.task_s(
+            cell.name, size
+        )
+        self._clock.expect(ready_s)
+        results = TaskResults(ended, values=[(value, self._array(value)) for value in values])
+        return _Handle(tasks, results, ready_s, self._clock, lambda: self._has_run.update(run))
+
+    def _run_task(self, worker: int, task: Task) -> tuple[list[int], list[int]]:
+        """Check a task; return the loops that have ended with it, and the values that it gives."""
         cell = self.layout.types[task.type].cell
         num_rows = len(task.nodes) + task.num_padding
         assert 0 < num_rows <= cell.batch_sizes[-1], f"a task has {num_rows} rows"
@@ -153,15 +179,7 @@ class SimulatedCells:
                     value for value, _ in graph.wanted if value // self.layout.stride == number
                 }
                 values += [value + first * self.layout.stride for value in wanted]
-        duration_s = self._cost.task_s(cell.name, bucket(num_rows, cell.batch_sizes))
-        ready_s = max(self._free_at_s[worker], self._clock.now()) + duration_s
-        self._free_at_s[worker] = ready_s
-        self._clock.expect(ready_s)
-        results = TaskResults(
-            (frozenset(ended),), values=[(value, self._array(value)) for value in values]
-        )
-        run = [node for node in task.nodes if not cell.is_loop or node in ended]
-        return _Handle((task,), results, ready_s, self._clock, lambda: self._has_run.update(run))
+        return ended, values
 
     def _run(self, node: int, task: Task) -> None:
         """Check that a node may run now, and take note of it."""

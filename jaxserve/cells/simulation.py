@@ -70,6 +70,7 @@ def simulate_cells(
     *,
     num_workers: int = 1,
     max_in_flight: int = 2,
+    max_tasks_to_submit: int = 5,
     loop_length: LoopLength | None = None,
 ) -> CellSimulation:
     """Simulate requests under a policy, without a device.
@@ -79,16 +80,27 @@ def simulate_cells(
     Args:
       requests: (arrival in seconds, graph), in the order of their arrivals. A graph is used once.
       num_workers, max_in_flight: as of a `CellRuntime`.
+      max_tasks_to_submit: most tasks of one type and size that one call runs, as of a
+        `CellRuntime`; pass the policy's own.
       loop_length: when loops end; by default at their `max_steps`.
     """
     clock = VirtualClock()
-    executor = SimulatedCells(layout, clock, cost, num_workers=num_workers, loop_length=loop_length)
+    executor = SimulatedCells(
+        layout,
+        clock,
+        cost,
+        num_workers=num_workers,
+        max_fused=max_tasks_to_submit,
+        loop_length=loop_length,
+    )
     engine = CellEngine(executor, policy, clock, max_in_flight=max_in_flight, max_nodes=MAX_NODES)
     answers = [
         CellAnswer(f"{number}", flatten(graph, layout, max_nodes=MAX_NODES), arrival_s)
         for number, (arrival_s, graph) in enumerate(requests)
     ]
     arrivals = [arrival_s for arrival_s, _ in requests]
+    for arrival_s in arrivals:
+        clock.expect(arrival_s)
     num_arrived = 0
     while num_arrived < len(answers) or engine.has_work:
         while num_arrived < len(answers) and arrivals[num_arrived] <= clock.now():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -55,9 +56,15 @@ class ValueTable:
         self._uses[ids] = graph.uses
         self._pools[ids] = graph.pools
 
+    def shrink(self, graph: FlatGraph, first_row: int, kept: Sequence[int]) -> None:
+        """See `CellExecutor.shrink`."""
+        ids = np.delete(self._ids(graph, first_row), np.array(kept, np.int64))
+        for worker in self.workers:
+            worker.discard(ids, self._pools[ids])
+
     def remove(self, graph: FlatGraph, first_row: int) -> None:
         """See `CellExecutor.remove`."""
-        ids = np.arange(first_row * self._stride, (first_row + graph.num_rows) * self._stride)
+        ids = self._ids(graph, first_row)
         for worker in self.workers:
             worker.discard(ids, self._pools[ids])
 
@@ -107,6 +114,10 @@ class ValueTable:
                     f"worker {number}, pool {pool}: {len(used)} slots hold values and "
                     f"{len(free)} are free, of {len(expected)}"
                 )
+
+    def _ids(self, graph: FlatGraph, first_row: int) -> np.ndarray:
+        """Return the values of a graph."""
+        return np.arange(first_row * self._stride, (first_row + graph.num_rows) * self._stride)
 
     def _fill_loop(
         self, slots: WorkerSlots, t: TypeLayout, nodes: np.ndarray, rows: np.ndarray

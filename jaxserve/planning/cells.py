@@ -183,5 +183,12 @@ class _Search:
         )
         requests = list(zip(arrivals_s.tolist(), self._graphs, strict=True))
         policy = BatchMaker(max_tasks_to_submit=settings[-1])
-        done = simulate_cells(layout, requests, policy, self._cost, **self._options)
+        done = simulate_cells(
+            layout,
+            requests,
+            policy,
+            self._cost,
+            max_tasks_to_submit=settings[-1],
+            **self._options,
+        )
         return [c.timing.latency_s or 0.0 for c in done.completions]

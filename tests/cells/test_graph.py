@@ -172,12 +172,23 @@ def test_constants_are_stored_once():
 
 
 def test_what_a_tree_needs():
-    """Every value of a tree is taken once, and needs a slot."""
+    """Every value of a tree is taken once; most live when all leaves and no inner node have run."""
     leaf, merge = leaf_cell(), merge_cell()
     flat = flatten(tree(leaf, merge, 4), layout_of(leaf, merge), max_nodes=9)
     assert flat.num_nodes == 7
     assert flat.uses.sum() == 7
-    assert flat.num_slots.tolist() == [0, 7]
+    assert flat.num_slots.tolist() == [0, 4]
+
+
+def test_what_a_chain_needs():
+    """The last state alone lives; all of them if the graph returns all."""
+    cell = chain_cell()
+    assert flatten(chain(cell, 9), layout_of(cell), max_nodes=9).num_slots.tolist() == [0, 1]
+    nodes = [cell(x=0, h=0.0)]
+    for _ in range(3):
+        nodes.append(cell(x=0, h=nodes[-1]["h"]))
+    graph = Graph({"all": [node["h"] for node in nodes]})
+    assert flatten(graph, layout_of(cell), max_nodes=9).num_slots.tolist() == [0, 4]
 
 
 def test_graphs_and_policies_load_no_jax():

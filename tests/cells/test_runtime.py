@@ -14,6 +14,7 @@ import pytest
 
 from jaxserve.cells import CellRuntime, Graph
 from jaxserve.core.errors import (
+    DeviceMemoryError,
     EngineFailedError,
     InvalidCellError,
     InvalidConfigError,
@@ -90,6 +91,8 @@ def unfold(item: Any) -> Graph:
         return Graph({"root": CELLS["root"](x=item.value, number=4, use=True)["x"]})
     if item in ("then raises", "then takes", "then returns"):
         return wrong_then(item)
+    if item == "then needs much":
+        return needs_much()
     if item == "missing":
         return Graph({"x": CELLS["embed"]()["x"]})
     if item == "nothing":
@@ -110,6 +113,17 @@ def search(state: int) -> Graph:
 
     states = [candidate["h"] for candidate in candidates]
     return Graph({"h": states}, then=then, keep=states)
+
+
+def needs_much() -> Graph:
+    """Return a graph whose `then` returns four nodes beside a value that was kept."""
+    first = CELLS["decoder"](token=1, h=0.0, bias=0.0)
+
+    def then(values: dict[str, np.ndarray]) -> Graph:
+        nodes = [CELLS["decoder"](token=t, h=first["h"], bias=0.0) for t in range(4)]
+        return Graph({"h": [node["h"] for node in nodes]})
+
+    return Graph({"h": first["h"]}, then=then, keep=[first["h"]])
 
 
 def wrong_then(kind: str) -> Graph:
@@ -254,6 +268,25 @@ def test_a_then_that_fails_ends_its_request(runtime: CellRuntime, kind, error, m
     assert failed["x"].shape == (SIZE,)
     check(Number(4.0), good)
     runtime.check_integrity()
+
+
+def test_more_searches_than_slots():
+    """Values that a `then` did not keep are freed, so requests that wait do not stop each other.
+
+    A request whose next graph needs more than there is ends alone.
+    """
+    items = [Search(number % len(STATES)) for number in range(12)]
+    items.insert(5, "then needs much")
+    memory = 6 * 136  # four slots for values of each shape
+    options = {"slot_memory": memory, "warmup": False, "progress": False}
+    with CellRuntime([CELLS["decoder"]], unfold, **options) as rt:
+        completions = rt.generate(items)
+        rt.check_integrity()
+    for item, completion in zip(items, completions, strict=True):
+        if isinstance(item, Search):
+            check(item, completion)
+        else:
+            assert isinstance(completion.error, DeviceMemoryError)
 
 
 def test_values_are_streamed(runtime: CellRuntime):

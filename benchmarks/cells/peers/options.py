@@ -36,7 +36,7 @@ class CellPeer:
 
     Attributes:
       variant: what the script should do, if it does several things.
-      max_batch: the most requests of a batch; None for the largest batch of the cells.
+      max_batch: the most requests of a batch; None for `max_batch_of` the application.
     """
 
     script: str
@@ -104,7 +104,7 @@ def run_peers(
         if not names:
             continue
         requests = requests_of(application)[: options.compare_requests]
-        weights: dict[str, Any] = random_weights(application, sizes, options.seed)
+        weights = random_weights(application, sizes, options.seed)
         with tempfile.TemporaryDirectory(prefix="jaxserve-cells-") as folder:
             np.savez(Path(folder) / "weights.npz", **weights)
             job = {
@@ -129,8 +129,8 @@ def run_peers(
                 pattern = "all" if rate is None else f"poisson:{rate}"
                 job["arrivals"] = arrival_times(len(requests), pattern, options.seed)
                 runs = _interleaved(
-                    contenders, peers, job, sizes, Path(folder), options.repeats, errors, record,
-                    f"{application}, {load}",
+                    contenders, peers, job, max_batch_of(requests, sizes), Path(folder),
+                    options.repeats, errors, record, f"{application}, {load}",
                 )  # fmt: skip
                 for name in (OURS, *names):
                     entry = {"application": application, "load": load, "rate": rate,
@@ -138,6 +138,11 @@ def run_peers(
                     empty = {"requests_per_s": None, "latency_s": None, "runs": []}
                     found.append({**entry, **(summary(runs[name]) if runs.get(name) else empty)})
     return found
+
+
+def max_batch_of(requests: Sequence[CellRequest], sizes: Sizes) -> int:
+    """Return the most requests of a batch that every cell of an application allows."""
+    return min(sizes.max_batch[cell] for request in requests for cell in request.counts())
 
 
 def any_failed(comparison: Sequence[Mapping[str, Any]] | None) -> bool:
@@ -162,14 +167,18 @@ def _interleaved(
     commands: Mapping[str, list[str]],
     peers: Mapping[str, CellPeer],
     job: Mapping[str, Any],
-    sizes: Sizes,
+    max_batch: int,
     folder: Path,
     repeats: int,
     errors: dict[str, str],
     record: Record,
     label: str,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the figures of every run; a system that fails does not run again."""
+    """Return the figures of every run; a system that fails does not run again.
+
+    Args:
+      max_batch: the most requests of a batch, of systems without a limit of their own.
+    """
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
     reference: list[list[float]] | None = None
     for number, name in in_turns(list(commands), repeats):
@@ -180,9 +189,8 @@ def _interleaved(
             continue
         print(f"{label}: {name}", file=sys.stderr)
         peer = peers.get(name)
-        most = min(sizes.max_batch.values()) if peer is None else peer.max_batch
-        own = {**job, "variant": peer.variant if peer else "",
-               "max_batch": most or min(sizes.max_batch.values())}  # fmt: skip
+        most = max_batch if peer is None else peer.max_batch or max_batch
+        own = {**job, "variant": peer.variant if peer else "", "max_batch": most}
         path = folder / "job.json"
         path.write_text(json.dumps(own), encoding="utf-8")
         try:

@@ -15,9 +15,6 @@ from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.policy import CellType, Task
 from jaxserve.core.errors import InvalidConfigError
 
-# Steps of a loop that are submitted together, without knowing which rows have ended.
-_LOOP_AHEAD = 5
-
 
 @final
 class Member:
@@ -122,11 +119,13 @@ class _Loop:
     Attributes:
       steps_left: of every row that has not ended, the steps that have not been submitted.
       num_rows: rows at its beginning.
+      has_begun: whether a step was submitted.
     """
 
     step: Step
     steps_left: dict[int, int]
     num_rows: int
+    has_begun: bool = False
 
     def drop(self, nodes: Iterable[int]) -> None:
         for node in nodes:
@@ -162,6 +161,10 @@ class GraphBatchScheduler:
 
     All requests of a batch leave together, at its end. A request that is cancelled while it runs
     stays as padding, since its graph is a part of the merged one.
+
+    A step of a loop is submitted when the one before it has completed, so none runs after the last
+    row has ended. The loops of the frameworks that are compared do the same on the host, or
+    decide it on the device. On a device the worker waits for the host between two steps.
     """
 
     wake_s = None
@@ -200,7 +203,7 @@ class GraphBatchScheduler:
             else:
                 tasks.append(_task(batch, step.type, step.nodes, worker, step.num_padding))
         if batch.loop is not None:
-            tasks += self._iterations(batch, batch.loop, worker)
+            tasks += self._iteration(batch, batch.loop, worker)
         if not tasks and batch.num_open == 0:
             # Only cancelled rows were left: the others leave with a task of padding.
             batch.loop = None
@@ -242,20 +245,20 @@ class GraphBatchScheduler:
         left = {node: max_steps[node] for node in step.nodes if node in max_steps}
         return _Loop(step, left, len(step.nodes) + step.num_padding)
 
-    def _iterations(self, batch: _Batch, loop: _Loop, worker: int) -> list[Task]:
-        """Return the next iterations of a loop; none if all have been submitted."""
-        tasks = []
-        while len(tasks) < _LOOP_AHEAD:
-            nodes = [node for node, steps in loop.steps_left.items() if steps]
-            if not nodes:
-                break
-            padding = loop.num_rows - len(nodes) if loop.step.keeps_rows else 0
-            tasks.append(_task(batch, loop.step.type, nodes, worker, padding))
-            for node in nodes:
-                loop.steps_left[node] -= 1
+    def _iteration(self, batch: _Batch, loop: _Loop, worker: int) -> list[Task]:
+        """Return the next step of a loop; none while another one runs, or after the last."""
+        if loop.has_begun and batch.num_open:
+            return []
+        loop.has_begun = True
+        nodes = [node for node, steps in loop.steps_left.items() if steps]
+        for node in nodes:
+            loop.steps_left[node] -= 1
         if not any(loop.steps_left.values()):
             loop.steps_left.clear()
-        return tasks
+        if not nodes:
+            return []
+        padding = loop.num_rows - len(nodes) if loop.step.keeps_rows else 0
+        return [_task(batch, loop.step.type, nodes, worker, padding)]
 
     def _cancel(self, worker: int, batch: _Batch, member: Member) -> None:
         member.is_cancelled = True

@@ -11,7 +11,7 @@ from benchmarks.cells.__main__ import capacity, main
 from benchmarks.cells.applications import SIZES, CellRequest, requests_of, simulated
 from benchmarks.cells.costs import ThesisCost, products
 from benchmarks.cells.figures_of import Served, compared, figures_of, is_saturated
-from benchmarks.cells.peers.options import peers_of
+from benchmarks.cells.peers.options import max_batch_of, peers_of
 from benchmarks.cells.peers.replay import Buckets, FirstCome, play
 from benchmarks.cells.playing import simulate
 from jaxserve.cells import BatchMaker
@@ -152,6 +152,13 @@ def test_options_are_checked(arguments, capsys):
     """What is unknown or asks for nothing is refused with exit code 2."""
     assert main(arguments) == 2
     assert "InvalidConfigError" in capsys.readouterr().err
+
+
+def test_peers_have_the_largest_batch_of_the_application():
+    """The cells of other applications do not limit it."""
+    lstm, seq2seq = CellRequest((1, 2)), CellRequest((1, 2), None, 3)
+    assert max_batch_of([lstm], SIZES["thesis"]) == 512
+    assert max_batch_of([seq2seq], SIZES["thesis"]) == 256
 
 
 def test_names_of_peers_and_groups():

@@ -93,8 +93,8 @@ def test_padded_decoders_run_until_the_last_row_has_ended():
     arrivals = [(0.0, translation(2, 9)), (0.0, translation(2, 9))]
     played = play(Padding(bucket_width=2), SEQ2SEQ, arrivals, steps_of={0: 2, 1: 4})
     loop = [size for size in sizes(played) if size[0] == 1]
-    # Five steps are submitted at a time, without knowing which rows have ended.
-    assert loop == [(1, 2, 0)] * 5 and played.ends == {0: 7, 1: 7}
+    # Each step is submitted when the one before it has completed.
+    assert loop == [(1, 2, 0)] * 2 + [(1, 1, 1)] * 2 and played.ends == {0: 6, 1: 6}
 
 
 def test_padding_refuses_trees():
