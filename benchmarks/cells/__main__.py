@@ -33,6 +33,7 @@ from benchmarks.common.output import arguments_of, command, record_parser, show
 from benchmarks.common.record import Record
 from benchmarks.common.repeats import add_repeats, in_turns, summary
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.sizes import parse_bytes
 from jaxserve.workload import treebank
 from jaxserve.workload.arrivals import arrival_times
 from jaxserve.workload.sentences import LONGEST, SentenceLengths
@@ -120,8 +121,12 @@ def _chosen(options: argparse.Namespace) -> list[str]:
     ):  # fmt: skip
         if unknown:
             raise InvalidConfigError(f"{unknown} are unknown; pass some of {', '.join(known)}")
-    if options.num_requests < 1:
-        raise InvalidConfigError(f"--num-requests {options.num_requests} must be at least 1")
+    for name in ("num_requests", "compare_requests", "workers", "longest", "length"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise InvalidConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    parse_bytes(options.slot_memory)
+    _shares(options)
     in_turns([], options.repeats)
     if options.costs == "none" and not options.measured and options.compare is None:
         raise InvalidConfigError("nothing is to be done; pass --costs, --measured or --compare")
@@ -235,14 +240,16 @@ def _sweep(
         name for name in given or contenders.contenders_of(application)
         if name in (*contenders.contenders_of(application), "one_at_a_time")
     ]  # fmt: skip
-    shares = [float(share) for share in options.shares.split(",")] if options.shares else _SHARES
+    shares = _shares(options)
     for rate in (None, *(share * most for share in shares)):
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        is_spent = False
         for _, name in in_turns(names, repeats):
             label = f"{application}, {how}, {name}, {pattern(rate)}"
-            if record.is_spent:
+            is_spent = record.is_spent
+            if is_spent:
                 record.skip(label)
-                return
+                break
             print(label, file=sys.stderr)
             try:
                 runs[name].append(play(name, rate))
@@ -253,8 +260,27 @@ def _sweep(
         record.result["points"] += points
         record.save()
         names = [point["policy"] for point in points if not is_saturated(point)]
-        if not names:
+        if is_spent or not names:
             return
+
+
+def _shares(options: argparse.Namespace) -> Sequence[float]:
+    """Return the shares of `--shares`.
+
+    Raises:
+      InvalidConfigError: one of them is not a number above 0.
+    """
+    if not options.shares:
+        return _SHARES
+    try:
+        shares = [float(share) for share in options.shares.split(",")]
+    except ValueError:
+        shares = [0.0]
+    if min(shares) <= 0:
+        raise InvalidConfigError(
+            f"--shares {options.shares} is not allowed; pass numbers above 0, with commas"
+        )
+    return shares
 
 
 def pattern(rate: float | None) -> str:
@@ -310,7 +336,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--measured", action="store_true", help="also run on the device")
     add("--workers", type=int, default=1, help="devices of the simulation")
-    add("--slot-memory", default="64MiB", help="of live values on the device")
+    add(
+        "--slot-memory",
+        default="256MiB",
+        help="of live values on the device; with less, requests wait for slots, which policies do "
+        "not see",
+    )
     add("--policies", default=None, help="with commas; by default those of the thesis")
     add("--shares", default=None,
         help="rates, as shares of the rate with full batches alone, with commas")  # fmt: skip

@@ -144,7 +144,8 @@ class Part:
         self.before = None
 
     def deliver(self, value: int, array: np.ndarray, now_s: float) -> None:
-        """Take a value of the graph that it returns."""
+        """Take a value of the graph that it returns; a copy, since `array` may be a row of many."""
+        array = array.copy()
         for wanted in self._wanted[value]:
             if wanted.is_steps:
                 continue
@@ -159,6 +160,7 @@ class Part:
         """Take an emitted output of a loop's next step, if the graph returns it."""
         for wanted in self._wanted.get(value, ()):
             if wanted.is_steps:
+                array = array.copy()
                 steps = self._steps[wanted.name]
                 steps.append(array)
                 self.answer.show(

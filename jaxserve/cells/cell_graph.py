@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TypeAlias, final
 
 _Edges: TypeAlias = "tuple[tuple[int, ...], ...]"
+# See `CellGraph`.
+_Structure: TypeAlias = "tuple[tuple[int, ...], _Edges, tuple[int, ...], frozenset[int]]"
 
 
 @final
@@ -130,15 +134,41 @@ class Subgraph:
         self.num_dependencies = num_dependencies
 
 
-@lru_cache(maxsize=4096)
+@final
+class _Structures:
+    """The structures of the newest graphs, at most `max_nodes` nodes of them. It is thread-safe."""
+
+    def __init__(self, max_nodes: int):
+        self._max_nodes = max_nodes
+        self._num_nodes = 0
+        self._graphs: OrderedDict[_Structure, CellGraph] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, structure: _Structure) -> CellGraph:
+        """Return the graph of a structure."""
+        with self._lock:
+            found = self._graphs.get(structure)
+            if found is None:
+                found = self._graphs[structure] = CellGraph(*structure)
+                self._num_nodes += len(found)
+                while self._num_nodes > self._max_nodes:
+                    self._num_nodes -= len(self._graphs.popitem(last=False)[1])
+            else:
+                self._graphs.move_to_end(structure)
+            return found
+
+
+_structures = _Structures(1 << 18)
+
+
 def cell_graph(
     types: tuple[int, ...],
     predecessors: _Edges,
     max_steps: tuple[int, ...],
     loop_types: frozenset[int] = frozenset(),
 ) -> CellGraph:
-    """Return the graph of a structure, the same object for the same structure."""
-    return CellGraph(types, predecessors, max_steps, loop_types)
+    """Return the graph of a structure; the same object as before if it was used lately."""
+    return _structures.find((types, predecessors, max_steps, loop_types))
 
 
 def chain_graph(type: int, num_nodes: int) -> CellGraph:

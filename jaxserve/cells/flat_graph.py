@@ -116,8 +116,8 @@ class _Flattener:
         self._predecessors: list[tuple[int, ...]] = []
         self._words = np.zeros((len(graph.nodes), max(1, layout.max_words)), np.int32)
         self._constants: list[tuple[int, np.ndarray]] = []
-        # Codes of large constants by the array's identity.
-        self._codes: dict[tuple[int, int], int] = {}
+        # Codes of large constants by pool and content.
+        self._codes: dict[tuple[int, bytes], int] = {}
         self._kept: dict[int, int] = {}
         self._types_of: dict[int, TypeLayout] = {}
 
@@ -221,7 +221,7 @@ class _Flattener:
         return FIRST_KEPT - self._kept.setdefault(known, len(self._kept))
 
     def _constant_code(self, pool: int, value: np.ndarray) -> int:
-        key = pool, id(value)
+        key = pool, value.tobytes()
         code = self._codes.get(key)
         if code is None:
             if value.any():

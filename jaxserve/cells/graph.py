@@ -92,8 +92,13 @@ class Graph:
 
         Raises:
           CyclicGraphError: nodes depend on each other.
-          InvalidGraphError: an index is not one of a node; or a subclass, as in a cell's call.
+          InvalidGraphError: an index is not one of a node, or there are more or fewer inputs than
+            cells; or a subclass, as in a cell's call.
         """
+        if len(cells) != len(inputs):
+            raise InvalidGraphError(
+                f"{len(cells)} cells and the inputs of {len(inputs)} nodes were given; pass as many"
+            )
         if len(cells) > max_nodes:
             raise TooManyNodesError(_too_many(f"{len(cells)}", max_nodes))
         nodes: list[Node | None] = [None] * len(cells)
@@ -103,6 +108,8 @@ class Graph:
                 nodes[index] = cells[index](**given)
             except (MissingInputError, UnknownInputError, InputMismatchError) as error:
                 raise type(error)(f"node {index}: {error}") from error
+        for name, value in outputs.items():
+            _check_index(f"output {name!r}", value[0], len(nodes))
         found = {name: _resolved(value, nodes) for name, value in outputs.items()}
         return cls(found, max_nodes=max_nodes)
 
@@ -176,6 +183,13 @@ def _resolved(value: Any, nodes: Sequence[Node | None]) -> Any:
     return node[name]
 
 
+def _check_index(what: str, index: int, num_nodes: int) -> None:
+    if not 0 <= index < num_nodes:
+        raise InvalidGraphError(
+            f"{what} is of node {index}; the graph has the nodes 0 to {num_nodes - 1}"
+        )
+
+
 def _order(inputs: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the indices of nodes, dependencies first."""
     num_left = [0] * len(inputs)
@@ -184,11 +198,7 @@ def _order(inputs: Sequence[Mapping[str, Any]]) -> list[int]:
         for name, value in given.items():
             if not isinstance(value, tuple):
                 continue
-            if not 0 <= value[0] < len(inputs):
-                raise InvalidGraphError(
-                    f"node {index}: input {name!r} is of node {value[0]}; the graph has the nodes "
-                    f"0 to {len(inputs) - 1}"
-                )
+            _check_index(f"node {index}: input {name!r}", value[0], len(inputs))
             num_left[index] += 1
             successors[value[0]].append(index)
     order = [index for index, num in enumerate(num_left) if num == 0]

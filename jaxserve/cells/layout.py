@@ -81,7 +81,8 @@ class Layout:
       max_inputs, max_words: of a type.
 
     Raises:
-      InvalidCellError: two cells of one type differ in priority or sizes, or there is no cell.
+      InvalidCellError: two cells of one type differ in priority, sizes or signature, or there is
+        no cell.
     """
 
     def __init__(self, cells: Sequence[BaseCell]):
@@ -95,6 +96,11 @@ class Layout:
                 raise InvalidCellError(
                     f"cells {known.name!r} and {cell.name!r} have the same module and signature, "
                     "and different priorities or batch_sizes; pass one of them"
+                )
+            if (known.inputs, known.outputs) != (cell.inputs, cell.outputs):
+                raise InvalidCellError(
+                    f"two cells are named {cell.name!r} and have different inputs or outputs; pass "
+                    "different names"
                 )
         self.types = tuple(self._layout(i, cell) for i, cell in enumerate(distinct.values()))
         self.loop_types = frozenset(t.index for t in self.types if t.is_loop)
@@ -112,6 +118,20 @@ class Layout:
             CellType(t.cell.name, t.cell.priority, t.cell.batch_sizes, t.is_loop)
             for t in self.types
         )
+
+    def require_names(self) -> None:
+        """Check that every type has a name of its own, for what is kept by name, such as costs.
+
+        Raises:
+          InvalidCellError
+        """
+        names = [t.cell.name for t in self.types]
+        shared = sorted({name for name in names if names.count(name) > 1})
+        if shared:
+            raise InvalidCellError(
+                f"several cells are named {shared[0]!r}, and their times are kept by name; pass "
+                "each a name of its own"
+            )
 
     def _layout(self, index: int, cell: BaseCell) -> TypeLayout:
         words: list[range | None] = []

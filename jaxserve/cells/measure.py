@@ -12,6 +12,7 @@ from jaxserve.cells.base import BaseCell
 from jaxserve.cells.device import DeviceCells
 from jaxserve.cells.layout import NUM_RESERVED_SLOTS, Layout
 from jaxserve.cells.simulation import MeasuredCost
+from jaxserve.core.errors import InvalidConfigError
 
 # Calls of an executable before those that are timed, the first of which compiles.
 _NUM_UNTIMED = 2
@@ -35,8 +36,16 @@ def measure_cells(
       device: a device of JAX; by default its first.
       max_fused: tasks of one call, as of the runtime that is to be predicted.
       host_per_call_s, host_per_task_s: see `MeasuredCost`; they are not measured here.
+
+    Raises:
+      InvalidCellError: two cells have one name.
+      InvalidConfigError: an option is not allowed.
     """
+    for name, value in (("max_fused", max_fused), ("num_calls", num_calls)):
+        if value < 1:
+            raise InvalidConfigError(f"{name}={value} is not allowed; pass at least 1")
     layout = Layout(cells)
+    layout.require_names()
     executor = DeviceCells(
         layout,
         jax.devices()[:1] if device is None else [device],

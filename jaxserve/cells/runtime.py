@@ -44,6 +44,8 @@ from jaxserve.execution.warmup import enable_compilation_cache
 # More slots than this are of no use: the host's work on so many live values takes longer.
 _MAX_SLOTS = 1 << 16
 _OWN_IDS = "cells-"
+# Inputs that are unfolded before the first of them runs.
+_CHUNK = 64
 
 
 @final
@@ -90,9 +92,15 @@ class CellRuntime:
         progress: bool = True,
         wrap_executor: Callable[[CompilingExecutor], CompilingExecutor] | None = None,
     ):
-        for name, value in (("max_in_flight", max_in_flight), ("max_nodes", max_nodes)):
+        for name, value in (
+            ("max_in_flight", max_in_flight),
+            ("max_tasks_to_submit", max_tasks_to_submit),
+            ("max_nodes", max_nodes),
+        ):
             if value < 1:
                 raise InvalidConfigError(f"{name}={value} is not allowed; pass at least 1")
+        if devices is not None and not devices:
+            raise InvalidConfigError("devices is empty; pass at least one device, or leave it out")
         self.unfold = unfold
         self.progress = progress
         enable_compilation_cache()
@@ -236,7 +244,11 @@ class CellRuntime:
         self._loop.ask(self._engine.check_integrity)
 
     def close(self) -> None:
-        """Cancel every request and free the slots, but not the parameters."""
+        """Cancel every request and free the slots, but not the parameters.
+
+        On the runtime's own thread it returns before that, and they end when the thread's current
+        step is over.
+        """
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -246,13 +258,26 @@ class CellRuntime:
         self.close()
 
     def _submit_all(self, inputs: Iterable[Any]) -> list[PendingRequest[CellCompletion]]:
+        """Submit inputs, of which the first run while later ones are unfolded."""
         self._check_may_wait()
         self._loop.check()
+        pending: list[PendingRequest[CellCompletion]] = []
+        left = iter(inputs)
+        try:
+            while some := list(itertools.islice(left, _CHUNK)):
+                pending += self._submit_some(some)
+        except BaseException:
+            for one in pending:
+                one.cancel()
+            raise
+        return pending
+
+    def _submit_some(self, inputs: Sequence[Any]) -> list[PendingRequest[CellCompletion]]:
         answers = []
         for input in inputs:
             try:
                 answers.append(self._answer(input, None, None))
-            except InvalidRequestError as error:
+            except JaxserveError as error:
                 answers.append(error)
         accepted = [answer for answer in answers if isinstance(answer, CellAnswer)]
         pending = iter(self._hand_over(accepted))
@@ -361,6 +386,9 @@ def _wait(pending: Sequence[PendingRequest[CellCompletion]], *, progress: bool) 
 
 def _close(loop: DeviceLoop[CellAnswer], executor: CompilingExecutor) -> None:
     loop.close()
+    if loop.is_here:  # the step that called this may still use the executor
+        threading.Thread(target=_close, args=(loop, executor), name="jaxserve-cells-close").start()
+        return
     executor.close()
 
 

@@ -18,6 +18,7 @@ from jaxserve.cells.results import CellCompletion
 from jaxserve.cells.simulated import LoopLength, SimulatedCells, TaskCost
 from jaxserve.cells.stats import CellStats
 from jaxserve.core.clock import VirtualClock
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.engine.recorder import Records
 
 
@@ -83,7 +84,19 @@ def simulate_cells(
       max_tasks_to_submit: most tasks of one type and size that one call runs, as of a
         `CellRuntime`; pass the policy's own.
       loop_length: when loops end; by default at their `max_steps`.
+
+    Raises:
+      InvalidCellError: two cells have one name.
+      InvalidConfigError: an option is not allowed.
     """
+    layout.require_names()
+    for name, value in (
+        ("num_workers", num_workers),
+        ("max_in_flight", max_in_flight),
+        ("max_tasks_to_submit", max_tasks_to_submit),
+    ):
+        if value < 1:
+            raise InvalidConfigError(f"{name}={value} is not allowed; pass at least 1")
     clock = VirtualClock()
     executor = SimulatedCells(
         layout,

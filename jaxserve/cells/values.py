@@ -53,11 +53,15 @@ def as_constant(value: Any, spec: ValueSpec) -> np.ndarray | None:
     """Return a constant as an array of the spec; None if it does not fit.
 
     A number fits every shape if its dtype keeps its value: an int fits an integer dtype that holds
-    it, and every float dtype. An array must have the spec's shape and dtype.
+    it, and every float dtype. An array must have the spec's shape and dtype. One that may be
+    written to is copied, so that its owner may use it for the next node.
     """
     if isinstance(value, np.ndarray | np.generic):
         fits = value.shape == spec.shape and value.dtype == spec.dtype
-        return np.asarray(value) if fits else None
+        if not fits:
+            return None
+        array = np.asarray(value)
+        return array.copy() if array.flags.writeable else array
     if not isinstance(value, bool | int | float):
         return None
     kind = spec.dtype.kind

@@ -8,8 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from jaxserve.cells import Graph
+from jaxserve.cells import Graph, SimulatedCell
 from jaxserve.cells.flat_graph import flatten
+from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import (
     CyclicGraphError,
     EmptyGraphError,
@@ -100,6 +101,10 @@ def test_a_cycle_is_found():
         Graph.from_edges([merge], [{"left": (7, "h"), "right": 0.0}], {"h": (0, "h")})
     with pytest.raises(MissingInputError, match="node 0: "):
         Graph.from_edges([merge], [{"left": 0.0}], {"h": (0, "h")})
+    with pytest.raises(InvalidGraphError, match="output 'h' is of node 1"):
+        Graph.from_edges([merge], [{"left": 0.0, "right": 0.0}], {"h": (1, "h")})
+    with pytest.raises(InvalidGraphError, match="1 cells and the inputs of 0"):
+        Graph.from_edges([merge], [], {"h": (0, "h")})
 
 
 def test_a_graph_of_edges_is_that_of_calls():
@@ -159,14 +164,28 @@ def test_cells_of_one_type_agree():
         layout_of(chain_cell(), chain_cell(priority=1))
 
 
+def test_constants_are_those_of_the_call():
+    """An array that is filled again for the next node gives each node its own values."""
+    spec = ValueSpec((20,), np.dtype(np.float32))
+    cell = SimulatedCell("large", {"x": spec, "h": spec}, {"h": spec})
+    buffer, node = np.zeros(20, np.float32), None
+    for number in (1, 2, 1, 0):
+        buffer[:] = number
+        node = cell(x=buffer, h=0.0 if node is None else node["h"])
+    assert node is not None
+    flat = flatten(Graph({"h": node["h"]}), layout_of(cell), max_nodes=9)
+    # Equal ones share a slot, and zeros need none.
+    assert [array[0] for _, array in flat.constants] == [1, 2]
+    assert flat.num_slots.tolist() == [3]
+
+
 def test_constants_are_stored_once():
-    """Equal objects share a slot, and zeros need none."""
+    """Small constants travel with the task."""
     cell = merge_cell()
     given = np.ones(4, np.float32)
     first = cell(left=given, right=np.zeros(4, np.float32))
     graph = Graph(outputs={"h": cell(left=first["h"], right=given)["h"]})
     flat = flatten(graph, layout_of(cell), max_nodes=9)
-    # 16 bytes travel with the task.
     assert flat.constants == ()
     assert len(flat.graph.subgraphs) == 1
 

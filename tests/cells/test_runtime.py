@@ -12,9 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.cells import CellRuntime, Graph
+from jaxserve.cells import BatchMaker, CellRuntime, Graph
 from jaxserve.core.errors import (
     DeviceMemoryError,
+    DownloadError,
     EngineFailedError,
     InvalidCellError,
     InvalidConfigError,
@@ -97,6 +98,8 @@ def unfold(item: Any) -> Graph:
         return Graph({"x": CELLS["embed"]()["x"]})
     if item == "nothing":
         return item
+    if item == "no file":
+        raise DownloadError("no file")
     raise KeyError(item)
 
 
@@ -230,9 +233,12 @@ def test_nothing_compiles_after_the_warm_up(runtime: CellRuntime):
 
 def test_bad_input_fails_alone(runtime: CellRuntime):
     """Each has its own typed error, and the neighbours are right."""
-    good = random_items(6, 2)
-    bad = ["missing", "nothing", "unknown", Number(-1.0), Sentence((1,) * 500)]
-    errors = [MissingInputError, InvalidGraphError, UnfoldError, NumericalError, TooManyNodesError]
+    good = random_items(7, 2)
+    bad = ["missing", "nothing", "unknown", Number(-1.0), Sentence((1,) * 500), "no file"]
+    errors = [
+        *(MissingInputError, InvalidGraphError, UnfoldError, NumericalError, TooManyNodesError),
+        DownloadError,
+    ]
     mixed = [item for pair in zip(good, [*bad, Number(-4.0)], strict=True) for item in pair]
     completions = runtime.generate(mixed)
     for item, completion in zip(good, completions[::2], strict=True):
@@ -375,6 +381,37 @@ def test_several_devices():
         rt.check_integrity()
 
 
+def test_inputs_run_while_others_are_unfolded():
+    """A batch is handed over in chunks, and one whose inputs end with an error is cancelled."""
+    has_run = threading.Event()
+
+    def then(values: dict[str, np.ndarray]) -> Any:
+        has_run.set()
+        return values
+
+    def inputs() -> Iterator[int]:
+        yield from range(64)
+        assert has_run.wait(60)
+        raise OSError("no more inputs")
+
+    def embedded(token: int) -> Graph:
+        return Graph({"x": CELLS["embed"](token=token % 5)["x"]}, then=then)
+
+    with CellRuntime([CELLS["embed"]], embedded, warmup=False, progress=False) as rt:
+        with pytest.raises(OSError, match="no more"):
+            rt.generate(inputs())
+        assert rt.generate([1])[0].error is None
+
+
+def test_a_callback_may_close_the_runtime():
+    """Requests that have not ended are cancelled."""
+    rt = CellRuntime([CELLS["embed"], CELLS["recurrent"]], unfold, warmup=False, progress=False)
+    others = [rt.submit(Sentence((1,) * 30)) for _ in range(3)]
+    first = rt.submit(Sentence((1, 2)), on_piece=lambda piece: rt.close())
+    assert first.result(60).finish_reason == "stop"
+    assert {one.result(60).finish_reason for one in others} <= {"stop", "cancelled"}
+
+
 def test_close_ends_everything():
     """Requests that have begun are cancelled, and later calls raise."""
     rt = CellRuntime([CELLS["embed"], CELLS["recurrent"]], unfold, warmup=False)
@@ -414,7 +451,10 @@ def test_a_failed_device_fails_all():
 def test_options_are_checked():
     """Each bad option has an error that names it."""
     cells = [CELLS["embed"]]
-    for options in ({"max_in_flight": 0}, {"max_nodes": 0}, {"max_tasks_to_submit": 0}):
+    for options in (
+        *({"max_in_flight": 0}, {"max_nodes": 0}, {"devices": []}),
+        {"max_tasks_to_submit": 0, "policy": BatchMaker()},
+    ):
         with pytest.raises(InvalidConfigError, match=next(iter(options))):
             CellRuntime(cells, unfold, warmup=False, **options)
     with pytest.raises(InvalidConfigError, match="slot_memory"):

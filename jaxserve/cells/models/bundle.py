@@ -16,7 +16,8 @@ from jaxserve.core.errors import EmptyGraphError, TokenOutOfRangeError
 class CellModel:
     """Cells, and the function that unfolds an input into a graph of them.
 
-    model = lstm_model(TokenLSTM(vocab_size=30_000, embed_size=256, hidden_size=256))
+    rngs = nnx.Rngs(0)
+    model = sequence_model(Embedded(LSTM(256, 256, rngs=rngs), 30_000, rngs=rngs))
     with CellRuntime(model.cells, model.unfold) as rt:
         rt.generate([[1, 2, 3], [4, 5]])
     """

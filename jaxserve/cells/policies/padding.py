@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import final
+from typing import TypeAlias, final
+from weakref import WeakKeyDictionary
 
 from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.policies.graph_batches import (
@@ -17,6 +17,9 @@ from jaxserve.cells.policies.graph_batches import (
 )
 from jaxserve.cells.policy import CellType
 from jaxserve.core.errors import InvalidConfigError, InvalidGraphError
+
+# The parts of a chain: a type, and the nodes in a row of this type.
+_Parts: TypeAlias = "tuple[tuple[int, tuple[int, ...]], ...]"
 
 
 @final
@@ -64,22 +67,30 @@ class Padding:
         most = min(type.max_batch for type in types)
         max_graphs = most if self.max_graphs is None else min(self.max_graphs, most)
 
+        parts_of: WeakKeyDictionary[CellGraph, _Parts] = WeakKeyDictionary()
+
+        def parts(graph: CellGraph) -> _Parts:
+            found = parts_of.get(graph)
+            if found is None:
+                found = parts_of[graph] = _parts(graph, is_loop)
+            return found
+
         def bucket_of(graph: CellGraph) -> tuple[tuple[int, int], ...]:
             return tuple(
                 (type, 1 if is_loop[type] else -(-len(nodes) // width))
-                for type, nodes in _parts(graph, is_loop)
+                for type, nodes in parts(graph)
             )
 
         def padded(members: Sequence[Member], types: Sequence[CellType]) -> list[Step]:
-            rows = [(member.first, _parts(member.graph, is_loop)) for member in members]
+            rows = [(member.first, parts(member.graph)) for member in members]
             steps = []
             for index, (type, number) in enumerate(bucket_of(members[0].graph)):
-                longest = max(len(parts[index][1]) for _, parts in rows)
+                longest = max(len(own[index][1]) for _, own in rows)
                 for place in range(longest if self.to_longest or is_loop[type] else number * width):
                     nodes = [
-                        first + parts[index][1][place]
-                        for first, parts in rows
-                        if place < len(parts[index][1])
+                        first + own[index][1][place]
+                        for first, own in rows
+                        if place < len(own[index][1])
                     ]
                     padding = len(rows) - len(nodes)
                     steps.append(Step(type, nodes, padding, keeps_rows=is_loop[type]))
@@ -89,9 +100,8 @@ class Padding:
         return GraphBatchScheduler(types, num_workers, waiting, padded)
 
 
-@lru_cache(maxsize=4096)
-def _parts(graph: CellGraph, is_loop: tuple[bool, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return the parts of a chain: a type and the nodes in a row of this type; each loop is one.
+def _parts(graph: CellGraph, is_loop: tuple[bool, ...]) -> _Parts:
+    """Return the parts of a chain; each loop is one.
 
     Raises:
       InvalidGraphError: the graph is not a chain.

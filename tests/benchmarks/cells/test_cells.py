@@ -14,6 +14,7 @@ from benchmarks.cells.figures_of import Served, compared, figures_of, is_saturat
 from benchmarks.cells.peers.options import max_batch_of, peers_of
 from benchmarks.cells.peers.replay import Buckets, FirstCome, play
 from benchmarks.cells.playing import simulate
+from benchmarks.common.record import Record
 from jaxserve.cells import BatchMaker
 from jaxserve.cells.policies import GraphMerging, Padding
 from jaxserve.core.errors import InvalidConfigError
@@ -127,6 +128,16 @@ def test_a_spent_budget_skips_runs(capsys):
     assert result["points"] == [] and len(result["skipped"]) == 1
 
 
+def test_runs_before_the_budget_was_spent_are_kept(monkeypatch, capsys):
+    """Of a rate that was not finished, too."""
+    spent = iter([False, True])
+    monkeypatch.setattr(Record, "is_spent", property(lambda _: next(spent)))
+    assert main(["--applications", "lstm", "--num-requests", "10"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [point["policy"] for point in result["points"]] == ["batchmaker"]
+    assert len(result["skipped"]) == 1
+
+
 def test_requests_have_what_policies_must_not_know():
     """Answers of Seq2Seq have lengths within the most steps, and trees have their words."""
     requests = requests_of("seq2seq", [3, 20, 7], vocab_size=50, seed=1)
@@ -146,6 +157,8 @@ def test_requests_have_what_policies_must_not_know():
         ["--compare", "fastest"],
         ["--costs", "none"],
         ["--num-requests", "0"],
+        ["--workers", "0"],
+        ["--shares", "0.1,much"],
     ],
 )
 def test_options_are_checked(arguments, capsys):
