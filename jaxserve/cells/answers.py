@@ -139,6 +139,10 @@ class Part:
         self.key = key
         self.first_row = first_row
 
+    def reserve(self, num_slots: np.ndarray) -> None:
+        """Take note of the slots that are reserved for it from now on."""
+        self.num_slots = num_slots
+
     def detach(self) -> None:
         """Forget the part before it, whose values it does not take any more."""
         self.before = None

@@ -382,7 +382,7 @@ class CellEngine:
         num_slots = np.bincount(graph.pools[list(kept)], minlength=len(graph.num_slots))
         self._executor.shrink(graph, part.first_row, kept)
         self._free_slots += part.num_slots - num_slots
-        part.num_slots = num_slots
+        part.reserve(num_slots)
 
     def _remove(self, part: Part) -> None:
         """Drop a part's values now, and its ids when no task in flight names them."""

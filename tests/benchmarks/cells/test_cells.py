@@ -14,7 +14,6 @@ from benchmarks.cells.figures_of import Served, compared, figures_of, is_saturat
 from benchmarks.cells.peers.options import max_batch_of, peers_of
 from benchmarks.cells.peers.replay import Buckets, FirstCome, play
 from benchmarks.cells.playing import simulate
-from benchmarks.common.record import Record
 from jaxserve.cells import BatchMaker
 from jaxserve.cells.policies import GraphMerging, Padding
 from jaxserve.core.errors import InvalidConfigError
@@ -126,16 +125,6 @@ def test_a_spent_budget_skips_runs(capsys):
     assert main(["--applications", "lstm", "--num-requests", "10", "--budget", "0"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["points"] == [] and len(result["skipped"]) == 1
-
-
-def test_runs_before_the_budget_was_spent_are_kept(monkeypatch, capsys):
-    """Of a rate that was not finished, too."""
-    spent = iter([False, True])
-    monkeypatch.setattr(Record, "is_spent", property(lambda _: next(spent)))
-    assert main(["--applications", "lstm", "--num-requests", "10"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert [point["policy"] for point in result["points"]] == ["batchmaker"]
-    assert len(result["skipped"]) == 1
 
 
 def test_requests_have_what_policies_must_not_know():
