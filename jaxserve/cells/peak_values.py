@@ -28,24 +28,29 @@ def peak_values(
     live until the graph is removed.
     """
     num_nodes = len(graph)
-    held = (uses > 0) & (pools >= 0)
-    takes = sources >= 0
-    takes[np.isin(graph.types, list(graph.loop_types))] = False
-    takers, values = np.nonzero(takes)[0], sources[takes]
-    first, last = np.full(len(uses), -1), np.full(len(uses), -2)
-    first[values[::-1]] = takers[::-1]
+    held = np.flatnonzero(uses > 0)
+    takers, places = np.nonzero(sources >= 0)
+    if graph.loop_types:
+        is_step = np.array([type not in graph.loop_types for type in graph.types])[takers]
+        takers, places = takers[is_step], places[is_step]
+    values = sources[takers, places]
+    num_taken = np.bincount(values, minlength=len(uses))
+    is_freed = num_taken == uses
+    last = np.zeros(len(uses), np.int64)
     last[values] = takers  # of equal indices the last assignment counts
-    is_freed = held & (first == last) & (np.bincount(values, minlength=len(uses)) == uses)
+    is_freed[values[last[values] != takers]] = False
     is_freed[num_nodes * stride :] = False
-    after = [others[0] if others else -1 for others in graph.successors]
+    after = [-1] * num_nodes
+    for node, before in enumerate(graph.predecessors):
+        for other in before:
+            after[other] = node
     peaks = np.zeros(num_pools, np.int64)
-    for pool in np.unique(pools[held]).tolist():
-        mine = np.flatnonzero(held & (pools == pool))
-        rows = mine // stride
-        num_constants = int((rows >= num_nodes).sum())
-        net = np.bincount(rows[rows < num_nodes], minlength=num_nodes)
-        net -= np.bincount(last[mine[is_freed[mine]]], minlength=num_nodes)
-        peaks[pool] = num_constants + _largest_sum(net.tolist(), after)
+    held_pools = pools[held]
+    for pool in set(held_pools.tolist()):
+        mine = held[held_pools == pool]
+        net = np.bincount(mine // stride, minlength=num_nodes)
+        np.subtract.at(net, last[mine[is_freed[mine]]], 1)
+        peaks[pool] = net[num_nodes:].sum() + _largest_sum(net[:num_nodes].tolist(), after)
     return peaks
 
 
