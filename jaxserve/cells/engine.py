@@ -10,6 +10,7 @@ from typing import final
 
 import numpy as np
 
+from jaxserve.cells import failures
 from jaxserve.cells.answers import CellAnswer, Part
 from jaxserve.cells.executor import CellExecutor, CellHandle, TaskResults
 from jaxserve.cells.flat_graph import flatten
@@ -20,13 +21,7 @@ from jaxserve.cells.recorder import CellRecorder
 from jaxserve.cells.results import CellCompletion
 from jaxserve.cells.stats import CellStats
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import (
-    DeviceMemoryError,
-    JaxserveError,
-    NumericalError,
-    TooManyNodesError,
-    UnfoldError,
-)
+from jaxserve.core.errors import JaxserveError, TooManyNodesError
 from jaxserve.core.request import FinishReason
 
 
@@ -193,14 +188,7 @@ class CellEngine:
 
         Any thread may call it.
         """
-        allowed = self._executor.num_slots
-        for pool in np.flatnonzero(num_slots > allowed).tolist():
-            return TooManyNodesError(
-                f"the graph may have {num_slots[pool]} live values {self._layout.pools[pool]}, and "
-                f"a device has {allowed[pool]} slots for them; pass a shorter input, or create the "
-                "runtime with more slot_memory"
-            )
-        return None
+        return failures.too_many_values(self._layout, num_slots, self._executor.num_slots)
 
     def _submit(self, worker: int) -> bool:
         """Submit the tasks that the policy has for a worker now; return whether it has any."""
@@ -244,15 +232,7 @@ class CellEngine:
                 raise AssertionError("nodes are left, but the policy schedules none")
         elif self._waiting:
             part = next(part for part in self._waiting if part.before is not None)
-            self._end(
-                part,
-                "error",
-                DeviceMemoryError(
-                    f"request {part.answer.id}: its next graph needs more slots than are free, and "
-                    "all others are kept by requests whose `then` returned further graphs; pass "
-                    "more slot_memory, or submit fewer at a time"
-                ),
-            )
+            self._end(part, "error", failures.no_free_slots(part))
 
     # ---- results ----
 
@@ -272,7 +252,7 @@ class CellEngine:
         for node in results.not_finite:
             part = self._part_of[node]
             if part is not None:
-                self._end(part, "error", self._numerical_error(part, node))
+                self._end(part, "error", failures.not_finite(part, node, self._layout))
         finished: list[int] = []
         for task, ended in zip(handle.tasks, results.ended, strict=True):
             self.recorder.collected(task, now_s)
@@ -330,25 +310,12 @@ class CellEngine:
             self._end(part, "error", error)
             return
         except Exception as error:
-            failure = UnfoldError(
-                f"request {part.answer.id}: its `then` raised {type(error).__name__}: {error}; it "
-                "must return a Graph or the values"
-            )
-            failure.__cause__ = error
-            self._end(part, "error", failure)
+            self._end(part, "error", failures.then_failed(part, error))
             return
         self._shrink(part, flat.kept)
         follower = Part(part.answer, flat, part)
         self._of_request[part.answer.id] = follower
         self._waiting.appendleft(follower)
-
-    def _numerical_error(self, part: Part, node: int) -> NumericalError:
-        number = node - part.first_row
-        cell = self._layout.types[part.graph.graph.types[number]].cell
-        return NumericalError(
-            f"request {part.answer.id}: node {number} (cell {cell.name!r}) returned NaN or "
-            "infinite values; check the input and the cell's parameters"
-        )
 
     def _end(
         self,

@@ -1,0 +1,60 @@
+"""The errors with which a cell engine ends requests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.cells.answers import Part
+from jaxserve.cells.layout import Layout
+from jaxserve.core.errors import (
+    DeviceMemoryError,
+    NumericalError,
+    TooManyNodesError,
+    UnfoldError,
+)
+
+
+def too_many_values(
+    layout: Layout, num_slots: np.ndarray, allowed: np.ndarray
+) -> TooManyNodesError | None:
+    """Return the error for a graph that needs more slots than a device has; None for others.
+
+    Args:
+      num_slots, allowed: int64 [pools].
+    """
+    for pool in np.flatnonzero(num_slots > allowed).tolist():
+        return TooManyNodesError(
+            f"the graph may have {num_slots[pool]} live values {layout.pools[pool]}, and a device "
+            f"has {allowed[pool]} slots for them; pass a shorter input, or create the runtime with "
+            "more slot_memory"
+        )
+    return None
+
+
+def no_free_slots(part: Part) -> DeviceMemoryError:
+    """Return the error for a part that would wait for ever."""
+    return DeviceMemoryError(
+        f"request {part.answer.id}: its next graph needs more slots than are free, and all others "
+        "are kept by requests whose `then` returned further graphs; pass more slot_memory, or "
+        "submit fewer at a time"
+    )
+
+
+def not_finite(part: Part, node: int, layout: Layout) -> NumericalError:
+    """Return the error for a node whose outputs are not finite."""
+    number = node - part.first_row
+    cell = layout.types[part.graph.graph.types[number]].cell
+    return NumericalError(
+        f"request {part.answer.id}: node {number} (cell {cell.name!r}) returned NaN or infinite "
+        "values; check the input and the cell's parameters"
+    )
+
+
+def then_failed(part: Part, cause: Exception) -> UnfoldError:
+    """Return the error for a `then` that raised an exception."""
+    failure = UnfoldError(
+        f"request {part.answer.id}: its `then` raised {type(cause).__name__}: {cause}; it must "
+        "return a Graph or the values"
+    )
+    failure.__cause__ = cause
+    return failure
