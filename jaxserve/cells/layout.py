@@ -145,5 +145,13 @@ class Layout:
 
 def words_of(value: np.ndarray) -> np.ndarray:
     """Return the bytes of a small constant as int32 words, padded with zeros."""
-    data = np.ascontiguousarray(value).tobytes()
-    return np.frombuffer(data + b"\0" * (-len(data) % 4), np.int32)
+    return words_of_each(np.asarray(value)[None])[0]
+
+
+def words_of_each(values: np.ndarray) -> np.ndarray:
+    """Return the words of several constants [n, words], see `words_of`."""
+    num = len(values)
+    num_bytes = values.nbytes // num if num else 0
+    data = np.zeros((num, -(-num_bytes // 4) * 4), np.uint8)
+    data[:, :num_bytes] = np.ascontiguousarray(values).reshape(num, -1).view(np.uint8)
+    return data.view(np.int32)
