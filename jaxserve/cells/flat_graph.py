@@ -125,7 +125,7 @@ class _Flattener:
     def flat_graph(self) -> FlatGraph:
         for node in self._graph.nodes:
             self._add(len(self._types), node)
-            if node.chain is not None:
+            if node.chain is not None and node.num_nodes > 1:
                 self._extend(len(self._types), node, node.chain)
             self._row_of[node] = len(self._types) - 1
         layout, stride = self._layout, self._layout.stride

@@ -149,9 +149,8 @@ def words_of(value: np.ndarray) -> np.ndarray:
 
 
 def words_of_each(values: np.ndarray) -> np.ndarray:
-    """Return the words of several constants [n, words], see `words_of`."""
-    num = len(values)
-    num_bytes = values.nbytes // num if num else 0
+    """Return the words of at least one constant [n, words], see `words_of`."""
+    num, num_bytes = len(values), values[0].nbytes
     data = np.zeros((num, -(-num_bytes // 4) * 4), np.uint8)
     data[:, :num_bytes] = np.ascontiguousarray(values).reshape(num, -1).view(np.uint8)
     return data.view(np.int32)
