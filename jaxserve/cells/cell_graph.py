@@ -127,7 +127,8 @@ class Subgraph:
         self.num_dependencies = num_dependencies
 
 
-@lru_cache(maxsize=4096)
+# Sentences have few lengths. Trees hardly repeat, and cost the garbage collector time.
+@lru_cache(maxsize=512)
 def cell_graph(
     types: tuple[int, ...],
     predecessors: _Edges,
