@@ -60,8 +60,9 @@ class Dispatcher:
     ):
         self._make_replica = make_replica
         self._clock = WallClock()
-        roles: list[Role] = ["decode" if num_prefill else "whole"] * num_replicas
-        roles += ["prefill"] * num_prefill
+        answering: Role = "decode" if num_prefill else "whole"
+        prefilling: Role = "prefill"
+        roles: list[Role] = [answering] * num_replicas + [prefilling] * num_prefill
         self._router = Router(len(roles), page_size=page_size)
         self._page_size = page_size
         self._requests: dict[str, OpenRequest] = {}

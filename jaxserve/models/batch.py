@@ -112,7 +112,7 @@ class KVCache:
     def buffer(self, index: int) -> KVCache:
         """Return the keys and values that lie in one buffer."""
         own = (leaves[index : index + 1] for leaves in self._fields)
-        return KVCache(*own)
+        return KVCache(*own, states=())
 
     def with_buffer(self, index: int, part: KVCache) -> KVCache:
         """Return the cache with `part` as one of its buffers."""
@@ -296,7 +296,7 @@ def _write(
         **scales,
         implementation=batch.implementation if batch.implementation in WRITERS else None,
     )
-    return q, KVCache(*(() if each is None else (each,) for each in written))
+    return q, KVCache(*(() if each is None else (each,) for each in written), states=())
 
 
 def _read(

@@ -18,6 +18,11 @@ from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Played, Player
 from jaxserve.scheduling.iteration.unified import Unified
 
+# Share of preempted answers from which on memory is short.
+_PREEMPTED = 0.01
+# Share of the highest throughput that simulations do not tell from it.
+_AS_GOOD = 0.99
+
 
 @final
 @dataclass(frozen=True)
@@ -51,8 +56,8 @@ class ContinuousSpace:
       beyond it they take longer at once. So each size is simulated.
     - Latencies rise with the number of sequences. Between two sizes of which only the smaller one
       keeps the bounds, the largest number that does is found by bisection.
-    - Where memory is short, fewer sequences may serve more. So the search goes on below the best
-      number, half way to the next size, as long as that serves more.
+    - Where answers are preempted, since memory is short, fewer sequences may serve more. So the
+      smallest size that is as good as the best is bisected downwards, too.
     """
 
     player: Player
@@ -75,10 +80,13 @@ class ContinuousSpace:
         for low, high in zip(sizes, sizes[1:], strict=False):
             if score_of(low) > 0 and not score_of(high) and self._may_gain(high, scores):
                 _largest(low, high, lambda size: score_of(size) > 0)
-        best = max(scores, key=lambda size: scores[size])
+        most = max(scores.values())
+        best = min(size for size in scores if scores[size] >= _AS_GOOD * most)
         below = max((size for size in sizes if size < best), default=0)
-        while best - below > 1 and score_of(fewer := (below + best) // 2) > scores[best]:
-            best = fewer
+        while best - below > 1 and self._played(best).preempted_share > _PREEMPTED:
+            fewer = (below + best) // 2
+            best, below = (fewer, below) if score_of(fewer) > scores[best] else (best, fewer)
+        best = max(scores, key=lambda size: scores[size])
         return self.of(best)[0] if scores[best] > 0 else None
 
     def nearest(self, schedule: Schedule) -> Schedule:
@@ -107,16 +115,16 @@ class ContinuousSpace:
         inputs, outputs = self.lengths.inputs, self.lengths.outputs
         length = inputs.mean + outputs.less_one().mean_position
         return schedule, Estimates(
-            fits=np.bool_(inputs.mean + outputs.mean <= self.player.room),
-            throughput=np.float64(played.answers_per_s),
-            latency_s=np.float64(played.latency_s),
-            first_token_s=np.float64(played.first_token_s),
-            token_s=np.float64(played.token_s),
-            period_s=np.float64(1 / played.answers_per_s),
-            encode_s=np.float64(played.first_token_s),
-            decode_batch=np.float64(played.mean_running),
-            memory_bytes=np.float64(played.mean_running * length),
-            own_share=np.float64(0.0),
+            fits=np.asarray(inputs.mean + outputs.mean <= self.player.room),
+            throughput=np.asarray(played.answers_per_s),
+            latency_s=np.asarray(played.latency_s),
+            first_token_s=np.asarray(played.first_token_s),
+            token_s=np.asarray(played.token_s),
+            period_s=np.asarray(1 / played.answers_per_s),
+            encode_s=np.asarray(played.first_token_s),
+            decode_batch=np.asarray(played.mean_running),
+            memory_bytes=np.asarray(played.mean_running * length),
+            own_share=np.asarray(0.0),
         )
 
     def _played(self, max_running: int) -> Played:

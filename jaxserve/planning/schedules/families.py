@@ -124,7 +124,7 @@ class FamiliesSpace:
         estimates = self._of(schedule).estimated(schedule)
         if schedule.layout.policy is Policy.CONTINUOUS:
             # It has no place for requests with bounds of their own.
-            return replace(estimates, own_share=np.float64(math.inf if self.num_classes else 0.0))
+            return replace(estimates, own_share=np.asarray(math.inf if self.num_classes else 0.0))
         if self.num_classes:
             return estimates
         played = self.continuous.player.play(
@@ -133,7 +133,7 @@ class FamiliesSpace:
             schedule.decode_batch + schedule.encode_batch,
             warm_up=_WARM_UP,
         )
-        return replace(estimates, throughput=np.float64(played.answers_per_s))
+        return replace(estimates, throughput=np.asarray(played.answers_per_s))
 
     def own_latencies_s(self, schedule: Schedule) -> Sequence[float]:
         if schedule.layout.policy is Policy.CONTINUOUS:

@@ -28,6 +28,8 @@ _ENDED_EACH = 1.5
 # Steps after which a few of either are enough.
 _MANY_STEPS = 2000
 _FEW = 4
+# Steps after which a simulation ends in any case.
+_MOST_STEPS = 20_000
 # Shares of the answers within the latencies that are returned. Any answer may be the one whose
 # first token comes last; but only one in a hundred is long.
 _WITHIN = 0.95
@@ -229,6 +231,9 @@ class _Trace:
         enough, starts = _LEAST_ENDED + _ENDED_EACH * num_running, _LEAST_STARTS
         if len(self._running) >= _MANY_STEPS:
             enough = starts = _FEW
+            # Where all answers are cut to one token, none advances.
+            if not self._gained or len(self._running) >= _MOST_STEPS:
+                return True
         return self._num_measured >= enough and self._num_starts >= starts
 
     @property
@@ -248,7 +253,7 @@ class _Trace:
         mean_running = float(np.mean(self._running))
         firsts_s = np.array([first_s for first_s, _ in self._firsts])
         decoding_s = self._decoding_s(mean_running)
-        starts_s = firsts_s[: len(decoding_s)] if self._num_tokens else firsts_s
+        starts_s = firsts_s[: len(decoding_s)]
         return Played(
             answers_per_s=self._num_delivered / elapsed_s / mean_tokens,
             latency_s=_quantile(starts_s + decoding_s, _WITHIN),
@@ -265,8 +270,10 @@ class _Trace:
         until running answers have advanced by so many tokens, less the share of the answers that
         took the long one's own place meanwhile.
         """
-        if not self._num_tokens:
-            return np.zeros(len(self._firsts))
+        if not self._num_starts or not self._num_tokens:
+            seconds, tokens = np.array([*self._spans, (0.0, 1e-9)]).T
+            mean_s = seconds.sum() / tokens.sum() * self._num_tokens
+            return np.full(len(self._firsts), mean_s)
         gained_s, gained = np.array(self._gained_s), np.array(self._gained)
         begins_s = np.array([when_s for _, when_s in self._firsts])[: self._num_starts]
         before = np.searchsorted(gained_s, begins_s, side="right")

@@ -170,6 +170,12 @@ def test_memory_limits_the_sequences_that_run():
         )
 
 
+def test_answers_without_room_are_planned_as_cut():
+    """Prompts fill the context, so all answers have one token; the plan is for these."""
+    plan = _planner(SMALL).plan(lengths_of([(600, 50)]), LatencyBounds(), num_lengths=1)
+    assert plan.answers_per_s > 0 and math.isfinite(plan.latency_s)
+
+
 def test_requests_with_bounds_of_their_own_get_rra():
     """Only RRA reserves slots for them; continuous batching is expected to miss their bounds."""
     planner, lengths = _planner(), lengths_of(_pairs(0))
