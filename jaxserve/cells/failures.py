@@ -8,6 +8,7 @@ from jaxserve.cells.answers import Part
 from jaxserve.cells.layout import Layout
 from jaxserve.core.errors import (
     DeviceMemoryError,
+    InvalidGraphError,
     NumericalError,
     TooManyNodesError,
     UnfoldError,
@@ -48,6 +49,16 @@ def not_finite(part: Part, node: int, layout: Layout) -> NumericalError:
         f"request {part.answer.id}: node {number} (cell {cell.name!r}) returned NaN or infinite "
         "values; check the input and the cell's parameters"
     )
+
+
+def policy_failed(policy: str, cause: Exception) -> InvalidGraphError:
+    """Return the error for a graph for which a policy raised an exception."""
+    refused = InvalidGraphError(
+        f"the policy {policy!r} raised {type(cause).__name__} for the graph: {cause}; pass a graph "
+        "that it schedules, or another policy"
+    )
+    refused.__cause__ = cause
+    return refused
 
 
 def then_failed(part: Part, cause: Exception) -> UnfoldError:

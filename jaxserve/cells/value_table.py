@@ -58,15 +58,16 @@ class ValueTable:
 
     def shrink(self, graph: FlatGraph, first_row: int, kept: Sequence[int]) -> None:
         """See `CellExecutor.shrink`."""
-        ids = np.delete(self._ids(graph, first_row), np.array(kept, np.int64))
+        ids = np.arange(first_row * self._stride, (first_row + graph.num_rows) * self._stride)
+        ids = np.delete(ids, np.array(kept, np.int64))
         for worker in self.workers:
             worker.discard(ids, self._pools[ids])
 
     def remove(self, graph: FlatGraph, first_row: int) -> None:
         """See `CellExecutor.remove`."""
-        ids = self._ids(graph, first_row)
+        ids = slice(first_row * self._stride, (first_row + graph.num_rows) * self._stride)
         for worker in self.workers:
-            worker.discard(ids, self._pools[ids])
+            worker.discard_range(ids, self._pools)
 
     def pools_of(self, values: np.ndarray) -> np.ndarray:
         return self._pools[values]
@@ -114,10 +115,6 @@ class ValueTable:
                     f"worker {number}, pool {pool}: {len(used)} slots hold values and "
                     f"{len(free)} are free, of {len(expected)}"
                 )
-
-    def _ids(self, graph: FlatGraph, first_row: int) -> np.ndarray:
-        """Return the values of a graph."""
-        return np.arange(first_row * self._stride, (first_row + graph.num_rows) * self._stride)
 
     def _fill_loop(
         self, slots: WorkerSlots, t: TypeLayout, nodes: np.ndarray, rows: np.ndarray

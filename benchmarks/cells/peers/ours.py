@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from benchmarks.cells.peers.replay import answer, read_job
+from benchmarks.cells.peers.replay import answer, read_job, settle
 
 _SHOWN = 8
 
@@ -33,6 +33,7 @@ def main() -> None:
     model = model_from(dict(np.load(job["weights"])), batch_sizes_of(OURS, sizes))
     with CellRuntime(model.cells, model.unfold, slot_memory=job["slot_memory"]) as rt:
         rt.generate(requests[:4], progress=False)
+        settle()
         startup_s = time.perf_counter() - begin_s
         served, done = serve_all(rt, requests, job["arrivals"])
     values = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import final
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.cells import BatchMaker
 from jaxserve.cells.cell_graph import CellGraph, cell_graph, chain_graph
+from jaxserve.cells.layout import Layout
 from jaxserve.cells.policies import (
     GraphMerging,
     IdenticalGraphs,
@@ -16,9 +20,11 @@ from jaxserve.cells.policies import (
     OneAtATime,
     Padding,
 )
-from jaxserve.cells.policy import CellType
+from jaxserve.cells.policy import CellPolicy, CellScheduler, CellType
+from jaxserve.cells.simulation import simulate_cells
 from jaxserve.core.errors import InvalidConfigError, InvalidGraphError
 from jaxserve.workload.trees import Tree, complete_tree, random_trees
+from tests.cells.examples import OneSecond, chain, chain_cell, leaf_cell, merge_cell, tree
 from tests.cells.policies.play import play, sizes
 
 LSTM = [CellType("lstm", batch_sizes=(1, 2, 4))]
@@ -205,3 +211,30 @@ def test_settings_are_checked():
     ):
         with pytest.raises(InvalidConfigError):
             make()
+
+
+@final
+class FailsOnce:
+    """A policy that raises a ZeroDivisionError for the first graph."""
+
+    name = "fails_once"
+
+    def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> CellScheduler:
+        """Return BatchMaker's scheduler, whose first `add` raises."""
+        scheduler = BatchMaker().new_scheduler(types, num_workers)
+        add, calls = scheduler.add, iter([lambda *_: 1 // 0])
+        scheduler.add = lambda *given: next(calls, add)(*given)
+        return scheduler
+
+
+@pytest.mark.parametrize("policy, message", [(Padding(), "chain"), (FailsOnce(), "fails_once")])
+def test_a_graph_that_a_policy_refuses_fails_alone(policy: CellPolicy, message: str):
+    """Its request ends with a typed error, and the others finish."""
+    leaf, merge, lstm = leaf_cell(), merge_cell(), chain_cell()
+    graphs = [tree(leaf, merge, 4), chain(lstm, 3), chain(lstm, 5)]
+    done = simulate_cells(
+        Layout([leaf, merge, lstm]), [(0.0, graph) for graph in graphs], policy, OneSecond()
+    )
+    refused, *others = sorted(done.completions, key=lambda one: int(one.request_id))
+    assert type(refused.error) is InvalidGraphError and message in str(refused.error)
+    assert [one.finish_reason for one in others] == ["stop", "stop"]
