@@ -158,7 +158,8 @@ class _Structures:
             return found
 
 
-_structures = _Structures(1 << 18)
+# Trees hardly repeat, and what is kept costs the garbage collector time.
+_structures = _Structures(1 << 14)
 
 
 def cell_graph(
