@@ -97,7 +97,7 @@ def play(
 def settle() -> None:
     """Exempt what exists from garbage collection, as servers do after their start.
 
-    A full collection of a process that has imported its libraries takes over 0.1 s.
+    A full collection would go through the objects of all imported libraries while requests wait.
     """
     gc.collect()
     gc.freeze()

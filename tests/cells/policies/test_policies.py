@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import final
 
 import numpy as np
@@ -20,7 +20,7 @@ from jaxserve.cells.policies import (
     OneAtATime,
     Padding,
 )
-from jaxserve.cells.policy import CellPolicy, CellScheduler, CellType
+from jaxserve.cells.policy import CellScheduler, CellType, Task
 from jaxserve.cells.simulation import simulate_cells
 from jaxserve.core.errors import InvalidConfigError, InvalidGraphError
 from jaxserve.workload.trees import Tree, complete_tree, random_trees
@@ -213,28 +213,50 @@ def test_settings_are_checked():
             make()
 
 
-@final
-class FailsOnce:
-    """A policy that raises a ZeroDivisionError for the first graph."""
-
-    name = "fails_once"
-
-    def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> CellScheduler:
-        """Return BatchMaker's scheduler, whose first `add` raises."""
-        scheduler = BatchMaker().new_scheduler(types, num_workers)
-        add, calls = scheduler.add, iter([lambda *_: 1 // 0])
-        scheduler.add = lambda *given: next(calls, add)(*given)
-        return scheduler
-
-
-@pytest.mark.parametrize("policy, message", [(Padding(), "chain"), (FailsOnce(), "fails_once")])
-def test_a_graph_that_a_policy_refuses_fails_alone(policy: CellPolicy, message: str):
+def test_a_graph_that_a_policy_refuses_fails_alone():
     """Its request ends with a typed error, and the others finish."""
     leaf, merge, lstm = leaf_cell(), merge_cell(), chain_cell()
     graphs = [tree(leaf, merge, 4), chain(lstm, 3), chain(lstm, 5)]
-    done = simulate_cells(
-        Layout([leaf, merge, lstm]), [(0.0, graph) for graph in graphs], policy, OneSecond()
-    )
-    refused, *others = sorted(done.completions, key=lambda one: int(one.request_id))
-    assert type(refused.error) is InvalidGraphError and message in str(refused.error)
+    refused, *others = simulate_cells(
+        Layout([leaf, merge, lstm]), [(0.0, graph) for graph in graphs], Padding(), OneSecond()
+    ).completions
+    assert type(refused.error) is InvalidGraphError and "chain" in str(refused.error)
     assert [one.finish_reason for one in others] == ["stop", "stop"]
+
+
+@final
+class Broken:
+    """A policy, and its scheduler, that raises for every graph."""
+
+    name = "broken"
+    has_work = False
+    wake_s = None
+
+    def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> CellScheduler:
+        """Return itself."""
+        return self
+
+    def add(self, key: int, graph: CellGraph, first_node: int, now_s: float) -> None:
+        """Raise an error without a type of its own."""
+        raise ZeroDivisionError("not a number")
+
+    def cancel(self, key: int) -> None:
+        """Do nothing: it has no graph."""
+
+    def schedule(self, worker: int, now_s: float) -> list[Task]:
+        """Return none."""
+        return []
+
+    def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
+        """Return none."""
+        return []
+
+
+def test_an_error_of_a_policy_ends_the_request_alone():
+    """The error names the policy and its cause, and the loop goes on."""
+    lstm = chain_cell()
+    arrivals = [(0.0, chain(lstm, 3)), (1.0, chain(lstm, 5))]
+    for one in simulate_cells(Layout([lstm]), arrivals, Broken(), OneSecond()).completions:
+        assert type(one.error) is InvalidGraphError
+        assert "'broken' raised ZeroDivisionError" in str(one.error)
+        assert isinstance(one.error.__cause__, ZeroDivisionError)
