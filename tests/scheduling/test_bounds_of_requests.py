@@ -26,6 +26,7 @@ from jaxserve.scheduling.order.fcfs import FCFS
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.testing import Trace
 from jaxserve.workload import WorkloadItem
 from predictor import LengthBuckets
@@ -175,6 +176,32 @@ def test_a_few_stalled_steps_refuse_nothing():
     assert engine.recorder.iteration_s == pytest.approx(1.0)
     [sequence] = engine.add(_request("in time", 20, 100.0, clock))
     assert sequence.error is None
+
+
+def test_an_idle_engine_refuses_nothing():
+    """After steps of 100 s each, a request with a bound of 50 s is served by an idle engine."""
+    clock = VirtualClock()
+    config = replace(CONFIG, max_decode_iterations=1)
+    executor = SimulatedExecutor(config, clock, cost=SECOND)
+    engine = Engine(executor, PRESETS["auto"], clock)
+
+    def served(name: str, bound_s: float, wait_s: float) -> Sequence:
+        [sequence] = engine.add(_request(name, 20, bound_s, clock))
+        clock.advance_to(clock.now() + wait_s)
+        while engine.has_work:
+            engine.step()
+            clock.advance_to(clock.now() + (99.0 if name == "slow" else 0.0))
+        return sequence
+
+    assert served("slow", 1e6, 0.0).error is None
+    assert (engine.recorder.iteration_s or 0.0) > 50
+    first = served("first", 50.0, 0.0)
+    assert first.error is None and len(first.output) == 20
+    # What has waited for longer than its bound before it began is late, whatever the pace.
+    assert isinstance(served("passed", 50.0, 60.0).error, BoundNotMetError)
+    for i in range(2):
+        served(f"{i}", 50.0, 0.0)
+    assert engine.recorder.iteration_s == pytest.approx(1.0)
 
 
 def test_the_queue_counts():
