@@ -139,15 +139,13 @@ class Step:
         have_rows, keys = set(self.sequences), self._queues.keys
         awaits_disk = self._kv.awaits_disk(first)
         while (sequence := self.first_admissible()) is None:
-            if awaits_disk:  # room alone does not make it admissible
-                return None
             others = [
                 each
                 for each in self._queues.running
                 if each.request.due_s is None and each not in have_rows
                 if keys.of(each) > keys.of(first)
             ]
-            if not others:
+            if awaits_disk or not others:  # room alone does not make it admissible
                 return None
             self._preempt(others[-1])
         return sequence if sequence.request.due_s is not None else None

@@ -6,6 +6,7 @@ import pickle
 import random
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost
 from jaxserve.memory.disk_tier import DiskTier
-from jaxserve.memory.page_files import PageFiles, PageStore
+from jaxserve.memory.page_files import PageFiles
 from jaxserve.planning import simulate
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.rra import RRA
@@ -105,7 +106,7 @@ def test_nothing_makes_way_for_what_awaits_the_disk(tmp_path):
     policy = replace(_rra(encode_batch=4), retention=Tiered())
     prompt = tuple(range(1, 30))
 
-    def engine_on(files: PageStore) -> tuple[Engine, DiskTier, VirtualClock]:
+    def engine_on(files: Any) -> tuple[Engine, DiskTier, VirtualClock]:
         clock, disk = VirtualClock(), DiskTier(files)
         executor = SimulatedExecutor(config, clock, cost=fast)
         return Engine(executor, policy, clock, disk=disk), disk, clock

@@ -119,7 +119,7 @@ def test_pages_of_other_weights_are_refused():
     """They have the right size; an update of the weights makes an engine's own KV another's."""
     engine, kv = _engine(), _filled(PROMPT)
     with pytest.raises(InvalidConfigError, match="same weights"):
-        engine.import_kv(PROMPT, kv._replace(identity=b"others"))
+        engine.import_kv(PROMPT, KVPages(b"others", kv.pages))
     engine, executor = _changing()
     assert engine.import_kv(PROMPT, kv) == len(kv.pages)
     executor.weights = b"new"

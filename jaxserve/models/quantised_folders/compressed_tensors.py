@@ -209,7 +209,7 @@ def _scheme(given: Mapping[str, Any], format: Any) -> _Scheme:
             "'channel', 'tensor' and 'block'"
         )
     if is_float:
-        sizes = (block[0], block[1]) if strategy == "block" else (0, 0)
+        sizes = (block[0], block[1]) if strategy == "block" and is_block(block) else (0, 0)
         return _Scheme(bits, -1, is_float=True, block=sizes)
     group = -1 if strategy == "channel" or group is None else group
     return _Scheme(bits, group, is_packed=format == "pack-quantized")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, Self, TypeGuard, final
 
 import numpy as np
 from jaxtyping import Float
@@ -58,7 +58,7 @@ class Float8:
                 found.matrices[module] = matrix
 
 
-def is_block(given: Any) -> bool:
+def is_block(given: Any) -> TypeGuard[list[int]]:
     """Return whether a setting is the two sizes of a block."""
     return (
         isinstance(given, list)
