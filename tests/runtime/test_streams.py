@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.streams import aread, read
@@ -34,7 +35,7 @@ def test_a_completion_that_never_comes_is_given_up_in_asyncio():
     async def consume() -> list[Piece]:
         seen = []
         with pytest.raises(TimeoutError):
-            async for piece in aread(_start, 1, timeout_s=0.05):
+            async for piece in aread(_start, SamplingParams(), timeout_s=0.05):
                 seen.append(piece)
         return seen
 
