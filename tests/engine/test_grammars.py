@@ -122,7 +122,7 @@ def test_a_request_keeps_its_grammar(grammars: Grammars):
 
 
 def test_an_answer_without_states_does_not_end_later_ones(grammars: Grammars):
-    """Answers share the states of a grammar's lexer; when there are no more, it is compiled anew."""
+    """Answers share the states of a lexer; when none is left, the grammar is compiled anew."""
     constraint = _regex("(a|b)*a(a|b){15}c?")
     first = grammars.compiled(constraint)
     params = SamplingParams(regex=constraint.text)
@@ -153,7 +153,7 @@ def _two_that_run(threads: CompileThreads, may_end: threading.Event) -> list[Com
 
 
 def test_jobs_are_bounded_in_number_and_time():
-    """A job's time counts from its begin; one that waits for too long, or is one too many, is busy."""
+    """A job's time counts from its begin; one that waits for too long, or one too many, is busy."""
     threads, may_end = CompileThreads(), threading.Event()
     slow = _two_that_run(threads, may_end)
     with pytest.raises(TimeoutError):
