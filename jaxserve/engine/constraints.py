@@ -80,6 +80,7 @@ class Constraints:
 
     def masked(self, plan: StepPlan) -> StepPlan:
         """Return the plan with masks for its rows that need one, which are begun to be computed."""
+        self._drop_ended()  # such as cancelled ones
         if not self._matched or self._grammars is None:
             return plan
         rows, matchers = [], []

@@ -129,6 +129,7 @@ class RequestBuilder:
         Raises:
           InvalidRequestError: the prompt cannot be served; one of its subclasses.
           MissingExtraError: it has a grammar, and the package that compiles it is not installed.
+          RuntimeClosedError: it has a grammar, and the runtime was closed.
         """
         number = next(self._numbers)
         if request_id is not None and request_id.startswith(_OWN_IDS):
