@@ -279,7 +279,8 @@ class _Pages:
         return plan_pool(
             next(iter(self.place.whole.addressable_devices)),
             page_bytes=nbytes(self.abstract(2).pages) // 2 // self.place.num_shards,
-            step_bytes=step_bytes + nbytes(self.abstract(2).states),
+            step_bytes=step_bytes,
+            state_bytes=nbytes(self.abstract(2).states),
             wanted_pages=1 + draft.max_slots * draft.max_pages_per_sequence,
             min_pages=MIN_PAGES,
             kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),

@@ -31,14 +31,16 @@ class PoolSize:
     Attributes:
       num_pages: number of pages, including the null page.
       page_bytes: size of one page in all layers: keys, values and their scales.
-      free_bytes: free memory of the device without the pool and the temporaries.
-      step_bytes: size of the largest step's temporaries, and of states in slots.
+      free_bytes: free memory of the device without the pool, the states and the temporaries.
+      step_bytes: size of the largest step's temporaries.
+      state_bytes: size of the states in slots; 0 for a model without recurrent layers.
     """
 
     num_pages: int
     page_bytes: int
     free_bytes: int
     step_bytes: int
+    state_bytes: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -64,24 +66,35 @@ def plan_pool(
     wanted_pages: int,
     min_pages: int,
     kv_bytes: int | None,
+    state_bytes: int = 0,
 ) -> PoolSize:
     """Return the size of the page pool.
 
     Args:
       page_bytes: size of one page in all layers, on one device; 0 for a model without attention,
         whose pages take no memory.
-      step_bytes: size of the largest step's temporaries, and of states in slots.
+      step_bytes: size of the largest step's temporaries.
       wanted_pages: number of pages that all slots together can use.
       min_pages: minimum number of pages.
       kv_bytes: size that the user asks for; None for a fraction of the free memory.
+      state_bytes: size of the states in slots, which are not allocated yet.
 
     Raises:
-      DeviceMemoryError: `kv_bytes` are not free, or fewer than `min_pages` fit.
+      DeviceMemoryError: `kv_bytes` or `state_bytes` are not free, or fewer than `min_pages` fit.
     """
     free = free_device_bytes(device)
-    left = free - step_bytes
+    left = free - step_bytes - state_bytes
+    needed = f"the largest step needs {step_bytes:,}"
+    if state_bytes:
+        needed += f" and the states in slots need {state_bytes:,}"
+        if left < min_pages * page_bytes:
+            raise DeviceMemoryError(
+                f"states in slots do not fit on {device}: {free:,} bytes are free, {needed}, and "
+                f"the smallest page pool {min_pages * page_bytes:,}; lower max_slots or "
+                "max_step_tokens"
+            )
     if page_bytes == 0:
-        num_pages = wanted_pages if left >= 0 else 0
+        num_pages = wanted_pages
     elif kv_bytes is None:
         budget = int(left * _SHARE.get(device.platform, _DEFAULT_SHARE))
         fitting = budget // page_bytes
@@ -90,21 +103,25 @@ def plan_pool(
     else:
         if kv_bytes > left:
             raise DeviceMemoryError(
-                f"kv_memory={kv_bytes:,} bytes do not fit on {device}: {free:,} are free and the "
-                f"largest step needs {step_bytes:,}; pass at most {max(0, left):,}, or lower "
-                "max_step_tokens"
+                f"kv_memory={kv_bytes:,} bytes do not fit on {device}: {free:,} are free and "
+                f"{needed}; pass at most {max(0, left):,}, or lower max_step_tokens"
+                + (" or max_slots" if state_bytes else "")
             )
         num_pages = min(wanted_pages, kv_bytes // page_bytes)
     if num_pages < min_pages:
         raise DeviceMemoryError(
             f"{num_pages} pages of {page_bytes:,} bytes fit, at least {min_pages} are needed: "
-            f"{free:,} bytes are free on {device}, the largest step needs {step_bytes:,}"
+            f"{free:,} bytes are free on {device}, {needed}"
             + ("" if kv_bytes is None else f", and kv_memory={kv_bytes:,}")
             + "; pass more kv_memory, a smaller page_size or kv_dtype, or a smaller model "
             "or dtype"
         )
     return PoolSize(
-        num_pages=num_pages, page_bytes=page_bytes, free_bytes=free, step_bytes=step_bytes
+        num_pages=num_pages,
+        page_bytes=page_bytes,
+        free_bytes=free,
+        step_bytes=step_bytes,
+        state_bytes=state_bytes,
     )
 
 
@@ -184,7 +201,8 @@ def plan_resize(
             f"{size.step_bytes:,}, and parts of up to 1/{num_buffers} are copied one by one; pass "
             f"at most {max(0, most):,}"
         )
-    return replace(size, num_pages=num_pages, free_bytes=free + size.pool_bytes)
+    free_bytes = free + size.pool_bytes + size.state_bytes
+    return replace(size, num_pages=num_pages, free_bytes=free_bytes)
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:

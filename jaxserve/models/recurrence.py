@@ -19,6 +19,8 @@ from pallas_kernels import Rows
 
 # The longest run of tokens that one call of an `Advance` gets. Longer rows take several calls.
 PIECE = 64
+# Rows of one token that a mixed step advances together. Slots without such a row cost nothing.
+GROUP = 32
 
 # The arrays of a state, by name: of one sequence in one layer, or of the slots of some layers.
 State = Mapping[str, Shaped[Array, "..."]]
@@ -55,16 +57,19 @@ def advance_rows(
     *,
     is_decode: bool,
     longest: int = PIECE,
+    group: int = GROUP,
 ) -> tuple[Float[Array, "tokens ..."], State]:
     """Advance the sequence of each row by the row's tokens; a row from position 0 on begins anew.
 
-    Rows of one token are computed together. Longer rows are computed one after the other, in
-    pieces.
+    The rows of a decode batch are computed together. In other batches, rows of one token are
+    computed group by group, and longer rows one after the other, in pieces. Only their states are
+    read and written.
 
     Args:
       slot: of each row; no two rows with tokens have the same one.
       is_decode: whether no row has more than one token.
       longest: the most tokens of a piece.
+      group: the most rows of one token that are computed together, unless `is_decode`.
 
     Returns:
       The outputs, zeros for tokens of no row, and the states after the rows. Slots without tokens
@@ -80,11 +85,15 @@ def advance_rows(
         jax.ShapeDtypeStruct((), jnp.int32),
     )[0]
     outputs = jnp.zeros((num_tokens, *shape.shape[1:]), shape.dtype)
-    if not is_decode:
-        outputs, states = _advance_long(
-            advance, inputs, outputs, states, layer, slot, rows, begins, piece
+    if is_decode:
+        is_single = rows.query_length == 1
+        return _advance_together(
+            advance, inputs, outputs, states, layer, slot, rows.query_start, begins, is_single
         )
-    return _advance_single(advance, inputs, outputs, states, layer, slot, rows, begins)
+    outputs, states = _advance_long(
+        advance, inputs, outputs, states, layer, slot, rows, begins, piece
+    )
+    return _advance_single(advance, inputs, outputs, states, layer, slot, rows, begins, group)
 
 
 def advance_whole(
@@ -134,13 +143,43 @@ def _advance_single(
     slot: Int32[Array, " rows"],
     rows: Rows,
     begins: Bool[Array, " rows"],
+    group: int,
 ) -> tuple[Float[Array, "tokens ..."], State]:
-    """Advance the rows that have one token."""
+    """Advance the rows that have one token, group by group."""
+    num_rows = slot.shape[0]
+    size = min(group, num_rows, outputs.shape[0])
     is_single = rows.query_length == 1
+    num_single = jnp.sum(is_single)
+    # Rows of one token come first; the last group is filled with row 0.
+    (order,) = jnp.nonzero(is_single, size=-(-num_rows // size) * size, fill_value=0)
+
+    def one(index: Int32[Array, ""], carry: tuple[Any, State]) -> tuple[Any, State]:
+        row = lax.dynamic_slice_in_dim(order, index * size, size)
+        is_there = index * size + jnp.arange(size) < num_single
+        return _advance_together(
+            *(advance, inputs, *carry, layer),
+            *(slot[row], rows.query_start[row], begins[row], is_there),
+        )
+
+    return lax.fori_loop(0, -(-num_single // size), one, (outputs, dict(states)))
+
+
+def _advance_together(
+    advance: Advance,
+    inputs: Inputs,
+    outputs: Float[Array, "tokens ..."],
+    states: State,
+    layer: int | Int32[Array, ""],
+    slot: Int32[Array, " rows"],
+    start: Int32[Array, " rows"],
+    begins: Bool[Array, " rows"],
+    is_single: Bool[Array, " rows"],
+) -> tuple[Float[Array, "tokens ..."], State]:
+    """Advance rows by their token at `start`, those that have one."""
     own = {name: _begun(leaf[layer, slot], begins) for name, leaf in states.items()}
-    token = {name: x[rows.query_start][:, None] for name, x in inputs.items()}
+    token = {name: x[start][:, None] for name, x in inputs.items()}
     out, own = jax.vmap(advance)(own, token, is_single.astype(jnp.int32))
-    target = jnp.where(is_single, rows.query_start, outputs.shape[0])
+    target = jnp.where(is_single, start, outputs.shape[0])
     outputs = outputs.at[target].set(out[:, 0], mode="drop")
     return outputs, {
         name: leaf.at[layer, jnp.where(is_single, slot, leaf.shape[1])].set(own[name], mode="drop")

@@ -236,7 +236,7 @@ def test_a_plan_is_found_and_adopted_while_requests_run(wanted):
         assert times.page_s >= 0 and times.costs().handover_s >= 0
         pending = [rt.submit(p, each) for p, each in zip(PROMPTS, PARAMS, strict=True)]
         plan = rt.plan(math.inf, lengths=[(len(prompt), 10) for prompt in PROMPTS])
-        assert plan.policy == "WAA" and plan.answers_per_s > 0 and "WAA: encode" in str(plan)
+        assert plan.family == "waa" and plan.answers_per_s > 0 and "WAA: encode" in str(plan)
         assert _samples([each.result() for each in pending]) == wanted
         with pytest.raises(InfeasibleBoundError):
             rt.plan(1e-9)

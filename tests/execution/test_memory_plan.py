@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.execution.memory_plan import available_host_bytes, plan_pool
+from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.execution.memory_plan import available_host_bytes, plan_pool, plan_resize
 
 GIB = 2**30
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -104,3 +105,37 @@ def test_sizes_that_are_asked_for_are_exact():
     assert _pages(60 * GIB, kv_bytes=12_345_678) == 12_345
     assert _pages(60 * GIB, wanted=1357) == 1357
     assert _pages(1_100_000, least=1009) == 1009
+
+
+def _plan_with_states(state_bytes: int, *, page_bytes: int = 1000, kv_bytes: int | None = None):
+    """Return the plan where 1,000,000 bytes are free and a step needs 100,000."""
+    return plan_pool(
+        _Gpu(1_000_000),
+        page_bytes=page_bytes,
+        step_bytes=100_000,
+        state_bytes=state_bytes,
+        wanted_pages=10**6,
+        min_pages=2,
+        kv_bytes=kv_bytes,
+    )
+
+
+def test_a_resize_counts_states_once():
+    """States are allocated before a resize, so the free memory is already without them."""
+    size = _plan_with_states(600_000, kv_bytes=200_000)
+    assert (size.pool_bytes, size.step_bytes, size.state_bytes) == (200_000, 100_000, 600_000)
+    left = _Gpu(1_000_000 - size.state_bytes - size.pool_bytes)
+    resized = plan_resize(left, size, 300_000, wanted_pages=10**6, num_buffers=8)
+    assert resized.pool_bytes == 300_000
+    assert resized.free_bytes == size.free_bytes
+    with pytest.raises(DeviceMemoryError, match="pass at most 300,000"):
+        plan_resize(left, size, 301_000, wanted_pages=10**6, num_buffers=8)
+
+
+@pytest.mark.parametrize("page_bytes", [0, 1000])
+@pytest.mark.parametrize("kv_bytes", [None, 10_000])
+def test_states_that_do_not_fit_are_named(page_bytes, kv_bytes):
+    """No size of pages helps then, so the error asks for fewer slots."""
+    with pytest.raises(DeviceMemoryError, match=r"950,000.*lower max_slots") as caught:
+        _plan_with_states(950_000, page_bytes=page_bytes, kv_bytes=kv_bytes)
+    assert "kv_memory" not in str(caught.value) and "page_size" not in str(caught.value)

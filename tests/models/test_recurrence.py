@@ -76,6 +76,44 @@ def test_rows_advance_their_slots(seed, is_decode):
     np.testing.assert_allclose(new["h"], wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("lengths", [[12, 5], [12, 1, 1, 0, 1], [1] * 5])
+def test_a_mixed_batch_advances_its_rows_alone(lengths):
+    """Slots without a row of one token cost nothing: such rows are compacted into groups."""
+    calls = []
+
+    def counted(state, inputs, count):
+        if inputs["x"].shape[0] == 1:
+            jax.debug.callback(lambda count: calls.append(int(count)), count)
+        return _advance(state, inputs, count)
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(scale=0.3, size=(TOKENS, WIDTH)).astype(np.float32)
+    states = rng.normal(size=(1, SLOTS, WIDTH)).astype(np.float32)
+    slots = rng.permutation(SLOTS)
+    rows = _rows(lengths, [3] * SLOTS)
+
+    @jax.jit
+    def advanced(states):
+        return advance_rows(
+            *(counted, {"x": jnp.asarray(x)}, {"h": states}, 0, jnp.asarray(slots), rows),
+            is_decode=False,
+            longest=4,
+            group=2,
+        )
+
+    got, new = jax.block_until_ready(advanced(jnp.asarray(states)))
+    jax.effects_barrier()
+    num_single = lengths.count(1)
+    assert sum(calls) == num_single and len(calls) == 2 * -(-num_single // 2)
+    wanted, at = states.copy(), 0
+    for length, slot in zip(lengths, slots, strict=False):
+        if length:
+            wanted[0, slot], outputs = _expected(states[0, slot], x[at : at + length])
+            np.testing.assert_allclose(got[at : at + length], outputs, rtol=1e-4, atol=1e-4)
+        at += length
+    np.testing.assert_allclose(new["h"], wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_whole_sequences_are_those_of_token_by_token():
     """Sequences whose length is not a multiple of a piece begin with zeros, each on its own."""
     x = np.random.default_rng(0).normal(scale=0.3, size=(2, 11, WIDTH)).astype(np.float32)

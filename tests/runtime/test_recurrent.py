@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 
 from jaxserve import Runtime, SamplingParams
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
 from jaxserve.models.store import load_model
 from jaxserve.testing import RecordingExecutor, WrapAll
 from sharding import StagePlan, make_groups, make_mesh
-from tests.models.hf_checkpoints import VOCAB_SIZE, greedy_shortfall, write_checkpoint
+from tests.models.hf_checkpoints import (
+    VOCAB_SIZE,
+    greedy_shortfall,
+    torch_logits,
+    write_checkpoint,
+)
 
 OPTIONS = dict(
     max_slots=4,
@@ -98,6 +103,27 @@ def test_states_move_with_their_slots(checkpoint):
     assert any(plan.moves for plan in recording.executors[0].plans)
 
 
+def test_a_step_has_several_pieces_of_a_prompt(tmp_path):
+    """A long and a short prompt in one step: answers and prompt log-probabilities are PyTorch's."""
+    model = write_checkpoint("bamba", tmp_path)
+    long = np.random.default_rng(1).integers(0, VOCAB_SIZE, 150)
+    prompts = [long.tolist(), long[:20].tolist()]
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, prompt_logprobs=0)
+    recording = WrapAll(RecordingExecutor)
+    options = OPTIONS | dict(max_step_tokens=192, max_context=200, wrap_executor=recording)
+    with Runtime.from_pretrained(str(tmp_path), policy="orca", **options) as rt:
+        answers = rt.generate(prompts, params)
+    rows = [row for plan in recording.executors[0].plans for row in plan.rows]
+    assert max(row.num_tokens for row in rows) == 150
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert greedy_shortfall(model, prompt, answer.token_ids) == 0
+        scores = torch_logits(model, np.asarray(prompt))[:-1]
+        scores -= np.logaddexp.reduce(scores, axis=-1, keepdims=True)
+        wanted = scores[np.arange(len(prompt) - 1), prompt[1:]]
+        got = np.array([entry.logprob for entry in answer.prompt_logprobs[1:]])
+        assert np.linalg.norm(got - wanted) < 1e-4 * np.linalg.norm(wanted)
+
+
 def test_samples_are_those_of_as_many_requests(checkpoint):
     """Samples of one prompt compute it each, since its pages are not all that they need."""
     folder, _ = checkpoint
@@ -141,6 +167,13 @@ def test_a_model_without_attention_has_no_pool_to_resize(tmp_path):
         with pytest.raises(InvalidConfigError, match="no keys and values"):
             rt.resize_kv("1MB")
         assert len(rt.generate(PROMPTS[1], PARAMS).token_ids) == 12
+
+
+def test_states_that_do_not_fit_are_named(bamba):
+    """The error at construction asks for fewer slots, before anything is compiled."""
+    many = dict(max_slots=10**10, max_step_tokens=10**10)
+    with pytest.raises(DeviceMemoryError, match="states in slots do not fit.*lower max_slots"):
+        Runtime.from_pretrained(bamba, **OPTIONS | many)
 
 
 @pytest.mark.parametrize(

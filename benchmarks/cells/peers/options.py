@@ -104,7 +104,7 @@ def run_peers(
         if not names:
             continue
         requests = requests_of(application)[: options.compare_requests]
-        weights = random_weights(application, sizes, options.seed)
+        weights: dict[str, Any] = random_weights(application, sizes, options.seed)
         with tempfile.TemporaryDirectory(prefix="jaxserve-cells-") as folder:
             np.savez(Path(folder) / "weights.npz", **weights)
             job = {

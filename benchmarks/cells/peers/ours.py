@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from benchmarks.cells.peers.replay import answer, read_job
 
@@ -41,7 +42,7 @@ def main() -> None:
     answer(startup_s, [(one.begin_s, one.end_s) for one in served], values)
 
 
-def _pairs(tree):
+def _pairs(tree: Any) -> Any:
     """Return a tree with pairs in place of JSON's lists; trees of sentences are not deep."""
     return tuple(map(_pairs, tree)) if isinstance(tree, list) else tree
 

@@ -64,6 +64,7 @@ def main() -> None:
                 values[number] = state[0][0, row, :_SHOWN].tolist()
 
     def decode(batch: list[int], state) -> None:
+        assert decoder is not None and embed_out is not None
         left = torch.tensor([requests[number]["num_output_tokens"] for number in batch])
         token = torch.zeros(len(batch), 1, dtype=torch.long)
         steps = []

@@ -6,7 +6,7 @@ dict of such arrays. Gates are in PyTorch's order, so that its weights load as t
 
 from __future__ import annotations
 
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,18 @@ from pallas_kernels import matmul
 class Step(Protocol):
     """One step of a recurrent network.
 
-    Attributes:
-      input_size, hidden_size: sizes of `x` and of each state.
-      state: the names of its states, which are inputs and outputs; the first is `h`.
+    It is called with `x` [batch, input_size] and each of its states [batch, hidden_size] by name.
     """
 
     input_size: int
     hidden_size: int
-    state: tuple[str, ...]
 
-    def __call__(
-        self, x: Float[Array, "batch input"], **state: Float[Array, "batch hidden"]
-    ) -> dict[str, jax.Array]: ...
+    @property
+    def state(self) -> tuple[str, ...]:
+        """The names of its states, which are inputs and outputs; the first is `h`."""
+        ...
+
+    def __call__(self, *args: Any, **named: Any) -> dict[str, jax.Array]: ...
 
 
 @final

@@ -95,13 +95,13 @@ def tree_lstm_from_torch(tensors: _Tensors, prefix: str = "") -> tuple[Leaf, Int
     reader = _Reader(tensors, prefix)
     table = reader.matrix("embedding.weight")
     of_leaf = reader.matrix("leaf.weight", columns=table.shape[1])
-    hidden_size = of_leaf.shape[0] // 3
+    (vocab_size, input_size), hidden_size = table.shape, of_leaf.shape[0] // 3
     of_pair = reader.matrix("internal.weight", rows=5 * hidden_size, columns=2 * hidden_size)
     leaf_bias = reader.vector("leaf.bias", size=3 * hidden_size)
     internal_bias = reader.vector("internal.bias", size=5 * hidden_size)
     reader.check()
     leaf = _filled(
-        lambda rngs: Leaf(*table.shape, hidden_size, rngs=rngs),
+        lambda rngs: Leaf(vocab_size, input_size, hidden_size, rngs=rngs),
         table=table,
         kernel=of_leaf.T,
         bias=leaf_bias,

@@ -170,11 +170,12 @@ class CompressedTensors:
 def _scheme(given: Mapping[str, Any], format: Any) -> _Scheme:
     weights = given.get("weights") or {}
     format = given.get("format") or format
-    bits, kind, strategy = (weights.get(name) for name in ("num_bits", "type", "strategy"))
+    bits: Any = weights.get("num_bits")
+    kind, strategy = weights.get("type"), weights.get("strategy")
     group = whole_number(weights, "group_size")
     if strategy is None:
         strategy = "channel" if group in (None, -1) else "group"
-    block = weights.get("block_structure") or ()
+    block = list(weights.get("block_structure") or [])
     wanted, allowed = _TYPES.get(str(format), (None, ()))
     is_float = wanted == "float"
     strategies = ("channel", "tensor", "block") if is_float else ("channel", "group")

@@ -59,7 +59,7 @@ def test_a_plan_keeps_its_bound_in_the_simulation(task: str, share: float):
     lengths = _lengths(task)
     bound_s = share * _lowest_s(task)
     plan = PLANNER.plan(lengths_of(lengths), LatencyBounds(latency_s=bound_s), num_lengths=300)
-    assert plan.latency_s <= bound_s and plan.policy == "WAA"
+    assert plan.latency_s <= bound_s and plan.family == "waa"
     shape = plan.iteration()
     assert isinstance(shape, WAA) and shape.encode_batch == plan.schedule.encode_batch
     throughput, spent = _simulated(lengths, shape)
