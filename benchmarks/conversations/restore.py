@@ -34,6 +34,7 @@ from jaxserve.execution.warmup import enable_compilation_cache
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.models.store import LoadedModel, load_model
+from jaxserve.scheduling.kv.transfer import KVPages
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
 
@@ -192,7 +193,8 @@ class _Server:
 
     def _put_on_host(self, tokens: tuple[int, ...]) -> None:
         pages = [self._contents] * (len(tokens) // self.page_size)
-        if self._engine.import_kv(tokens, pages) < len(pages):
+        identity = self._engine.export_kv(()).identity
+        if self._engine.import_kv(tokens, KVPages(identity, pages)) < len(pages):
             raise InvalidConfigError(
                 f"the host has no room for {len(tokens)} tokens; give a larger --kv-memory, after "
                 "which the host's goes, or shorter --lengths"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -11,6 +12,7 @@ from jaxserve.cells.values import Constant, ValueSpec, as_constant
 from jaxserve.core.errors import (
     InputMismatchError,
     InvalidCellError,
+    InvalidGraphError,
     MissingInputError,
     UnknownInputError,
 )
@@ -103,6 +105,67 @@ class BaseCell:
         """
         return Node(self, self.bind(inputs))
 
+    def chain(
+        self,
+        each: Mapping[str, Sequence[Any] | np.ndarray],
+        carry: Mapping[str, str],
+        **inputs: Any,
+    ) -> Node:
+        """Return the last of a chain of nodes, which costs the host less than calling for each.
+
+        A runtime schedules its nodes one by one, as those of calls. Only the last one's outputs can
+        be taken.
+
+        Args:
+          each: input -> its constants, one for each node; at least one.
+          carry: input -> the output of the node before that it takes.
+          inputs: those of the first node that are not in `each`. Those that are not carried are the
+            same for all nodes.
+
+        Raises:
+          MissingInputError, UnknownInputError, InputMismatchError, InvalidGraphError
+        """
+        constants = [self._constants(name, each[name]) if name in each else None
+                     for name in self.inputs]  # fmt: skip
+        lengths = {len(values) for values in constants if values is not None}
+        if len(lengths) != 1 or 0 in lengths or self.is_loop or not carry:
+            raise InvalidGraphError(
+                f"a chain of cell {self.name!r} was given {sorted(lengths)} values of the inputs "
+                f"{list(each)} and carry={dict(carry)}; pass as many of each input, at least one, "
+                "and an input to carry, for a cell that is not a Repeat"
+            )
+        for name, output in carry.items():
+            spec = self.inputs.get(name)
+            if spec is None or name in each or self.outputs.get(output) != spec:
+                raise InputMismatchError(
+                    f"a chain of cell {self.name!r} was given carry={{{name!r}: {output!r}}}; pass "
+                    "an input that is not in each, and an output with its shape and dtype"
+                )
+        first = {name: values[0] for name, values in zip(self.inputs, constants, strict=True)
+                 if values is not None}  # fmt: skip
+        unknown = {name: None for name in each if name not in first}
+        bound = self.bind({**unknown, **first, **inputs})
+        carried = [self.output_index.get(carry.get(name, ""), -1) for name in self.inputs]
+        return Node(self, bound, chain=Chain(lengths.pop(), tuple(constants), tuple(carried)))
+
+    def _constants(self, name: str, values: Sequence[Any] | np.ndarray) -> np.ndarray:
+        """Return the constants of an input of a chain, as an array of its dtype.
+
+        Raises:
+          InputMismatchError
+        """
+        spec, array = self.inputs[name], np.asarray(values)
+        if array.dtype != spec.dtype and array.dtype.kind in "iu" and spec.dtype.kind in "iu":
+            limits = np.iinfo(spec.dtype)
+            if limits.min <= array.min(initial=0) and array.max(initial=0) <= limits.max:
+                array = array.astype(spec.dtype)
+        if array.ndim == 0 or array.shape[1:] != spec.shape or array.dtype != spec.dtype:
+            raise InputMismatchError(
+                f"a chain of cell {self.name!r} was given an array {ValueSpec.of(array)} as "
+                f"{name!r}; pass values of {spec}, one for each node"
+            )
+        return array
+
     def bind(self, inputs: Mapping[str, Any]) -> tuple[Output | Constant, ...]:
         """Return a node's inputs in the order of the cell's, after checking them."""
         bound = []
@@ -151,6 +214,21 @@ class BaseCell:
 
 
 @final
+@dataclass(frozen=True)
+class Chain:
+    """The nodes of `BaseCell.chain`.
+
+    Attributes:
+      each: for each input, the constants of the nodes [length, ...]; None for others.
+      carry: for each input, the output of the node before that it takes; -1 for none.
+    """
+
+    length: int
+    each: tuple[np.ndarray | None, ...]
+    carry: tuple[int, ...]
+
+
+@final
 class Node:
     """One call of a cell in a graph; `node["h"]` is its output `h`.
 
@@ -160,16 +238,27 @@ class Node:
     Attributes:
       inputs: outputs of other nodes and constants, in the order of the cell's inputs.
       max_steps: most times that the cell runs; 1 except for loops.
+      chain: how it stands for a chain of nodes, of which it is the last and `inputs` are the
+        first's; None for one node.
+      num_nodes: how many nodes it stands for.
       is_placed: whether a graph has the node. Later graphs may take its outputs, and do not compute
         it again.
     """
 
-    __slots__ = ("cell", "inputs", "max_steps", "is_placed")
+    __slots__ = ("cell", "inputs", "max_steps", "chain", "num_nodes", "is_placed")
 
-    def __init__(self, cell: BaseCell, inputs: tuple[Output | Constant, ...], max_steps: int = 1):
+    def __init__(
+        self,
+        cell: BaseCell,
+        inputs: tuple[Output | Constant, ...],
+        max_steps: int = 1,
+        chain: Chain | None = None,
+    ):
         self.cell = cell
         self.inputs = inputs
         self.max_steps = max_steps
+        self.chain = chain
+        self.num_nodes = 1 if chain is None else chain.length
         self.is_placed = False
 
     def place(self) -> None:
@@ -247,6 +336,6 @@ def label_of(cell: BaseCell, inputs: Any) -> str:
         node = stack.pop()
         if id(node) not in seen:
             seen.add(id(node))
-            number += node.cell is cell
+            number += node.num_nodes * (node.cell is cell)
             stack += [value.node for value in node.inputs if isinstance(value, Output)]
     return f"node {cell.name}[{number}] of cell {cell.name!r}"

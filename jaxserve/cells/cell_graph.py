@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 _Edges: TypeAlias = "tuple[tuple[int, ...], ...]"
 
@@ -39,7 +38,7 @@ class CellGraph:
 
     def prepare(self) -> None:
         """Compute the partition and its edges now, so that no scheduler waits for them."""
-        _ = self.inner_dependencies, self.inner_successors, self.outer_successors
+        _ = self.subgraphs, self.inner_dependencies, self.inner_successors, self.outer_successors
 
     @cached_property
     def successors(self) -> _Edges:
@@ -66,43 +65,41 @@ class CellGraph:
     @cached_property
     def subgraphs(self) -> tuple[Subgraph, ...]:
         """The partition into subgraphs, see `Subgraph`; a subgraph follows those it depends on."""
-        return _partition(self)
+        return self._partition.subgraphs
 
     @cached_property
     def subgraph_of(self) -> tuple[int, ...]:
         """For each node, the index of its subgraph."""
-        found = [0] * len(self.types)
-        for index, subgraph in enumerate(self.subgraphs):
-            for node in subgraph.nodes:
-                found[node] = index
-        return tuple(found)
+        return self._partition.subgraph_of
 
     @cached_property
     def inner_dependencies(self) -> tuple[int, ...]:
         """For each node, the number of its predecessors in its own subgraph."""
-        of = self.subgraph_of
-        return tuple(
-            sum(of[other] == of[node] for other in before)
-            for node, before in enumerate(self.predecessors)
-        )
+        return self._partition.inner_dependencies
 
     @cached_property
     def inner_successors(self) -> _Edges:
         """For each node, its successors in its own subgraph."""
-        of = self.subgraph_of
-        return tuple(
-            tuple(other for other in after if of[other] == of[node])
-            for node, after in enumerate(self.successors)
-        )
+        return self._partition.inner_successors
 
     @cached_property
     def outer_successors(self) -> _Edges:
         """For each node, the subgraph of each of its successors in other subgraphs."""
-        of = self.subgraph_of
-        return tuple(
-            tuple(of[other] for other in after if of[other] != of[node])
-            for node, after in enumerate(self.successors)
-        )
+        return self._partition.outer_successors
+
+    @cached_property
+    def _partition(self) -> _Partition:
+        return _partition(self)
+
+
+class _Partition(NamedTuple):
+    """See the properties of `CellGraph`; all are computed in one pass."""
+
+    subgraphs: tuple[Subgraph, ...]
+    subgraph_of: tuple[int, ...]
+    inner_dependencies: tuple[int, ...]
+    inner_successors: _Edges
+    outer_successors: _Edges
 
 
 @final
@@ -130,7 +127,8 @@ class Subgraph:
         self.num_dependencies = num_dependencies
 
 
-@lru_cache(maxsize=4096)
+# Sentences have few lengths. Trees hardly repeat, and cost the garbage collector time.
+@lru_cache(maxsize=512)
 def cell_graph(
     types: tuple[int, ...],
     predecessors: _Edges,
@@ -147,16 +145,50 @@ def chain_graph(type: int, num_nodes: int) -> CellGraph:
     return cell_graph((type,) * num_nodes, before, (1,) * num_nodes)
 
 
-def _partition(graph: CellGraph) -> tuple[Subgraph, ...]:
-    """Return the connected nodes of the same type and phase.
+def _partition(graph: CellGraph) -> _Partition:
+    """Return the connected nodes of the same type and phase, and the edges in and between them.
 
     A node's phase is that of its predecessors of the same type, or one more than that of its
     predecessors of other types; the largest counts. So a path that leaves a subgraph never comes
     back to it, and every subgraph can wait for all that it needs from outside.
     """
     types = graph.types
+    leaders, phases = _leaders(graph)
+    roots = [node for node, leader in enumerate(leaders) if node == leader]
+    roots.sort(key=phases.__getitem__)
+    index_of = {root: index for index, root in enumerate(roots)}
+    of = [index_of[leader] for leader in leaders]
+    nodes: list[list[int]] = [[] for _ in roots]
+    first: list[list[int]] = [[] for _ in roots]
+    num_outer = [0] * len(roots)
+    num_inner = [0] * len(types)
+    inner: list[list[int]] = [[] for _ in types]
+    outer: list[list[int]] = [[] for _ in types]
+    for node, before in enumerate(graph.predecessors):
+        own = of[node]
+        nodes[own].append(node)
+        for other in before:
+            if of[other] == own:
+                inner[other].append(node)
+                num_inner[node] += 1
+            else:
+                outer[other].append(own)
+                num_outer[own] += 1
+        if not num_inner[node]:
+            first[own].append(node)
+    subgraphs = tuple(
+        Subgraph(types[root], tuple(nodes[index]), tuple(first[index]), num_outer[index])
+        for index, root in enumerate(roots)
+    )
+    inner_successors, outer_successors = tuple(map(tuple, inner)), tuple(map(tuple, outer))
+    return _Partition(subgraphs, tuple(of), tuple(num_inner), inner_successors, outer_successors)
+
+
+def _leaders(graph: CellGraph) -> tuple[list[int], list[int]]:
+    """Return of each node the first one of its subgraph, and its phase."""
+    types, loop_types = graph.types, graph.loop_types
     phases: list[int] = []
-    leader: list[int] = []  # of each node: a node of the same subgraph, in the end its first one
+    leader: list[int] = []  # a node of the same subgraph, in the end its first one
 
     def find(node: int) -> int:
         while leader[node] != node:
@@ -166,31 +198,17 @@ def _partition(graph: CellGraph) -> tuple[Subgraph, ...]:
 
     for node, before in enumerate(graph.predecessors):
         type, phase = types[node], 0
-        is_alone = type in graph.loop_types
+        is_alone = type in loop_types
         for other in before:
             reached = phases[other] + (is_alone or types[other] != type)
             if reached > phase:
                 phase = reached
         phases.append(phase)
         leader.append(node)
+        if is_alone:
+            continue
         for other in before:
-            if types[other] == type and phases[other] == phase and not is_alone:
+            if types[other] == type and phases[other] == phase:
                 a, b = find(node), find(other)
                 leader[max(a, b)] = min(a, b)
-    members: dict[int, list[int]] = {}
-    for node in range(len(types)):
-        members.setdefault(find(node), []).append(node)
-    parts = sorted(members.values(), key=lambda nodes: phases[nodes[0]])
-    return tuple(_subgraph(graph, nodes) for nodes in parts)
-
-
-def _subgraph(graph: CellGraph, nodes: Sequence[int]) -> Subgraph:
-    inside = set(nodes)
-    first, num_dependencies = [], 0
-    for node in nodes:
-        before = graph.predecessors[node]
-        num_inner = sum(other in inside for other in before)
-        num_dependencies += len(before) - num_inner
-        if num_inner == 0:
-            first.append(node)
-    return Subgraph(graph.types[nodes[0]], tuple(nodes), tuple(first), num_dependencies)
+    return [find(node) for node in range(len(types))], phases

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.cells.answers import CellAnswer, Part
 from jaxserve.cells.executor import CellExecutor, CellHandle, TaskResults
-from jaxserve.cells.flat_graph import flatten
+from jaxserve.cells.flat_graph import FlatGraph, flatten
 from jaxserve.cells.graph import Graph
 from jaxserve.cells.lanes import Lanes
 from jaxserve.cells.policy import CellPolicy, Task
@@ -22,6 +22,7 @@ from jaxserve.cells.stats import CellStats
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import (
     DeviceMemoryError,
+    InvalidGraphError,
     JaxserveError,
     NumericalError,
     TooManyNodesError,
@@ -59,6 +60,7 @@ class CellEngine:
         self._layout = executor.layout
         self._clock = clock
         self._max_nodes = max_nodes
+        self._policy_name = policy.name
         self._scheduler = policy.new_scheduler(self._layout.cell_types, executor.num_workers)
         self._lanes = Lanes(executor.num_workers, max_in_flight, clock)
         self._part_of: list[Part | None] = []  # of each row
@@ -158,9 +160,14 @@ class CellEngine:
                     self._end(part, "error", self.refusal(graph.num_slots))
                     continue
                 return
+            first_row = self._lanes.take_rows(graph.num_rows)
+            refused = self._schedule(graph, first_row)
+            if refused is not None:
+                self._lanes.free_rows(first_row, graph.num_rows)
+                self._end(part, "error", refused)
+                continue
             self._waiting.popleft()
             self._free_slots -= graph.num_slots
-            first_row = self._lanes.take_rows(graph.num_rows)
             if self._lanes.num_rows > len(self._part_of):
                 self._part_of += [None] * self._lanes.num_rows
             self._part_of[first_row : first_row + graph.num_nodes] = [part] * graph.num_nodes
@@ -169,10 +176,24 @@ class CellEngine:
             self._parts[part.key] = part
             kept_row = 0 if part.before is None else part.before.first_row
             self._executor.add(graph, first_row, kept_row)
-            self._scheduler.add(part.key, graph.graph, first_row, self._clock.now())
             part.answer.add_nodes(graph.num_nodes)
             if not part.answer.has_begun:
                 self._first_nodes.update(first_row + node for node in graph.graph.first)
+
+    def _schedule(self, graph: FlatGraph, first_row: int) -> JaxserveError | None:
+        """Add a graph to the scheduler under the next key; return an error if it refuses it."""
+        try:
+            self._scheduler.add(self._next_key, graph.graph, first_row, self._clock.now())
+        except JaxserveError as error:
+            return error
+        except Exception as error:
+            refused = InvalidGraphError(
+                f"the policy {self._policy_name!r} raised {type(error).__name__} for the graph: "
+                f"{error}; pass a graph that it schedules, or another policy"
+            )
+            refused.__cause__ = error
+            return refused
+        return None
 
     def refusal(self, num_slots: np.ndarray) -> TooManyNodesError | None:
         """Return the error for a graph that could never be admitted; None for others.

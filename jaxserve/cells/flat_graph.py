@@ -8,10 +8,10 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxserve.cells.base import Node, Output, Steps
+from jaxserve.cells.base import Chain, Node, Output, Steps
 from jaxserve.cells.cell_graph import CellGraph, cell_graph
 from jaxserve.cells.graph import Graph, Then, parts_of
-from jaxserve.cells.layout import Layout, TypeLayout, words_of
+from jaxserve.cells.layout import Layout, TypeLayout, words_of, words_of_each
 from jaxserve.core.errors import InvalidGraphError, TooManyNodesError, UnknownCellError
 
 # Codes of inputs that are no value of the graph.
@@ -95,9 +95,9 @@ def flatten(
         raise InvalidGraphError(
             f"a {type(graph).__name__} was returned in place of a graph; return Graph(outputs=...)"
         )
-    if len(graph.nodes) > max_nodes:
+    if graph.num_nodes > max_nodes:
         raise TooManyNodesError(
-            f"the graph has {len(graph.nodes)} nodes, and this runtime allows {max_nodes}; pass a "
+            f"the graph has {graph.num_nodes} nodes, and this runtime allows {max_nodes}; pass a "
             "shorter input, or create the runtime with a higher max_nodes"
         )
     return _Flattener(graph, layout, kept or {}).flat_graph()
@@ -109,11 +109,13 @@ class _Flattener:
         self._graph = graph
         self._layout = layout
         self._known = kept
-        self._row_of = {node: row for row, node in enumerate(graph.nodes)}
+        # Of a chain, the row of its last node.
+        self._row_of: dict[Node, int] = {}
         self._types: list[int] = []
+        self._max_steps: list[int] = []
         self._sources: list[list[int]] = []
         self._predecessors: list[tuple[int, ...]] = []
-        self._words = np.zeros((len(graph.nodes), max(1, layout.max_words)), np.int32)
+        self._words = np.zeros((graph.num_nodes, max(1, layout.max_words)), np.int32)
         self._constants: list[tuple[int, np.ndarray]] = []
         # Codes of large constants by the array's identity.
         self._codes: dict[tuple[int, int], int] = {}
@@ -121,8 +123,11 @@ class _Flattener:
         self._types_of: dict[int, TypeLayout] = {}
 
     def flat_graph(self) -> FlatGraph:
-        for row, node in enumerate(self._graph.nodes):
-            self._add(row, node)
+        for node in self._graph.nodes:
+            self._add(len(self._types), node)
+            if node.chain is not None and node.num_nodes > 1:
+                self._extend(len(self._types), node, node.chain)
+            self._row_of[node] = len(self._types) - 1
         layout, stride = self._layout, self._layout.stride
         num_rows = len(self._sources) + len(self._constants)
         sources = np.array(self._sources, np.int32)
@@ -151,7 +156,7 @@ class _Flattener:
         graph = cell_graph(
             tuple(self._types),
             tuple(self._predecessors),
-            tuple(node.max_steps for node in self._graph.nodes),
+            tuple(self._max_steps),
             layout.loop_types,
         )
         graph.prepare()
@@ -195,8 +200,35 @@ class _Flattener:
                 codes.append(self._constant_code(t.input_pools[number], np.asarray(value)))
         codes += [ZEROS] * (self._layout.max_inputs - len(codes))
         self._types.append(t.index)
+        self._max_steps.append(node.max_steps)
         self._sources.append(codes)
         self._predecessors.append(tuple(before))
+
+    def _extend(self, row: int, node: Node, chain: Chain) -> None:
+        """Add the nodes of a chain after its first, from a row on."""
+        num, end = chain.length - 1, row + chain.length - 1
+        t, stride = self._types_of[id(node.cell)], self._layout.stride
+        codes = np.tile(np.array(self._sources[-1], np.int32), (num, 1))
+        self._words[row:end] = self._words[row - 1]
+        before = np.arange(row - 1, end - 1) * stride
+        others: list[int] = []
+        for number, (output, each) in enumerate(zip(chain.carry, chain.each, strict=True)):
+            words = t.words[number]
+            if output >= 0:
+                codes[:, number] = before + output
+            elif each is None:
+                if self._sources[-1][number] >= 0:
+                    others.append(self._sources[-1][number] // stride)
+            elif words is not None:
+                self._words[row:end, words.start : words.stop] = words_of_each(each[1:])
+            else:
+                pool = t.input_pools[number]
+                codes[:, number] = [self._new_constant(pool, value) for value in each[1:]]
+        others = [other for other in dict.fromkeys(others) if other < self._graph.num_nodes]
+        self._types += [t.index] * num
+        self._max_steps += [1] * num
+        self._sources += codes.tolist()
+        self._predecessors += [(other, *others) for other in range(row - 1, end - 1)]
 
     def _type_of(self, node: Node) -> TypeLayout:
         index = self._layout.index_of.get(node.cell.key)
@@ -222,14 +254,15 @@ class _Flattener:
         key = pool, id(value)
         code = self._codes.get(key)
         if code is None:
-            if value.any():
-                row = len(self._graph.nodes) + len(self._constants)
-                code = row * self._layout.stride
-                self._constants.append((pool, value))
-            else:
-                code = ZEROS
-            self._codes[key] = code
+            code = self._codes[key] = self._new_constant(pool, value)
         return code
+
+    def _new_constant(self, pool: int, value: np.ndarray) -> int:
+        if not value.any():
+            return ZEROS
+        row = self._graph.num_nodes + len(self._constants)
+        self._constants.append((pool, value))
+        return row * self._layout.stride
 
     def _wanted(self) -> list[tuple[int, Wanted]]:
         found = []

@@ -42,7 +42,8 @@ class Graph:
       max_nodes: the most nodes; a runtime may accept fewer.
 
     Attributes:
-      nodes: every node, after all nodes that it depends on.
+      nodes: every node, after all nodes that it depends on; a chain is one `Node` here.
+      num_nodes: the number of nodes, with those of chains.
 
     Raises:
       EmptyGraphError: no output depends on a node.
@@ -66,7 +67,10 @@ class Graph:
             raise EmptyGraphError("the graph has no outputs; pass at least one output of a node")
         roots = [out.node for result in self.outputs.values() for out in parts_of(result)]
         roots += [output.node for output in self.keep]
-        self.nodes = _sorted([node for node in roots if not node.is_placed], max_nodes)
+        self.nodes = _sorted([node for node in roots if not node.is_placed])
+        self.num_nodes = sum([node.num_nodes for node in self.nodes])
+        if self.num_nodes > max_nodes:
+            raise TooManyNodesError(_too_many(f"{self.num_nodes}", max_nodes))
         if not self.nodes:
             raise EmptyGraphError(
                 "the graph has no nodes that an earlier graph does not have; call a cell"
@@ -138,7 +142,7 @@ def _checked(name: str, result: Any) -> Result:
     return tuple(result)
 
 
-def _sorted(roots: Sequence[Node], max_nodes: int) -> tuple[Node, ...]:
+def _sorted(roots: Sequence[Node]) -> tuple[Node, ...]:
     """Return the roots and everything that they depend on, dependencies first."""
     done: dict[Node, None] = {}
     stack: list[Node] = list(reversed(roots))
@@ -149,13 +153,13 @@ def _sorted(roots: Sequence[Node], max_nodes: int) -> tuple[Node, ...]:
             continue
         num_before = len(stack)
         for value in node.inputs:
-            if type(value) is Output and value.node not in done and not value.node.is_placed:
-                stack.append(value.node)
+            if type(value) is Output:
+                other = value.node
+                if other not in done and not other.is_placed:
+                    stack.append(other)
         if len(stack) == num_before:
             done[node] = None
             stack.pop()
-            if len(done) > max_nodes:
-                raise TooManyNodesError(_too_many(f"over {max_nodes}", max_nodes))
     return tuple(done)
 
 

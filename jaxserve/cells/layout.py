@@ -145,5 +145,12 @@ class Layout:
 
 def words_of(value: np.ndarray) -> np.ndarray:
     """Return the bytes of a small constant as int32 words, padded with zeros."""
-    data = np.ascontiguousarray(value).tobytes()
-    return np.frombuffer(data + b"\0" * (-len(data) % 4), np.int32)
+    return words_of_each(np.asarray(value)[None])[0]
+
+
+def words_of_each(values: np.ndarray) -> np.ndarray:
+    """Return the words of at least one constant [n, words], see `words_of`."""
+    num, num_bytes = len(values), values[0].nbytes
+    data = np.zeros((num, -(-num_bytes // 4) * 4), np.uint8)
+    data[:, :num_bytes] = np.ascontiguousarray(values).reshape(num, -1).view(np.uint8)
+    return data.view(np.int32)

@@ -73,6 +73,10 @@ class CellScheduler(Protocol):
           key: names the graph until it has finished, or was cancelled.
           first_node: the id of its node 0. Its nodes have consecutive ids.
           now_s: the time of its arrival.
+
+        Raises:
+          InvalidGraphError: the policy does not schedule such graphs. Nothing was added, and the
+            request ends with the error.
         """
         ...
 

@@ -84,3 +84,17 @@ class WorkerSlots:
             slots, pools = slots[has], pools[has]
         for pool in set(pools.tolist()):
             self.pools[pool].free(slots[pools == pool])
+
+    def discard_range(self, values: slice, pools: np.ndarray) -> None:
+        """Free the slots of consecutive values, most of which this worker does not have.
+
+        Args:
+          pools: the pool of every value.
+        """
+        mine = self.of[values]
+        held = np.flatnonzero(mine >= NUM_RESERVED_SLOTS)
+        if held.size:
+            slots, own = mine[held], pools[values][held]
+            for pool in set(own.tolist()):
+                self.pools[pool].free(slots[own == pool])
+        mine[:] = ABSENT

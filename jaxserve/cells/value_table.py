@@ -57,9 +57,9 @@ class ValueTable:
 
     def remove(self, graph: FlatGraph, first_row: int) -> None:
         """See `CellExecutor.remove`."""
-        ids = np.arange(first_row * self._stride, (first_row + graph.num_rows) * self._stride)
+        ids = slice(first_row * self._stride, (first_row + graph.num_rows) * self._stride)
         for worker in self.workers:
-            worker.discard(ids, self._pools[ids])
+            worker.discard_range(ids, self._pools)
 
     def pools_of(self, values: np.ndarray) -> np.ndarray:
         return self._pools[values]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -176,11 +177,12 @@ class DeviceLoop(Generic[_Job]):
           until_s: the time on the clock until which the block must have begun; None for no limit.
 
         Raises:
-          EngineBusyError: the submitted jobs had not ended by then. They continue.
+          EngineBusyError: the submitted jobs, or another pause, had not ended by then. They
+            continue.
           RuntimeClosedError: the loop was closed.
           EngineFailedError: the loop failed before.
         """
-        with self._one_pause, self._changed:
+        with self._alone(until_s), self._changed:
             self._raise_if_over()
             pause = self._pause = _Pause(running)
             self._changed.notify_all()
@@ -200,6 +202,25 @@ class DeviceLoop(Generic[_Job]):
                 self._arrived += self._held
                 self._held = []
                 self._changed.notify_all()
+
+    @contextmanager
+    def _alone(self, until_s: float | None) -> Iterator[None]:
+        """Keep other pauses from the block.
+
+        Raises:
+          EngineBusyError: another pause had not ended by `until_s`.
+        """
+        left_s = math.inf if until_s is None else until_s - self._clock.now()
+        if not self._one_pause.acquire(timeout=min(max(0.0, left_s), threading.TIMEOUT_MAX)):
+            raise EngineBusyError(
+                "another call has paused this runtime, for new weights or measurements, and had "
+                "not ended after the seconds that this call may wait; pass more seconds "
+                "(max_wait_s), or call it again later"
+            )
+        try:
+            yield
+        finally:
+            self._one_pause.release()
 
     @property
     def is_here(self) -> bool:

@@ -25,6 +25,7 @@ from jaxserve.scheduling.collect import Progress
 from jaxserve.scheduling.deferred import Deferred
 from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.kv.manager import KVManager
+from jaxserve.scheduling.kv.transfer import KVPages
 from jaxserve.scheduling.lengths.bounds import expected_late
 from jaxserve.scheduling.lengths.outlook import Outlook, outlooks
 from jaxserve.scheduling.plan import LINK, StepPlan
@@ -126,13 +127,14 @@ class Engine:
     def add(self, request: Request) -> list[Sequence]:
         """Add a validated request to the waiting pool, and return its sequences.
 
-        If the request is expected to miss its own latency bound, they have failed with
-        BoundNotMetError. That does not concern other requests. They fail so in a later `step` if
-        they have not begun when it becomes too late (`scheduling.lengths.bounds`).
+        If others run or wait, and the request is expected to miss its own latency bound, they have
+        failed with BoundNotMetError. That does not concern other requests. They fail so in a later
+        `step` if they have not begun when it becomes too late (`scheduling.lengths.bounds`).
         """
+        pace = self.recorder.pace() if self.has_work else None
         sequences = self.scheduler.add(request)
         if request.due_s is not None:
-            late = expected_late(self.scheduler, request, self.recorder.pace(), self._clock.now())
+            late = expected_late(self.scheduler, request, pace, self._clock.now())
             for sequence in sequences if late is not None else ():
                 self.scheduler.end(sequence, "error", late)
             self._deferred.add(sequences)
@@ -212,28 +214,33 @@ class Engine:
         """
         self._kv.swap_by(costs)
 
-    def export_kv(self, tokens: Seq[int]) -> list[bytes]:
+    def export_kv(self, tokens: Seq[int]) -> KVPages:
         """Return the contents of the leading full pages of a context that are cached.
 
-        They pass through host memory, as far as it has room. Steps may be in flight.
+        They pass through host memory, as far as it has room. Steps may be in flight. After an
+        error of the executor, what it was to copy is on the host no more.
         """
         self._kv.transfer.copy_to_host(tokens)
         plan = self.scheduler.plan_flush(0.0)
-        if plan is not None:
-            self._executor.submit(plan).collect()
-        return self._kv.transfer.read(tokens)
+        try:
+            if plan is not None:
+                self._executor.submit(plan).collect()
+            return self._kv.transfer.read(tokens)
+        except Exception:
+            if plan is not None:
+                self._kv.transfer.copies_failed(plan.swaps_out)
+            raise
 
-    def import_kv(self, tokens: Seq[int], pages: Seq[bytes]) -> int:
+    def import_kv(self, tokens: Seq[int], kv: KVPages) -> int:
         """Cache the leading full pages of `tokens` on the host; return how many it has room for.
 
         Args:
-          pages: contents of each page, as `export_kv` of an engine with these weights and sizes
-            returned them.
+          kv: as `export_kv` of an engine with these weights and sizes returned it.
 
         Raises:
-          InvalidConfigError: the pages have another size.
+          InvalidConfigError: it is of other weights, or of pages of another size.
         """
-        return self._kv.transfer.load(tokens, pages)
+        return self._kv.transfer.load(tokens, kv)
 
     def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
         """Evict full pages of a context, by index, that are cached on the device and not owned."""

@@ -128,8 +128,7 @@ class DeviceExecutor:
     def finish_warmup(self) -> None:
         """See `ModelExecutor`."""
         jax.block_until_ready((self._pages.cache, self._slots.state))
-        self._warm_num_pages.add(self.config.num_pages)
-        self._compilations.expect_none()
+        self._has_prepared()
 
     def _preparations(self) -> list[tuple[str, Callable[[], Any]]]:
         return list(
@@ -143,6 +142,7 @@ class DeviceExecutor:
     def _has_prepared(self) -> None:
         self._warm_num_pages.add(self.config.num_pages)
         self._compilations.expect_none()
+        self._programs.shelf.end_start()
 
     def _stop_preparing(self) -> None:
         if self._preparing is not None:

@@ -24,6 +24,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.engine.requests import Prompt
 from jaxserve.fleet.call import make_call
+from jaxserve.fleet.checks import check_host_pages, check_resources, check_sends_kv, numbers_of
 from jaxserve.fleet.dispatcher import Dispatcher
 from jaxserve.fleet.ray_replica import RayReplica, import_ray
 from jaxserve.fleet.replica import ReplicaState, Started
@@ -65,7 +66,8 @@ class Fleet:
 
     Raises:
       MissingExtraError: Ray is not installed.
-      InvalidConfigError: an option is not allowed, or Ray has too few CPUs or GPUs.
+      InvalidConfigError: an option is not allowed, Ray has too few CPUs or GPUs, or `roles` are
+        given and the replicas have no host memory for KV, as with recurrent layers.
       ReplicaDiedError: a replica died several times in a row while it was loading.
       ModelError, DownloadError, ModelCacheError, DeviceMemoryError
       JournalError: the journal of conversations cannot be used.
@@ -84,7 +86,7 @@ class Fleet:
         num_gpus: float | None = None,
         **options: Any,
     ):
-        num_prefill, num_replicas = _numbers_of(replicas, roles)
+        num_prefill, num_replicas = numbers_of(replicas, roles)
         counts = {"replicas": num_replicas, "tensor_parallel": tensor_parallel}
         if roles is not None:
             counts["roles['prefill']"] = num_prefill
@@ -95,7 +97,7 @@ class Fleet:
             {name: value for name, value in options.items() if name not in _LOADING}
         )
         if roles is not None:
-            _check_sends_kv(self.options)
+            check_sends_kv(self.options)
         get_policy(self.options.policy)
         if self.options.record is not None:
             raise InvalidConfigError(
@@ -149,6 +151,8 @@ class Fleet:
             )
             left_behind.callback(self._dispatcher.close)
             self._started = self._wait_for_replicas()
+            if roles is not None:
+                check_host_pages(self._started[num_replicas:], self._started[:num_replicas])
         except BaseException:
             self.close()
             raise
@@ -342,52 +346,3 @@ class Fleet:
                 started.result()
                 bar.update()
         return [started.result() for started in starting]
-
-
-def _numbers_of(replicas: int | None, roles: Mapping[str, int] | None) -> tuple[int, int]:
-    """Return the numbers of replicas that only prefill, and of those that answer.
-
-    Raises:
-      InvalidConfigError: `roles` has other names, or both are given.
-    """
-    if roles is None:
-        return 0, 2 if replicas is None else replicas
-    if set(roles) != {"prefill", "decode"} or replicas is not None:
-        raise InvalidConfigError(
-            f"roles={dict(roles)!r} with replicas={replicas} is not allowed; pass roles={{'prefill'"
-            ": 1, 'decode': 1}, or other numbers of both, without replicas"
-        )
-    return roles["prefill"], roles["decode"]
-
-
-def _check_sends_kv(options: RuntimeOptions) -> None:
-    """Raise InvalidConfigError if replicas with these options cannot send KV."""
-    policy = get_policy(options.policy)
-    keeps = policy.retention.keeps_pages and policy.retention.uses_host
-    if policy.is_planned or not keeps or options.host_memory == 0:
-        raise InvalidConfigError(
-            f"policy={policy.name!r} with host_memory={options.host_memory!r} keeps no pages of "
-            "prompts on the host, from where replicas with roles send them, or plans by itself; "
-            'pass policy="auto" or "pensieve", with host memory'
-        )
-    if options.learns:
-        raise InvalidConfigError(
-            "learns=True is not allowed with roles, because prefill replicas see answers of one "
-            "token; omit one or the other"
-        )
-
-
-def check_resources(has: dict[str, float], replicas: int, each: dict[str, float]) -> None:
-    """Raise InvalidConfigError if a resource is less than `replicas` times `each`.
-
-    Args:
-      has: amounts of the resources that Ray has, by name.
-      each: amounts that one replica needs, by name.
-    """
-    for name, wanted in each.items():
-        if wanted * replicas > has.get(name, 0):
-            raise InvalidConfigError(
-                f"{replicas} replicas with {wanted:g} {name}s each need {wanted * replicas:g}, but "
-                f"Ray has {has.get(name, 0):g}; lower replicas or num_{name.lower()}s, or connect "
-                "to a larger cluster first (ray.init)"
-            )

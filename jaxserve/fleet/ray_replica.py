@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import platform
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypedDict, final
 
@@ -30,6 +30,7 @@ from jaxserve.runtime.pending import Pending, submitted
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime, RuntimeStats
+    from jaxserve.scheduling.kv.transfer import KVPages
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ _MAX_OPEN = 4096
 
 # Errors after which a runtime can answer no further request.
 _FATAL = (EngineFailedError, DeviceMemoryError, RuntimeClosedError)
+# Errors of a runtime whose loop has failed or was closed.
+_OVER = (EngineFailedError, RuntimeClosedError)
 
 
 class Asked(TypedDict):
@@ -60,6 +63,22 @@ def import_ray() -> Any:
     except ImportError as error:
         raise MissingExtraError("ray", "fleet", "running replicas on Ray") from error
     return ray
+
+
+async def take_kv(runtime: Runtime, kv: Sequence[Awaitable[tuple[Sequence[int], KVPages]]]) -> None:
+    """Cache the KV of prompts; what cannot be read or cached is computed, and the log says why.
+
+    Raises:
+      EngineFailedError, RuntimeClosedError: the runtime's loop has failed, or was closed.
+    """
+    for each in kv:
+        try:
+            tokens, found = await each
+            await asyncio.to_thread(runtime.import_kv, tokens, found)
+        except _OVER:
+            raise
+        except Exception as error:  # lost, of other weights, or no memory for it
+            _log.warning("KV of a prompt is not used, and is computed again: %s", error)
 
 
 @final
@@ -91,6 +110,7 @@ class _Actor:
             max_context=runtime.config.max_context,
             max_prompt_tokens=runtime.config.max_prompt_tokens,
             vocab_size=runtime.model_config.vocab_size,
+            num_host_pages=runtime.config.num_host_pages,
         )
 
     async def prefill(self, prompt: Any, others: Asked) -> list[Any]:
@@ -109,25 +129,19 @@ class _Actor:
         tokens = completion.prompt_token_ids
         if completion.finish_reason != "length":
             return []
-        pages = await asyncio.to_thread(runtime.export_kv, tokens)
-        ray = import_ray()
         try:
-            return [ray.put((tokens, pages))] if pages else []
-        except ray.exceptions.RayError as error:  # such as a full store
+            found = await asyncio.to_thread(runtime.export_kv, tokens)
+            return [import_ray().put((tokens, found))] if found.pages else []
+        except _OVER:
+            raise
+        except Exception as error:  # such as a full store, or no memory for the copies
             _log.warning("KV of a prompt is not sent, and is computed again: %s", error)
             return []
 
     async def take(self, kv: list[Any]) -> None:
         """Cache the KV of a prompt that another replica has computed, if it still has it."""
-        runtime = self._runtime
-        assert runtime is not None
-        for reference in kv:
-            try:
-                tokens, pages = await reference
-            except import_ray().exceptions.RayError as error:
-                _log.warning("KV of a prompt is lost, which is computed again: %s", error)
-                return
-            await asyncio.to_thread(runtime.import_kv, tokens, pages)
+        assert self._runtime is not None
+        await take_kv(self._runtime, kv)
 
     async def answer(self, prompt: Any, params: SamplingParams, others: Asked) -> Completion:
         return await (await self._submit(prompt, params, others)).aresult()

@@ -19,13 +19,18 @@ Role = Literal["whole", "prefill", "decode"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """The facts about a replica that serves: its process, its machine, its limits in tokens."""
+    """The facts about a replica that serves: its process, its machine, its limits in tokens.
+
+    Attributes:
+      num_host_pages: pages of host memory, through which KV goes to another replica.
+    """
 
     pid: int
     host: str
     max_context: int
     max_prompt_tokens: int
     vocab_size: int
+    num_host_pages: int
 
 
 @final

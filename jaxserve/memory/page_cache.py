@@ -248,6 +248,11 @@ class PageCache:
                 self.evict_from_device(page)
             self._evict_from_host(page)
 
+    def drop_copies(self, host_pages: Iterable[int]) -> None:
+        """Evict from the host what a plan that failed was to copy to these pages."""
+        for page in [self._by_host_page[each] for each in host_pages if each in self._by_host_page]:
+            self._evict_from_host(page)
+
     # ---- another pool ----
 
     def shrink(self, num_pages: int) -> None:

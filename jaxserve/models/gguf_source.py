@@ -73,6 +73,10 @@ class GGUFSource:
         """Return the shape of every tensor by its Hugging Face name; matrices are [out, in]."""
         return {name: info.shape for name, info in self._tensors.items()}
 
+    def dtypes(self) -> Mapping[str, str]:
+        """Return the ggml type of every tensor, such as "Q4_K"."""
+        return {name: info.type_name for name, info in self._tensors.items()}
+
     def type_name(self, name: str) -> str:
         """Return the ggml type of a tensor, such as "Q4_K"."""
         return self._tensors[name].type_name

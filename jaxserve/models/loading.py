@@ -283,6 +283,11 @@ class _Prefixed:
         shapes = self._source.shapes()
         return {name: shapes[own] for name, own in self._names.items()}
 
+    def dtypes(self) -> Mapping[str, str]:
+        """See `WeightSource`."""
+        dtypes = self._source.dtypes()
+        return {name: dtypes[own] for name, own in self._names.items()}
+
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """See `WeightSource`."""
         return self._source.read(self._names.get(name, name), index)

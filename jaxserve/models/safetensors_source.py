@@ -38,6 +38,7 @@ class SafetensorsSource:
         self.where = str(folder)
         self._paths: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
         problems = []
         expected = _files_and_tensors(Path(folder))
         for file_name, names in expected.items():
@@ -52,13 +53,16 @@ class SafetensorsSource:
                 continue
             try:
                 with safe_open(path, framework="numpy") as file:
-                    held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+                    about = {name: file.get_slice(name) for name in file.keys()}
+                    held = {name: tuple(each.get_shape()) for name, each in about.items()}
+                    kinds = {name: each.get_dtype() for name, each in about.items()}
             except (SafetensorError, OSError) as error:
                 problems.append(f"file {file_name} is unreadable: {error}")
                 continue
             for name in sorted(names - held.keys() if names else ()):
                 problems.append(f"tensor {name} is not in {file_name}, where the index puts it")
             self._shapes |= held
+            self._dtypes |= kinds
             self._paths |= dict.fromkeys(held, path)
         if problems:
             raise CheckpointError(self.where, problems, _REMEDY)
@@ -66,6 +70,10 @@ class SafetensorsSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of every tensor, from the headers."""
         return self._shapes
+
+    def dtypes(self) -> Mapping[str, str]:
+        """Return the type of every tensor, from the headers."""
+        return self._dtypes
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Return a tensor, or its part at `index`, in its stored dtype (bfloat16 from ml_dtypes).

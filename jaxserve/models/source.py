@@ -20,6 +20,10 @@ class WeightSource(Protocol):
         """Return the shape of every tensor in the checkpoint; reads headers only."""
         ...
 
+    def dtypes(self) -> Mapping[str, str]:
+        """Return the stored type of every tensor by the format's name of it, such as "BF16"."""
+        ...
+
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Return a tensor, or its part at `index` (unit steps), in its stored or dequantised dtype.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from jaxserve.memory.page_cache import Tier
 from jaxserve.runtime.maintenance import Maintenance
+from jaxserve.scheduling.kv.transfer import KVPages
 
 
 class CachedPages(abc.ABC):
@@ -32,11 +33,11 @@ class CachedPages(abc.ABC):
         """
         self._maintenance.forget_kept_pages()
 
-    def export_kv(self, token_ids: Sequence[int]) -> list[bytes]:
+    def export_kv(self, token_ids: Sequence[int]) -> KVPages:
         """Return the KV of the leading full pages of a context that are cached, for `import_kv`.
 
         Of a prompt that was just answered these are all full pages, if the policy keeps pages and
-        host memory has room for them; they pass through it. Where it has none, the list is shorter.
+        host memory has room for them; they pass through it. Where it has none, there are fewer.
 
         Raises:
           ProcessGroupError: several processes serve the model.
@@ -44,7 +45,7 @@ class CachedPages(abc.ABC):
         """
         return self._maintenance.export_kv(token_ids)
 
-    def import_kv(self, token_ids: Sequence[int], pages: Sequence[bytes]) -> int:
+    def import_kv(self, token_ids: Sequence[int], kv: KVPages) -> int:
         """Cache KV that another runtime of the same model and options exported.
 
         The next request that begins with these tokens finds it, unless it is evicted before.
@@ -53,8 +54,8 @@ class CachedPages(abc.ABC):
           The number of pages for which host memory has room.
 
         Raises:
-          InvalidConfigError: the pages are those of a runtime with other sizes.
+          InvalidConfigError: the KV is that of a runtime with other weights or sizes.
           ProcessGroupError: several processes serve the model.
           RuntimeClosedError, EngineFailedError
         """
-        return self._maintenance.import_kv(token_ids, pages)
+        return self._maintenance.import_kv(token_ids, kv)

@@ -31,6 +31,7 @@ from jaxserve.planning import (
     measure_groups,
 )
 from jaxserve.runtime.replicas import Replicas
+from jaxserve.scheduling.kv.transfer import KVPages
 from sharding import split_replicas
 
 _log = logging.getLogger(__name__)
@@ -98,20 +99,20 @@ class Maintenance:
         found = [r.engine.residency(token_ids) for r in self._replicas.all]
         return min(found, key=lambda tiers: tiers.count("nowhere"))
 
-    def export_kv(self, token_ids: Sequence[int]) -> list[bytes]:
+    def export_kv(self, token_ids: Sequence[int]) -> KVPages:
         """See `Runtime.export_kv`."""
         self._check_is_alone()
         found = [
             replica.loop.ask(partial(replica.engine.export_kv, token_ids))
             for replica in self._replicas.all
         ]
-        return max(found, key=len)
+        return max(found, key=lambda kv: len(kv.pages))
 
-    def import_kv(self, token_ids: Sequence[int], pages: Sequence[bytes]) -> int:
+    def import_kv(self, token_ids: Sequence[int], kv: KVPages) -> int:
         """See `Runtime.import_kv`."""
         self._check_is_alone()
         return min(
-            replica.loop.ask(partial(replica.engine.import_kv, token_ids, pages))
+            replica.loop.ask(partial(replica.engine.import_kv, token_ids, kv))
             for replica in self._replicas.all
         )
 

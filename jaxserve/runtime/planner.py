@@ -172,7 +172,7 @@ class Planner:
         policy = self._replicas.first.engine.scheduler.policy
         # The page pool may be resized later.
         if executor.num_device_groups > 1:
-            check_families(policies or _GROUPED, _GROUPED)
+            check_families(_GROUPED if policies is None else policies, _GROUPED)
             times = self._maintenance.group_times(max_wait_s)
             return WAAPlanner(times=times, config=lambda: executor.config)
         families = policies if policies is not None else policy.families or FAMILIES

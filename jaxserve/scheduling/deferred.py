@@ -27,12 +27,15 @@ class Deferred:
     def late(
         self, scheduler: Scheduler, pace: Callable[[], Pace | None], now_s: float
     ) -> Iterator[tuple[Sequence, BoundNotMetError]]:
-        """Yield each sequence that would miss its bound if it began now, with its error."""
+        """Yield each sequence that would miss its bound if it began now, with its error.
+
+        Where nothing runs, the pace may be that of long ago; only a bound that has passed counts.
+        """
         self._samples = [samples for samples in self._samples if _waits(samples)]
         newest = pace() if self._samples else None
         for samples in self._samples if newest is not None else ():
-            assert newest is not None
-            error = too_late(samples, scheduler.lengths, scheduler.config, newest, now_s)
+            known = newest if scheduler.running else None
+            error = too_late(samples, scheduler.lengths, scheduler.config, known, now_s)
             for sequence in samples if error is not None else ():
                 assert error is not None
                 yield sequence, error

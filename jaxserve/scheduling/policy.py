@@ -158,11 +158,14 @@ class StepBuilder(Protocol):
         """Tokens that still fit in this step."""
         ...
 
-    def first_admissible(self) -> Sequence | None:
+    def first_admissible(self, *, only_bounded: bool = False) -> Sequence | None:
         """Return the sequence that `admit` would admit now; None if there is none.
 
         A sequence without a latency bound of its own may have to wait for running ones with one
-        (`lengths.slack`).
+        (`lengths.slack`); the first one with a bound passes it then.
+
+        Args:
+          only_bounded: pass those without a bound, too.
         """
         ...
 
@@ -170,11 +173,11 @@ class StepBuilder(Protocol):
         """Return the first waiting sequence if it has a latency bound of its own and is admissible.
 
         Sequences that come after it in order and have no bound are preempted, the last first, until
-        it is. None if it has no bound, or there are none to preempt.
+        it is. None if it has no bound, awaits pages from the disk, or there are none to preempt.
         """
         ...
 
-    def admit(self) -> Sequence | None:
+    def admit(self, *, only_bounded: bool = False) -> Sequence | None:
         """Give the first waiting sequence that fits a slot and its reservation, and return it.
 
         None if there is none, or it may not pass those before it.

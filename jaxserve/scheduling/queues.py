@@ -77,15 +77,27 @@ class Queues:
         """Note that another step is being planned, at another time."""
         self._slack = None
 
-    def first_admissible(self) -> Sequence | None:
+    def first_admissible(self, only_bounded: bool = False) -> Sequence | None:
         """Return the first waiting sequence that fits, if it may pass those before it.
 
-        None, too, if it waits so that running sequences with a latency bound are in time.
+        One that waits so that running sequences with a latency bound are in time is passed by the
+        first one with a bound of its own.
+
+        Args:
+          only_bounded: pass all that fit and have no bound of their own.
         """
         if len(self.running) == self._kv.config.max_slots:
             return None
-        sequence = self.waiting.first_that(self._fits, self._kv.awaits_disk, self._kv.num_available)
-        return None if sequence is None or self._is_held_back(sequence) else sequence
+        if not only_bounded:
+            sequence = self._first_that(self._kv.awaits_disk)
+            if sequence is None or not self._is_held_back(sequence):
+                return sequence
+        return self._first_that(
+            lambda each: each.request.due_s is None or self._kv.awaits_disk(each)
+        )
+
+    def _first_that(self, awaits: Callable[[Sequence], bool]) -> Sequence | None:
+        return self.waiting.first_that(self._fits, awaits, self._kv.num_available)
 
     def _is_held_back(self, sequence: Sequence) -> bool:
         is_bulk = sequence.request.due_s is None and self._policy.order.heeds_bounds

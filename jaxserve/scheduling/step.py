@@ -121,11 +121,11 @@ class Step:
 
     # ---- what it does ----
 
-    def first_admissible(self) -> Sequence | None:
-        return None if self._is_short else self._queues.first_admissible()
+    def first_admissible(self, *, only_bounded: bool = False) -> Sequence | None:
+        return None if self._is_short else self._queues.first_admissible(only_bounded)
 
-    def admit(self) -> Sequence | None:
-        sequence = self.first_admissible()
+    def admit(self, *, only_bounded: bool = False) -> Sequence | None:
+        sequence = self.first_admissible(only_bounded=only_bounded)
         if sequence is not None:
             entries = self._queues.admit(sequence)
             self._new_pages += [(sequence, index, page) for index, page in entries]
@@ -137,6 +137,7 @@ class Step:
         if self._is_short or first is None or first.request.due_s is None:
             return None
         have_rows, keys = set(self.sequences), self._queues.keys
+        awaits_disk = self._kv.awaits_disk(first)
         while (sequence := self.first_admissible()) is None:
             others = [
                 each
@@ -144,7 +145,7 @@ class Step:
                 if each.request.due_s is None and each not in have_rows
                 if keys.of(each) > keys.of(first)
             ]
-            if not others:
+            if awaits_disk or not others:  # room alone does not make it admissible
                 return None
             self._preempt(others[-1])
         return sequence if sequence.request.due_s is not None else None

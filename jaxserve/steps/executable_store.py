@@ -56,6 +56,7 @@ class ExecutableStore:
         self._keys_before: set[str] = set()
         self._first: list[str] = []
         self._first_before: list[str] = []
+        self._knows_first = False
 
     def expect(self, key: str) -> bool:
         """Expect the executables that an earlier process used first after the same call.
@@ -67,18 +68,28 @@ class ExecutableStore:
           Whether `load_expected` has anything to do: not for a key that was expected before.
         """
         with self._lock:
+            self._knows_first = False
             if key in self._keys_before:
                 return False
             self._keys_before.add(key)
             self._first_key, self._first = key, []
             self._first_before = (self.read(key) or b"").decode().split()
             self._expected = {name: Future() for name in self._first_before}
-            return bool(self._expected)
+            self._knows_first = bool(self._expected)
+            return self._knows_first
 
     @property
     def knows_first(self) -> bool:
-        """Whether an earlier process left what it used first, after the last call of `expect`."""
-        return bool(self._first_before)
+        """Whether an earlier process left what this start uses first, until `end_start`."""
+        return self._knows_first
+
+    def end_start(self) -> None:
+        """Drop the executables that were expected and not used; the start is over."""
+        with self._lock:
+            expected, self._expected = self._expected, {}
+            self._knows_first = False
+        for future in expected.values():
+            future.cancel()
 
     def load_expected(self, devices: list[Any]) -> None:
         """Load what is expected and not loaded yet; for a thread of its own."""
@@ -134,6 +145,8 @@ class ExecutableStore:
             _log.info("an executable is not kept for later starts: %s", _first_line(error))
             return
         self.write(key, contents)
+        with self._lock, suppress(OSError):  # the folder may be gone
+            self._shrink()
 
     def read(self, key: str) -> bytes | None:
         """Return the contents that were written under a key; None without a valid entry."""
@@ -156,7 +169,7 @@ class ExecutableStore:
         return contents
 
     def write(self, key: str, contents: bytes) -> None:
-        """Write an entry; a failure causes a line in the log only."""
+        """Write a small entry, for which none is removed; a failure causes a line in the log."""
         if not self._is_usable:
             return
         try:
@@ -168,8 +181,6 @@ class ExecutableStore:
                 os.replace(scratch, self._path(key))
             finally:
                 Path(scratch).unlink(missing_ok=True)
-            with self._lock:
-                self._shrink()
         except OSError as error:
             _log.warning("an executable is not kept for later starts: %s", error)
 

@@ -91,6 +91,11 @@ class Shelf:
         """Whether this start loads early what the last one used first."""
         return self._store is not None and self._store.knows_first
 
+    def end_start(self) -> None:
+        """Drop what was loaded early and not used."""
+        if self._store is not None:
+            self._store.end_start()
+
     def key(self, *parts: Any) -> str | None:
         """Return the key of something that these programs and `parts` decide; None if not kept."""
         if self._store is None:

@@ -8,8 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from jaxserve.cells import Graph
+from jaxserve.cells import Graph, SimulatedCell
 from jaxserve.cells.flat_graph import flatten
+from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import (
     CyclicGraphError,
     EmptyGraphError,
@@ -111,13 +112,57 @@ def test_a_graph_of_edges_is_that_of_calls():
     assert flatten(graph, layout_of(merge), max_nodes=9).graph.predecessors == ((), (0,))
 
 
+@pytest.mark.parametrize("size, length", [(1, 5), (20, 5), (1, 1)])
+def test_a_chain_is_the_graph_of_its_calls(size: int, length: int):
+    """For constants that travel with the task, and for those in slots, with a shared input."""
+    spec = ValueSpec((size,), np.dtype(np.float32))
+    cell = SimulatedCell("cell", {"x": spec, "h": spec, "w": spec}, {"h": spec})
+    given = np.random.default_rng(0).normal(size=(length, size)).astype(np.float32)
+    given[3:4] = 0
+    shared = cell(x=given[0], h=0.0, w=0.0)
+    node = cell(x=given[0], h=0.0, w=shared["h"])
+    for value in given[1:]:
+        node = cell(x=value, h=node["h"], w=shared["h"])
+    other = cell(x=given[0], h=0.0, w=0.0)
+    chained = cell.chain({"x": given}, {"h": "h"}, h=0.0, w=other["h"])
+    graphs = [Graph({"h": node["h"]}), Graph({"h": chained["h"]})]
+    called, found = [flatten(graph, layout_of(cell), max_nodes=9) for graph in graphs]
+    assert found.graph is called.graph and found.num_nodes == length + 1
+    for name in ("sources", "words", "uses", "pools", "num_slots"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(called, name))
+    assert found.wanted == called.wanted
+    for (_, ours), (_, theirs) in zip(found.constants, called.constants, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    again = cell.chain({"x": given}, {"h": "h"}, h=0.0, w=0.0)
+    with pytest.raises(TooManyNodesError, match=f"{length} nodes.*0"):
+        Graph({"h": again["h"]}, max_nodes=0)
+
+
+@pytest.mark.parametrize(
+    "error, given, carry, inputs",
+    [
+        (UnknownInputError, {"x": [1], "y": [1]}, {"h": "h"}, {"h": 0.0}),
+        (MissingInputError, {"x": [1]}, {"h": "h"}, {}),
+        (InputMismatchError, {"x": [1.5]}, {"h": "h"}, {"h": 0.0}),
+        (InputMismatchError, {"x": [2**40]}, {"h": "h"}, {"h": 0.0}),
+        (InputMismatchError, {"x": [1]}, {"x": "h"}, {"h": 0.0}),
+        (InvalidGraphError, {"x": []}, {"h": "h"}, {"h": 0.0}),
+        (InvalidGraphError, {"x": [1]}, {}, {"h": 0.0}),
+    ],
+)
+def test_a_chain_is_checked(error, given, carry, inputs):
+    """Inputs that a call refuses, chains of no length, and nothing to carry."""
+    with pytest.raises(error, match="chain"):
+        chain_cell().chain(given, carry, **inputs)
+
+
 def test_too_many_nodes_are_refused():
     """The limit of a graph, and that of a runtime."""
     cell = chain_cell()
     node = cell(x=0, h=0.0)
     for _ in range(20):
         node = cell(x=0, h=node["h"])
-    with pytest.raises(TooManyNodesError, match="over 20"):
+    with pytest.raises(TooManyNodesError, match="21 nodes.*20"):
         Graph(outputs={"h": node["h"]}, max_nodes=20)
     with pytest.raises(TooManyNodesError, match="21 nodes.*20"):
         flatten(Graph(outputs={"h": node["h"]}), layout_of(cell), max_nodes=20)

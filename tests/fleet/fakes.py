@@ -80,6 +80,7 @@ class FakeReplica:
             max_context=100,
             max_prompt_tokens=99,
             vocab_size=50,
+            num_host_pages=10,
         )
 
     async def stats(self) -> RuntimeStats:

@@ -39,6 +39,9 @@ class _Arrays:
     def shapes(self):
         return {name: array.shape for name, array in self.arrays.items()}
 
+    def dtypes(self):
+        return {name: str(array.dtype) for name, array in self.arrays.items()}
+
     def read(self, name, index=None):
         self.num_reads += 1
         return self.arrays[name][index or ()]

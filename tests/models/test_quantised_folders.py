@@ -30,6 +30,7 @@ from tests.models.quantised_checkpoints import (
     in_blocks,
     int_quantized,
     pack_quantized,
+    save,
     write_folder,
     write_folders,
 )
@@ -248,6 +249,55 @@ def test_a_mixed_folder_keeps_what_it_can(tmp_path, caplog):
     assert (found[path][:, queries] != wanted[path][:, queries]).any()
 
 
+def test_each_group_of_a_mixed_folder_has_its_own_format(tmp_path):
+    """Packed int4 and plain int8 with a scale an output are told apart by how they are stored."""
+    packed, plain = FORMATS["packed, channels"], FORMATS["int8"]
+    parents = {"packed": packed, "plain": plain}
+    stored, numbers = {}, {}
+    for name, (config, write, drawn) in parents.items():
+        (tmp_path / name).mkdir()
+        folder, _, numbers[name] = write_folders(tmp_path / name, config, write, **drawn)
+        stored[name] = load_file(folder / "model.safetensors")
+    tensors = {k: v for k, v in stored["packed"].items() if "mlp" not in k}
+    tensors |= {k: v for k, v in stored["plain"].items() if "mlp" in k}
+    groups = {
+        name: config["config_groups"]["group_0"] | {"format": config["format"]}
+        for name, (config, _, _) in parents.items()
+    }
+    config = json.loads((tmp_path / "plain" / "quantised" / "config.json").read_text())
+    config["quantization_config"] |= {"format": "mixed-precision", "config_groups": groups}
+    write_folder(tmp_path, config, tensors)
+    source = _source(tmp_path)
+    for name in numbers["packed"]:
+        wanted = numbers["plain" if "mlp" in name else "packed"][name]
+        np.testing.assert_array_equal(source.read(name), wanted)
+
+
+def test_float8_weights_need_their_scales(tmp_path):
+    """One without a scale is an error, not a dense weight with other numbers."""
+    folder, _, _ = _folders(tmp_path, "float8, one scale")
+    tensors = _tensors(folder)
+    del tensors["model.layers.0.mlp.up_proj.weight_scale"]
+    save(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="0.mlp.up_proj.weight is in F8_E4M3"):
+        _source(folder)
+
+
+def test_scales_of_a_kv_cache_are_passed_over(tmp_path, caplog):
+    """They are no part of the model, and a line says so."""
+    folder, _, _ = _folders(tmp_path, "float8, one scale")
+    name = "model.layers.0.self_attn.k_scale"
+    save(_tensors(folder) | {name: np.ones(1, F32)}, folder / "model.safetensors")
+    with caplog.at_level(logging.WARNING):
+        assert name not in _source(folder).shapes()
+    assert "1 scales of a KV cache" in caplog.text
+
+
+def _tensors(folder) -> dict[str, np.ndarray]:
+    source = SafetensorsSource(folder)
+    return {name: source.read(name) for name in source.shapes()}
+
+
 def test_biases_of_zeros_are_passed_over(tmp_path):
     """Some writers add them to every module; others that the model lacks are an error."""
     folder, _, _ = _folders(tmp_path, "gptq")
@@ -274,6 +324,14 @@ def _cut(name):
     return change
 
 
+def _empty(name):
+    def change(tensors):
+        name_of = f"model.layers.1.mlp.down_proj.{name}"
+        tensors[name_of] = tensors[name_of].reshape(-1)[:0]
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("format", "change", "problem"),
     [
@@ -286,6 +344,13 @@ def _cut(name):
         ("packed", _without("weight_shape"), "weight_shape"),
         ("packed", _without("weight_scale"), "missing tensor .*weight_scale"),
         ("int8", _without("weight"), "missing tensor .*down_proj.weight"),
+        ("int8", _without("weight_scale"), "0.mlp.down_proj.weight is in I8, and .* no scales"),
+        ("gptq", _empty("g_idx"), r"down_proj.g_idx has shape \(0,\)"),
+        ("gptq", _empty("qweight"), r"down_proj.qweight has shape \(0,\)"),
+        ("gptq", _empty("scales"), r"down_proj.scales has shape \(0,\)"),
+        ("awq", _empty("qweight"), r"down_proj.qweight has shape \(0,\)"),
+        ("packed", _empty("weight_packed"), r"down_proj.weight_packed has shape \(0,\)"),
+        ("int8", _empty("weight"), r"down_proj.weight has shape \(0,\)"),
     ],
 )
 def test_damaged_folders_are_refused(tmp_path, format, change, problem):
@@ -293,9 +358,7 @@ def test_damaged_folders_are_refused(tmp_path, format, change, problem):
     folder, _, _ = _folders(tmp_path, format)
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
-    save_file(
-        {k: np.ascontiguousarray(v) for k, v in tensors.items()}, folder / "model.safetensors"
-    )
+    save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=problem):
         _load(folder)
 
@@ -339,6 +402,11 @@ def test_uneven_orders_of_inputs_are_refused(tmp_path):
         (compressed("nvfp4-pack-quantized", 4, 16, type="float"), "nvfp4"),
         (compressed("pack-quantized", 4, 32, strategy="block"), "strategy='block'"),
         (compressed("marlin-24", 4, 32), "format='marlin-24'"),
+        (compressed("pack-quantized", 4, 32) | {"config_groups": [{}]}, r"config_groups=\[{}\]"),
+        (
+            compressed("float-quantized", 8, -1, type="float", strategy="block", block_structure=3),
+            "block_structure=3",
+        ),
         (
             compressed("pack-quantized", 4, 32) | {"sparsity_config": {"format": "sparse-bitmask"}},
             "sparsity_config",

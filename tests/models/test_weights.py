@@ -41,6 +41,9 @@ class _Arrays:
     def shapes(self):
         return {name: array.shape for name, array in self.arrays.items()}
 
+    def dtypes(self):
+        return {name: str(array.dtype) for name, array in self.arrays.items()}
+
     def read(self, name, index=None):
         part = self.arrays[name][index or ()]
         self.num_read += part.size

@@ -18,6 +18,7 @@ from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.engine.engine import Engine
 from jaxserve.report import draw_residency
+from jaxserve.scheduling.kv.transfer import KVPages
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import FreeCopiesExecutor, WrapAll, tiny
 from jaxserve.testing.tiny import random_prompts, tiny_llama
@@ -105,14 +106,17 @@ def test_another_runtime_goes_on_from_exported_pages(kv_dtype):
         first.generate(prompts, one)
         num_pages = [len(prompt) // first.config.page_size for prompt in prompts]
         for prompt, num in zip(prompts, num_pages, strict=True):
-            pages = first.export_kv(prompt)
-            assert len(pages) == num == second.import_kv(prompt, pages)
+            kv = first.export_kv(prompt)
+            assert len(kv.pages) == num == second.import_kv(prompt, kv)
         assert [c.token_ids for c in second.generate(prompts, PARAMS)] == alone
         wanted = sum((len(p) - 1) // first.config.page_size for p in prompts)
         hit = second.stats().num_prefix_hit_on_host
         assert hit == wanted * first.config.page_size
         with pytest.raises(InvalidConfigError, match="bytes are not allowed"):
-            second.import_kv(prompts[0], [b"0"])
+            second.import_kv(prompts[0], KVPages(kv.identity, [b"0"]))
+        second.update_params(nnx.state(tiny_llama(1), nnx.Param))
+        with pytest.raises(InvalidConfigError, match="same weights"):
+            second.import_kv(prompts[0], kv)
         first.check_integrity()
         second.check_integrity()
 

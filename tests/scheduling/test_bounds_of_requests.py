@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import random
+import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,17 +20,23 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost
+from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.memory.page_files import PageFiles
 from jaxserve.planning import simulate
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.rra import RRA
+from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.order.due_first import DueFirst
 from jaxserve.scheduling.order.fcfs import FCFS
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention.tiered import Tiered
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.testing import Trace
 from jaxserve.workload import WorkloadItem
 from predictor import LengthBuckets
+from tests.memory.gate import GatedFiles
 
 SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)
 CONFIG = EngineConfig(
@@ -89,6 +97,68 @@ def test_a_full_engine_makes_way():
     assert run.stats.num_preemptions == 1
     assert (run.completions[4].timing.first_token_s or 0) <= 5.0 + 2 * 4 + 1
     assert [len(c.token_ids) for c in run.completions] == [60, 60, 60, 60, 6]
+
+
+def test_nothing_makes_way_for_what_awaits_the_disk(tmp_path):
+    """All slots are taken, and the request's pages are on their way: one is preempted after it."""
+    fast = FlatCost(per_iteration_s=0.01, per_token_s=0.0)
+    config = replace(CONFIG, page_size=4, num_pages=300, num_host_pages=20)
+    policy = replace(_rra(encode_batch=4), retention=Tiered())
+    prompt = tuple(range(1, 30))
+
+    def engine_on(files: Any) -> tuple[Engine, DiskTier, VirtualClock]:
+        clock, disk = VirtualClock(), DiskTier(files)
+        executor = SimulatedExecutor(config, clock, cost=fast)
+        return Engine(executor, policy, clock, disk=disk), disk, clock
+
+    before, _, clock = engine_on(PageFiles(tmp_path, 100_000))
+    before.add(_request("before", 4, 1e4, clock, prompt))
+    while before.has_work:
+        before.step()
+    before.close(is_whole=True)
+    files = GatedFiles(tmp_path)
+    files.reading.shut()
+    engine, disk, clock = engine_on(files)
+    for i in range(4):
+        params = SamplingParams(max_tokens=150)
+        request = Request(id=f"{i}", prompt=(i + 40, 2), params=params, arrival_s=clock.now())
+        engine.add(request)
+    for _ in range(6):
+        engine.step()
+    [bounded] = engine.add(_request("bounded", 4, 100.0, clock, prompt))
+    for _ in range(6):
+        engine.step()
+    assert engine.awaits_disk
+    assert len(engine.scheduler.running) == 4 and not engine.scheduler.num_preemptions
+    files.reading.open()
+    while engine.has_work:
+        while engine.awaits_disk and not disk.has_arrived:
+            time.sleep(0.001)
+        engine.step()
+    engine.scheduler.check_integrity()
+    assert len(bounded.output) == 4 and engine.scheduler.num_preemptions == 1
+    assert engine.stats.num_prefix_hit_on_disk > 0
+    engine.close(is_whole=True)
+
+
+def test_bounded_requests_pass_bulk_that_is_held_up():
+    """It came before them, and waits for a running one with a bound, or for the limit."""
+    order = DueFirst(ageing_s=1.0)
+    cost = FlatCost(per_iteration_s=1.0, per_token_s=0.125)
+    config = replace(CONFIG, max_decode_iterations=2)
+    long = WorkloadItem(
+        prompt_token_ids=(1,) * 60, num_output_tokens=4, max_tokens=4, arrival_s=22.0
+    )
+    items = [_item(45), _item(40, 20.0, 52.0), long, _item(4, 24.0, 70.0)]
+    run = simulate(items, replace(PRESETS["auto"], order=order), config, cost, progress=False)
+    assert not any(each.error for each in run.completions)
+    admitted = [each.timing.admitted_s or 0.0 for each in run.completions]
+    assert admitted[3] < 24 + 10 and admitted[2] > admitted[3]
+    limited = replace(PRESETS["vllm_like"], order=order, iteration=Unified(max_running=2))
+    items = [_item(60), _item(60), _item(5, 2.0), _item(5, 3.0, 500.0)]
+    run = simulate(items, limited, CONFIG, SECOND, progress=False)
+    admitted = [each.timing.admitted_s or 0.0 for each in run.completions]
+    assert admitted[3] < 3 + 10 and admitted[2] > 50
 
 
 def test_reserved_slots_are_for_bounded_requests():
@@ -175,6 +245,32 @@ def test_a_few_stalled_steps_refuse_nothing():
     assert engine.recorder.iteration_s == pytest.approx(1.0)
     [sequence] = engine.add(_request("in time", 20, 100.0, clock))
     assert sequence.error is None
+
+
+def test_an_idle_engine_refuses_nothing():
+    """After steps of 100 s each, a request with a bound of 50 s is served by an idle engine."""
+    clock = VirtualClock()
+    config = replace(CONFIG, max_decode_iterations=1)
+    executor = SimulatedExecutor(config, clock, cost=SECOND)
+    engine = Engine(executor, PRESETS["auto"], clock)
+
+    def served(name: str, bound_s: float, wait_s: float) -> Sequence:
+        [sequence] = engine.add(_request(name, 20, bound_s, clock))
+        clock.advance_to(clock.now() + wait_s)
+        while engine.has_work:
+            engine.step()
+            clock.advance_to(clock.now() + (99.0 if name == "slow" else 0.0))
+        return sequence
+
+    assert served("slow", 1e6, 0.0).error is None
+    assert (engine.recorder.iteration_s or 0.0) > 50
+    first = served("first", 50.0, 0.0)
+    assert first.error is None and len(first.output) == 20
+    # What has waited for longer than its bound before it began is late, whatever the pace.
+    assert isinstance(served("passed", 50.0, 60.0).error, BoundNotMetError)
+    for i in range(2):
+        served(f"{i}", 50.0, 0.0)
+    assert engine.recorder.iteration_s == pytest.approx(1.0)
 
 
 def test_the_queue_counts():
@@ -281,6 +377,12 @@ def test_a_bound_is_a_number_of_seconds():
     assert Request(id="b", prompt=(1,), params=SamplingParams(), arrival_s=1.0).due_s is None
 
 
-def _request(name: str, num_tokens: int, bound_s: float, clock: VirtualClock) -> Request:
+def _request(
+    name: str,
+    num_tokens: int,
+    bound_s: float,
+    clock: VirtualClock,
+    prompt: tuple[int, ...] = (1, 2),
+) -> Request:
     params = SamplingParams(max_tokens=num_tokens, latency_bound=bound_s)
-    return Request(id=name, prompt=(1, 2), params=params, arrival_s=clock.now())
+    return Request(id=name, prompt=prompt, params=params, arrival_s=clock.now())

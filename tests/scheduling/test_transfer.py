@@ -12,8 +12,13 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import EncoderPrompts, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
+from jaxserve.execution.protocol import StepHandle
 from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.memory.disk_tier import HostMemory
+from jaxserve.scheduling.kv.transfer import KVPages
+from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.testing.executors import ExecutorWrapper
 
 CONFIG = EngineConfig(
     page_size=4,
@@ -58,11 +63,11 @@ def test_an_engine_goes_on_from_the_pages_of_another(has_encoder: bool):
     alone, prefill, decode = _engine(config), _engine(config), _engine(config)
     wanted = _answer(alone, PROMPT, 10, "alone")
     _answer(prefill, PROMPT, 1, "prefill")
-    pages = prefill.export_kv(PROMPT)
-    assert len(pages) == (6 if has_encoder else 5)  # an encoder's prompt has its padding
-    assert decode.import_kv(PROMPT, pages) == len(pages)
+    kv = prefill.export_kv(PROMPT)
+    assert len(kv.pages) == (6 if has_encoder else 5)  # an encoder's prompt has its padding
+    assert decode.import_kv(PROMPT, kv) == len(kv.pages)
     assert _answer(decode, PROMPT, 10, "decode") == wanted
-    assert decode.stats.num_prefix_hit_on_host == 4 * len(pages)
+    assert decode.stats.num_prefix_hit_on_host == 4 * len(kv.pages)
     assert decode.stats.num_tokens < alone.stats.num_tokens
 
 
@@ -76,14 +81,14 @@ def test_pages_are_read_while_others_run_and_again_later():
     for _ in range(3):
         engine.step()
     assert sequence.finish_reason is None
-    pages = engine.export_kv(PROMPT)
+    kv = engine.export_kv(PROMPT)
     while engine.has_work:
         engine.step()
-    assert list(sequence.output) == wanted and len(pages) == 5
-    assert engine.export_kv(PROMPT) == pages and engine.export_kv(PROMPT[:9]) == pages[:2]
-    assert engine.export_kv((9, *PROMPT)) == []
+    assert list(sequence.output) == wanted and len(kv.pages) == 5
+    assert engine.export_kv(PROMPT) == kv and engine.export_kv(PROMPT[:9]).pages == kv.pages[:2]
+    assert engine.export_kv((9, *PROMPT)).pages == []
     engine.scheduler.check_integrity()
-    assert other.import_kv(PROMPT, pages[:3]) == 3
+    assert other.import_kv(PROMPT, KVPages(kv.identity, kv.pages[:3])) == 3
     assert _answer(other, PROMPT, 12, "b") == wanted
     assert other.stats.num_prefix_hit_on_host == 12
 
@@ -92,25 +97,87 @@ def test_what_has_no_room_is_left_out():
     """A small host takes a part of the pages, and one without host memory none."""
     prefill = _engine(replace(CONFIG, num_host_pages=3))
     wanted = _answer(prefill, PROMPT, 8, "prefill")
-    assert len(prefill.export_kv(PROMPT)) == 3
+    assert len(prefill.export_kv(PROMPT).pages) == 3
     without = _engine(replace(CONFIG, num_host_pages=0))
-    pages = _filled(PROMPT)
-    assert without.import_kv(PROMPT, pages) == 0 and without.export_kv(PROMPT) == []
+    kv = _filled(PROMPT)
+    assert without.import_kv(PROMPT, kv) == 0 and without.export_kv(PROMPT).pages == []
     small = _engine(replace(CONFIG, num_host_pages=3))
-    assert small.import_kv(PROMPT, pages) <= 3
+    assert small.import_kv(PROMPT, kv) <= 3
     assert _answer(small, PROMPT, 8, "small") == _answer(without, PROMPT, 8, "w") == wanted
 
 
 def test_pages_of_another_size_are_refused():
-    """The error says both sizes, and the engine goes on."""
-    engine = _engine()
+    """The error says both sizes, whichever page it is, and the engine goes on."""
+    engine, kv = _engine(), _filled(PROMPT)
     with pytest.raises(InvalidConfigError, match="16 bytes"):
-        engine.import_kv(PROMPT, [b"0" * 16])
-    assert engine.import_kv(PROMPT, []) == 0
+        engine.import_kv(PROMPT, KVPages(kv.identity, [*kv.pages[:2], b"0" * 16]))
+    assert engine.import_kv(PROMPT, KVPages(kv.identity, [])) == 0
     assert _answer(engine, PROMPT, 3, "a") == _answer(_engine(), PROMPT, 3, "b")
 
 
-def _filled(prompt: tuple[int, ...]) -> list[bytes]:
+def test_pages_of_other_weights_are_refused():
+    """They have the right size; an update of the weights makes an engine's own KV another's."""
+    engine, kv = _engine(), _filled(PROMPT)
+    with pytest.raises(InvalidConfigError, match="same weights"):
+        engine.import_kv(PROMPT, KVPages(b"others", kv.pages))
+    engine, executor = _changing()
+    assert engine.import_kv(PROMPT, kv) == len(kv.pages)
+    executor.weights = b"new"
+    engine.forget_kept_pages(keeps_disk=True)
+    with pytest.raises(InvalidConfigError, match="same weights"):
+        engine.import_kv(PROMPT, kv)
+    assert _answer(engine, PROMPT, 3, "a") == _answer(_engine(), PROMPT, 3, "b")
+
+
+@pytest.mark.parametrize("fails", ["submit", "read"])
+def test_a_failed_export_leaves_nothing_on_the_host(fails: str):
+    """Pages that were not copied are not taken for copied: the next export has their contents."""
+    engine, executor = _changing()
+    wanted = _answer(engine, PROMPT, 8, "a")
+    executor.fails = fails
+    with pytest.raises(OSError, match="no memory"):
+        engine.export_kv(PROMPT)
+    engine.scheduler.check_integrity()
+    executor.fails = ""
+    kv, other = engine.export_kv(PROMPT), _engine()
+    assert other.import_kv(PROMPT, kv) == len(kv.pages) == 5
+    assert _answer(other, PROMPT, 8, "b") == _answer(engine, PROMPT, 8, "c") == wanted
+
+
+class _Changing(ExecutorWrapper):
+    """An executor whose weights change, or that fails to copy pages to the host or to read them."""
+
+    weights = b"old"
+    fails = ""
+
+    @property
+    def host_memory(self) -> HostMemory:
+        return self
+
+    def fingerprint(self) -> bytes:
+        return self.inner.fingerprint() if self.weights == b"old" else self.weights
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        if self.fails == "submit":
+            raise OSError("no memory")
+        return super().submit(plan)
+
+    def read_host_page(self, host_page: int) -> bytes:
+        if self.fails == "read":
+            raise OSError("no memory")
+        return self.inner.read_host_page(host_page)
+
+    def write_host_page(self, host_page: int, contents: bytes) -> None:
+        self.inner.write_host_page(host_page, contents)
+
+
+def _changing() -> tuple[Engine, _Changing]:
+    clock = VirtualClock()
+    executor = _Changing(SimulatedExecutor(CONFIG, clock))
+    return Engine(executor, PRESETS["auto"], clock), executor
+
+
+def _filled(prompt: tuple[int, ...]) -> KVPages:
     engine = _engine()
     _answer(engine, prompt, 1, "filled")
     return engine.export_kv(prompt)

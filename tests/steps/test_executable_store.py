@@ -174,6 +174,13 @@ def test_what_a_start_used_first_is_loaded_early(tmp_path, compiled):
     np.testing.assert_array_equal(function(X, X), X * X)
     np.testing.assert_array_equal(function(X[:4], X[:4]), X[:4] * X[:4])
     assert len(compiled) == num
+    # What a start did not use is dropped at its end, and a later start waits for nothing of it.
+    store, function = started()
+    assert not store.knows_first
+    assert store.expect("start") and store.knows_first
+    store.end_start()
+    assert not store.knows_first and not store.expect("start")
+    store.load_expected(jax.devices()[:1])
     # A start that does not wait for the early load loads for itself.
     store, function = started()
     assert store.expect("start")
@@ -232,12 +239,16 @@ def test_a_new_folder_is_for_its_user_alone(tmp_path):
 
 def test_the_oldest_entries_are_removed(tmp_path):
     """The size of all entries stays below the bound, and what was read last stays."""
-    store = ExecutableStore(tmp_path, max_bytes=3000)
+    executable = jax.jit(lambda x: x + 1).lower(X).compile()
+    ExecutableStore(tmp_path).save("key3", executable)
+    size = (tmp_path / "key3.executable").stat().st_size
+    (tmp_path / "key3.executable").unlink()
+    store = ExecutableStore(tmp_path, max_bytes=size + 2 * 932)
     for number in range(3):
         store.write(f"key{number}", bytes(900))
         os.utime(tmp_path / f"key{number}.executable", (number, number))
     assert store.read("key0") is not None  # now the newest
-    store.write("key3", bytes(900))
+    store.save("key3", executable)
     assert [store.read(f"key{number}") is not None for number in range(4)] == [
         *(True, False, True, True),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from benchmarks.cells.peers.replay import FirstCome, answer, play, read_job
+from benchmarks.cells.peers.replay import FirstCome, answer, play, read_job, settle
 
 _SHOWN = 8
 
@@ -89,6 +89,7 @@ def main() -> None:
             values[number] = value.npvalue()[:_SHOWN].tolist()
 
     run(list(range(min(4, len(requests)))))
+    settle()
     startup_s = time.perf_counter() - begin_s
     times = play(job["arrivals"], FirstCome(job["max_batch"]), run)
     answer(startup_s, times, [values[number] for number in range(len(requests))])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from benchmarks.cells.peers.replay import Buckets, FirstCome, answer, play, read_job
+from benchmarks.cells.peers.replay import Buckets, FirstCome, answer, play, read_job, settle
 
 _WIDTH = 10
 _SHOWN = 8  # values of each answer that are compared
@@ -78,6 +78,7 @@ def main() -> None:
             values[number] = tokens[row, : left[row]][:_SHOWN].tolist()
 
     run(list(range(min(4, len(requests)))))
+    settle()
     startup_s = time.perf_counter() - begin_s
     lengths = [len(request["tokens"]) for request in requests]
     queue = FirstCome(size) if packs else Buckets(lengths, _WIDTH, size)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
+
 from jaxserve.cells.base import BaseCell
 from jaxserve.cells.graph import Graph
 from jaxserve.core.errors import EmptyGraphError, TokenOutOfRangeError
@@ -25,19 +27,28 @@ class CellModel:
     unfold: Callable[[Any], Graph]
 
 
-def checked_tokens(tokens: Sequence[int], vocab_size: int) -> list[int]:
-    """Return tokens as a list.
+def checked_tokens(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+    """Return tokens as an int32 array [tokens].
 
     Raises:
       EmptyGraphError: there are none.
       TokenOutOfRangeError: one of them is not in the vocabulary.
     """
-    found = [int(token) for token in tokens]
-    if not found:
+    found = np.array([int(token) for token in tokens])
+    if not found.size:
         raise EmptyGraphError("the input has no tokens; pass at least one")
-    for token in found:
-        if not 0 <= token < vocab_size:
-            raise TokenOutOfRangeError(
-                f"token {token} is not in the vocabulary; tokens are 0 to {vocab_size - 1}"
-            )
+    for token in found[(found < 0) | (found >= vocab_size)].tolist():
+        raise TokenOutOfRangeError(_out_of_range(token, vocab_size))
+    return found.astype(np.int32)
+
+
+def checked_token(token: int, vocab_size: int) -> int:
+    """Return a token as an int; see `checked_tokens`."""
+    found = int(token)
+    if not 0 <= found < vocab_size:
+        raise TokenOutOfRangeError(_out_of_range(found, vocab_size))
     return found
+
+
+def _out_of_range(token: int, vocab_size: int) -> str:
+    return f"token {token} is not in the vocabulary; tokens are 0 to {vocab_size - 1}"

@@ -40,9 +40,7 @@ def read(cell: Cell, module: Embedded, tokens: Sequence[int]) -> Node:
     Raises:
       EmptyGraphError, TokenOutOfRangeError: see `checked_tokens`.
     """
-    first, *others = checked_tokens(tokens, module.vocab_size)
-    zeros: dict[str, Any] = dict.fromkeys(module.step.state, 0.0)
-    node = cell(token=first, **zeros)
-    for token in others:
-        node = cell(token=token, **{state: node[state] for state in module.step.state})
-    return node
+    states = module.step.state
+    zeros: dict[str, Any] = dict.fromkeys(states, 0.0)
+    given = {"token": checked_tokens(tokens, module.vocab_size)}
+    return cell.chain(given, dict(zip(states, states, strict=True)), **zeros)

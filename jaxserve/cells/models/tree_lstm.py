@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.cells.base import BATCH_SIZES, Node
 from jaxserve.cells.cell import Cell
 from jaxserve.cells.graph import Graph
-from jaxserve.cells.models.bundle import CellModel, checked_tokens
+from jaxserve.cells.models.bundle import CellModel, checked_token
 from jaxserve.cells.models.recurrent import uniform
 from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import InvalidGraphError
@@ -126,7 +126,7 @@ def tree_lstm_model(
                 left, right_part = part
                 open += [None, right_part, left]
             else:
-                done.append(leaf_cell(token=checked_tokens([part], leaf.vocab_size)[0]))
+                done.append(leaf_cell(token=checked_token(part, leaf.vocab_size)))
         (root,) = done
         return Graph(outputs={"h": root["h"], "c": root["c"]})
 

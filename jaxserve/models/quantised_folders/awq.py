@@ -59,7 +59,10 @@ class AWQ:
                 found.matrices[module] = matrix
 
     def _matrix(self, source: WeightSource, found: Found, module: str) -> Matrix | None:
-        num_inputs, words = found.shapes[f"{module}.qweight"]
+        sizes = found.sizes(module, "qweight")
+        if sizes is None:
+            return None
+        num_inputs, words = sizes
         num_outputs = words * 32 // _BITS
         group = num_inputs if self.group == -1 else self.group
         if found.uneven_groups(module, num_inputs, group, _BITS):

@@ -19,7 +19,12 @@ import numpy as np
 from jaxtyping import Int, Int16, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
-from jaxserve.models.quantised_folders.float8 import SPARE, Block, float8_matrix
+from jaxserve.models.quantised_folders.float8 import (
+    SPARE,
+    Block,
+    float8_matrix,
+    is_block,
+)
 from jaxserve.models.quantised_folders.matrix import Found, Matrix, unpacked, whole_number
 from jaxserve.models.source import WeightSource
 
@@ -38,11 +43,13 @@ class _Scheme:
 
     Attributes:
       group: number of inputs that share a scale; -1 for one scale an output, or one in all.
+      is_packed: whether several numbers are in a word of 32 bits.
       block: see `Float8`; (0, 0) for no blocks.
     """
 
     bits: int
     group: int
+    is_packed: bool = False
     is_float: bool = False
     block: Block = (0, 0)
 
@@ -67,8 +74,15 @@ class CompressedTensors:
                 f"quantization_config has a sparsity_config of format {sparsity!r}; only 'dense' "
                 "is read, so save the checkpoint without sparse compression"
             )
-        groups = (given.get("config_groups") or {}).values()
-        schemes = frozenset(_scheme(each, given.get("format")) for each in groups)
+        groups = given.get("config_groups") or {}
+        if not isinstance(groups, Mapping) or not all(
+            isinstance(each, Mapping) for each in groups.values()
+        ):
+            raise UnsupportedModelError(
+                f"quantization_config of 'compressed-tensors' has config_groups={groups!r}; read "
+                "are settings by the name of their group, as llm-compressor writes them"
+            )
+        schemes = frozenset(_scheme(each, given.get("format")) for each in groups.values())
         if any(each.is_float for each in schemes) and len(schemes) > 1:
             raise UnsupportedModelError(
                 "quantization_config of 'compressed-tensors' has several config_groups, one of "
@@ -95,9 +109,8 @@ class CompressedTensors:
             return float8_matrix(source, found, module, "weight_scale", block)
         read = partial(_read, source, module)
         last = "weight_packed" if is_packed else "weight"
-        stored = found.shapes.get(f"{module}.{last}")
+        stored = found.sizes(module, last)
         if stored is None:
-            found.problems.append(f"missing tensor {module}.weight")
             return None
         num_outputs, num_inputs = stored
         if is_packed:
@@ -108,6 +121,7 @@ class CompressedTensors:
         fitting = [
             each
             for each in sorted(self.schemes)
+            if each.is_packed == is_packed
             if (num_outputs, -(-num_inputs * each.bits // 32)) == stored or not is_packed
             if scales == (num_outputs, 1 if each.group == -1 else -(-num_inputs // each.group))
         ]
@@ -175,11 +189,11 @@ def _scheme(given: Mapping[str, Any], format: Any) -> _Scheme:
     group = whole_number(weights, "group_size")
     if strategy is None:
         strategy = "channel" if group in (None, -1) else "group"
-    block = list(weights.get("block_structure") or [])
+    block = weights.get("block_structure")
     wanted, allowed = _TYPES.get(str(format), (None, ()))
     is_float = wanted == "float"
     strategies = ("channel", "tensor", "block") if is_float else ("channel", "group")
-    is_sized = {"group": group is not None and group > 0, "block": len(block) == 2}
+    is_sized = {"group": group is not None and group > 0, "block": is_block(block)}
     if (
         kind != wanted
         or bits not in allowed
@@ -188,14 +202,17 @@ def _scheme(given: Mapping[str, Any], format: Any) -> _Scheme:
     ):
         raise UnsupportedModelError(
             f"quantization_config of 'compressed-tensors' has format={format!r} with weights of "
-            f"num_bits={bits!r}, type={kind!r} and strategy={strategy!r}; read are "
+            f"num_bits={bits!r}, type={kind!r}, strategy={strategy!r} and block_structure="
+            f"{block!r}; read are "
             "'pack-quantized' (int, 4 and 8 bits) and 'int-quantized' (int, 8 bits) with the "
             "strategies 'group' and 'channel', and 'float-quantized' (float, 8 bits) with "
             "'channel', 'tensor' and 'block'"
         )
     if is_float:
-        return _Scheme(bits, -1, True, (block[0], block[1]) if strategy == "block" else (0, 0))
-    return _Scheme(bits, -1 if strategy == "channel" or group is None else group)
+        sizes = (block[0], block[1]) if strategy == "block" and is_block(block) else (0, 0)
+        return _Scheme(bits, -1, is_float=True, block=sizes)
+    group = -1 if strategy == "channel" or group is None else group
+    return _Scheme(bits, group, is_packed=format == "pack-quantized")
 
 
 def _unsigned(

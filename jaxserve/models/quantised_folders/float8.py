@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, Self, TypeGuard, final
 
 import numpy as np
 from jaxtyping import Float
@@ -42,12 +42,7 @@ class Float8:
           UnsupportedModelError: another format of numbers, or blocks that are not two sizes.
         """
         block, format = given.get("weight_block_size"), given.get("fmt") or "e4m3"
-        is_block = (
-            isinstance(block, list)
-            and len(block) == 2
-            and all(isinstance(size, int) and size > 0 for size in block)
-        )
-        if format not in ("e4m3", "float8_e4m3fn") or not (block is None or is_block):
+        if format not in ("e4m3", "float8_e4m3fn") or not (block is None or is_block(block)):
             raise UnsupportedModelError(
                 f"quantization_config of 'fp8' has fmt={format!r} and weight_block_size={block!r}; "
                 "'e4m3' is read, with blocks such as [128, 128] or without"
@@ -63,6 +58,15 @@ class Float8:
                 found.matrices[module] = matrix
 
 
+def is_block(given: Any) -> TypeGuard[list[int]]:
+    """Return whether a setting is the two sizes of a block."""
+    return (
+        isinstance(given, list)
+        and len(given) == 2
+        and all(isinstance(size, int) and size > 0 for size in given)
+    )
+
+
 def float8_matrix(
     source: WeightSource, found: Found, module: str, scale: str, block: Block | None
 ) -> Matrix | None:
@@ -71,9 +75,8 @@ def float8_matrix(
     Args:
       scale: the last part of the name of its scales.
     """
-    stored = found.shapes.get(f"{module}.weight", ())
-    if len(stored) != 2:
-        found.problems.append(f"missing matrix {module}.weight")
+    stored = found.sizes(module, "weight")
+    if stored is None:
         return None
     num_outputs, num_inputs = stored
     name, shape = f"{module}.{scale}", found.shapes[f"{module}.{scale}"]

@@ -68,8 +68,14 @@ class GPTQ:
                 found.matrices[module] = matrix
 
     def _matrix(self, source: WeightSource, found: Found, module: str) -> Matrix | None:
-        words, num_outputs = found.shapes[f"{module}.qweight"]
+        sizes = found.sizes(module, "qweight")
+        if sizes is None:
+            return None
+        words, num_outputs = sizes
         index = found.shapes.get(f"{module}.g_idx")
+        if index is not None and (len(index) != 1 or 0 in index):
+            found.problems.append(f"tensor {module}.g_idx has shape {index}, not (inputs,)")
+            return None
         num_inputs = index[0] if index else words * 32 // self.bits
         bits = words * 32 // num_inputs
         if bits not in (4, 8) or (bits != self.bits and not self.varies):
@@ -79,7 +85,7 @@ class GPTQ:
             return None
         group = num_inputs if self.group == -1 else self.group
         scales = found.shapes.get(f"{module}.scales")
-        if self.varies and scales and num_inputs % scales[0] == 0:
+        if self.varies and scales and scales[0] and num_inputs % scales[0] == 0:
             group = num_inputs // scales[0]
         if found.uneven_groups(module, num_inputs, group, bits):
             return None

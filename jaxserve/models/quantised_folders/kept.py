@@ -181,6 +181,10 @@ class _Part:
         """See `WeightSource`."""
         return self._source.shapes()
 
+    def dtypes(self) -> Mapping[str, str]:
+        """See `WeightSource`."""
+        return self._source.dtypes()
+
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """See `WeightSource`."""
         matrix = self._source.matrix(name)

@@ -106,6 +106,18 @@ class Found:
             if last == suffix:
                 yield module
 
+    def sizes(self, module: str, last: str) -> tuple[int, int] | None:
+        """Return the two sizes of a tensor, or None after a note of what is wrong with it."""
+        name = f"{module}.{last}"
+        shape = self.shapes.get(name)
+        if shape is None:
+            self.problems.append(f"missing tensor {name}")
+        elif len(shape) != 2 or 0 in shape:
+            self.problems.append(f"tensor {name} has shape {shape}, not two sizes of at least 1")
+        else:
+            return shape[0], shape[1]
+        return None
+
     def wrong_shapes(self, module: str, wanted: Mapping[str, Sequence[int]]) -> bool:
         """Note tensors of a module that are missing or misshapen; return whether there are any."""
         problems = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import final
 
@@ -11,6 +12,13 @@ import numpy as np
 from jaxserve.core.errors import CheckpointError
 from jaxserve.models.quantised_folders.matrix import Found, Matrix, Method
 from jaxserve.models.source import WeightSource
+
+_log = logging.getLogger(__name__)
+
+# Names in safetensors of types whose numbers mean nothing without scales.
+_SCALED = ("I8", "U8", "F8_E4M3", "F8_E5M2")
+# Last parts of the names of the scales of a KV cache in few bits.
+_KV_SCALES = ("k_scale", "v_scale")
 
 _REMEDY = (
     "quantization_config in config.json and the weights do not belong together, or the folder is "
@@ -26,8 +34,8 @@ class QuantisedFolder:
       source: the tensors as they are stored.
 
     Raises:
-      CheckpointError: tensors that are missing, misshapen or of another number of bits, or groups
-        that do not divide; all of them together.
+      CheckpointError: tensors that are missing, misshapen or of another number of bits, groups
+        that do not divide, or weights without scales; all of them together.
     """
 
     def __init__(self, source: WeightSource, method: Method):
@@ -35,9 +43,17 @@ class QuantisedFolder:
         self._source = source
         found = Found(source.shapes())
         method.matrices(source, found)
-        if found.problems:
-            raise CheckpointError(self.where, found.problems, _REMEDY)
+        problems = found.problems or list(_without_scales(source, found))
+        if problems:
+            raise CheckpointError(self.where, problems, _REMEDY)
         self._matrices = {f"{module}.weight": each for module, each in found.matrices.items()}
+        self._kv_scales = {n for n in found.shapes if n.rpartition(".")[2] in _KV_SCALES}
+        if self._kv_scales:
+            _log.warning(
+                "%s: %d scales of a KV cache (k_scale, v_scale) are not read; kv_dtype alone says "
+                "in what type keys and values are stored",
+                self.where, len(self._kv_scales),
+            )  # fmt: skip
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """See `WeightSource`."""
@@ -46,8 +62,14 @@ class QuantisedFolder:
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         parts = {name for matrix in self._matrices.values() for name in matrix.tensors}
+        parts |= self._kv_scales
         others = {n: shape for n, shape in self._source.shapes().items() if n not in parts}
         return others | {name: matrix.shape for name, matrix in self._matrices.items()}
+
+    def dtypes(self) -> Mapping[str, str]:
+        """See `WeightSource`."""
+        stored = self._source.dtypes()
+        return {name: "F32" if name in self._matrices else stored[name] for name in self._shapes}
 
     def matrix(self, name: str) -> Matrix | None:
         """Return a quantised weight; None for a dense tensor."""
@@ -70,3 +92,11 @@ class QuantisedFolder:
             return self._source.read(name, index)
         numbers = matrix.numbers()
         return numbers if index is None else numbers[index]
+
+
+def _without_scales(source: WeightSource, found: Found) -> Iterator[str]:
+    """Yield what is wrong with weights in few bits that are no part of a quantised weight."""
+    parts = {name for matrix in found.matrices.values() for name in matrix.tensors}
+    for name, dtype in source.dtypes().items():
+        if name.endswith(".weight") and dtype in _SCALED and name not in parts:
+            yield f"tensor {name} is in {dtype}, and the folder has no scales of it"

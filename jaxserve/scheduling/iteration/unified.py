@@ -43,22 +43,22 @@ class Unified:
         return None
 
     def select(self, step: StepBuilder, state: None) -> None:
-        if not step.prefilling and not self._may_admit(step):
+        admissible = step.first_admissible(only_bounded=self._is_at_limit(step))
+        if not step.prefilling and admissible is None:
             step.add_decode_loop(decode_iterations(step))
             return
         step.add_decoding()
         budget = min(step.num_tokens_left, self.chunk_tokens or step.num_tokens_left)
         for sequence in step.prefilling:
             budget -= self._add_chunk(step, sequence, budget)
-        while budget and self._may_admit(step) and (sequence := step.admit()):
+        while budget and (sequence := step.admit(only_bounded=self._is_at_limit(step))):
             budget -= self._add_chunk(step, sequence, budget)
 
-    def _may_admit(self, step: StepBuilder) -> bool:
-        """Return whether a sequence can be admitted now, under the limit too."""
-        first = step.first_admissible()
-        if first is None or self.max_running is None or first.request.due_s is not None:
-            return first is not None
-        return sum(each.request.due_s is None for each in step.running) < self.max_running
+    def _is_at_limit(self, step: StepBuilder) -> bool:
+        """Return whether no more sequences without a latency bound of their own may run."""
+        if self.max_running is None:
+            return False
+        return sum(each.request.due_s is None for each in step.running) >= self.max_running
 
     def _add_chunk(self, step: StepBuilder, sequence: Sequence, budget: int) -> int:
         count = min(sequence.num_uncomputed, budget)

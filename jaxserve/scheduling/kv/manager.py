@@ -348,6 +348,7 @@ class KVManager:
             weights; empty to go on finding that.
         """
         self._retrieval.clear()
+        self.transfer.weights_changed()
         self._cache.clear(self._fingerprint() + suffix)
 
     def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:

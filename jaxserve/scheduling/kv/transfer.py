@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import final
+from typing import NamedTuple, final
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.memory.cached_page import Branch
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_cache import PageCache
+from jaxserve.scheduling.plan import PageCopies
+
+
+class KVPages(NamedTuple):
+    """KV of the leading full pages of a context.
+
+    Attributes:
+      identity: of the model, its weights and its pages; empty without host memory.
+      pages: contents of each page, in the order of the context.
+    """
+
+    identity: bytes
+    pages: Seq[bytes]
 
 
 @final
@@ -17,7 +30,8 @@ class PageTransfer:
     """Reads cached pages for another engine, and caches the pages of another one.
 
     Pages are found by their tokens, so the engines need not know each other. What is missing is
-    computed as if there were no transfer. The engines must have the same weights and page layout.
+    computed as if there were no transfer. The engines must have the same weights and page layout,
+    which the identity of what is sent tells.
 
     Args:
       host_memory: the contents of host pages; None without host pages, and then nothing is sent or
@@ -37,6 +51,11 @@ class PageTransfer:
         self._host_memory = host_memory
         self._keys_of = keys_of
         self._now = now
+        self._identity: bytes | None = None
+
+    def weights_changed(self) -> None:
+        """Take note that the weights may be others from here on."""
+        self._identity = None
 
     def copy_to_host(self, tokens: Seq[int]) -> None:
         """Have the next plan copy the leading full pages of a context, as far as they are cached.
@@ -47,7 +66,11 @@ class PageTransfer:
             if not self._cache.copy_to_host(key):
                 return
 
-    def read(self, tokens: Seq[int]) -> list[bytes]:
+    def copies_failed(self, copies: PageCopies) -> None:
+        """Evict from the host what a plan was to copy there, (device page, host page)."""
+        self._cache.drop_copies(host_page for _, host_page in copies)
+
+    def read(self, tokens: Seq[int]) -> KVPages:
         """Return the contents of the leading full pages of a context that the host has.
 
         The plan after `copy_to_host` has been submitted.
@@ -57,30 +80,43 @@ class PageTransfer:
             if page.index != len(contents) or page.host_page is None or self._host_memory is None:
                 break
             contents.append(self._host_memory.read_host_page(page.host_page))
-        return contents
+        return KVPages(self._own_identity(), contents)
 
-    def load(self, tokens: Seq[int], contents: Seq[bytes]) -> int:
+    def load(self, tokens: Seq[int], kv: KVPages) -> int:
         """Cache the leading full pages of a context on the host; return how many it has room for.
 
         Args:
-          contents: of each page, as `read` returned them.
+          kv: as `read` of another engine returned it.
 
         Raises:
-          InvalidConfigError: they are of pages of another size.
+          InvalidConfigError: it is of other weights, or of pages of another size.
         """
-        if self._host_memory is None or not contents:
+        if self._host_memory is None or not kv.pages:
             return 0
-        given, wanted = len(contents[0]), len(self._host_memory.read_host_page(0))
-        if given != wanted:
+        wanted = len(self._host_memory.read_host_page(0))
+        others = sorted({len(content) for content in kv.pages} - {wanted})
+        if others:
             raise InvalidConfigError(
-                f"KV pages of {given} bytes are not allowed; those of this runtime have {wanted}. "
-                "Send KV only between runtimes of the same model and options"
+                f"KV pages of {others[0]} bytes are not allowed; those of this runtime have "
+                f"{wanted}. Send KV only between runtimes of the same model and options"
+            )
+        if kv.identity != self._own_identity():
+            raise InvalidConfigError(
+                f"KV of the identity {kv.identity.hex()!r} is not allowed; that of this runtime's "
+                f"model and weights is {self._own_identity().hex()!r}. Send KV only between "
+                "runtimes with the same weights, and export it again after an update of them"
             )
         branch = Branch(self._now())
         # No more than fit, so that the last ones do not evict the first ones.
-        fitting = contents[: self._cache.max_host_pages]
+        fitting = kv.pages[: self._cache.max_host_pages]
         pages = zip(self._keys_of(tokens), fitting, strict=False)
         for index, (key, content) in enumerate(pages):
             if not self._cache.load(index, key, content, branch):
                 return index
         return len(fitting)
+
+    def _own_identity(self) -> bytes:
+        """Return the fingerprint of the weights, which is read once: it looks at all of them."""
+        if self._identity is None:
+            self._identity = b"" if self._host_memory is None else self._host_memory.fingerprint()
+        return self._identity

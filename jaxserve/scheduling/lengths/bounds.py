@@ -2,7 +2,8 @@
 
 A request with a bound is in one of three cases.
 
-- At its submission it is refused, if it is expected to end after its bound. Expected is that those
+- At its submission it is refused, if it is expected to end after its bound, and others run or wait.
+  On an idle engine it begins at once, and the pace may be that of long ago. Expected is that those
   before it in the policy's order go first, and that it begins when enough of the others have ended
   or make way (`expected_late`).
 - Else it is deferred where there is no room for it: it waits until other sequences have ended. It
@@ -56,19 +57,26 @@ def expected_late(
 
 
 def too_late(
-    samples: Seq[Sequence], lengths: LengthTracker, config: EngineConfig, pace: Pace, now_s: float
+    samples: Seq[Sequence],
+    lengths: LengthTracker,
+    config: EngineConfig,
+    pace: Pace | None,
+    now_s: float,
 ) -> BoundNotMetError | None:
     """Return the error of a request that would miss its bound if it began now; None otherwise.
 
     Args:
       samples: its sequences, all of which wait, and none of which has begun.
+      pace: None if it is not known; then a request is too late when its bound has passed.
     """
     request = samples[0].request
     if request.due_s is None:
         return None
     passed_s = now_s - request.arrival_s
     tokens = lengths.expected_tokens(samples)
-    needed_s = max(alone_s(*each, config, pace) for each in zip(samples, tokens, strict=True))
+    needed_s = 0.0
+    if pace is not None:
+        needed_s = max(alone_s(*each, config, pace) for each in zip(samples, tokens, strict=True))
     return _late(request, sum(tokens), passed_s, passed_s + needed_s)
 
 

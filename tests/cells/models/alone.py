@@ -37,7 +37,7 @@ def _steps(node: Node, values: dict[Node, list[dict[str, Any]]]) -> list[dict[st
         for (name, spec), given in zip(cell.inputs.items(), node.inputs, strict=True)
     }
     if not cell.is_loop:
-        return [cell.module(**inputs)]
+        return [_chain(node, inputs)]
     steps = []
     for _ in range(node.max_steps):
         outputs = cell.module(**inputs)
@@ -46,6 +46,21 @@ def _steps(node: Node, values: dict[Node, list[dict[str, Any]]]) -> list[dict[st
         if cell.until is not None and bool(cell.until(outputs)[0]):
             break
     return steps
+
+
+def _chain(node: Node, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the outputs of a node, or of the last one of its chain."""
+    cell: Any = node.cell
+    outputs = cell.module(**inputs)
+    for number in range(1, node.num_nodes):
+        assert node.chain is not None
+        for name, taken, each in zip(inputs, node.chain.carry, node.chain.each, strict=True):
+            if taken >= 0:
+                inputs[name] = outputs[list(cell.outputs)[taken]]
+            elif each is not None:
+                inputs[name] = jnp.asarray(each[number][None])
+        outputs = cell.module(**inputs)
+    return outputs
 
 
 def _row(value: Any) -> Any:

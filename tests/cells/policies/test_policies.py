@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import final
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.cells import BatchMaker
 from jaxserve.cells.cell_graph import CellGraph, cell_graph, chain_graph
+from jaxserve.cells.layout import Layout
 from jaxserve.cells.policies import (
     GraphMerging,
     IdenticalGraphs,
@@ -16,9 +20,11 @@ from jaxserve.cells.policies import (
     OneAtATime,
     Padding,
 )
-from jaxserve.cells.policy import CellType
+from jaxserve.cells.policy import CellScheduler, CellType, Task
+from jaxserve.cells.simulation import simulate_cells
 from jaxserve.core.errors import InvalidConfigError, InvalidGraphError
 from jaxserve.workload.trees import Tree, complete_tree, random_trees
+from tests.cells.examples import OneSecond, chain, chain_cell, leaf_cell, merge_cell, tree
 from tests.cells.policies.play import play, sizes
 
 LSTM = [CellType("lstm", batch_sizes=(1, 2, 4))]
@@ -205,3 +211,52 @@ def test_settings_are_checked():
     ):
         with pytest.raises(InvalidConfigError):
             make()
+
+
+def test_a_graph_that_a_policy_refuses_fails_alone():
+    """Its request ends with a typed error, and the others finish."""
+    leaf, merge, lstm = leaf_cell(), merge_cell(), chain_cell()
+    graphs = [tree(leaf, merge, 4), chain(lstm, 3), chain(lstm, 5)]
+    refused, *others = simulate_cells(
+        Layout([leaf, merge, lstm]), [(0.0, graph) for graph in graphs], Padding(), OneSecond()
+    ).completions
+    assert type(refused.error) is InvalidGraphError and "chain" in str(refused.error)
+    assert [one.finish_reason for one in others] == ["stop", "stop"]
+
+
+@final
+class Broken:
+    """A policy, and its scheduler, that raises for every graph."""
+
+    name = "broken"
+    has_work = False
+    wake_s = None
+
+    def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> CellScheduler:
+        """Return itself."""
+        return self
+
+    def add(self, key: int, graph: CellGraph, first_node: int, now_s: float) -> None:
+        """Raise an error without a type of its own."""
+        raise ZeroDivisionError("not a number")
+
+    def cancel(self, key: int) -> None:
+        """Do nothing: it has no graph."""
+
+    def schedule(self, worker: int, now_s: float) -> list[Task]:
+        """Return none."""
+        return []
+
+    def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
+        """Return none."""
+        return []
+
+
+def test_an_error_of_a_policy_ends_the_request_alone():
+    """The error names the policy and its cause, and the loop goes on."""
+    lstm = chain_cell()
+    arrivals = [(0.0, chain(lstm, 3)), (1.0, chain(lstm, 5))]
+    for one in simulate_cells(Layout([lstm]), arrivals, Broken(), OneSecond()).completions:
+        assert type(one.error) is InvalidGraphError
+        assert "'broken' raised ZeroDivisionError" in str(one.error)
+        assert isinstance(one.error.__cause__, ZeroDivisionError)

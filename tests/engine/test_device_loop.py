@@ -1,0 +1,60 @@
+"""Pauses of a loop, with work that does nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from jaxserve.core.clock import WallClock
+from jaxserve.core.errors import EngineBusyError, EngineFailedError, JaxserveError
+from jaxserve.engine.device_loop import DeviceLoop
+
+
+class _Nothing:
+    """See `DeviceWork`; there is never anything to do."""
+
+    has_work = False
+    has_idle_work = False
+    idle_until_s = None
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+
+    def begin(self, job: str) -> None: ...
+
+    def cancel(self, id: str) -> None: ...
+
+    def step(self) -> None: ...
+
+    def use_idle_time(self) -> None: ...
+
+    def rest(self) -> None: ...
+
+    def make_room(self, running: str) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def cancel_all(self) -> None: ...
+
+    def fail_all(self, error: JaxserveError, not_begun: Sequence[str]) -> None: ...
+
+    def failure_of(self, cause: Exception) -> JaxserveError:
+        return EngineFailedError(str(cause))
+
+
+def test_a_pause_waits_for_another_one_no_longer_than_it_is_told():
+    """The error comes in time and says what runs; the pause that was there goes on."""
+    clock = WallClock()
+    loop: DeviceLoop[str] = DeviceLoop(_Nothing(), clock, name="nothing")
+    try:
+        with loop.paused():
+            for wait_s in (0.0, 0.01, -1.0):
+                with pytest.raises(EngineBusyError, match="another call has paused"):
+                    with loop.paused(until_s=clock.now() + wait_s):
+                        raise AssertionError("two pauses at once")
+        with loop.paused(until_s=clock.now() + 10):
+            pass
+    finally:
+        loop.close()
