@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from typing import Any, final
 
@@ -16,6 +18,11 @@ from jaxserve.steps.preparation import start_thread
 _NUM_THREADS = 2
 # Jobs that may wait for a thread.
 MAX_WAITING = 32
+# Seconds for which the end of the process waits for a job.
+_EXIT_S = 60.0
+# The jobs of all runtimes that run now, and whether the process ends.
+_running: set[CompileJob] = set()
+_is_exiting = threading.Event()
 
 
 @final
@@ -50,6 +57,10 @@ class CompileJob:
         self._is_closed = True
         if self._future.cancel():
             self._has_begun.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until it has ended, or for some seconds."""
+        wait_for([self._future], timeout_s)
 
     def result(self, timeout_s: float) -> Any:
         """Return what the function returned.
@@ -126,6 +137,19 @@ def _worker(jobs: queue.Queue[CompileJob | None]) -> Callable[[], None]:
 
     def work() -> None:
         while (job := jobs.get()) is not None:
-            job.run()
+            _running.add(job)
+            try:
+                if not _is_exiting.is_set():
+                    job.run()
+            finally:
+                _running.discard(job)
 
     return work
+
+
+@atexit.register
+def _wait_for_running() -> None:
+    """Wait for llguidance, which ends the process with a crash if Python ends before it."""
+    _is_exiting.set()
+    for job in tuple(_running):
+        job.wait(_EXIT_S)

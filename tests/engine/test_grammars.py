@@ -62,6 +62,20 @@ for make, most in ((rules, 9_990), (conditions, 9_990), (definitions, 1_300)):
 grammars.close()
 """
 
+_SLOW = """
+from jaxserve.core.constraint import Constraint
+from jaxserve.engine.grammars import Grammars
+from jaxserve.testing import letter_tokenizer
+
+tokenizer = letter_tokenizer()
+grammars = Grammars(tokenizer, (), tokenizer.vocab_size, timeout_s=0.3)
+try:
+    grammars.compiled(Constraint("grammar", 'SLOW'))
+except Exception as error:
+    print(type(error).__name__)
+grammars.close()
+"""
+
 
 @pytest.fixture
 def grammars() -> Iterator[Grammars]:
@@ -202,3 +216,12 @@ def test_a_slow_grammar_is_too_complex():
         with pytest.raises(GrammarTooComplexError, match="the grammar"):
             grammars.compiled(slow)
     grammars.close()
+
+
+def test_a_process_may_end_while_a_grammar_is_compiled():
+    """Its end waits for the compilation that was given up, which would crash it."""
+    program = _SLOW.replace("SLOW", "start: " + '"a"? ' * 20_000)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "GrammarTooComplexError\n")
