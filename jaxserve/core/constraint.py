@@ -14,7 +14,10 @@ Notation = Literal["json_schema", "regex", "grammar", "choice"]
 _ANY_OBJECT = '{"type": "object"}'
 _FIELDS = ("json_schema", "regex", "grammar", "choice", "json_object")
 # Characters of a grammar's text.
-MAX_TEXT = 1 << 18
+MAX_TEXT = 1 << 17
+# Lines and opening brackets of a grammar, opening brackets of a schema. llguidance recurses without
+# a limit through rules and references, each of which is among these, with 10 kB of stack or less.
+MAX_PARTS = 10_000
 
 
 @final
@@ -64,7 +67,7 @@ def schema_text(schema: Any) -> str:
         else:
             text = json.dumps(dict(schema) if isinstance(schema, Mapping) else schema)
             parsed = json.loads(text)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidSamplingParamsError(
             f"json_schema is not JSON: {error}; pass a mapping, or its JSON text"
         ) from None
@@ -113,8 +116,21 @@ def check_constraints(params: Any) -> None:
             f"{name} has {length} characters, and at most {MAX_TEXT} are allowed; pass a smaller "
             "grammar"
         )
+    num_parts = _num_parts(name, value)
+    if num_parts > MAX_PARTS:
+        raise InvalidSamplingParamsError(
+            f"{name} has {num_parts} rules, objects and lists, counted by lines and opening "
+            f"brackets, and at most {MAX_PARTS} are allowed; pass a smaller grammar"
+        )
     if params.min_tokens:
         raise InvalidSamplingParamsError(
             f"min_tokens={params.min_tokens} and {name} were given, and an answer that is complete "
             "has no next token; pass one of them"
         )
+
+
+def _num_parts(name: str, value: Any) -> int:
+    """Return a bound on how deeply the parts of a grammar contain each other."""
+    if name == "grammar":
+        return sum(map(value.count, "\n{[("))
+    return sum(map(value.count, "{[")) if name == "json_schema" else 0

@@ -11,6 +11,7 @@ A message says what was given, what is allowed, and what to do.
     │   ├── InvalidSamplingParamsError
     │   ├── InvalidGrammarError        a schema, grammar or regular expression that does not compile
     │   │   └── GrammarTooComplexError     it needs more time or memory than is allowed
+    │   ├── GrammarsBusyError          too many other grammars are being compiled
     │   ├── BoundNotMetError           its answer is expected to take longer than its own bound
     │   ├── UnfoldError                the user's function raised for this input
     │   └── InvalidGraphError          a graph of cells that cannot be computed as given
@@ -121,6 +122,10 @@ class InvalidGrammarError(InvalidRequestError):
 
 class GrammarTooComplexError(InvalidGrammarError):
     """A grammar that needs more time or memory than is allowed, at its compilation or later."""
+
+
+class GrammarsBusyError(InvalidRequestError):
+    """A request whose grammar is not compiled, because too many others are."""
 
 
 class BoundNotMetError(InvalidRequestError):

@@ -36,6 +36,8 @@ class Request:
       num_encoded: leading tokens of the prompt that the encoder computes as a whole, with their
         padding, which fill whole pages; 0 for a model without an encoder.
       num_padding: those at their end that nothing sees.
+      grammar: what `params.constraint` was compiled to, for the engine; None without one.
+      awaits_tokens: whether each of its tokens must be read before the next one is chosen.
     """
 
     id: str
@@ -50,6 +52,12 @@ class Request:
     prediction: LengthPrediction | None = None
     num_encoded: int = 0
     num_padding: int = 0
+    grammar: object = field(default=None, compare=False, repr=False)
+    awaits_tokens: bool = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Read for every running sequence in every step.
+        object.__setattr__(self, "awaits_tokens", self.params.is_constrained)
 
     @property
     def encoder_prompt(self) -> tuple[int, ...]:
@@ -60,11 +68,6 @@ class Request:
     def given_prompt(self) -> tuple[int, ...]:
         """The prompt as it was given, without what an encoder-decoder model adds."""
         return self.encoder_prompt or self.prompt
-
-    @property
-    def awaits_tokens(self) -> bool:
-        """Whether each of its tokens must be read before the next one is chosen."""
-        return self.params.is_constrained
 
     @property
     def due_s(self) -> float | None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, Protocol, final
 
-from jaxserve.core.constraint import Constraint
 from jaxserve.core.errors import JaxserveError
+from jaxserve.core.request import Request
 from jaxserve.scheduling.collect import Progress
 from jaxserve.scheduling.plan import StepPlan, TokenMasks
 from jaxserve.scheduling.scheduler import Scheduler
@@ -35,7 +35,7 @@ class AnswerMatcher(Protocol):
 class GrammarSource(Protocol):
     """What makes matchers, and computes masks of theirs; see `grammars.Grammars`."""
 
-    def matcher(self, constraint: Constraint) -> AnswerMatcher: ...
+    def matcher(self, request: Request) -> AnswerMatcher: ...
 
     def masks(self, rows: tuple[int, ...], matchers: Seq[Any]) -> TokenMasks: ...
 
@@ -69,16 +69,18 @@ class Constraints:
         if self._grammars is None:
             return
         for sequence in sequences:
-            constraint = sequence.request.params.constraint
-            if constraint is None or sequence.phase is Phase.FINISHED:
+            request = sequence.request
+            if not request.awaits_tokens or sequence.phase is Phase.FINISHED:
                 continue
             self._num_constrained += sequence.sample_index == 0
-            matcher = self._grammars.matcher(constraint)
+            matcher = self._grammars.matcher(request)
             self._matched[sequence.key] = sequence, matcher
             self._go_on(sequence, matcher)
+        self._drop_ended()
 
     def masked(self, plan: StepPlan) -> StepPlan:
         """Return the plan with masks for its rows that need one, which are begun to be computed."""
+        self._drop_ended()  # such as cancelled ones
         if not self._matched or self._grammars is None:
             return plan
         rows, matchers = [], []

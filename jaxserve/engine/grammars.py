@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, final
 
@@ -16,20 +18,22 @@ import numpy as np
 
 from jaxserve.core.constraint import Constraint
 from jaxserve.core.errors import GrammarTooComplexError, InvalidGrammarError, MissingExtraError
+from jaxserve.core.request import Request
+from jaxserve.engine.grammar_threads import CompileJob, CompileThreads, closed
 from jaxserve.engine.matcher import Matcher, first_line
 from jaxserve.engine.vocabulary import read_vocabulary
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.scheduling.plan import TokenMasks
 
-# Seconds that a compilation may take; a request that waits for longer is refused.
+# Seconds that a compilation may take, from its begin, and that it may wait before.
 TIMEOUT_S = 10.0
 # Compiled grammars that are kept.
-MAX_KEPT = 128
-# llguidance's own bounds, which keep one grammar at about a hundred megabytes. Its lexer takes 1 to
-# 2 kB a state; the bounds of a mask's time are its defaults.
+MAX_KEPT = 32
+# llguidance's own bounds. Its lexer takes 1 to 2 kB a state, so one grammar takes about 50 MB at
+# most, and all that are kept 1.6 GB; the bounds of a mask's time are its defaults.
 _LIMITS = {
     "max_grammar_size": 100_000,
-    "max_lexer_states": 50_000,
+    "max_lexer_states": 25_000,
     "initial_lexer_fuel": 2_000_000,
     "verbose_errors": False,
 }
@@ -40,6 +44,8 @@ _BOUND_WORDS = (
 )
 # JSON as Python's `json.dumps` writes it. A schema's own "x-guidance" comes first.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# A rule of llguidance's with a parameter, of which there may be 2^64, and which no bound ends.
+_PARAMETRIC = re.compile(r"\w[ \t]*::[ \t]*_\b")
 
 
 def has_grammars() -> bool:
@@ -58,6 +64,24 @@ def llguidance() -> Any:
         return importlib.import_module("llguidance")
     except ImportError as error:
         raise MissingExtraError("llguidance", "structured", "structured output") from error
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class CompiledGrammar:
+    """A compiled grammar, of which every answer gets a copy.
+
+    The copies share the states of llguidance's lexer, and the bound on their number.
+    """
+
+    template: Any
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether earlier answers have left no states to a new one."""
+        copy = self.template.deep_copy()
+        copy.compute_bitmask()
+        return copy.is_error()
 
 
 @final
@@ -83,25 +107,37 @@ class Grammars:
         self._vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[Constraint, Future[Any]] = OrderedDict()
-        self._vocabulary: Future[Any] | None = None
-        self._compiling = ThreadPoolExecutor(2, "jaxserve-grammar")
-        self._masking = ThreadPoolExecutor(2, "jaxserve-mask")
+        self._kept: OrderedDict[Constraint, CompileJob] = OrderedDict()
+        self._vocabulary: Any = None
         self._parallel: Any = None
+        self._reading = threading.Lock()
+        self._compiling: CompileThreads | None = None
+        self._masking = ThreadPoolExecutor(2, "jaxserve-mask")
+        self._is_closed = False
 
-    def check(self, constraint: Constraint) -> None:
-        """Compile a grammar, unless that was done before.
+    def compiled(self, constraint: Constraint) -> CompiledGrammar:
+        """Return a grammar, compiled now unless it is kept. It may wait for a thread.
 
         Raises:
           InvalidGrammarError: it cannot be compiled.
           GrammarTooComplexError: it takes more time or memory than is allowed.
+          GrammarsBusyError: others are being compiled, and too many wait.
           MissingExtraError: llguidance is not installed.
+          RuntimeClosedError: `close` was called.
         """
-        self._template(constraint)
+        llguidance()  # without it, an error that says what to install
+        vocabulary = self._read_vocabulary()
+        job = self._job(constraint, vocabulary)
+        found = self._result(constraint, job)
+        if found.is_exhausted:
+            self._drop(constraint, job)
+            found = self._result(constraint, self._job(constraint, vocabulary))
+        return found
 
-    def matcher(self, constraint: Constraint) -> Matcher:
-        """Return a matcher for one answer; raises as `check` does."""
-        return Matcher(self._template(constraint).deep_copy())
+    def matcher(self, request: Request) -> Matcher:
+        """Return a matcher for one answer to a request that has its compiled grammar."""
+        assert isinstance(request.grammar, CompiledGrammar), "a request without its grammar"
+        return Matcher(request.grammar.template.deep_copy())
 
     def masks(self, rows: tuple[int, ...], matchers: Sequence[Matcher]) -> TokenMasks:
         """Begin to compute masks on other threads, one for each row.
@@ -112,14 +148,17 @@ class Grammars:
 
     def close(self) -> None:
         """Stop the threads when what they compute is complete."""
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._is_closed = True
+            if self._compiling is not None:
+                self._compiling.close()
         self._masking.shutdown(wait=False, cancel_futures=True)
 
     def _masks(self, matchers: Sequence[Matcher]) -> np.ndarray:
         begin_s = time.perf_counter()
         package = llguidance()
         assert self._vocabulary is not None, "a matcher without a vocabulary"
-        size = self._vocabulary.result().vocab_size
+        size = self._vocabulary.vocab_size
         words = package.numpy.allocate_token_bitmask(len(matchers), size)
         pairs = [(matcher.inner, i) for i, matcher in enumerate(matchers)]
         package.numpy.fill_next_token_bitmask_par(self._parallel, pairs, words)
@@ -131,49 +170,62 @@ class Grammars:
 
     # ---- compilation ----
 
-    def _template(self, constraint: Constraint) -> Any:
-        llguidance()  # without it, an error that says what to install
-        with self._lock:
+    def _read_vocabulary(self) -> Any:
+        """Return what llguidance knows of the model's tokens, which the first caller reads."""
+        with self._reading:
             if self._vocabulary is None:
-                self._vocabulary = self._compiling.submit(self._read_vocabulary)
-            compiled = self._compiled.get(constraint)
-            if compiled is None:
-                compiled = self._compiling.submit(self._compile, constraint, self._vocabulary)
-                self._compiled[constraint] = compiled
-                if len(self._compiled) > MAX_KEPT:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(constraint)
-            vocabulary = self._vocabulary
-        vocabulary.result()
+                package = llguidance()
+                self._parallel = package.LLExecutor()
+                self._vocabulary = read_vocabulary(
+                    package, self._tokenizer, self._eos_token_ids, self._vocab_size
+                )
+            return self._vocabulary
+
+    def _job(self, constraint: Constraint, vocabulary: Any) -> CompileJob:
+        with self._lock:
+            if self._is_closed:
+                raise closed()
+            if self._compiling is None:
+                self._compiling = CompileThreads()
+            job = self._kept.get(constraint)
+            if job is None or job.is_dropped:
+                job = self._compiling.submit(lambda: _compile(constraint, vocabulary))
+                self._kept[constraint] = job
+                if len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(constraint)
+            return job
+
+    def _result(self, constraint: Constraint, job: CompileJob) -> CompiledGrammar:
         try:
-            return compiled.result(self._timeout_s)
+            return job.result(self._timeout_s)
         except TimeoutError:
             raise GrammarTooComplexError(
                 f"the {constraint.notation} was not compiled after {self._timeout_s:g} s; pass a "
                 "smaller one, with fewer alternatives and smaller numbers of repetitions"
             ) from None
 
-    def _read_vocabulary(self) -> Any:
-        package = llguidance()
-        self._parallel = package.LLExecutor()
-        return read_vocabulary(package, self._tokenizer, self._eos_token_ids, self._vocab_size)
+    def _drop(self, constraint: Constraint, job: CompileJob) -> None:
+        with self._lock:
+            if self._kept.get(constraint) is job:
+                del self._kept[constraint]
 
-    def _compile(self, constraint: Constraint, vocabulary: Future[Any]) -> Any:
-        package = llguidance()
-        matcher = package.LLMatcher
-        try:
-            grammar = _grammar(constraint, package)
-        except ValueError as error:
-            raise _invalid(constraint, str(error)) from error
-        limits = package.LLParserLimits(**_LIMITS)
-        compiled = matcher(vocabulary.result(), grammar, log_level=0, limits=limits)
-        if compiled.is_error():
-            raise _invalid(constraint, compiled.get_error())
-        first = compiled.deep_copy()
-        first.compute_bitmask()
-        if first.is_error():
-            raise _invalid(constraint, first.get_error())
-        return compiled
+
+def _compile(constraint: Constraint, vocabulary: Any) -> CompiledGrammar:
+    package = llguidance()
+    try:
+        grammar = _grammar(constraint, package)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(constraint, str(error)) from error
+    limits = package.LLParserLimits(**_LIMITS)
+    compiled = package.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    if compiled.is_error():
+        raise _invalid(constraint, compiled.get_error())
+    first = compiled.deep_copy()
+    first.compute_bitmask()
+    if first.is_error():
+        raise _invalid(constraint, first.get_error())
+    return CompiledGrammar(compiled)
 
 
 def _grammar(constraint: Constraint, package: Any) -> str:
@@ -188,6 +240,8 @@ def _grammar(constraint: Constraint, package: Any) -> str:
         if isinstance(schema, bool):  # options can be set in an object only
             schema = {} if schema else {"enum": []}
         return package.LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_STYLE)
+    if constraint.notation == "grammar" and _PARAMETRIC.search(text):
+        raise ValueError("rules with a parameter (name::_) are not supported; write them out")
     return package.grammar_from(constraint.notation, text)
 
 

@@ -16,7 +16,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import EncoderPrompts, Request, drawn_seed
 from jaxserve.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from jaxserve.engine.grammars import Grammars
+from jaxserve.engine.grammars import CompiledGrammar, Grammars
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.workload import WorkloadItem
 
@@ -129,6 +129,7 @@ class RequestBuilder:
         Raises:
           InvalidRequestError: the prompt cannot be served; one of its subclasses.
           MissingExtraError: it has a grammar, and the package that compiles it is not installed.
+          RuntimeClosedError: it has a grammar, and the runtime was closed.
         """
         number = next(self._numbers)
         if request_id is not None and request_id.startswith(_OWN_IDS):
@@ -140,6 +141,7 @@ class RequestBuilder:
             raise InvalidRequestError(f"priority={priority!r} is not allowed; pass a whole number")
         stop_token_ids = self._check_params(params)
         tokens = self.prompt_tokens(prompt)
+        grammar = self._compiled(params)
         num_encoded = num_padding = 0
         if self._encoder is not None:
             tokens, num_encoded, num_padding = self._encoder.around(tokens)
@@ -155,6 +157,7 @@ class RequestBuilder:
             conversation_id=conversation_id,
             num_encoded=num_encoded,
             num_padding=num_padding,
+            grammar=grammar,
         )
 
     def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
@@ -256,13 +259,6 @@ class RequestBuilder:
                 f"prompt_logprobs={params.prompt_logprobs}: the prompt of an encoder-decoder model "
                 "has no log-probabilities, since its encoder predicts no tokens; leave it out"
             )
-        if params.constraint is not None:
-            if self._grammars is None:
-                raise InvalidSamplingParamsError(
-                    "a grammar was given, and this runtime has no tokenizer, of whose tokens it "
-                    "would allow some; pass tokenizer= to Runtime"
-                )
-            self._grammars.check(params.constraint)
         eos = () if params.ignore_eos else self._eos_token_ids
         stop_token_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
         if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -271,6 +267,16 @@ class RequestBuilder:
                 f"{MAX_STOP_TOKEN_IDS} are allowed; use `stop` strings for the rest"
             )
         return stop_token_ids
+
+    def _compiled(self, params: SamplingParams) -> CompiledGrammar | None:
+        if params.constraint is None:
+            return None
+        if self._grammars is None:
+            raise InvalidSamplingParamsError(
+                "a grammar was given, and this runtime has no tokenizer, of whose tokens it "
+                "would allow some; pass tokenizer= to Runtime"
+            )
+        return self._grammars.compiled(params.constraint)
 
 
 def _encoded(encode: Callable[[Any], Iterable[int]], given: Any) -> tuple[int, ...]:

@@ -302,7 +302,7 @@ class Fleet:
     ) -> AsyncGenerator[Piece]:
         """`stream` for asyncio."""
         params = params or SamplingParams()
-        return aread(lambda sink: self.submit(prompt, params, on_piece=sink), params.n)
+        return aread(lambda sink: self.submit(prompt, params, on_piece=sink), params)
 
     def cancel(self, request_id: str) -> None:
         """End a request with the tokens so far; do nothing if it has ended or is unknown."""

@@ -26,7 +26,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink, failed_completion
 from jaxserve.fleet.call import Call, cancelled_completion
 from jaxserve.fleet.replica import Started
-from jaxserve.runtime.pending import Pending
+from jaxserve.runtime.pending import Pending, submitted
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime, RuntimeStats
@@ -87,6 +87,8 @@ class _Actor:
 
     def __init__(self) -> None:
         self._runtime: Runtime | None = None
+        # Requests that are being submitted, and which of them were cancelled meanwhile.
+        self._submitting: dict[str, bool] = {}
 
     async def start(self, model: str, tensor_parallel: int, options: Mapping[str, Any]) -> Started:
         """See `Replica.start`."""
@@ -121,7 +123,7 @@ class _Actor:
         runtime = self._runtime
         assert runtime is not None
         one = SamplingParams(max_tokens=1, ignore_eos=True)
-        completion = await self._submit(prompt, one, others).aresult()
+        completion = await (await self._submit(prompt, one, others)).aresult()
         if isinstance(completion.error, _FATAL):
             raise completion.error
         tokens = completion.prompt_token_ids
@@ -142,7 +144,7 @@ class _Actor:
         await take_kv(self._runtime, kv)
 
     async def answer(self, prompt: Any, params: SamplingParams, others: Asked) -> Completion:
-        return await self._submit(prompt, params, others).aresult()
+        return await (await self._submit(prompt, params, others)).aresult()
 
     async def stream(
         self, prompt: Any, params: SamplingParams, others: Asked
@@ -154,13 +156,13 @@ class _Actor:
         def put(latest: Piece | Completion) -> None:
             loop.call_soon_threadsafe(news.put_nowait, latest)
 
-        pending = self._submit(prompt, params, others, put)
+        pending = await self._submit(prompt, params, others, put)
         pending.future.add_done_callback(lambda future: put(future.result()))
         while not isinstance(latest := await news.get(), Completion):
             yield latest
         yield latest
 
-    def _submit(
+    async def _submit(
         self,
         prompt: Any,
         params: SamplingParams,
@@ -169,19 +171,30 @@ class _Actor:
     ) -> Pending:
         runtime = self._runtime
         assert runtime is not None
+        id = others["request_id"]
+        self._submitting[id] = False
         try:
-            return runtime.submit(prompt, params, on_piece=on_piece, **others)
+            (pending,) = await submitted(
+                lambda: [runtime.submit(prompt, params, on_piece=on_piece, **others)], [params]
+            )
+            if self._submitting[id]:
+                pending.cancel()
+            return pending
         except (InvalidRequestError, MissingExtraError) as error:
             now = WallClock().now()
             timing = Timing(arrival_s=now, finished_s=now)
-            return Pending.ended(failed_completion(others["request_id"], (), error, timing))
+            return Pending.ended(failed_completion(id, (), error, timing))
+        finally:
+            del self._submitting[id]
 
     async def stats(self) -> RuntimeStats:
         assert self._runtime is not None
         return self._runtime.stats()
 
     async def cancel(self, request_id: str) -> None:
-        if self._runtime is not None:
+        if request_id in self._submitting:
+            self._submitting[request_id] = True
+        elif self._runtime is not None:
             self._runtime.cancel(request_id)
 
 

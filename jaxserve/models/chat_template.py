@@ -128,8 +128,21 @@ class ChatTemplate:
     def _shielded(self, messages: Any) -> tuple[Any, str | None]:
         """Return `messages` with a stand-in for every control token, and the pattern of stand-ins.
 
-        The pattern is None when there was nothing to shield.
+        Keys are shielded too, since templates write those of a tool's parameters. The pattern is
+        None when there was nothing to shield.
+
+        Raises:
+          InvalidRequestError: they are nested too deeply.
         """
+        try:
+            return self._with_stand_ins(messages)
+        except RecursionError:
+            raise InvalidRequestError(
+                "the messages or tools are nested too deeply; give objects and lists within each "
+                "other at fewer levels"
+            ) from None
+
+    def _with_stand_ins(self, messages: Any) -> tuple[Any, str | None]:
         if not self._control_texts:
             return messages, None
         everything = "\n".join(_strings(messages))
@@ -145,7 +158,7 @@ class ChatTemplate:
             if isinstance(value, str):
                 return control.sub(lambda found: stand_in[found[0]], value)
             if isinstance(value, Mapping):
-                return {key: shield(item) for key, item in value.items()}
+                return {shield(key): shield(item) for key, item in value.items()}
             if isinstance(value, Sequence):
                 return [shield(item) for item in value]
             return value
@@ -158,7 +171,8 @@ def _strings(value: Any) -> Iterable[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
+        for key, item in value.items():
+            yield from _strings(key)
             yield from _strings(item)
     elif isinstance(value, Sequence):
         for item in value:

@@ -71,9 +71,12 @@ def with_instruction(
 ) -> list[dict[str, Any]]:
     """Return messages of which the first, the system's, says how to call tools.
 
-    For chat templates without tools; calls and results of earlier turns become text.
+    For chat templates without tools; calls and results of earlier turns become text. Without tools
+    nothing else changes.
     """
     said = [_as_text(message) for message in messages]
+    if not tools:
+        return said
     instruction = _INSTRUCTION.format(tools=json.dumps([tool["function"] for tool in tools]))
     if said and said[0].get("role") == "system":
         first = f"{said[0]['content']}\n\n{instruction}"
@@ -105,29 +108,22 @@ def grammar_of(
       tools: with `name` and perhaps `parameters`, a JSON schema of an object.
       token_of: returns the token of a text that is one added token.
     """
-    called = {"anyOf": [_schema_of(tool, form.arguments) for tool in tools]}
-    if form.is_list:
-        called = {"type": "array", "items": called, "minItems": 1}
-        if not may_be_several:
-            called["maxItems"] = 1
-    body = json.dumps({"x-guidance": _JSON_STYLE, **called})
     lines = [f"call: {_literal(form.begin, token_of)} body {_literal(form.end, token_of)}"]
-    lines.append(f"body: %json {body}")
+    if form.is_list:
+        more = ' (", " one)*' if may_be_several else ""
+        lines.append(f'body: "[" one{more} "]"')
+    else:
+        lines.append("body: one")
+    lines.append("one: " + " | ".join(f"tool{i}" for i in range(len(tools))))
+    for i, tool in enumerate(tools):
+        # A JSON schema of its own, so that references in it begin at its own root.
+        schema = {"x-guidance": _JSON_STYLE, **(tool.get("parameters") or {"type": "object"})}
+        begin = f'{{"name": {json.dumps(tool["name"])}, {json.dumps(form.arguments)}: '
+        lines.append(f'tool{i}: {json.dumps(begin)} arguments{i} "}}"')
+        lines.append(f"arguments{i}: %json {json.dumps(schema)}")
     many = form.separator is not None and may_be_several
     start = f"call ({json.dumps(form.separator)} call)*" if many else "call"
     return "\n".join(["%llguidance {}", f"start: {start}", *lines, ""])
-
-
-def _schema_of(tool: Mapping[str, Any], arguments: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {
-            "name": {"const": tool["name"]},
-            arguments: tool.get("parameters") or {"type": "object"},
-        },
-        "required": ["name", arguments],
-        "additionalProperties": False,
-    }
 
 
 def _literal(text: str, token_of: Callable[[str], int | None]) -> str:
@@ -169,10 +165,12 @@ class CallReader:
         self._is_inside = False
         self._is_text = False  # from here on, for a format whose calls are the whole answer
         self._has_call = False
+        self._may_end = True  # whether the newest text has what ends a call without a tag
 
     def push(self, text: str) -> list[str | Call]:
         """Return text and calls that are complete, in their order."""
         self._buffer += text
+        self._may_end = "}" in text or "]" in text
         found: list[str | Call] = []
         while (new := self._next()) is not None:
             found += new
@@ -229,10 +227,12 @@ class CallReader:
             self._buffer, self._is_inside = after, False
             self._has_call |= calls is not None
             return calls if calls is not None else [self._begin + body + tag]
+        if not self._may_end:
+            return None
         start = len(self._buffer) - len(self._buffer.lstrip())
         try:
             _, length = json.JSONDecoder().raw_decode(self._buffer[start:])
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         body, rest = self._buffer[: start + length], self._buffer[start + length :]
         calls = _calls(body, self._form)
@@ -245,11 +245,14 @@ class CallReader:
 
 
 def _calls(body: str, form: ToolFormat) -> list[str | Call] | None:
-    """Return the calls in a JSON text; None if it is not of calls."""
+    """Return the calls in a JSON text; None if it is not of calls, or nested too deeply."""
     try:
-        parsed = json.loads(body)
-    except ValueError:
+        return _parsed_calls(json.loads(body), form)
+    except (ValueError, RecursionError):
         return None
+
+
+def _parsed_calls(parsed: Any, form: ToolFormat) -> list[str | Call] | None:
     found: list[str | Call] = []
     for each in parsed if isinstance(parsed, list) else [parsed]:
         if not isinstance(each, dict) or not isinstance(each.get("name"), str):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
+from jaxserve.conversations.off_loop import in_thread
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
@@ -86,6 +87,26 @@ class Batch:
         if done[0].error is not None:
             raise done[0].error
         return done[0]
+
+
+async def submitted(
+    submit: Callable[[], list[Pending]], params: Sequence[SamplingParams]
+) -> list[Pending]:
+    """Return the requests that `submit` submits, without blocking the event loop.
+
+    With a grammar, which may have to be compiled, it is called on another thread. A task that is
+    cancelled meanwhile cancels the requests.
+    """
+    if not any(each.is_constrained for each in params):
+        return submit()
+    pending: list[Pending] = []
+    try:
+        await in_thread(lambda: pending.extend(submit()))
+    except BaseException:
+        for one in pending:
+            one.cancel()
+        raise
+    return pending
 
 
 def wait(pending: Sequence[Pending], *, progress: bool, timeout_s: float | None = None) -> None:

@@ -23,7 +23,7 @@ from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.report import Report
 from jaxserve.runtime.build import build_parts
 from jaxserve.runtime.loading import load_for
-from jaxserve.runtime.pending import Batch, Params, Pending
+from jaxserve.runtime.pending import Batch, Params, Pending, submitted
 from jaxserve.runtime.planned import Planned
 from jaxserve.runtime.stats import RuntimeStats
 from jaxserve.runtime.streams import aread, read
@@ -193,7 +193,9 @@ class Runtime(Planned):
     async def agenerate(self, prompts: Any, params: Params = None) -> Any:
         """`generate` for asyncio. Cancelling the task cancels its requests."""
         batch = Batch.of(prompts, params)
-        return await batch.await_(self._intake.submit_batch(batch))
+        self._replicas.check_may_wait()
+        pending = await submitted(lambda: self._intake.submit_batch(batch), batch.params)
+        return await batch.await_(pending)
 
     def submit(
         self,
@@ -231,7 +233,7 @@ class Runtime(Planned):
     ) -> AsyncGenerator[Piece]:
         """`stream` for asyncio."""
         params, submit = params or SamplingParams(), self._intake.submit
-        return aread(lambda sink: submit(prompt, params, on_piece=sink), params.n)
+        return aread(lambda sink: submit(prompt, params, on_piece=sink), params)
 
     def encode(self, prompts: Any) -> Any:
         """Return the encoder's output for one prompt, or a batch, of an encoder-decoder model.

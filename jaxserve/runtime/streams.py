@@ -9,8 +9,9 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import suppress
 
 from jaxserve.core.request import Completion
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
-from jaxserve.runtime.pending import Pending
+from jaxserve.runtime.pending import Pending, submitted
 
 # Function that submits a request and sends its pieces to the sink.
 Start = Callable[[PieceSink], Pending]
@@ -47,9 +48,9 @@ def read(start: Start, num_samples: int, timeout_s: float | None = None) -> Gene
 
 
 async def aread(
-    start: Start, num_samples: int, timeout_s: float | None = None
+    start: Start, params: SamplingParams, timeout_s: float | None = None
 ) -> AsyncGenerator[Piece]:
-    """`read` for asyncio."""
+    """`read` for asyncio, of a request with these parameters."""
     end_s = _end_s(timeout_s)
     loop = asyncio.get_running_loop()
     pieces: asyncio.Queue[Piece] = asyncio.Queue()
@@ -58,8 +59,8 @@ async def aread(
         with suppress(RuntimeError):  # the event loop was closed
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-    pending = start(put)
-    num_open = num_samples
+    (pending,) = await submitted(lambda: [start(put)], [params])
+    num_open = params.n
     try:
         while num_open:
             async with asyncio.timeout(_left_s(end_s)):

@@ -10,7 +10,7 @@ from jaxserve.core.errors import TurnTimeoutError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
-from jaxserve.runtime.pending import Pending, wait
+from jaxserve.runtime.pending import Pending, submitted, wait
 from jaxserve.runtime.streams import Start, aread, read
 
 
@@ -74,7 +74,9 @@ class ServiceTurnClient:
         timeout_s: float | None,
     ) -> Completion:
         """See `TurnClient`."""
-        pending = self._submit(prompt, params, conversation_id=conversation_id)
+        (pending,) = await submitted(
+            lambda: [self._submit(prompt, params, conversation_id=conversation_id)], [params]
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 return await pending.aresult()
@@ -106,7 +108,7 @@ class ServiceTurnClient:
         timeout_s: float | None,
     ) -> AsyncGenerator[Piece]:
         """See `TurnClient`."""
-        return aread(self._start(prompt, params, conversation_id), params.n, timeout_s)
+        return aread(self._start(prompt, params, conversation_id), params, timeout_s)
 
     def _start(self, prompt: Sequence[int], params: SamplingParams, conversation_id: str) -> Start:
         return lambda sink: self._submit(

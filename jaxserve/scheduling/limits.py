@@ -51,11 +51,15 @@ def too_long(sequence: Sequence, config: EngineConfig) -> PromptTooLongError:
 
 def not_finite(sequence: Sequence) -> NumericalError:
     """Return the error of a sequence whose newest token could not be chosen."""
-    return NumericalError(
-        f"request {sequence.request.id}: the model's logits were NaN or infinite, or bias and "
-        f"penalties left no token to choose, after {len(sequence.output)} output tokens. Check "
-        "the weights, or load the model with dtype='float32'"
-    )
+    said = f"request {sequence.request.id}: the model's logits were NaN or infinite, or "
+    after = f" left no token to choose, after {len(sequence.output)} output tokens. Check "
+    others = "the weights, or load the model with dtype='float32'"
+    if sequence.request.awaits_tokens:
+        return NumericalError(
+            f"{said}grammar, bias and penalties{after}that logit_bias allows a token that the "
+            f"grammar does, and {others}"
+        )
+    return NumericalError(f"{said}bias and penalties{after}{others}")
 
 
 def not_handed_over(sequence: Sequence) -> HandoverError:

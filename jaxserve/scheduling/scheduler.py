@@ -175,7 +175,7 @@ class Scheduler:
         sequence.phase = Phase.FINISHED
         sequence.finish_reason = reason
         sequence.error = error
-        sequence.times.finished_s = self._clock.now()
+        sequence.times.end(self._clock.now(), has_output=bool(sequence.output))
         self._kv.end(sequence, is_right=error is None)
         self.lengths.remove(sequence)
         self._queues.drop_key(sequence)

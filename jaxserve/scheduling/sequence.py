@@ -29,6 +29,12 @@ class SequenceTimes:
     first_token_s: float | None = None
     finished_s: float | None = None
 
+    def end(self, now_s: float, *, has_output: bool) -> None:
+        """Set the time of the end, and of the first token where all tokens were forced."""
+        self.finished_s = now_s
+        if has_output and self.first_token_s is None:
+            self.first_token_s = now_s
+
 
 @final
 @dataclass(eq=False)

@@ -34,6 +34,7 @@ class Tools:
         self._must_call = choice == "required" or isinstance(choice, NamedTool)
         name = choice.function.name if isinstance(choice, NamedTool) else None
         callable_ = [t["function"] for t in self._tools if name in (None, t["function"]["name"])]
+        self._max_calls = 1 if body.parallel_tool_calls is False else None
         self.params: dict[str, Any] = {}
         if self._must_call:
             several = body.parallel_tool_calls is not False and name is None
@@ -56,7 +57,8 @@ class Tools:
 
     def reader(self) -> Answered:
         """Return the reader of one sample."""
-        return Answered(CallReader(self._form) if self.is_given else None)
+        reader = CallReader(self._form) if self.is_given else None
+        return Answered(reader, self._max_calls)
 
     def _check(self, body: ChatRequest) -> None:
         choice = body.tool_choice
@@ -84,9 +86,10 @@ def _has_calls(messages: Sequence[dict[str, Any]]) -> bool:
 @final
 @dataclass
 class Answered:
-    """The content and the calls of one sample, as they come."""
+    """The content and the calls of one sample, as they come. Calls beyond the most are dropped."""
 
     _reader: CallReader | None
+    _max_calls: int | None = None
     num_calls: int = 0
 
     def push(self, text: str, *, is_last: bool) -> tuple[str, list[AddedCall]]:
@@ -97,7 +100,10 @@ class Answered:
         if is_last:
             found += self._reader.finish()
         content = "".join(part for part in found if isinstance(part, str))
-        return content, [self._added(part) for part in found if isinstance(part, Call)]
+        calls = [part for part in found if isinstance(part, Call)]
+        if self._max_calls is not None:
+            calls = calls[: self._max_calls - self.num_calls]
+        return content, [self._added(call) for call in calls]
 
     def finish_reason(self, reason: str) -> str:
         """Return why the sample ended: "tool_calls" in place of "stop" after a call."""

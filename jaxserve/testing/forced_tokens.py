@@ -9,8 +9,8 @@ from typing import final
 
 import numpy as np
 
-from jaxserve.core.constraint import Constraint
 from jaxserve.core.errors import GrammarTooComplexError
+from jaxserve.core.request import Request
 from jaxserve.engine.constraints import AnswerMatcher
 from jaxserve.scheduling.plan import TokenMasks
 
@@ -22,7 +22,7 @@ class ForcedTokens:
     def __init__(self, seed: int):
         self._seed = seed
 
-    def matcher(self, constraint: Constraint) -> AnswerMatcher:
+    def matcher(self, request: Request) -> AnswerMatcher:
         """See `GrammarSource`."""
         return _Matcher(self._seed)
 

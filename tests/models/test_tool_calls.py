@@ -93,3 +93,24 @@ def test_templates_without_tools_get_an_instruction():
     assert json.dumps([tools[0]["function"]]) in said[0]["content"]
     assert said[2]["content"] == '<tool_call>[{"name": "add", "arguments": {"x": 1}}]</tool_call>'
     assert said[3] == {"role": "user", "content": "<tool_response>2</tool_response>"}
+
+
+def test_without_tools_no_empty_list_is_offered():
+    """A chat whose history has calls, and which offers none now, has no instruction."""
+    messages = [{"role": "user", "content": "1?"}, {"role": "tool", "content": "2"}]
+    assert with_instruction(messages, []) == [
+        messages[0],
+        {"role": "user", "content": "<tool_response>2</tool_response>"},
+    ]
+
+
+@pytest.mark.parametrize("form", [HERMES, LIST, MISTRAL, LLAMA3])
+def test_deeply_nested_calls_are_text(form):
+    """What cannot be read without a RecursionError is no call."""
+    deep = "[" * 5000 + "]" * 5000
+    body = f'{{"name": "add", "{form.arguments}": {deep}}}'
+    text = form.begin + (f"[{body}]" if form.is_list else body) + form.end
+    reader = CallReader(form)
+    found = [*reader.push(text), *reader.finish()]
+    assert all(isinstance(each, str) for each in found)
+    assert deep in "".join(map(str, found))

@@ -163,7 +163,8 @@ def test_forced_tokens_take_no_step(rt: Runtime):
 def test_an_answer_of_forced_tokens_alone_needs_no_step(rt: Runtime):
     """One choice is the answer, at once, for a stream too."""
     before = rt.stats().num_steps
-    assert rt.generate("hi", SamplingParams(choice=["abc"])).text == "abc"
+    answer = rt.generate("hi", SamplingParams(choice=["abc"]))
+    assert answer.text == "abc" and answer.timing.first_token_s is not None
     assert "".join(piece.text for piece in rt.stream("hi", SamplingParams(choice=["abc"]))) == "abc"
     assert rt.stats().num_steps == before
 
@@ -214,6 +215,7 @@ def test_conversations_keep_the_grammar_of_a_turn(rt: Runtime):
         ({"choice": "abc"}, "choice="),
         ({"regex": ""}, "regex="),
         ({"json_schema": "{"}, "not JSON"),
+        ({"json_schema": "[" * 9999 + "]" * 9999}, "not JSON"),
         ({"json_schema": [1]}, "not a schema"),
         ({"regex": "a" * 300_000}, "300000 characters"),
         ({"regex": "a", "min_tokens": 3}, "min_tokens=3"),

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import openai
@@ -201,6 +201,30 @@ def test_required_tools_are_called(tooled: openai.OpenAI):
         assert len(call.id) > 8
 
 
+def test_tools_of_nested_models_are_called(tooled: openai.OpenAI):
+    """Each tool's references are its own, although two define the same name differently."""
+
+    class Place(pydantic.BaseModel):
+        city: Literal["Rome", "Oslo"]
+
+    class Weather(pydantic.BaseModel):
+        place: Place
+
+    first = openai.pydantic_function_tool(Weather)
+    second: Any = json.loads(json.dumps(first).replace("Rome", "Bern").replace("Oslo", "Bern"))
+    second["function"]["name"] = "Other"
+    tools = [first, second]
+    names = ["Weather", "Other"]
+    for name, cities in zip(names, (("Rome", "Oslo"), ("Bern",)), strict=True):
+        choice: Any = {"type": "function", "function": {"name": name}}
+        answer = _ask(tooled, tools=tools, tool_choice=choice).choices[0]
+        assert (
+            json.loads(answer.message.tool_calls[0].function.arguments)["place"]["city"] in cities
+        )
+    answer = _ask(tooled, tools=tools, tool_choice="required", max_completion_tokens=600).choices[0]
+    assert answer.message.tool_calls[0].function.name in names
+
+
 def test_tools_may_be_left_alone(tooled: openai.OpenAI):
     """With "auto", the default, text is text; with "none" the tools are not even offered."""
     short: Any = {"max_completion_tokens": 8, "temperature": 0, "tools": TOOLS}
@@ -231,6 +255,19 @@ def test_calls_are_found_without_a_grammar_of_theirs(ai: openai.OpenAI):
     answer = _ask(ai, tools=TOOLS, extra_body=fields).choices[0]
     assert (answer.message.content, answer.finish_reason) == ("Look: ", "tool_calls")
     assert answer.message.tool_calls[0].function.name == "time"
+
+
+def test_one_call_where_several_are_not_allowed(ai: openai.OpenAI):
+    """With "auto" too, `parallel_tool_calls=False` lets the first call through only."""
+    one = '{"name": "time", "arguments": {"place": "Oslo"}}'
+    fields = {"guided_choice": [f"<tool_call>[{one}, {one}]</tool_call>"]}
+    for several, num_calls in ((True, 2), (False, 1)):
+        asked: Any = {"tools": TOOLS, "parallel_tool_calls": several, "extra_body": fields}
+        answer = _ask(ai, **asked).choices[0]
+        assert len(answer.message.tool_calls) == num_calls
+        assert answer.finish_reason == "tool_calls"
+        chunks = [chunk.choices[0].delta for chunk in _ask(ai, **asked, stream=True)]
+        assert sum(len(delta.tool_calls or ()) for delta in chunks) == num_calls
 
 
 def test_metrics_count_grammars(ai: openai.OpenAI):

@@ -212,6 +212,6 @@ def as_template_message(message: Any) -> dict[str, Any]:
     if not isinstance(content, str):
         content = "".join(part.text for part in content or ())
     for call in given.get("tool_calls", ()):  # templates write them as objects
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return {**given, "role": role, "content": content}

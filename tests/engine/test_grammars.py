@@ -1,0 +1,227 @@
+"""Grammars that would harm the process, or each other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from jaxserve.core.constraint import MAX_PARTS, Constraint
+from jaxserve.core.errors import (
+    GrammarsBusyError,
+    GrammarTooComplexError,
+    InvalidGrammarError,
+    InvalidSamplingParamsError,
+    RuntimeClosedError,
+)
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.grammar_threads import MAX_WAITING, CompileJob, CompileThreads
+from jaxserve.engine.grammars import MAX_KEPT, Grammars
+from jaxserve.testing import letter_tokenizer
+
+# Compiles three grammars in which llguidance recurses as deeply as the bounds allow, and one more.
+_DEEP = """
+import json
+from jaxserve.core.constraint import MAX_PARTS
+from jaxserve.core.errors import InvalidGrammarError, InvalidSamplingParamsError
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.grammars import Grammars
+from jaxserve.testing import letter_tokenizer
+
+def rules(n):
+    chain = "".join(f"r{i}:r{i+1}\\n" for i in range(n))
+    return SamplingParams(grammar=f"start: r0\\n{chain}r{n}: \\"a\\"")
+
+def conditions(n):
+    return SamplingParams(
+        grammar="start: r::0\\nr::_: \\"a\\" %if " + "not(" * n + "is_ones([0:8])" + ")" * n
+    )
+
+def definitions(n):
+    defs = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i+1}"}},
+        "required": ["a"]} for i in range(n)
+    }
+    defs[f"d{n}"] = {"type": "string"}
+    return SamplingParams(json_schema={"$ref": "#/$defs/d0", "$defs": defs})
+
+tokenizer = letter_tokenizer()
+grammars = Grammars(tokenizer, (), tokenizer.vocab_size)
+for make, most in ((rules, 9_990), (conditions, 9_990), (definitions, 1_300)):
+    for n in (most, 30_000):
+        try:
+            grammars.compiled(make(n).constraint)
+            print(make.__name__, n, "compiled")
+        except (InvalidGrammarError, InvalidSamplingParamsError) as error:
+            print(make.__name__, n, type(error).__name__)
+grammars.close()
+"""
+
+_SLOW = """
+from jaxserve.core.constraint import Constraint
+from jaxserve.engine.grammars import Grammars
+from jaxserve.testing import letter_tokenizer
+
+tokenizer = letter_tokenizer()
+grammars = Grammars(tokenizer, (), tokenizer.vocab_size, timeout_s=0.3)
+try:
+    grammars.compiled(Constraint("grammar", 'SLOW'))
+except Exception as error:
+    print(type(error).__name__)
+grammars.close()
+"""
+
+
+@pytest.fixture
+def grammars() -> Iterator[Grammars]:
+    tokenizer = letter_tokenizer()
+    made = Grammars(tokenizer, (), tokenizer.vocab_size)
+    yield made
+    made.close()
+
+
+def _regex(text: str) -> Constraint:
+    return Constraint("regex", text)
+
+
+def test_deep_grammars_do_not_end_the_process():
+    """Chains of rules, conditions and definitions compile within the bounds, or are refused."""
+    done = subprocess.run(
+        [sys.executable, "-c", _DEEP], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert done.stdout.split("\n")[:-1] == [
+        "rules 9990 compiled",
+        "rules 30000 InvalidSamplingParamsError",
+        "conditions 9990 InvalidGrammarError",
+        "conditions 30000 InvalidSamplingParamsError",
+        "definitions 1300 compiled",
+        "definitions 30000 InvalidSamplingParamsError",
+    ]
+
+
+def test_parts_are_counted():
+    """Brackets count in schemas and grammars; not in regular expressions, which have a bound."""
+    with pytest.raises(InvalidSamplingParamsError, match="counted by lines"):
+        SamplingParams(grammar="start: " + '("a")' * (MAX_PARTS + 1))
+    with pytest.raises(InvalidSamplingParamsError, match="counted by lines"):
+        SamplingParams(json_schema={"enum": [[]] * MAX_PARTS})
+    SamplingParams(regex="(a)" * (MAX_PARTS + 1))
+    SamplingParams(json_schema={"enum": list(range(MAX_PARTS))})
+
+
+def test_rules_with_parameters_are_refused(grammars: Grammars):
+    """llguidance would expand this one without end."""
+    with pytest.raises(InvalidGrammarError, match="with a parameter"):
+        grammars.compiled(Constraint("grammar", "start: r::1\nr :: _: r::incr(_)"))
+
+
+def test_a_request_keeps_its_grammar(grammars: Grammars):
+    """Others that come after it do not make an engine compile it again."""
+    first = grammars.compiled(_regex("[ab]c"))
+    assert grammars.compiled(_regex("[ab]c")) is first
+    for i in range(MAX_KEPT):
+        grammars.compiled(_regex(f"a{i}"))
+    assert grammars.compiled(_regex("[ab]c")) is not first
+    params = SamplingParams(regex="[ab]c")
+    request = Request(id="a", prompt=(1,), params=params, arrival_s=0.0, grammar=first)
+    grammars.close()
+    matcher = grammars.matcher(request)
+    assert not matcher.is_complete and matcher.error is None
+
+
+def test_an_answer_without_states_does_not_end_later_ones(grammars: Grammars):
+    """Answers share the states of a lexer; when none is left, the grammar is compiled anew."""
+    constraint = _regex("(a|b)*a(a|b){15}c?")
+    first = grammars.compiled(constraint)
+    params = SamplingParams(regex=constraint.text)
+    request = Request(id="a", prompt=(1,), params=params, arrival_s=0.0, grammar=first)
+    ab = [letter_tokenizer().encode(letter)[-1] for letter in "ab"]
+    matcher, output, number = grammars.matcher(request), list[int](), 1
+    while matcher.error is None:
+        number = number * 69069 % 2**32 + 1
+        output.append(ab[number >> 20 & 1])
+        matcher.follow(output)
+        matcher.inner.compute_bitmask()
+        assert len(output) < 100_000
+    assert first.is_exhausted
+    again = grammars.compiled(constraint)
+    assert again is not first and not again.is_exhausted
+
+
+def _two_that_run(threads: CompileThreads, may_end: threading.Event) -> list[CompileJob]:
+    begun = threading.Barrier(3)
+
+    def wait() -> bool:
+        begun.wait(30)
+        return may_end.wait(30)
+
+    jobs = [threads.submit(wait) for _ in range(2)]
+    begun.wait(30)
+    return jobs
+
+
+def test_jobs_are_bounded_in_number_and_time():
+    """A job's time counts from its begin; one that waits for too long, or one too many, is busy."""
+    threads, may_end = CompileThreads(), threading.Event()
+    slow = _two_that_run(threads, may_end)
+    with pytest.raises(TimeoutError):
+        slow[0].result(0.0)
+    waiting: list[CompileJob] = []
+    deadline_s = time.monotonic() + 10
+    with pytest.raises(GrammarsBusyError):
+        while time.monotonic() < deadline_s:
+            waiting.append(threads.submit(lambda: 1))
+    assert len(waiting) >= MAX_WAITING
+    with pytest.raises(GrammarsBusyError):
+        waiting[0].result(0.05)
+    assert waiting[0].is_dropped
+    may_end.set()
+    assert slow[0].result(5) and waiting[1].result(5) == 1
+    threads.close()
+    with pytest.raises(RuntimeClosedError):
+        threads.submit(lambda: 1)
+
+
+def test_waiting_jobs_end_when_the_threads_are_closed():
+    """What runs ends; what waits gets a typed error."""
+    threads, may_end = CompileThreads(), threading.Event()
+    slow = _two_that_run(threads, may_end)
+    last = threads.submit(lambda: 1)
+    threads.close()
+    with pytest.raises(RuntimeClosedError):
+        last.result(5)
+    may_end.set()
+    assert all(job.result(5) for job in slow)
+
+
+def test_a_closed_runtime_compiles_nothing(grammars: Grammars):
+    """The error is that of every call after `close`."""
+    grammars.close()
+    with pytest.raises(RuntimeClosedError):
+        grammars.compiled(_regex("a"))
+
+
+def test_a_slow_grammar_is_too_complex():
+    """A compilation that takes longer than it may is refused, also the second time."""
+    tokenizer = letter_tokenizer()
+    grammars = Grammars(tokenizer, (), tokenizer.vocab_size, timeout_s=0.3)
+    slow = Constraint("grammar", "start: " + '"a"? ' * 20_000)
+    for _ in range(2):
+        with pytest.raises(GrammarTooComplexError, match="the grammar"):
+            grammars.compiled(slow)
+    grammars.close()
+
+
+def test_a_process_may_end_while_a_grammar_is_compiled():
+    """Its end waits for the compilation that was given up, which would crash it."""
+    program = _SLOW.replace("SLOW", "start: " + '"a"? ' * 20_000)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "GrammarTooComplexError\n")
