@@ -62,7 +62,8 @@ class Dispatcher:
         self._clock = WallClock()
         answering: Role = "decode" if num_prefill else "whole"
         prefilling: Role = "prefill"
-        roles: list[Role] = [answering] * num_replicas + [prefilling] * num_prefill
+        roles: list[Role] = [answering for _ in range(num_replicas)]
+        roles += [prefilling for _ in range(num_prefill)]
         self._router = Router(len(roles), page_size=page_size)
         self._page_size = page_size
         self._requests: dict[str, OpenRequest] = {}
