@@ -124,8 +124,8 @@ class _Server:
         self._executor = built
         self._clock = WallClock()
         self._engine = Engine(built, PRESETS["pensieve"], self._clock)
-        # The null page's: what they are changes no time.
-        self._contents = built.read_host_page(built.config.num_host_pages)
+        # Zeros: what they are changes no time, but what memory held before may be no numbers.
+        self._contents = bytes(len(built.read_host_page(built.config.num_host_pages)))
         self._num_runs = 0
         self._undisturbed_s: list[float] = []
 
@@ -168,6 +168,8 @@ class _Server:
         begin_s = latest_s = self._clock.now()
         turn, longest_s = self._add_prompt(prompt, 4), 0.0
         while turn.times.first_token_s is None:
+            if turn.phase is Phase.FINISHED:
+                raise AssertionError(f"the turn ended without a token: {turn.finish_reason}")
             num_tokens = len(others[0].output)
             self._engine.step()
             if len(others[0].output) > num_tokens:
