@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from typing import Any, final
+from typing import Any, cast, final
 
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import (
@@ -60,10 +60,9 @@ class Dispatcher:
     ):
         self._make_replica = make_replica
         self._clock = WallClock()
-        answering: Role = "decode" if num_prefill else "whole"
-        prefilling: Role = "prefill"
-        roles: list[Role] = [answering for _ in range(num_replicas)]
-        roles += [prefilling for _ in range(num_prefill)]
+        answering = "decode" if num_prefill else "whole"
+        given = [answering] * num_replicas + ["prefill"] * num_prefill
+        roles = cast("list[Role]", given)
         self._router = Router(len(roles), page_size=page_size)
         self._page_size = page_size
         self._requests: dict[str, OpenRequest] = {}
