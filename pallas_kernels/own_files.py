@@ -1,4 +1,4 @@
-"""Files and folders of code, which nobody but this user may have written."""
+"""Files and folders of code that only this user may have written."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ def test_a_missing_package_is_named(rt: Runtime, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_runtime_without_a_tokenizer_refuses_grammars():
-    """Without a tokenizer nobody knows which tokens a grammar allows."""
+    """Without a tokenizer it is unknown which tokens a grammar allows."""
     with Runtime(tiny_llama(), **OPTIONS) as rt:
         with pytest.raises(InvalidSamplingParamsError, match="tokenizer"):
             rt.generate([1, 2], SamplingParams(regex="a"))
