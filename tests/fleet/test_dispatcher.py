@@ -125,7 +125,7 @@ def test_the_kv_is_sent_again_if_the_replica_that_answers_dies():
 
 
 def test_prefill_replicas_alone_answer_nothing():
-    """When no replica that answers will serve again, requests fail, although one computes prompts."""
+    """When no replica that answers will serve again, requests fail; one for prompts cannot help."""
     world = World()
     with _serving(1, world, num_prefill=1) as dispatcher:
         world.start_errors = [InvalidConfigError("the weights are gone")]
