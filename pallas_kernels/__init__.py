@@ -4,6 +4,7 @@ Each operation is a folder with its public signature, a slow and obvious referen
 implementations, and the named shapes that tests and benchmarks share.
 """
 
+from pallas_kernels.gated_cell import Product, RowsAt, gated_cell
 from pallas_kernels.kv_write import RopeTables, apply_rope, kv_write, quantize, rotate_and_write
 from pallas_kernels.matmul import matmul
 from pallas_kernels.page_copy import gather_pages, move_pages, scatter_pages
@@ -12,10 +13,13 @@ from pallas_kernels.quantised_matmul import PackedMatrix, dequantise, quantised_
 
 __all__ = [
     "PackedMatrix",
+    "Product",
     "RopeTables",
     "Rows",
+    "RowsAt",
     "apply_rope",
     "dequantise",
+    "gated_cell",
     "gather_pages",
     "kv_write",
     "matmul",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from pallas_kernels.gated_cell.shapes import CONFIGURATIONS as _GATED_CELLS
 from pallas_kernels.kv_write.shapes import CONFIGURATIONS as _WRITES
 from pallas_kernels.page_copy.shapes import CONFIGURATIONS as _COPIES
 from pallas_kernels.paged_attention.configurations import CONFIGURATIONS as _ATTENTION
@@ -27,4 +28,9 @@ class Configuration(Protocol):
         ...
 
 
-CONFIGURATIONS: tuple[Configuration, ...] = (*_ATTENTION, *_WRITES, *_COPIES)
+CONFIGURATIONS: tuple[Configuration, ...] = (
+    *_ATTENTION,
+    *_WRITES,
+    *_COPIES,
+    *_GATED_CELLS,
+)

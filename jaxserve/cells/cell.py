@@ -28,6 +28,9 @@ class Cell(BaseCell):
       outputs: those of the outputs; by default found with `jax.eval_shape`, and else checked.
       name: the name in reports and errors; by default the module's class.
       priority, batch_sizes: see `BaseCell`.
+      takes_rows: whether the module also takes inputs as `pallas_kernels.RowsAt`, rows of a pool of
+        states that are not gathered. On GPUs it is then called with these, for inputs that do not
+        travel with the task.
 
     Raises:
       InvalidCellError: the module does not take these inputs, or does not return these outputs.
@@ -42,6 +45,7 @@ class Cell(BaseCell):
         name: str | None = None,
         priority: int = 0,
         batch_sizes: Sequence[int] = BATCH_SIZES,
+        takes_rows: bool = False,
     ):
         name = type(module).__name__ if name is None else name
         specs = {key: ValueSpec.of(value) for key, value in inputs.items()}
@@ -51,6 +55,7 @@ class Cell(BaseCell):
         key = (id(module), tuple(specs.items()))
         super().__init__(key, name, specs, found, priority=priority, batch_sizes=batch_sizes)
         self.module = module
+        self.takes_rows = takes_rows
 
 
 @final
@@ -125,6 +130,7 @@ class Repeat(BaseCell):
             ends_by_itself=until is not None,
         )
         self.module = cell.module
+        self.takes_rows = cell.takes_rows
         self.until = until
 
     def __call__(self, *, max_steps: int, **inputs: Any) -> Node:

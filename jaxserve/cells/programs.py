@@ -13,6 +13,8 @@ from jaxtyping import Array, Int32, UInt8
 
 from jaxserve.cells.layout import TRASH_SLOT, Layout, TypeLayout
 from jaxserve.cells.values import ValueSpec
+from pallas_kernels import RowsAt, scatter_pages
+from pallas_kernels.dispatch import target_platform
 
 # Bits of the flags of a row: its outputs are finite; its loop has ended; it had ended before.
 FINITE, ENDED, WAS_ENDED = 1, 2, 4
@@ -86,6 +88,7 @@ class _Tasks:
         self._until = cell.until if t.is_loop else None
         outputs = list(cell.outputs)
         self._emits = [outputs.index(name) for name in cell.emits]
+        self._takes_rows = cell.takes_rows
 
     def __call__(self, params, pools, rows, num_tasks):
         num, _, batch = rows.shape
@@ -111,9 +114,12 @@ class _Tasks:
 
     def _task(self, params, pools, task: Int32[Array, "rows batch"]):
         t = self._type
-        inputs = self._inputs(pools, task)
-        # Every slot is read before any is written, so that XLA updates the pools in place.
-        pools, inputs = lax.optimization_barrier((pools, inputs))
+        in_kernel = self._takes_rows and target_platform() == "cuda"
+        inputs = self._inputs(pools, task, in_kernel)
+        if not in_kernel:
+            # Every slot is read before any is written, so that XLA updates the pools in place. What
+            # a kernel reads it has read before it returns the values that are written.
+            pools, inputs = lax.optimization_barrier((pools, inputs))
         module: Any = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, params))
         outputs = module(**inputs)
         values = [outputs[name] for name in t.cell.outputs]
@@ -134,19 +140,29 @@ class _Tasks:
                 jnp.where(before, TRASH_SLOT, done_slot),
                 ended.astype(jnp.uint8),
             )
-        for pool, slot, value in zip(t.output_pools, slots, values, strict=False):
+        for pool in dict.fromkeys(t.output_pools):
+            mine = [index for index, other in enumerate(t.output_pools) if other == pool]
             number = self._number[pool]
-            pools[number] = _set(pools[number], slot, value)
+            if in_kernel:
+                # All values of a pool in one copy.
+                given = [values[index] for index in mine]
+                pools[number] = _scatter(pools[number], slots[jnp.array(mine)], given)
+                continue
+            for index in mine:
+                pools[number] = _set(pools[number], slots[index], values[index])
         bits = ((finite, FINITE), (ended, ENDED), (before, WAS_ENDED))
         flag = sum(is_set.astype(jnp.uint8) * bit for is_set, bit in bits)
         return tuple(pools), flag, tuple(values[index] for index in self._emits)
 
-    def _inputs(self, pools, task) -> dict[str, Array]:
+    def _inputs(self, pools, task, in_kernel: bool) -> dict[str, Array | RowsAt]:
         t = self._type
-        found = {}
+        found: dict[str, Array | RowsAt] = {}
         for number, (name, spec) in enumerate(t.cell.inputs.items()):
             slots, words = task[number], t.words[number]
             value = pools[self._number[t.input_pools[number]]]
+            if in_kernel and words is None:
+                found[name] = RowsAt(value, slots)
+                continue
             value = value.at[jnp.maximum(slots, 0)].get(mode="promise_in_bounds")
             if words is not None:
                 given = task[t.num_inputs + words.start : t.num_inputs + words.stop]
@@ -166,6 +182,12 @@ def _write(pool: Array, slots: Int32[Array, " n"], values: Array) -> Array:
 
 def _set(pool: Array, slots: Int32[Array, " n"], values: Array) -> Array:
     return pool.at[slots].set(values, mode="promise_in_bounds")
+
+
+def _scatter(pool: Array, slots: Int32[Array, "values n"], values: list[Array]) -> Array:
+    """Set the slots of several outputs of a task, which lie in one pool."""
+    together = jnp.concatenate(values)
+    return scatter_pages(pool[None], slots.reshape(-1), together[None])[0]
 
 
 def _finite(values: list[Array], batch: int) -> Array:

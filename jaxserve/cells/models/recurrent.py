@@ -2,19 +2,27 @@
 
 Every module is the computation of a cell: it takes arrays with a batch axis by name, and returns a
 dict of such arrays. Gates are in PyTorch's order, so that its weights load as they are.
+
+States may also be given as rows of a pool, which a GPU's kernel reads where they lie; see `RowsAt`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, final
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from jaxserve.cells.values import ValueSpec
-from pallas_kernels import matmul
+from jaxserve.core.errors import InvalidConfigError
+from pallas_kernels import Product, RowsAt, gated_cell, matmul
+from pallas_kernels.gated_cell import rows_at
+
+# Rows of a batch: an array [batch, size], or rows of a larger array that a kernel gathers.
+Batch: TypeAlias = "jax.Array | RowsAt"
 
 
 class Step(Protocol):
@@ -51,16 +59,10 @@ class LSTM(nnx.Module):
         self.kernel = uniform(rngs, (input_size + hidden_size, 4 * hidden_size), hidden_size)
         self.bias = uniform(rngs, (4 * hidden_size,), hidden_size)
 
-    def __call__(
-        self,
-        x: Float[Array, "batch input"],
-        h: Float[Array, "batch hidden"],
-        c: Float[Array, "batch hidden"],
-    ) -> dict[str, jax.Array]:
-        gates = matmul(jnp.concatenate([x, h], axis=-1), self.kernel[...]) + self.bias[...]
-        i, f, g, o = jnp.split(gates, 4, axis=-1)
-        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        return {"h": jax.nn.sigmoid(o) * jnp.tanh(c), "c": c}
+    def __call__(self, x: Batch, h: Batch, c: Batch) -> dict[str, jax.Array]:
+        gates = Product(rows_at(x, h), self.kernel[...], self.bias[...])
+        new_h, new_c = gated_cell("lstm", [gates], rows_at(c))
+        return {"h": new_h, "c": new_c}
 
 
 @final
@@ -81,16 +83,61 @@ class GRU(nnx.Module):
         self.bias_x = uniform(rngs, (3 * hidden_size,), hidden_size)
         self.bias_h = uniform(rngs, (3 * hidden_size,), hidden_size)
 
-    def __call__(
-        self, x: Float[Array, "batch input"], h: Float[Array, "batch hidden"]
-    ) -> dict[str, jax.Array]:
-        of_x = matmul(x, self.kernel_x[...]) + self.bias_x[...]
-        of_h = matmul(h, self.kernel_h[...]) + self.bias_h[...]
-        r_x, z_x, n_x = jnp.split(of_x, 3, axis=-1)
-        r_h, z_h, n_h = jnp.split(of_h, 3, axis=-1)
-        r, z = jax.nn.sigmoid(r_x + r_h), jax.nn.sigmoid(z_x + z_h)
-        n = jnp.tanh(n_x + r * n_h)
-        return {"h": (1 - z) * n + z * h}
+    def __call__(self, x: Batch, h: Batch) -> dict[str, jax.Array]:
+        of_x = Product(rows_at(x), self.kernel_x[...], self.bias_x[...])
+        of_h = Product(rows_at(h), self.kernel_h[...], self.bias_h[...])
+        (new_h,) = gated_cell("gru", [of_x, of_h], rows_at(h))
+        return {"h": new_h}
+
+
+@final
+class Stacked(nnx.Module):
+    """One step of several layers, each of which reads the states `h` of the layer below it.
+
+    All layers run in one cell. The states of the last layer have the names of its own, such as `h`
+    and `c`; those of the layers below have the layer's number, such as `h_0` and `c_0`.
+
+    Args:
+      layers: from the first to the last, at least two, of one class and one hidden size.
+
+    Raises:
+      InvalidConfigError: the layers do not fit together.
+    """
+
+    def __init__(self, layers: Sequence[Step]):
+        first, *rest = layers
+        sizes = [(layer.input_size, layer.hidden_size) for layer in layers]
+        hidden_size = first.hidden_size
+        fits = all(size == (hidden_size, hidden_size) for size in sizes[1:])
+        if not rest or not fits or len({type(layer) for layer in layers}) > 1:
+            kinds = ", ".join(type(layer).__name__ for layer in layers)
+            raise InvalidConfigError(
+                f"layers {kinds} with (input, hidden) sizes {sizes} do not form a stack; pass at "
+                "least two of one class, of which each reads the hidden size of the one below"
+            )
+        self.layers = nnx.List(layers)
+        self.input_size, self.hidden_size = first.input_size, hidden_size
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """See `Step`: those of the last layer, then of each layer from the first on."""
+        *below, last = (self._names(number) for number in range(len(self.layers)))
+        return (*last.values(), *(name for names in below for name in names.values()))
+
+    def __call__(self, x: Batch, **state: Batch) -> dict[str, jax.Array]:
+        found: dict[str, jax.Array] = {}
+        for number, layer in enumerate(self.layers):
+            names = self._names(number)
+            new = layer(x, **{own: state[name] for own, name in names.items()})
+            found |= {name: new[own] for own, name in names.items()}
+            x = new["h"]
+        return found
+
+    def _names(self, number: int) -> dict[str, str]:
+        """Return the names of a layer's states, by their names in the layer."""
+        is_last = number == len(self.layers) - 1
+        own = self.layers[number].state
+        return {name: name if is_last else f"{name}_{number}" for name in own}
 
 
 @final
@@ -107,10 +154,8 @@ class Embedded(nnx.Module):
         shape = (vocab_size, step.input_size)
         self.table = nnx.Param(jax.random.normal(rngs.params(), shape))
 
-    def __call__(
-        self, token: Int32[Array, " batch"], **state: Float[Array, "batch hidden"]
-    ) -> dict[str, jax.Array]:
-        return self.step(self.table[...][token], **state)
+    def __call__(self, token: Int32[Array, " batch"], **state: Batch) -> dict[str, jax.Array]:
+        return self.step(RowsAt(self.table[...], token), **state)
 
 
 @final
@@ -129,9 +174,7 @@ class Predicting(nnx.Module):
         self.kernel = uniform(rngs, (hidden_size, vocab_size), hidden_size)
         self.bias = uniform(rngs, (vocab_size,), hidden_size)
 
-    def __call__(
-        self, token: Int32[Array, " batch"], **state: Float[Array, "batch hidden"]
-    ) -> dict[str, jax.Array]:
+    def __call__(self, token: Int32[Array, " batch"], **state: Batch) -> dict[str, jax.Array]:
         found = self.embedded(token, **state)
         logits = matmul(found["h"], self.kernel[...]) + self.bias[...]
         return {**found, "token": jnp.argmax(logits, axis=-1).astype(jnp.int32)}

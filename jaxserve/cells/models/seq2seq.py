@@ -59,7 +59,7 @@ def seq2seq_model(
             f"decoder {other.state} of {other.hidden_size}; pass modules with equal states"
         )
     encode = token_cell(encoder, name="encoder", batch_sizes=encoder_batch_sizes)
-    once = Cell(decoder, token_inputs(other), name="decoder", priority=1)
+    once = Cell(decoder, token_inputs(other), name="decoder", priority=1, takes_rows=True)
     carried = {name: name for name in ("token", *other.state)}
     decode = Repeat(
         once,

@@ -17,7 +17,8 @@ def sequence_model(
 ) -> CellModel:
     """Return a model whose inputs are lists of tokens, and whose results have the last states.
 
-    States begin at zero. `module` is `Embedded` around an `LSTM` or a `GRU`.
+    States begin at zero. `module` is `Embedded` around an `LSTM`, a `GRU`, or several of them
+    (`Stacked`).
     """
     cell = token_cell(module, name=name, batch_sizes=batch_sizes)
 
@@ -31,7 +32,9 @@ def sequence_model(
 def token_cell(module: Embedded, *, name: str | None, batch_sizes: Sequence[int]) -> Cell:
     """Return the cell of a step that reads a token."""
     name = type(module.step).__name__.lower() if name is None else name
-    return Cell(module, token_inputs(module.step), name=name, batch_sizes=batch_sizes)
+    return Cell(
+        module, token_inputs(module.step), name=name, batch_sizes=batch_sizes, takes_rows=True
+    )
 
 
 def read(cell: Cell, module: Embedded, tokens: Sequence[int]) -> Node:

@@ -12,16 +12,17 @@ from typing import TypeAlias, final
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from jaxserve.cells.base import BATCH_SIZES, Node
 from jaxserve.cells.cell import Cell
 from jaxserve.cells.graph import Graph
 from jaxserve.cells.models.bundle import CellModel, checked_token
-from jaxserve.cells.models.recurrent import uniform
+from jaxserve.cells.models.recurrent import Batch, uniform
 from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import InvalidGraphError
-from pallas_kernels import matmul
+from pallas_kernels import Product, RowsAt, gated_cell
+from pallas_kernels.gated_cell import rows_at
 
 # A token, or a pair of trees.
 Tree: TypeAlias = "int | tuple[Tree, Tree]"
@@ -43,10 +44,9 @@ class Leaf(nnx.Module):
         self.bias = uniform(rngs, (3 * hidden_size,), hidden_size)
 
     def __call__(self, token: Int32[Array, " batch"]) -> dict[str, jax.Array]:
-        x = self.table[...][token]
-        i, o, u = jnp.split(matmul(x, self.kernel[...]) + self.bias[...], 3, axis=-1)
-        c = jax.nn.sigmoid(i) * jnp.tanh(u)
-        return {"h": jax.nn.sigmoid(o) * jnp.tanh(c), "c": c}
+        gates = Product((RowsAt(self.table[...], token),), self.kernel[...], self.bias[...])
+        h, c = gated_cell("tree_leaf", [gates], ())
+        return {"h": h, "c": c}
 
 
 @final
@@ -65,20 +65,14 @@ class Internal(nnx.Module):
 
     def __call__(
         self,
-        left_h: Float[Array, "batch hidden"],
-        left_c: Float[Array, "batch hidden"],
-        right_h: Float[Array, "batch hidden"],
-        right_c: Float[Array, "batch hidden"],
+        left_h: Batch,
+        left_c: Batch,
+        right_h: Batch,
+        right_c: Batch,
     ) -> dict[str, jax.Array]:
-        both = jnp.concatenate([left_h, right_h], axis=-1)
-        gates = matmul(both, self.kernel[...]) + self.bias[...]
-        i, left_f, right_f, o, u = jnp.split(gates, 5, axis=-1)
-        c = (
-            jax.nn.sigmoid(i) * jnp.tanh(u)
-            + jax.nn.sigmoid(left_f) * left_c
-            + jax.nn.sigmoid(right_f) * right_c
-        )
-        return {"h": jax.nn.sigmoid(o) * jnp.tanh(c), "c": c}
+        gates = Product(rows_at(left_h, right_h), self.kernel[...], self.bias[...])
+        h, c = gated_cell("tree_internal", [gates], rows_at(left_c, right_c))
+        return {"h": h, "c": c}
 
 
 def tree_lstm_model(
@@ -102,6 +96,7 @@ def tree_lstm_model(
         name="internal",
         priority=1,
         batch_sizes=internal_batch_sizes,
+        takes_rows=True,
     )
 
     def join(left: Node, right: Node) -> Node:

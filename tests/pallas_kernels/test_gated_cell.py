@@ -1,0 +1,134 @@
+"""Gated cells: every implementation agrees with the reference, row by row."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Product, RowsAt, gated_cell
+from pallas_kernels.gated_cell.shapes import TEST_SHAPES, GatedShape, make_inputs
+from pallas_kernels.gated_cell.triton import tile_of
+
+ALLOWED = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton_interpreted"])
+@pytest.mark.parametrize("shape", TEST_SHAPES, ids=str)
+def test_agrees_with_the_reference(shape, implementation):
+    """New states are those of the reference; rows that the task does not read are NaN."""
+    inputs = _poisoned(make_inputs(shape, seed=1))
+    wanted = gated_cell(shape.kind, **inputs, implementation="reference")
+    got = gated_cell(shape.kind, **inputs, implementation=implementation)
+    assert len(got) == len(wanted)
+    for new, right in zip(got, wanted, strict=True):
+        assert (new.shape, new.dtype) == ((shape.batch, shape.hidden), right.dtype)
+        new, right = np.asarray(new, np.float32), np.asarray(right, np.float32)
+        assert np.linalg.norm(new - right) <= ALLOWED[shape.dtype] * np.linalg.norm(right)
+
+
+def test_random_shapes():
+    """Batches, hidden sizes and widths that fill no tile, of every kind."""
+    random = np.random.default_rng(7)
+    for kind in ("lstm", "gru", "tree_leaf", "tree_internal") * 2:
+        batch, hidden, width = (int(random.integers(1, most)) for most in (40, 50, 50))
+        shape = GatedShape(kind=kind, batch=batch, hidden=hidden, width=width, num_slots=batch + 3)
+        inputs = make_inputs(shape, seed=batch)
+        wanted, got = (
+            gated_cell(kind, **inputs, implementation=name)
+            for name in ("reference", "triton_interpreted")
+        )
+        for new, right in zip(got, wanted, strict=True):
+            error = np.linalg.norm(np.asarray(new) - np.asarray(right))
+            assert error <= 1e-5 * np.linalg.norm(np.asarray(right)), str(shape)
+
+
+def test_bits_do_not_depend_on_other_rows():
+    """A row has the same bits beside any other rows, in batches of one size."""
+    inputs = make_inputs(TEST_SHAPES[0], seed=3)
+
+    def turned(rows: RowsAt) -> RowsAt:
+        return dataclasses.replace(rows, index=jnp.roll(rows.index, 1))
+
+    others = _with_rows(inputs, turned)
+    first, second = (
+        gated_cell("lstm", **given, implementation="triton_interpreted")
+        for given in (inputs, others)
+    )
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.roll(np.asarray(other), -1, axis=0))
+
+
+def test_arrays_stand_for_all_of_their_rows():
+    """An operand without an index is read in its order."""
+    shape = TEST_SHAPES[0]
+    inputs = make_inputs(shape, seed=5)
+    gathered = _with_rows(inputs, lambda rows: RowsAt(rows.gathered()))
+    wanted, got = (
+        gated_cell("lstm", **given, implementation="triton_interpreted")
+        for given in (inputs, gathered)
+    )
+    for new, right in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(new), np.asarray(right))
+
+
+def test_moved_bytes_by_hand():
+    """An LSTM of 2 with embeddings of 3: 48 weights and biases, and 9 numbers of each of 5 rows."""
+    shape = GatedShape(kind="lstm", batch=5, hidden=2, width=3)
+    assert shape.moved_bytes == 4 * ((3 + 2 + 1) * 4 * 2 + 5 * (3 + 2 + 2 + 2 * 2))
+    gru = GatedShape(kind="gru", batch=5, hidden=2, width=3, dtype="bfloat16")
+    assert gru.moved_bytes == 2 * ((3 + 1) * 6 + (2 + 1) * 6 + 5 * (3 + 2 + 2))
+
+
+def test_tiles_fill_a_gpu():
+    """Few rows have narrow tiles, so that a GPU has many programs."""
+    assert (tile_of(1, 1024, 4).rows, tile_of(1, 1024, 4).columns) == (16, 16)
+    assert (tile_of(512, 1024, 4).rows, tile_of(512, 1024, 4).columns) == (64, 32)
+    assert tile_of(64, 1024, 2).inner == 64
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_what_does_not_fit_is_refused():
+    """Unknown kinds and contradictory shapes raise; the kernel leaves other cases to XLA."""
+    inputs = make_inputs(TEST_SHAPES[0], seed=0)
+    (product,), (c,) = inputs["products"], inputs["carried"]
+    with pytest.raises(ValueError, match="unknown"):
+        gated_cell("rnn", [product], [c])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="1 carried states"):
+        gated_cell("lstm", [product], [])
+    narrow = Product(product.rows, product.weight[1:], product.bias)
+    with pytest.raises(ValueError, match="one hidden size"):
+        gated_cell("lstm", [narrow], [c])
+    with pytest.raises(NotImplementedError, match="not for cpu"):
+        gated_cell("lstm", [product], [c], implementation="triton")
+    half = Product(product.rows, product.weight.astype("bfloat16"), product.bias)
+    with pytest.raises(NotImplementedError, match="it serves one of"):
+        gated_cell("lstm", [half], [c], implementation="triton_interpreted")
+
+
+def _poisoned(inputs):
+    """Return operands whose arrays are NaN in the rows that no operand reads."""
+    used: dict[int, set[int]] = {}
+    rows = [rows for product in inputs["products"] for rows in product.rows] + [*inputs["carried"]]
+    for one in rows:
+        used.setdefault(id(one.values), set()).update(np.asarray(one.index).tolist())
+
+    def poison(one: RowsAt) -> RowsAt:
+        is_used = np.zeros((len(one.values), 1), bool)
+        is_used[sorted(used[id(one.values)])] = True
+        nan = jnp.asarray(np.nan, one.values.dtype)
+        return RowsAt(jnp.where(jnp.asarray(is_used), one.values, nan), one.index)
+
+    return _with_rows(inputs, poison)
+
+
+def _with_rows(inputs, change):
+    """Return operands with changed `RowsAt`, and the same weights."""
+    return jax.tree.map(
+        lambda leaf: change(leaf) if isinstance(leaf, RowsAt) else leaf,
+        inputs,
+        is_leaf=lambda leaf: isinstance(leaf, RowsAt),
+    )
