@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch

@@ -141,10 +141,8 @@ def _gates(
     first = 0
     for rows in product.rows:
         width = rows.values.shape[1]
-        add = partial(
-            _add_block, product, rows, _places(rows, row, is_row), first, columns, is_row, is_column,
-            tile,
-        )  # fmt: skip
+        places = _places(rows, row, is_row)
+        add = partial(_add_block, product, rows, places, first, columns, is_row, is_column, tile)
         sums = lax.fori_loop(0, -(-width // tile.inner), add, sums)
         first += width
     biases = [triton.load(product.bias.at[c], mask=is_column, other=0.0) for c in columns]

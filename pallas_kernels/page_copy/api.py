@@ -57,8 +57,8 @@ def scatter_pages(
 
     Args:
       pages: arrays [layers, pages, ...].
-      target: int32 [count], page ids; each at most once, except page 0, the null page, whose
-        content is undefined. An id that is the number of pages or more is skipped.
+      target: int32 [count], page ids; each at most once, except pages without content, such as
+        the null page, where what is written last is undefined. An id that is the number of pages or more is skipped.
       values: arrays [layers, count, ...], as from `gather_pages`.
       implementation: as in `gather_pages`.
 

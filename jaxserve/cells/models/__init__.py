@@ -5,7 +5,7 @@ Each is a `CellModel`, whose `cells` and `unfold` a `CellRuntime` takes.
 
 from jaxserve.cells.models.bundle import CellModel
 from jaxserve.cells.models.g2p import G2P, load_g2p
-from jaxserve.cells.models.recurrent import GRU, LSTM, Embedded, Predicting
+from jaxserve.cells.models.recurrent import GRU, LSTM, Embedded, Predicting, Stacked
 from jaxserve.cells.models.seq2seq import Decoding, seq2seq_model
 from jaxserve.cells.models.sequence import sequence_model
 from jaxserve.cells.models.tree_lstm import Internal, Leaf, Tree, tree_lstm_model
@@ -20,6 +20,7 @@ __all__ = [
     "LSTM",
     "Leaf",
     "Predicting",
+    "Stacked",
     "Tree",
     "load_g2p",
     "seq2seq_model",

@@ -13,47 +13,40 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxserve.cells.models.recurrent import GRU, LSTM, Embedded, Predicting, Step
+from jaxserve.cells.models.recurrent import GRU, LSTM, Embedded, Predicting, Stacked, Step
 from jaxserve.cells.models.tree_lstm import Internal, Leaf
 from jaxserve.core.errors import CheckpointError
 
 _Module = TypeVar("_Module", bound=nnx.Module)
+_Layer = TypeVar("_Layer", LSTM, GRU)
 _Tensors = Mapping[str, np.ndarray]
 
 
-def lstm_from_torch(tensors: _Tensors, prefix: str = "") -> LSTM:
-    """Return the step of a `torch.nn.LSTMCell`, or of a `torch.nn.LSTM` with one layer.
+def lstm_from_torch(tensors: _Tensors, prefix: str = "") -> LSTM | Stacked:
+    """Return the step of a `torch.nn.LSTMCell` or a `torch.nn.LSTM`.
 
     Args:
       prefix: of its names in `tensors`, with the dot.
 
+    Returns:
+      An `LSTM`, or a `Stacked` of them if there are several layers.
+
     Raises:
-      CheckpointError: tensors are missing or of shapes that do not fit; all of them together.
+      CheckpointError: tensors are missing or of shapes that do not fit, or a layer reads backwards;
+        all problems together.
     """
-    reader = _Reader(tensors, prefix)
-    w_x, w_h, b_x, b_h = _step_tensors(reader, num_gates=4)
-    return _filled(
-        lambda rngs: LSTM(w_x.shape[1], w_h.shape[1], rngs=rngs),
-        kernel=np.concatenate([w_x, w_h], axis=1).T,
-        bias=b_x + b_h,
-    )
+    layers = _layers(_Reader(tensors, prefix), num_gates=4)
+    return _one_or_stacked([_lstm(*layer) for layer in layers])
 
 
-def gru_from_torch(tensors: _Tensors, prefix: str = "") -> GRU:
-    """Return the step of a `torch.nn.GRUCell`, or of a `torch.nn.GRU` with one layer.
+def gru_from_torch(tensors: _Tensors, prefix: str = "") -> GRU | Stacked:
+    """Return the step of a `torch.nn.GRUCell` or a `torch.nn.GRU`; see `lstm_from_torch`.
 
     Raises:
       CheckpointError: see `lstm_from_torch`.
     """
-    reader = _Reader(tensors, prefix)
-    w_x, w_h, b_x, b_h = _step_tensors(reader, num_gates=3)
-    return _filled(
-        lambda rngs: GRU(w_x.shape[1], w_h.shape[1], rngs=rngs),
-        kernel_x=w_x.T,
-        kernel_h=w_h.T,
-        bias_x=b_x,
-        bias_h=b_h,
-    )
+    layers = _layers(_Reader(tensors, prefix), num_gates=3)
+    return _one_or_stacked([_gru(*layer) for layer in layers])
 
 
 def embedded_from_torch(step: Step, tensors: _Tensors, prefix: str) -> Embedded:
@@ -130,13 +123,21 @@ class _Reader:
     def vector(self, *names: str, size: int | None = None) -> np.ndarray:
         return self._read(names, (size,))
 
+    def has(self, name: str) -> bool:
+        return self._prefix + name in self._tensors
+
+    def refuse(self, name: str, why: str) -> None:
+        """Count a tensor as a problem, if it is there."""
+        if self.has(name):
+            self._problems.append(f"{self._prefix + name} {why}")
+
     def check(self) -> None:
         """Raise a `CheckpointError` with all problems, if there are any."""
         if self._problems:
             raise CheckpointError(
                 f"of {len(self._tensors)} tensors",
-                self._problems,
-                "pass the state_dict of a module with one layer, one direction and biases",
+                list(dict.fromkeys(self._problems)),
+                "pass the state_dict of a module with one direction, biases and no projection",
             )
 
     def _read(self, names: tuple[str, ...], shape: tuple[int | None, ...]) -> np.ndarray:
@@ -156,18 +157,51 @@ class _Reader:
         return zeros
 
 
-def _step_tensors(reader: _Reader, num_gates: int) -> tuple[np.ndarray, ...]:
-    w_h = reader.matrix("weight_hh_l0", "weight_hh")
-    hidden_size = w_h.shape[1]
-    rows = num_gates * hidden_size
-    w_x = reader.matrix("weight_ih_l0", "weight_ih", rows=rows)
-    b_x = reader.vector("bias_ih_l0", "bias_ih", size=rows)
-    b_h = reader.vector("bias_hh_l0", "bias_hh", size=rows)
-    if w_h.shape[0] != rows:
-        # Of another kind of step, or of a projected or stacked network.
-        reader.matrix("weight_hh_l0", "weight_hh", rows=rows)
+def _layers(reader: _Reader, num_gates: int) -> list[tuple[np.ndarray, ...]]:
+    """Return the two weights and the two biases of each layer, from the first to the last."""
+    found = []
+    while not found or reader.has(f"weight_hh_l{len(found)}"):
+        number, below = len(found), found[-1][1].shape[1] if found else None
+        w_h, w_x, b_x, b_h = (
+            (f"{name}_l{number}", *([name] if number == 0 else []))
+            for name in ("weight_hh", "weight_ih", "bias_ih", "bias_hh")
+        )
+        hidden_size = reader.matrix(*w_h, columns=below).shape[1]
+        rows = num_gates * hidden_size
+        found.append(
+            (
+                reader.matrix(*w_x, rows=rows, columns=below),
+                # Other rows are those of another kind of step, or of a projected network.
+                reader.matrix(*w_h, rows=rows, columns=hidden_size),
+                reader.vector(*b_x, size=rows),
+                reader.vector(*b_h, size=rows),
+            )
+        )
+        reader.refuse(f"weight_hh_l{number}_reverse", "is of a layer that reads backwards")
     reader.check()
-    return w_x, w_h, b_x, b_h
+    return found
+
+
+def _one_or_stacked(layers: list[_Layer]) -> _Layer | Stacked:
+    return layers[0] if len(layers) == 1 else Stacked(layers)
+
+
+def _lstm(w_x: np.ndarray, w_h: np.ndarray, b_x: np.ndarray, b_h: np.ndarray) -> LSTM:
+    return _filled(
+        lambda rngs: LSTM(w_x.shape[1], w_h.shape[1], rngs=rngs),
+        kernel=np.concatenate([w_x, w_h], axis=1).T,
+        bias=b_x + b_h,
+    )
+
+
+def _gru(w_x: np.ndarray, w_h: np.ndarray, b_x: np.ndarray, b_h: np.ndarray) -> GRU:
+    return _filled(
+        lambda rngs: GRU(w_x.shape[1], w_h.shape[1], rngs=rngs),
+        kernel_x=w_x.T,
+        kernel_h=w_h.T,
+        bias_x=b_x,
+        bias_h=b_h,
+    )
 
 
 def _filled(make: Callable[[nnx.Rngs], _Module], **values: np.ndarray) -> _Module:

@@ -89,7 +89,7 @@ def tree_lstm_model(
     token = {"token": ValueSpec((), jnp.dtype(jnp.int32))}
     states = ("left_h", "left_c", "right_h", "right_c")
     spec = ValueSpec((internal.hidden_size,), jnp.dtype(jnp.float32))
-    leaf_cell = Cell(leaf, token, name="leaf", batch_sizes=leaf_batch_sizes)
+    leaf_cell = Cell(leaf, token, name="leaf", batch_sizes=leaf_batch_sizes, takes_rows=True)
     internal_cell = Cell(
         internal,
         dict.fromkeys(states, spec),

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from jaxserve.cells.models import Decoding, seq2seq_model, sequence_model, tree_lstm_model
+from jaxserve.cells import CellRuntime
+from jaxserve.cells.models import (
+    Decoding,
+    Stacked,
+    seq2seq_model,
+    sequence_model,
+    tree_lstm_model,
+)
 from jaxserve.cells.models.torch_weights import (
     embedded_from_torch,
     gru_from_torch,
@@ -39,19 +46,19 @@ def _close(found: np.ndarray, expected: torch.Tensor) -> bool:
 
 
 class _Reader(torch.nn.Module):
-    def __init__(self, kind: type[torch.nn.RNNBase]):
+    def __init__(self, kind: type[torch.nn.RNNBase], num_layers: int = 1):
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCAB, EMBED)
-        self.rnn = kind(EMBED, HIDDEN)
+        self.rnn = kind(EMBED, HIDDEN, num_layers)
 
     def forward(self, tokens: list[int]):
         return self.rnn(self.embedding(torch.tensor(tokens)))[1]
 
 
 class _Translator(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, num_layers: int):
         super().__init__()
-        self.encoder, self.decoder = _Reader(torch.nn.LSTM), _Reader(torch.nn.LSTM)
+        self.encoder, self.decoder = (_Reader(torch.nn.LSTM, num_layers) for _ in range(2))
         self.project = torch.nn.Linear(HIDDEN, VOCAB)
 
     def forward(self, tokens: list[int], max_steps: int) -> list[int]:
@@ -109,6 +116,26 @@ def test_gru_reads_as_torch():
     assert found.keys() == {"h"} and _close(found["h"], reader([3, 1, 12, 0, 7])[0])
 
 
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU])
+def test_layers_read_as_torch(kind):
+    """The last states of every layer are those of torch, also when requests are batched."""
+    reader = _Reader(kind, num_layers=3)
+    tensors = _tensors(reader)
+    load = lstm_from_torch if kind is torch.nn.LSTM else gru_from_torch
+    model = sequence_model(
+        embedded_from_torch(load(tensors, "rnn."), tensors, "embedding."), batch_sizes=(1, 4)
+    )
+    sentences = [[3, 1, 12, 0, 7], [5], [2, 2]]
+    with CellRuntime(model.cells, model.unfold, progress=False) as rt:
+        answers = rt.generate(sentences)
+    for tokens, found in zip(sentences, answers, strict=True):
+        expected = reader(tokens)
+        names = ("h", "c") if kind is torch.nn.LSTM else ("h",)
+        for name, layers in zip(names, expected if len(names) > 1 else [expected], strict=True):
+            assert _close(found[name], layers[2])
+            assert all(_close(found[f"{name}_{layer}"], layers[layer]) for layer in (0, 1))
+
+
 def test_cells_of_torch_load_too():
     """The names of torch.nn.LSTMCell and torch.nn.GRUCell have no suffix."""
     x, h, c = (torch.randn(4, size) for size in (EMBED, HIDDEN, HIDDEN))
@@ -121,9 +148,10 @@ def test_cells_of_torch_load_too():
     assert _close(np.asarray(gru_from_torch(_tensors(gru))(**arrays)["h"]), gru(x, h))
 
 
-def test_seq2seq_answers_as_torch():
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_seq2seq_answers_as_torch(num_layers):
     """The same tokens, ended by the end token or by the limit."""
-    translator = _Translator()
+    translator = _Translator(num_layers)
     with torch.no_grad():
         translator.project.weight *= 20
         translator.project.bias[END] += 1
@@ -160,6 +188,14 @@ def test_all_problems_of_a_checkpoint_are_named():
     with pytest.raises(CheckpointError) as caught:
         lstm_from_torch(tensors)
     assert len(caught.value.problems) == 4 and "weight_hh has the shape" in str(caught.value)
+    both_ways = _tensors(torch.nn.LSTM(EMBED, HIDDEN, bidirectional=True))
+    with pytest.raises(CheckpointError, match="l0_reverse is of a layer that reads backwards"):
+        lstm_from_torch(both_ways)
+    with pytest.raises(CheckpointError, match="weight_ih_l1 is missing"):
+        lstm_from_torch({"weight_hh_l1": np.zeros((4 * HIDDEN, HIDDEN))})
+    projected = _tensors(torch.nn.LSTM(EMBED, HIDDEN, proj_size=2))
+    with pytest.raises(CheckpointError, match="weight_hh_l0 has the shape"):
+        lstm_from_torch(projected)
     with pytest.raises(CheckpointError, match="leaf.weight is missing"):
         tree_lstm_from_torch({"embedding.weight": np.zeros((VOCAB, EMBED))})
 
@@ -183,6 +219,10 @@ def test_inputs_are_checked():
     decoder = predicting_from_torch(other, project, "")
     with pytest.raises(InvalidConfigError, match="equal states"):
         seq2seq_model(reader, decoder, Decoding(go=0, end=None, max_steps=lambda _: 3))
+    with pytest.raises(InvalidConfigError, match="do not form a stack"):
+        Stacked([lstm, gru])
+    with pytest.raises(InvalidConfigError, match="do not form a stack"):
+        Stacked([lstm, lstm])  # the second one reads 6 values, not 5
 
 
 def test_deep_trees_unfold():

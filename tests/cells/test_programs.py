@@ -1,0 +1,71 @@
+"""The functions of cells as they are lowered for a GPU, on machines without one."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxserve.cells.layout import Layout
+from jaxserve.cells.models import (
+    GRU,
+    LSTM,
+    CellModel,
+    Decoding,
+    Embedded,
+    Internal,
+    Leaf,
+    Predicting,
+    Stacked,
+    seq2seq_model,
+    sequence_model,
+    tree_lstm_model,
+)
+from jaxserve.cells.programs import CellPrograms
+from pallas_kernels.cross import targeting
+
+HIDDEN, VOCAB, BATCH = 64, 90, 8
+
+
+def _model(name: str) -> CellModel:
+    rngs = nnx.Rngs(0)
+
+    def embedded(step) -> Embedded:
+        return Embedded(step, VOCAB, rngs=rngs)
+
+    def lstm() -> LSTM:
+        return LSTM(HIDDEN, HIDDEN, rngs=rngs)
+
+    if name == "tree_lstm":
+        leaf = Leaf(VOCAB, HIDDEN, HIDDEN, rngs=rngs)
+        return tree_lstm_model(leaf, Internal(HIDDEN, rngs=rngs))
+    if name == "seq2seq":
+        decoding = Decoding(go=0, end=1, max_steps=lambda num: num)
+        return seq2seq_model(embedded(lstm()), Predicting(embedded(lstm()), rngs=rngs), decoding)
+    if name == "gru":
+        return sequence_model(embedded(GRU(HIDDEN, HIDDEN, rngs=rngs)))
+    return sequence_model(embedded(Stacked([lstm(), lstm()])))
+
+
+@pytest.mark.parametrize("name", ["stacked_lstm", "gru", "seq2seq", "tree_lstm"])
+def test_gpus_gather_in_the_kernel(name):
+    """On a GPU, no state of a pool is gathered or scattered by XLA, only by our kernels."""
+    layout = Layout(_model(name).cells)
+    programs = CellPrograms(layout)
+    for t in layout.types:
+        pools = [
+            jax.ShapeDtypeStruct((50, *layout.pools[pool].shape), layout.pools[pool].dtype)
+            for pool in programs.pools[t.index]
+        ]
+        rows = jax.ShapeDtypeStruct((3, t.num_rows, BATCH), jnp.dtype("int32"))
+        num_tasks = jax.ShapeDtypeStruct((), jnp.dtype("int32"))
+        with targeting():
+            step = programs.tasks[t.index]
+            traced = step.trace(programs.params[t.index], tuple(pools), rows, num_tasks)  # pyright: ignore[reportFunctionMemberAccess]
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert set(re.findall(r'name = "(\w+)"', text)) == {"gated_cell", "copy_pages"}
+        moved = re.findall(r'"stablehlo\.(?:gather|scatter)"\(.*', text)
+        assert not any(f"tensor<50x{HIDDEN}xf32>" in line for line in moved)
