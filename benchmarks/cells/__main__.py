@@ -10,17 +10,17 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from rich.table import Table
 
 from benchmarks.cells import contenders
 from benchmarks.cells.applications import (
-    APPLICATIONS,
     SIZES,
+    WORKLOADS,
     CellRequest,
     Sizes,
+    Workload,
     modelled,
     requests_of,
     simulated,
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the points of every sweep, and our policy beside the others on each workload."""
     from benchmarks.common import environment
 
-    applications = _chosen(options)
+    names = _chosen(options)
     peers = peers_of(options)
     sizes = SIZES[options.size]
     record = Record(
@@ -73,16 +73,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         task_s={},
         **environment.describe(),
     )  # fmt: skip
-    for application in applications:
-        requests = _requests(application, options, sizes)
-        cost = _measured_cost(application, options, sizes, record)
+    for name in names:
+        workload = WORKLOADS[name]
+        own = sizes.limited(workload.max_batch)
+        requests = _requests(workload, options, own)
+        cost = _measured_cost(name, workload.application, options, own, record)
         if options.costs != "none":
-            _sweep_simulated(application, options, sizes, requests, cost, record)
-        if options.measured:
-            _sweep_measured(application, options, sizes, requests, cost, record)
+            _sweep_simulated(name, workload, options, own, requests, cost, record)
+        if options.measured and workload.num_workers == 1:
+            _sweep_measured(name, workload.application, options, own, requests, cost, record)
     if peers:
-        draw = partial(_requests, options=options, sizes=sizes)
-        record.result["compare"] = run_peers(draw, options, peers, sizes, record)
+        requests = {name: _requests(WORKLOADS[name], options, sizes) for name in names
+                    if WORKLOADS[name].application == name}  # fmt: skip
+        record.result["compare"] = run_peers(requests, options, peers, sizes, record)
     record.result["compared"] = _comparisons(record.result["points"])
     record.save()
     return record.result
@@ -108,20 +111,20 @@ def _is_whole(result: dict[str, Any]) -> bool:
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:
-    """Return the applications.
+    """Return the names of the workloads.
 
     Raises:
-      InvalidConfigError: an unknown application or policy, or nothing to do.
+      InvalidConfigError: an unknown workload or policy, or nothing to do.
     """
     chosen = options.applications.split(",")
     for unknown, known in (
-        ([name for name in chosen if name not in APPLICATIONS], APPLICATIONS),
+        ([name for name in chosen if name not in WORKLOADS], WORKLOADS),
         (contenders.unknown(options.policies.split(",") if options.policies else []),
          contenders.KNOWN),
     ):  # fmt: skip
         if unknown:
             raise InvalidConfigError(f"{unknown} are unknown; pass some of {', '.join(known)}")
-    for name in ("num_requests", "compare_requests", "workers", "longest", "length"):
+    for name in ("num_requests", "compare_requests", "longest"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InvalidConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
@@ -133,65 +136,70 @@ def _chosen(options: argparse.Namespace) -> list[str]:
     return chosen
 
 
-def _requests(application: str, options: argparse.Namespace, sizes: Sizes) -> list[CellRequest]:
+def _requests(workload: Workload, options: argparse.Namespace, sizes: Sizes) -> list[CellRequest]:
     num, seed = options.num_requests, options.seed
-    if options.length is not None:
-        lengths = [options.length] * num
-    elif options.lengths == "treebank":
+    if workload.length is not None:
+        lengths = [workload.length] * num
+    elif options.lengths == "treebank" and workload.longest is None:
         lengths = treebank.draw(num, seed)
     else:
-        lengths = SentenceLengths(options.longest).draw(num, seed)
-    return requests_of(application, lengths, vocab_size=sizes.vocab_size, seed=seed)
+        lengths = SentenceLengths(workload.longest or options.longest).draw(num, seed)
+    return requests_of(workload.application, lengths, vocab_size=sizes.vocab_size, seed=seed)
 
 
 def _measured_cost(
-    application: str, options: argparse.Namespace, sizes: Sizes, record: Record
+    name: str, application: str, options: argparse.Namespace, sizes: Sizes, record: Record
 ) -> Any:
     """Return measured seconds of the application's tasks; None if no sweep needs them."""
     if options.costs != "measured" and not options.measured:
         return None
     from jaxserve.cells.measure import measure_cells
 
-    print(f"timing the cells of {application}", file=sys.stderr)
-    names = contenders.contenders_of(application)
-    all_sizes = [contenders.batch_sizes_of(name, sizes) for name in names]
+    print(f"timing the cells of {name}", file=sys.stderr)
+    policies = contenders.contenders_of(application)
+    all_sizes = [contenders.batch_sizes_of(policy, sizes) for policy in policies]
     largest = {cell: max((one[cell] for one in all_sizes), key=max) for cell in sizes.max_batch}
     # Each of the tasks that one call may run takes as long; so the time is that of a task.
     cost = measure_cells(modelled(application, sizes, largest).cells)
-    record.result["task_s"][application] = cost.seconds
+    record.result["task_s"][name] = cost.seconds
     record.save()
     return cost
 
 
 def _sweep_simulated(
-    application: str,
+    name: str,
+    workload: Workload,
     options: argparse.Namespace,
     sizes: Sizes,
     requests: Sequence[CellRequest],
     measured_cost: Any,
     record: Record,
 ) -> None:
-    def cost_of(name: str) -> Any:
+    def cost_of(policy: str) -> Any:
         if options.costs == "measured":
             return measured_cost
-        return ThesisCost(products(sizes), gathers=name in contenders.CELLULAR)
+        return ThesisCost(products(sizes), gathers=policy in contenders.GATHERING)
 
     ideal = cost_of(contenders.IDEAL)
     cell_s = {cell: ideal.task_s(cell, 1) for cell in _cells(requests)}
 
-    def play(name: str, rate: float | None) -> dict[str, Any]:
-        model = simulated(application, contenders.batch_sizes_of(name, sizes))
-        arrivals = arrival_times(len(requests), pattern(rate), options.seed)
-        policy = contenders.policy_of(name, cell_s=cell_s)
+    def play(policy: str, rate: float | None) -> dict[str, Any]:
         return simulate(
-            model, policy, cost_of(name), requests, arrivals, num_workers=options.workers
+            simulated(workload.application, contenders.batch_sizes_of(policy, sizes)),
+            contenders.policy_of(policy, cell_s=cell_s),
+            cost_of(policy),
+            requests,
+            arrival_times(len(requests), pattern(rate), options.seed),
+            num_workers=workload.num_workers,
         )
 
-    most = options.workers * capacity(requests, ideal, sizes)
-    _sweep(application, f"simulated, {options.costs}", play, most, options, record, repeats=1)
+    most = workload.num_workers * capacity(requests, ideal, sizes)
+    how = f"simulated, {options.costs}"
+    _sweep(name, workload.application, how, play, most, options, record, repeats=1)
 
 
 def _sweep_measured(
+    name: str,
     application: str,
     options: argparse.Namespace,
     sizes: Sizes,
@@ -205,23 +213,24 @@ def _sweep_measured(
     with ExitStack() as stack:
         runtimes: dict[str, Any] = {}
 
-        def play(name: str, rate: float | None) -> dict[str, Any]:
-            if name not in runtimes:
-                model = modelled(application, sizes, contenders.batch_sizes_of(name, sizes))
-                policy = contenders.policy_of(name, cell_s=cell_s)
-                runtimes[name] = stack.enter_context(
-                    CellRuntime(model.cells, model.unfold, policy=policy,
+        def play(policy: str, rate: float | None) -> dict[str, Any]:
+            if policy not in runtimes:
+                model = modelled(application, sizes, contenders.batch_sizes_of(policy, sizes))
+                chosen = contenders.policy_of(policy, cell_s=cell_s)
+                runtimes[policy] = stack.enter_context(
+                    CellRuntime(model.cells, model.unfold, policy=chosen,
                                 slot_memory=options.slot_memory)
                 )  # fmt: skip
-                warm(runtimes[name], requests[:_WARM_REQUESTS])
+                warm(runtimes[policy], requests[:_WARM_REQUESTS])
             arrivals = arrival_times(len(requests), pattern(rate), options.seed)
-            return serve(runtimes[name], requests, arrivals)
+            return serve(runtimes[policy], requests, arrivals)
 
         most = capacity(requests, measured_cost, sizes)
-        _sweep(application, "measured", play, most, options, record, repeats=options.repeats)
+        _sweep(name, application, "measured", play, most, options, record, repeats=options.repeats)
 
 
 def _sweep(
+    workload: str,
     application: str,
     how: str,
     play: Play,
@@ -245,7 +254,7 @@ def _sweep(
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         is_spent = False
         for _, name in in_turns(names, repeats):
-            label = f"{application}, {how}, {name}, {pattern(rate)}"
+            label = f"{workload}, {how}, {name}, {pattern(rate)}"
             is_spent = record.is_spent
             if is_spent:
                 record.skip(label)
@@ -255,8 +264,11 @@ def _sweep(
                 runs[name].append(play(name, rate))
             except Exception as error:
                 record.fail(label, error)
-        about = {"application": application, "how": how, "rate": rate}
-        points = [{**about, "policy": name, **summary(own)} for name, own in runs.items() if own]
+        about = {"application": workload, "how": how, "rate": rate}
+        points = [
+            {**about, "policy": name, **(summary(own) if repeats > 1 else own[0])}
+            for name, own in runs.items() if own
+        ]  # fmt: skip
         record.result["points"] += points
         record.save()
         names = [point["policy"] for point in points if not is_saturated(point)]
@@ -320,10 +332,9 @@ def build_parser() -> argparse.ArgumentParser:
         "benchmarks.cells", "Latency against throughput of recurrent and tree models."
     )
     add = parser.add_argument_group("workload").add_argument
-    add("--applications", default=",".join(APPLICATIONS), help="some of them, with commas")
+    add("--applications", default=",".join(WORKLOADS), help="some of them, with commas")
     add("--lengths", choices=LENGTHS, default="wmt15", help="of sentences: fitted, or real text")
     add("--longest", type=int, default=LONGEST, help="wmt15: longer sentences are left out")
-    add("--length", type=int, default=None, help="one length for all sentences")
     add("--num-requests", type=int, default=10_000, help="of each run")
     add("--seed", type=int, default=0, help="of lengths, trees, tokens and arrivals")
     add = parser.add_argument_group("sweep").add_argument
@@ -335,7 +346,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="task times of the simulation: the thesis's GPU, this device, or no simulation",
     )
     add("--measured", action="store_true", help="also run on the device")
-    add("--workers", type=int, default=1, help="devices of the simulation")
     add(
         "--slot-memory",
         default="256MiB",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -19,6 +19,42 @@ if TYPE_CHECKING:
     from jaxserve.cells.models import CellModel
 
 APPLICATIONS = ("lstm", "seq2seq", "treelstm", "identical_trees")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """An application of the thesis and the conditions of one of its figures.
+
+    Attributes:
+      application: one of `APPLICATIONS`.
+      length: of all sentences; None for a distribution.
+      longest: the longest sentence of the distribution; None for all.
+      max_batch: of every cell under every policy but merged graphs; None for those of `Sizes`.
+      num_workers: devices. More than one are simulated only.
+    """
+
+    application: str
+    length: int | None = None
+    longest: int | None = None
+    max_batch: int | None = None
+    num_workers: int = 1
+
+
+WORKLOADS = {
+    **{application: Workload(application=application) for application in APPLICATIONS},
+    "lstm_batch_64": Workload(application="lstm", max_batch=64),  # figure 2.7 (b)
+    # Figure 2.11.
+    "lstm_24_words": Workload(application="lstm", length=24),
+    "lstm_to_50_words": Workload(application="lstm", longest=50),
+    "lstm_to_100_words": Workload(application="lstm", longest=100),
+    # Figure 2.13.
+    "seq2seq_2_devices": Workload(application="seq2seq", num_workers=2),
+    "seq2seq_4_devices": Workload(application="seq2seq", num_workers=4),
+    # Figures 2.14 and 2.15, where the thesis limits BatchMaker to the number of merged graphs.
+    "treelstm_batch_64": Workload(application="treelstm", max_batch=64),
+    "identical_trees_batch_64": Workload(application="identical_trees", max_batch=64),
+}
 # Tokens more than the input has that a decoder may run (thesis, 2.7.4).
 _MORE_STEPS = 50
 _COUNT, _STATE = ValueSpec((), np.dtype(np.int32)), ValueSpec((1,), np.dtype(np.float32))
@@ -37,13 +73,22 @@ class Sizes:
     vocab_size: int
     max_batch: Mapping[str, int]
 
+    def limited(self, most: int | None) -> Sizes:
+        """Return the sizes with batches of at most a number; None for no further limit."""
+        if most is None:
+            return self
+        limits = {cell: min(most, largest) for cell, largest in self.max_batch.items()}
+        return replace(self, max_batch=limits)
+
 
 # 2.7.1, 2.7.4 and 2.7.5, and a size that two cores compute.
 SIZES = {
     "thesis": Sizes(
         hidden_size=1024,
         vocab_size=30_000,
-        max_batch={"lstm": 512, "encoder": 512, "decoder": 256, "leaf": 64, "internal": 64},
+        # Those of LSTM and Seq2Seq are the thesis's. Those of trees are as large, since merged
+        # graphs have larger ones.
+        max_batch={"lstm": 512, "encoder": 512, "decoder": 256, "leaf": 512, "internal": 512},
     ),
     "small": Sizes(
         hidden_size=128,

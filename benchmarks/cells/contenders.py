@@ -17,10 +17,11 @@ from jaxserve.cells.policies import (
 from jaxserve.core.errors import InvalidConfigError
 
 OURS = "batchmaker"
-# Those that move rows between tasks, and so pay for gathering them.
-CELLULAR = (OURS, "lazy_batching")
 _CHAINS = {"padding_1": 1, "padding_10": 10, "padding_40": 40}
 _MERGED = {"merged_by_agenda": "agenda", "merged_by_depth": "depth"}
+# Those whose tasks have rows from several places. DyNet and Fold also copy the operands of a merged
+# batch beside each other (Neubig et al., 2017; Looks et al., 2017).
+GATHERING = (OURS, "lazy_batching", *_MERGED)
 OF_CHAINS = (OURS, "padding_10", "padding_1", "padding_40", "lazy_batching")
 OF_TREES = (OURS, "merged_by_agenda", "merged_by_depth", "lazy_batching")
 # The ideal is no baseline: a user whose graphs are all alike could write it down.

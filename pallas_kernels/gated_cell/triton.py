@@ -68,17 +68,16 @@ def gated_cell(
     cell = KINDS[kind]
     hidden = products[0].bias.shape[0] // cell.num_gates[0]
     tile = tile_of(batch, hidden, arrays[0].dtype.itemsize)
-    out = jax.ShapeDtypeStruct((batch, hidden), arrays[0].dtype)
-    return tuple(
-        pl.pallas_call(
-            partial(_cell_kernel, cell, tile, batch, hidden),
-            grid=(-(-batch // tile.rows), -(-hidden // tile.columns)),
-            out_shape=[out] * cell.num_outputs,
-            compiler_params=triton.CompilerParams(num_warps=4, num_stages=4),
-            interpret=interpret,
-            name="gated_cell",
-        )(tuple(products), tuple(carried))
-    )
+    states = pl.pallas_call(
+        partial(_cell_kernel, cell, tile, batch, hidden),
+        grid=(-(-batch // tile.rows), -(-hidden // tile.columns)),
+        out_shape=jax.ShapeDtypeStruct((cell.num_outputs * batch, hidden), arrays[0].dtype),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=4),
+        interpret=interpret,
+        name="gated_cell",
+    )(tuple(products), tuple(carried))
+    # One array, so that a scatter of all states needs no copy of them beside each other.
+    return tuple(states[batch * i : batch * (i + 1)] for i in range(cell.num_outputs))
 
 
 @final
@@ -107,25 +106,28 @@ def _cell_kernel(
     hidden: int,
     products: tuple[Product, ...],  # of references
     carried: tuple[RowsAt, ...],  # of references
-    *out_refs: Any,  # each [batch, hidden]
+    out_ref: Any,  # [outputs * batch, hidden]
 ) -> None:
     row = pl.program_id(0) * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
     column = pl.program_id(1) * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)
     is_row, is_column = row < batch, column < hidden
-    at, mask = (row[:, None], column[None, :]), is_row[:, None] & is_column[None, :]
+    mask = is_row[:, None] & is_column[None, :]
     gates: list[jax.Array] = []
     for product, num in zip(products, cell.num_gates, strict=True):
         columns = [gate * hidden + column for gate in range(num)]
         gates += _gates(product, columns, row, is_row, is_column, tile)
     held = [
         triton.load(
-            rows.values.at[_places(rows, row, is_row)[:, None], at[1]], mask=mask, other=0.0
+            rows.values.at[_places(rows, row, is_row)[:, None], column[None, :]],
+            mask=mask,
+            other=0.0,
         )
         for rows in carried
     ]
     outputs = cell.finish(gates, [values.astype(jnp.float32) for values in held])
-    for out_ref, values in zip(out_refs, outputs, strict=True):
-        triton.store(out_ref.at[at], values.astype(out_ref.dtype), mask=mask)
+    for number, values in enumerate(outputs):
+        at = out_ref.at[number * batch + row[:, None], column[None, :]]
+        triton.store(at, values.astype(out_ref.dtype), mask=mask)
 
 
 def _gates(

@@ -57,8 +57,9 @@ def scatter_pages(
 
     Args:
       pages: arrays [layers, pages, ...].
-      target: int32 [count], page ids; each at most once, except pages without content, such as
-        the null page, where what is written last is undefined. An id that is the number of pages or more is skipped.
+      target: int32 [count], page ids; each at most once, except pages that hold nothing, such as
+        the null page, whose content is then undefined. An id that is the number of pages or more is
+        skipped.
       values: arrays [layers, count, ...], as from `gather_pages`.
       implementation: as in `gather_pages`.
 

@@ -49,7 +49,14 @@ class CellPeer:
 _TORCH = Environment(("torch==2.13.0", "numpy"))
 PEERS = {
     "torch_packed": CellPeer("torch_sequences", _TORCH, ("lstm", "seq2seq"), "packed"),
-    "torch_padded": CellPeer("torch_sequences", _TORCH, ("lstm",), "padded"),
+    "torch_padded": CellPeer("torch_sequences", _TORCH, ("lstm", "seq2seq"), "padded"),
+    # Written for PyTorch 0.x, and not changed here.
+    "torchfold": CellPeer(
+        "torchfold_trees",
+        Environment(("torch==2.13.0", "numpy", "torchfold==0.1.0")),
+        ("treelstm", "identical_trees"),
+        max_batch=64,
+    ),
     # 64 graphs at once were best for it in the thesis (2.7.5).
     "dynet": CellPeer(
         "dynet_graphs",
@@ -87,23 +94,21 @@ def peers_of(options: argparse.Namespace) -> dict[str, CellPeer]:
 
 
 def run_peers(
-    requests_of: Any, options: argparse.Namespace, peers: Mapping[str, CellPeer], sizes: Sizes,
-    record: Record,
+    by_application: Mapping[str, Sequence[CellRequest]], options: argparse.Namespace,
+    peers: Mapping[str, CellPeer], sizes: Sizes, record: Record,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return every system's figures on each application, all at once and at a moderate load.
+    """Return every system's figures on the requests of each application.
 
-    The moderate load is half of the most that a peer served when all came at once.
-
-    Args:
-      requests_of: application -> the requests.
+    They come all at once, and at a moderate load: half of the most that a peer served when all came
+    at once.
     """
     found: list[dict[str, Any]] = []
     commands, failed = _commands(peers)
-    for application in options.applications.split(","):
+    for application, all_requests in by_application.items():
         names = [n for n, peer in peers.items() if application in peer.applications]
         if not names:
             continue
-        requests = requests_of(application)[: options.compare_requests]
+        requests = all_requests[: options.compare_requests]
         weights: dict[str, Any] = random_weights(application, sizes, options.seed)
         with tempfile.TemporaryDirectory(prefix="jaxserve-cells-") as folder:
             np.savez(Path(folder) / "weights.npz", **weights)

@@ -39,24 +39,39 @@ def main() -> None:
     embed_out, decoder = step("decoder") if has_decoder else (None, None)
     values: dict[int, list[float]] = {}
 
+    def packed(x: torch.Tensor, lengths: torch.Tensor):
+        rows = torch.nn.utils.rnn.pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=False
+        )
+        return encoder(rows)[1]
+
+    def last_h(x: torch.Tensor, lengths: torch.Tensor):
+        """Run the whole padded batch; a sentence's h is that of its last word."""
+        outputs, _ = encoder(x)
+        return outputs[torch.arange(len(x)), lengths - 1][None], None
+
+    def last_states(x: torch.Tensor, lengths: torch.Tensor):
+        """Run the padded batch word by word: the outputs have no c, which a decoder needs."""
+        found = None
+        for number in range(x.shape[1]):
+            _, state = encoder(x[:, number : number + 1], found)
+            is_over = (lengths <= number)[None, :, None]
+            before = found or state
+            found = tuple(
+                torch.where(is_over, old, new) for old, new in zip(before, state, strict=True)
+            )
+        return found
+
+    read = packed if packs else last_states if has_decoder else last_h
+
     @torch.inference_mode()
     def run(batch: list[int]) -> None:
         sentences = [requests[number]["tokens"] for number in batch]
         lengths = torch.tensor([len(tokens) for tokens in sentences])
-        width = int(lengths.max())
-        ids = torch.zeros(len(batch), width, dtype=torch.long)
+        ids = torch.zeros(len(batch), int(lengths.max()), dtype=torch.long)
         for row, tokens in enumerate(sentences):
             ids[row, : len(tokens)] = torch.tensor(tokens)
-        x = embed(ids)
-        if packs:
-            x = torch.nn.utils.rnn.pack_padded_sequence(
-                x, lengths, batch_first=True, enforce_sorted=False
-            )
-            _, state = encoder(x)
-        else:
-            # Its outputs are of h alone, so padding serves no decoder, which needs c.
-            outputs, _ = encoder(x)
-            state = outputs[torch.arange(len(batch)), lengths - 1][None], None
+        state = read(embed(ids), lengths)
         if has_decoder:
             decode(batch, state)
         else:

@@ -33,7 +33,7 @@ def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
     if result.kind == "exegpt":
         return {f"{stem}_{number}": chart for number, chart in exegpt.BY_NUMBER.items()}
     if result.kind == "cells":
-        return {stem: cells.chart} if cells.has_lines(result) else {}
+        return {f"{stem}_{number}": chart for number, chart in cells.charts(result).items()}
     if result.kind == "pensieve":
         return {stem: pensieve.chart}
     if result.kind == "conversations":

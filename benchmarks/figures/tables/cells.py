@@ -9,6 +9,21 @@ from benchmarks.figures import style
 from benchmarks.figures.markdown import caption, linked, shown, table
 from benchmarks.figures.results import Result
 
+# Goals: our peak over that of the best baseline, about as in the thesis.
+WANTED = {"lstm": 1.25, "seq2seq": 1.6, "treelstm": 1.8}
+# Goal: our peak over that of the ideal, on identical trees.
+WANTED_OF_IDEAL = 0.7
+_IDEAL = "identical_graphs"
+_GOALS = (
+    *("workload", "", "best baseline", "wanted", "ours over it"),
+    *("best within 0.5 s", "ours over it", "p90 lower by (wanted 37% to 90%)"),
+    "ours over the ideal",
+)
+_POLICIES = (
+    *("workload", "", "policy", "most requests/s", "ours over it", "with p90 within 0.5 s"),
+    *("ours over it", "p90 at moderate load is lower by", "queueing", "computing", "batch"),
+)
+
 
 def tables(result: Result, link: str) -> str:
     """Return a row for each policy of each workload, and one for each other system."""
@@ -16,13 +31,12 @@ def tables(result: Result, link: str) -> str:
     hidden = result.get("sizes", "hidden_size")
     workload = result.get("arguments", "lengths")
     if result.get("compared"):
-        header = (
-            *("workload", "", "policy", "most requests/s", "ours over it"),
-            *("p90 at moderate load is lower by", "queueing", "computing", "batch"),
-        )
         what = f"Hidden size {hidden}, sentences as in {workload}"
-        rows = list(_policies(result, link))
-        parts.append(f"{caption(result, what, link)}\n\n{table(header, rows)}")
+        parts.append(
+            f"{caption(result, what, link)}\n\n{table(_GOALS, list(_goals(result, link)))}"
+        )
+        parts += [text for text in (_losses(result),) if text]
+        parts.append(table(_POLICIES, list(_policies(result, link))))
     if result.data.get("compare"):
         header = ("workload", "load", "system", "requests/s", "p50", "p90", "agree", "")
         what = f"Other systems, hidden size {hidden}, the same requests and weights"
@@ -31,24 +45,73 @@ def tables(result: Result, link: str) -> str:
     return "\n\n".join(parts)
 
 
+def _goals(result: Result, link: str) -> Iterator[list[str]]:
+    """Yield for each workload our ratios to the best baselines, beside those that were wanted."""
+    for index, entry in result.items("compared"):
+        at, best = ("compared", index), entry["best"]
+        if best is None:
+            continue
+        wanted = WANTED.get(entry["application"])
+        ideal = result.optional(*at, "peak_over", _IDEAL)
+        yield [
+            *(entry["application"], entry["how"], style.name(best)),
+            "" if wanted is None else f"{wanted:g}",
+            linked(result.number(*at, "peak_over", best), ".2f", link),
+            style.name(entry["best_within"]),
+            _ratio(result.optional(*at, "within_over", entry["best_within"])),
+            _share(result.optional(*at, "p90_lower_by", best)),
+            "" if ideal is None else f"{ideal:.2f} (wanted {WANTED_OF_IDEAL:g})",
+        ]
+
+
+def _losses(result: Result) -> str:
+    """Return where our peak is behind a baseline or behind what was wanted; "" for nowhere."""
+    found = []
+    for index, entry in result.items("compared"):
+        best, where = entry["best"], f"{entry['application']} ({entry['how']})"
+        if best is None:
+            continue
+        over = result.number("compared", index, "peak_over", best)
+        wanted = WANTED.get(entry["application"])
+        if over < 1:
+            found.append(f"{where}: {over:.2f} of {style.name(best)}")
+        elif wanted is not None and over < wanted:
+            found.append(f"{where}: {over:.2f} times {style.name(best)}, wanted {wanted:g}")
+        lower = result.optional("compared", index, "p90_lower_by", best)
+        if lower is not None and lower < 0:
+            found.append(f"{where}: p90 {-lower:.0%} higher than that of {style.name(best)}")
+        ideal = result.optional("compared", index, "peak_over", _IDEAL)
+        if ideal is not None and ideal < WANTED_OF_IDEAL:
+            found.append(f"{where}: {ideal:.2f} of the ideal, wanted {WANTED_OF_IDEAL:g}")
+    return f"Lost or short: {'; '.join(found)}." if found else ""
+
+
 def _policies(result: Result, link: str) -> Iterator[list[str]]:
     for index, entry in result.items("compared"):
         for name, _ in result.items("compared", index, "peaks_per_s"):
             at = ("compared", index)
-            over = result.optional(*at, "peak_over", name)
-            lower = result.optional(*at, "p90_lower_by", name)
             point = _at_half(result, entry["application"], entry["how"], name)
             yield [
                 *(entry["application"], entry["how"], style.name(name)),
                 linked(result.number(*at, "peaks_per_s", name), ".1f", link),
-                "" if over is None else f"{over:.2f}",
-                "" if lower is None else f"{lower:.0%}",
+                _ratio(result.optional(*at, "peak_over", name)),
+                f"{result.number(*at, 'peaks_within_per_s', name):.1f}",
+                _ratio(result.optional(*at, "within_over", name)),
+                _share(result.optional(*at, "p90_lower_by", name)),
                 *(
                     f"{_ms(result, point, part)} ms" if point is not None else ""
                     for part in ("queueing_s", "computing_s")
                 ),
                 "" if point is None else f"{result.number('points', point, 'average_batch'):.1f}",
             ]
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
 
 
 def _at_half(result: Result, application: str, how: str, policy: str) -> int | None:

@@ -8,9 +8,16 @@ import pytest
 
 from benchmarks.cells import contenders
 from benchmarks.cells.__main__ import capacity, main
-from benchmarks.cells.applications import SIZES, CellRequest, requests_of, simulated
+from benchmarks.cells.applications import (
+    APPLICATIONS,
+    SIZES,
+    WORKLOADS,
+    CellRequest,
+    requests_of,
+    simulated,
+)
 from benchmarks.cells.costs import ThesisCost, products
-from benchmarks.cells.figures_of import Served, compared, figures_of, is_saturated
+from benchmarks.cells.figures_of import Served, compared, figures_of, is_saturated, peaks_of
 from benchmarks.cells.peers.options import max_batch_of, peers_of
 from benchmarks.cells.peers.replay import Buckets, FirstCome, play
 from benchmarks.cells.playing import simulate
@@ -60,6 +67,7 @@ def test_figures_leave_the_beginning_out():
     # Counted from request 2 on: those that arrived at 1 to 7 ended in (2, 9].
     assert found["requests_per_s"] == pytest.approx(7 / 7)
     assert found["latency_s"]["p50"] == 2.0 and found["queueing_s"]["p99"] == 0.5
+    assert found["quantiles"] == {"queueing_s": [0.5] * 21, "computing_s": [1.5] * 21}
     at_once = [Served(0.0, 0.0, end_s) for end_s in (1.0, 2.0, 4.0)]
     assert figures_of(at_once)["requests_per_s"] == pytest.approx(3 / 4)
 
@@ -77,6 +85,10 @@ def test_policies_are_compared_at_moderate_load():
     found = compared(points, "ours", without=["slow"])
     assert found["best"] == "other" and found["peak_over"]["other"] == 2.0
     assert found["p90_lower_by"] == {"other": pytest.approx(0.6), "slow": None}
+    # p90 latencies within 4 s: ours at rates 1 and 4, and all at once; the others never.
+    assert peaks_of(points, 4.0) == {"ours": 6.0, "other": 0.0, "slow": 0.0}
+    assert found["peaks_within_per_s"] == {"ours": 0.0, "other": 0.0, "slow": 0.0}
+    assert found["within_over"] == {"other": None, "slow": None}
     assert [is_saturated(point) for point in points] == [
         False,
         False,
@@ -100,11 +112,12 @@ def test_costs_are_those_of_the_thesis():
     assert capacity(requests, bare, SIZES["thesis"]) == pytest.approx(27136, rel=0.01)
 
 
-@pytest.mark.parametrize("application", ["lstm", "seq2seq", "treelstm", "identical_trees"])
-def test_a_sweep_of_every_application(application, tmp_path, capsys):
+@pytest.mark.parametrize("workload", [*APPLICATIONS, "seq2seq_2_devices", "treelstm_batch_64"])
+def test_a_sweep_of_workloads(workload, tmp_path, capsys):
     """Every policy plays, and each policy's nodes are those of the requests."""
     path = tmp_path / "result.json"
-    arguments = ["--applications", application, "--num-requests", "40", "--shares", "0.3"]
+    application = WORKLOADS[workload].application
+    arguments = ["--applications", workload, "--num-requests", "40", "--shares", "0.3"]
     assert main([*arguments, "--longest", "40", "--output", str(path)]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result == json.loads(path.read_text()) and not result["failed"]
@@ -146,7 +159,6 @@ def test_requests_have_what_policies_must_not_know():
         ["--compare", "fastest"],
         ["--costs", "none"],
         ["--num-requests", "0"],
-        ["--workers", "0"],
         ["--shares", "0.1,much"],
     ],
 )
@@ -167,9 +179,9 @@ def test_names_of_peers_and_groups():
     """A group stands for its members; names are checked."""
 
     class Options:
-        compare = "torch,dynet"
+        compare = "torch,dynet,torchfold"
 
-    assert list(peers_of(Options)) == ["torch_packed", "torch_padded", "dynet"]  # pyright: ignore[reportArgumentType]
+    assert list(peers_of(Options)) == ["torch_packed", "torch_padded", "dynet", "torchfold"]  # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidConfigError):
         contenders.policy_of("fastest", cell_s={})
 

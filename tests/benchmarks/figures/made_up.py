@@ -363,6 +363,7 @@ def _cells() -> dict[str, Any]:
             **{**about, "policy": policy, "rate": rate, "requests_per_s": rate or 4.0},
             **{part: {"p50": 0.001, "p90": (rate or 9.0) * slower / 1e3} for part in parts},
             "average_batch": 3.0,
+            "quantiles": {part: [0.0, 0.001, 0.004] for part in parts[1:]},
         }
         for rate in (None, 1.0, 2.0, 4.0)
         for policy, slower in (("batchmaker", 1.0), ("padding_10", 2.0))
@@ -375,8 +376,12 @@ def _cells() -> dict[str, Any]:
         "compared": [
             {
                 **about,
-                "peaks_per_s": {"batchmaker": 4.0, "padding_10": 4.0},
-                "peak_over": {"padding_10": 1.0},
+                "peaks_per_s": {"batchmaker": 4.0, "padding_10": 5.0},
+                "peak_over": {"padding_10": 0.8},
+                "best": "padding_10",
+                "peaks_within_per_s": {"batchmaker": 4.0, "padding_10": 0.0},
+                "within_over": {"padding_10": None},
+                "best_within": "padding_10",
                 "p90_lower_by": {"padding_10": 0.5},
             }
         ],

@@ -38,7 +38,7 @@ def test_every_kind_is_written(tmp_path):
     names += [f"flover_made_up_{number}" for number in range(4, 8)]
     names += [f"exegpt_made_up_{number}" for number in (6, 7, 8, 11)]
     names += ["conversations_made_up_1", "conversations_made_up_2", "pensieve_made_up"]
-    names += ["cells_made_up"]
+    names += [f"cells_made_up_{number}" for number in (7, 8, 9)]
     figures = {f"docs/figures/{name}.svg" for name in names}
     assert written == {*(page.path for page in PAGES), *figures}
     assert update(checkout, write=False) == []
