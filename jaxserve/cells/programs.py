@@ -144,9 +144,9 @@ class _Tasks:
             mine = [index for index, other in enumerate(t.output_pools) if other == pool]
             number = self._number[pool]
             if in_kernel:
-                # All values of a pool in one copy.
                 given = [values[index] for index in mine]
-                pools[number] = _scatter(pools[number], slots[jnp.array(mine)], given)
+                to = jnp.concatenate([slots[index] for index in mine])
+                pools[number] = _scatter(pools[number], to, given)
                 continue
             for index in mine:
                 pools[number] = _set(pools[number], slots[index], values[index])
@@ -184,10 +184,9 @@ def _set(pool: Array, slots: Int32[Array, " n"], values: Array) -> Array:
     return pool.at[slots].set(values, mode="promise_in_bounds")
 
 
-def _scatter(pool: Array, slots: Int32[Array, "values n"], values: list[Array]) -> Array:
-    """Set the slots of several outputs of a task, which lie in one pool."""
-    together = jnp.concatenate(values)
-    return scatter_pages(pool[None], slots.reshape(-1), together[None])[0]
+def _scatter(pool: Array, slots: Int32[Array, " n"], values: list[Array]) -> Array:
+    """Set the slots of several outputs of a task, which lie in one pool, in one copy."""
+    return scatter_pages(pool[None], slots, jnp.concatenate(values)[None])[0]
 
 
 def _finite(values: list[Array], batch: int) -> Array:
