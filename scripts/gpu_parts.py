@@ -80,7 +80,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         ),
         "kernels_rest": Part(
             (
-                *(*_TRITON, "--peers", "--shapes", "decode,prefill,write,copy"),
+                *(*_TRITON, "--peers", "--shapes", "decode,prefill,write,copy,cell"),
                 *("--leave-out", _FIRST),
             ),
             100,

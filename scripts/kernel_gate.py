@@ -4,7 +4,8 @@ It runs in its own environment, with JAX's CUDA plug-in, and compiles every conf
 kernels to machine code for an H100. Errors are a register spill, more shared memory than the device
 has, a cache that is not updated in place, and temporaries of the cache's size. It also compiles a
 whole decode loop and a whole mixed step, with unrolled and with scanned layers, and with pages in
-the model's dtype and in 8 bits. A layer may not have more launches than `kernel_gate.json` records.
+the model's dtype and in 8 bits, and a task of cells whose kernel reads their pools. A layer or a
+task may not have more launches than `kernel_gate.json` records.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+from jaxserve.cells.layout import Layout  # noqa: E402
+from jaxserve.cells.models import LSTM, Embedded, sequence_model  # noqa: E402
+from jaxserve.cells.programs import CellPrograms  # noqa: E402
 from jaxserve.core.config import EngineConfig  # noqa: E402
 from jaxserve.core.options import KV_DTYPES  # noqa: E402
 from jaxserve.models.batch import empty_cache  # noqa: E402
@@ -135,9 +139,10 @@ def main() -> int:
     chosen = _subset() if options.subset else _ALL
     problems = _compile_configurations(mesh, chosen)
     steps = _STEPS_OF_SUBSET if options.subset else _STEPS
-    found: dict[str, float] = {}
+    layers: dict[str, float] = {}
     for each in steps:
-        found |= _compile_steps(mesh, each, problems)
+        layers |= _compile_steps(mesh, each, problems)
+    found = {"launches a layer": layers, "launches a task": _compile_tasks(mesh, problems)}
     shared = _shared_bytes()
     problems += [
         f"{kernel}: {size} bytes of shared memory, of {_MAX_SHARED_BYTES}"
@@ -145,17 +150,18 @@ def main() -> int:
         if size > _MAX_SHARED_BYTES
     ]
     if options.write:
-        KNOWN.write_text(json.dumps({"launches a layer": found}, indent=2) + "\n")
-    launches_before = json.loads(KNOWN.read_text())["launches a layer"]
+        KNOWN.write_text(json.dumps(found, indent=2) + "\n")
+    before = json.loads(KNOWN.read_text())
     problems += [
-        f"{name}: {count:g} launches a layer, {launches_before.get(name, 0):g} before"
-        for name, count in found.items()
-        if count > launches_before.get(name, 0)
+        f"{name}: {count:g} {what}, {before[what].get(name, 0):g} before"
+        for what, counts in found.items()
+        for name, count in counts.items()
+        if count > before[what].get(name, 0)
     ]
     summary = {
         "configurations": f"{len(chosen)} of {len(_ALL)}",
         "steps": f"{2 * len(steps)} of {2 * len(_STEPS)}",
-        "launches a layer": found,
+        **found,
         "most bytes of shared memory": shared,
     }
     print(json.dumps(summary, indent=2))
@@ -253,6 +259,34 @@ def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> 
             if kernel not in text
         ]
     return modules
+
+
+def _compile_tasks(mesh: Mesh, problems: list[str]) -> dict[str, float]:
+    """Return the launches of a task of 64 LSTM steps, with what begins and ends a call."""
+    step = Embedded(LSTM(1024, 1024, rngs=nnx.Rngs(0)), 1000, rngs=nnx.Rngs(0))
+    layout = Layout(sequence_model(step, name="lstm").cells)
+    programs = CellPrograms(layout)
+    place = NamedSharding(mesh, PartitionSpec())
+
+    def like(*shape: int, dtype: Any = "int32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype), sharding=place)
+
+    (t,) = layout.types
+    (own,) = programs.params
+    params = tuple(like(*leaf.shape, dtype=leaf.dtype) for leaf in own)
+    specs = [layout.pools[pool] for pool in programs.pools[t.index]]
+    pools = tuple(like(4000, *spec.shape, dtype=spec.dtype) for spec in specs)
+    with jax.set_mesh(mesh):
+        task: Any = programs.tasks[t.index]
+        compiled = task.lower(params, pools, like(5, t.num_rows, 64), like()).compile()
+    problems += _memory_problems("a task of lstm", compiled, _num_bytes(pools))
+    text = compiled.as_text()
+    problems += [
+        f"a task of lstm: no kernel {kernel}"
+        for kernel in ("gated_cell", "copy_pages")
+        if kernel not in text
+    ]
+    return {"lstm": launches(text)}
 
 
 def _memory_problems(name: str, compiled: Any, donated_bytes: int) -> list[str]:

@@ -206,7 +206,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--shapes",
-        default="decode,prefill,mixed,write,copy",
+        default="decode,prefill,mixed,write,copy,cell",
         help=f"some of {', '.join((*SHAPES, *MOVES))}, or names of shapes",
     )
     add("--leave-out", default="", help="shapes to leave out, likewise")

@@ -1,4 +1,4 @@
-"""Time of the kernels that move bytes: writes of a step into the cache, and copies of pages.
+"""Time of the kernels that move bytes: writes of a step, copies of pages, and gated cells.
 
 Each is timed in a chain of calls, beside XLA's implementation, against the copy bandwidth.
 """
@@ -15,19 +15,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import RowsAt
+from pallas_kernels.gated_cell.shapes import Configuration as Cell
+from pallas_kernels.gated_cell.shapes import make_inputs as make_cell_inputs
 from pallas_kernels.kv_write.shapes import Configuration as Write
 from pallas_kernels.kv_write.shapes import make_inputs
 from pallas_kernels.page_copy.shapes import Configuration as Copy
 
 _CALLS = 20
 _REPEATS = 9
+# Sets of a cell's weights that calls use in turns, so that no cache of the device has them.
+_WEIGHTS = 4
 
 
-def measure(configuration: Write | Copy, bytes_per_s: float) -> dict[str, Any]:
+def measure(configuration: Write | Copy | Cell, bytes_per_s: float) -> dict[str, Any]:
     """Return the figures of one call; `bytes_per_s` is the copy bandwidth, reads and writes."""
     if isinstance(configuration, Write):
         num_bytes = configuration.shape.moved_bytes
         seconds = partial(_write_seconds, configuration)
+    elif isinstance(configuration, Cell):
+        num_bytes = configuration.shape.moved_bytes
+        seconds = partial(_cell_seconds, configuration)
     else:
         num_bytes = 2 * configuration.shape.copied_bytes
         seconds = partial(_copy_seconds, configuration)
@@ -85,6 +93,28 @@ def _copy_seconds(configuration: Copy, implementation: str | None) -> float:
         return pages, gathered
 
     return _seconds(chain, pages, (source, target))
+
+
+def _cell_seconds(configuration: Cell, implementation: str | None) -> float:
+    function, _ = configuration.call()
+    sets = [make_cell_inputs(configuration.shape, seed) for seed in range(_WEIGHTS)]
+
+    def turned(number: int) -> dict[str, Any]:
+        """Return operands of a call, whose rows no other call has in this order."""
+        return jax.tree.map(
+            lambda leaf: (
+                RowsAt(leaf.values, jnp.flip(jnp.roll(leaf.index, number)))
+                if isinstance(leaf, RowsAt)
+                else leaf
+            ),
+            sets[number % _WEIGHTS],
+            is_leaf=lambda leaf: isinstance(leaf, RowsAt),
+        )
+
+    def chain(state: jax.Array, calls: list[dict[str, Any]]) -> tuple[Any, Any]:
+        return state, [function(**call, implementation=implementation) for call in calls]
+
+    return _seconds(chain, jnp.zeros(()), [turned(number) for number in range(_CALLS)])
 
 
 def _seconds(chain: Callable[..., tuple[Any, Any]], state: Any, arguments: Any) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.core.errors import InvalidConfigError
+from pallas_kernels.gated_cell import shapes as cell_shapes
 from pallas_kernels.kv_write import shapes as write_shapes
 from pallas_kernels.page_copy import shapes as copy_shapes
 from pallas_kernels.paged_attention.shapes import (
@@ -24,7 +25,12 @@ SHAPES = {
 MOVES = {
     "write": write_shapes.CONFIGURATIONS,
     "copy": copy_shapes.CONFIGURATIONS,
-    "small_moves": (*write_shapes.SMALL_CONFIGURATIONS, *copy_shapes.SMALL_CONFIGURATIONS),
+    "cell": cell_shapes.CONFIGURATIONS,
+    "small_moves": (
+        *write_shapes.SMALL_CONFIGURATIONS,
+        *copy_shapes.SMALL_CONFIGURATIONS,
+        *cell_shapes.SMALL_CONFIGURATIONS,
+    ),
 }
 
 

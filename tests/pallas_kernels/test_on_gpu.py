@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_attention, quantize, rotate_and_write
+from pallas_kernels import gated_cell, paged_attention, quantize, rotate_and_write
+from pallas_kernels.gated_cell import shapes as cell_shapes
 from pallas_kernels.kv_write import shapes as write_shapes
 from pallas_kernels.page_copy import shapes as copy_shapes
 from pallas_kernels.paged_attention import Capacity, Plan, Rows, plan, planned_tiling
@@ -116,6 +117,19 @@ def test_copies_agree_with_xla(configuration):
         jax.jit(partial(function, implementation=name))(**arguments) for name in ("triton", "xla")
     )
     assert jnp.array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("shape", cell_shapes.GPU_SHAPES, ids=str)
+def test_gated_cells_agree_with_xla(shape):
+    """New states agree with XLA's, both in JAX's highest precision."""
+    inputs = cell_shapes.make_inputs(shape, seed=0)
+    with jax.default_matmul_precision("highest"):
+        got, wanted = (
+            jax.jit(partial(gated_cell, shape.kind, implementation=name))(**inputs)
+            for name in ("triton", "xla")
+        )
+    for new, right in zip(got, wanted, strict=True):
+        _check_norm(new, right, ALLOWED[shape.dtype])
 
 
 def _check_norm(got: jax.Array, wanted: jax.Array, allowed: float) -> None:

@@ -179,9 +179,9 @@ def test_names_of_peers_and_groups():
     """A group stands for its members; names are checked."""
 
     class Options:
-        compare = "torch,dynet,torchfold"
+        compare = "torch,dynet"
 
-    assert list(peers_of(Options)) == ["torch_packed", "torch_padded", "dynet", "torchfold"]  # pyright: ignore[reportArgumentType]
+    assert list(peers_of(Options)) == ["torch_packed", "torch_padded", "dynet"]  # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidConfigError):
         contenders.policy_of("fastest", cell_s={})
 

@@ -97,6 +97,17 @@ def test_readme_has_one_table_and_one_picture(tmp_path):
     assert text.endswith("Nothing was measured on a GPU yet.")
 
 
+def test_cells_say_goals_and_losses(tmp_path):
+    """Ours over the best baseline is beside what was wanted, and what is short is a sentence."""
+    checkout = write_checkout(tmp_path, ("cells",))
+    page = next(page for page in PAGES if page.kinds == ("cells",))
+    text = render(page, load(checkout / "benchmarks" / "results"), checkout)
+    link = "(../../benchmarks/results/cells_made_up.json)"
+    assert f"| lstm | simulated, thesis | padding 10 | 1.25 | [0.80]{link} |" in text
+    assert "Lost or short: lstm (simulated, thesis): 0.80 of padding 10." in text
+    assert "| padding 10 | [5.0]" in text and "| 0.80 | 0.0 | | 50% |" in text
+
+
 def test_tables_show_medians_and_ranges(tmp_path):
     """Three runs have speeds 1, 1/2 and 5/4: the first is the median, the others the range."""
     checkout = write_checkout(tmp_path, KINDS)
