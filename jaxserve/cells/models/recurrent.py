@@ -105,18 +105,16 @@ class Stacked(nnx.Module):
     """
 
     def __init__(self, layers: Sequence[Step]):
-        first, *rest = layers
         sizes = [(layer.input_size, layer.hidden_size) for layer in layers]
-        hidden_size = first.hidden_size
-        fits = all(size == (hidden_size, hidden_size) for size in sizes[1:])
-        if not rest or not fits or len({type(layer) for layer in layers}) > 1:
+        fits = all(size == (sizes[0][1], sizes[0][1]) for size in sizes[1:])
+        if len(layers) < 2 or not fits or len({type(layer) for layer in layers}) > 1:
             kinds = ", ".join(type(layer).__name__ for layer in layers)
             raise InvalidConfigError(
                 f"layers {kinds} with (input, hidden) sizes {sizes} do not form a stack; pass at "
                 "least two of one class, of which each reads the hidden size of the one below"
             )
         self.layers = nnx.List(layers)
-        self.input_size, self.hidden_size = first.input_size, hidden_size
+        self.input_size, self.hidden_size = sizes[0]
 
     @property
     def state(self) -> tuple[str, ...]:
