@@ -317,7 +317,8 @@ class Engine:
         oldest = lane.popleft()
         result = oldest.handle.collect()
         self.stats.after_collect(_newest_handle(lane))
-        self.recorder.step_collected(oldest.plan.index, self._clock.now())
+        step_s = self.recorder.step_collected(oldest.plan.index, self._clock.now())
+        self.scheduler.speculation.take_in(oldest.plan, result, step_s)
         news = self.scheduler.apply(oldest.plan, result)
         if oldest.plan.masks is not None:
             self._constraints.take_in(oldest.plan.masks, news)

@@ -32,9 +32,9 @@ from jaxserve.scheduling.plan import PageCopies, StepPlan
 from jaxserve.steps.batches import MixedBatch
 from jaxserve.steps.packing import (
     decode_window,
+    pack_bounds,
     pack_masks,
     pack_rows,
-    pack_window,
     sampling_first,
     sampling_slots,
 )
@@ -264,11 +264,12 @@ class DeviceExecutor:
             self._pages.cache,
             self._slots.state,
             np.int32(window.start),
-            pack_window(window, plan.rows),
+            pack_bounds(window, plan.rows),
             np.int32(plan.num_iterations),
-            self._programs.plan_decode(plan.rows, window, plan.num_iterations),
+            self._programs.plan_decode(plan.rows, window, plan.num_iterations, plan.num_proposed),
             self._programs.probe_params,
             variant=needs.variant,
+            num_proposed=plan.num_proposed,
         )
         output_rows = np.array([row.slot - window.start for row in plan.rows], np.int32)
         return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows)

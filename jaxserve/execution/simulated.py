@@ -8,7 +8,7 @@ therefore test whether scheduling and memory are correct.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import final
 
 import numpy as np
@@ -17,16 +17,16 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.execution.protocol import GroupRole
+from jaxserve.execution.simulated_slot import SimulatedSlot, mix
 from jaxserve.execution.step_cost import FlatCost, StepCost, StepWork
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_sources, page_targets
 from jaxserve.scheduling.kv.costs import SwapCosts
-from jaxserve.scheduling.plan import Row, StepPlan, StepResult, nothing_computed
+from jaxserve.scheduling.plan import ProposalCount, Row, StepPlan, StepResult, nothing_computed
 from predictor import Refinement
 
 END_TOKEN = 0
-_MASK = (1 << 61) - 1
 
 # (request, sample index) -> number of output tokens after which the model ends the answer
 AnswerLength = Callable[[Request, int], int]
@@ -35,22 +35,6 @@ AnswerLength = Callable[[Request, int], int]
 Accepted = Callable[[Request, int, int], int]
 # (request, sample index, number of output tokens) -> logits of what remains, float [buckets]
 Reading = Callable[[Request, int, int], np.ndarray]
-
-
-@final
-@dataclass
-class _Slot:
-    tokens: list[int]
-    request: Request
-    sample_index: int
-    max_length: int
-    is_inert: bool = False
-    page_table: dict[int, int] = field(default_factory=dict)
-    num_in_state: int = 0  # tokens, of a model with states in slots
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
 
 
 @final
@@ -120,7 +104,7 @@ class SimulatedExecutor:
         self._reads_context = reads_context
         # For each device group: its slots, and its cells. The value at (page, offset) is a hash of
         # the whole context up to that position.
-        self._slots_of: list[dict[int, _Slot]] = [{} for _ in range(self.num_device_groups)]
+        self._slots_of: list[dict[int, SimulatedSlot]] = [{} for _ in range(self.num_device_groups)]
         self._cells_of = np.zeros(
             (self.num_device_groups, config.num_pages, config.page_size), np.int64
         )
@@ -146,11 +130,12 @@ class SimulatedExecutor:
         self._slots, self._cells = self._slots_of[plan.group], self._cells_of[plan.group]
         self._swap(plan)
         self._edit_slots(plan)
-        shape = (len(plan.rows), plan.num_iterations)
+        shape = (len(plan.rows), plan.num_iterations * (1 + plan.num_proposed))
         result = StepResult(
             tokens=np.zeros(shape, np.int32),
             num_tokens=np.zeros(len(plan.rows), np.int32),
             finite=np.ones(len(plan.rows), np.bool_),
+            proposals=self._no_proposals(plan),
         )
         if plan.is_decode_loop and self._is_predictable:
             prefilled, decoded = 0, self._decode_at_once(plan, result)
@@ -223,7 +208,7 @@ class SimulatedExecutor:
         for new in plan.admissions:
             if new.slot in self._slots and not self._slots[new.slot].is_inert:
                 raise AssertionError(f"a sequence is admitted into slot {new.slot}, which is live")
-            self._slots[new.slot] = _Slot(
+            self._slots[new.slot] = SimulatedSlot(
                 new.tokens.tolist(),
                 new.request,
                 new.sample_index,
@@ -273,9 +258,33 @@ class SimulatedExecutor:
                 if left[index]:
                     left[index] -= 1
                     self._sample(slot, index, result)
+                if result.proposals is not None:
+                    left[index] -= self._go_on(
+                        slot, index, min(left[index], plan.num_proposed), result
+                    )
         return prefilled, decoded
 
-    def _start(self, slot: _Slot, row: Row, plan: StepPlan) -> int | None:
+    def _no_proposals(self, plan: StepPlan) -> np.ndarray | None:
+        if not (plan.is_decode_loop and self.config.num_proposed):
+            return None
+        return np.zeros((len(plan.rows), len(ProposalCount)), np.int32)
+
+    def _go_on(self, slot: SimulatedSlot, index: int, most: int, result: StepResult) -> int:
+        """Deliver tokens that were proposed behind a row's newest one; return how many.
+
+        Proposals are right as far as a row delivers tokens, in every loop.
+        """
+        num = 0
+        while num < most and not slot.is_inert:
+            if self._reads_context:
+                self._write(slot, len(slot.tokens) - 1, 1)
+            self._sample(slot, index, result)
+            num += 1
+        assert result.proposals is not None
+        result.proposals[index] += (max(num, int(not slot.is_inert)), 0, num, 1)
+        return num
+
+    def _start(self, slot: SimulatedSlot, row: Row, plan: StepPlan) -> int | None:
         """Return the position at which a row begins; None if its slot is inert.
 
         A row that samples ends at the newest token.
@@ -298,7 +307,7 @@ class SimulatedExecutor:
         num = self._accepted(slot.request, slot.sample_index, len(slot.tokens))
         return min(row.max_new_tokens, max(0, num))
 
-    def _sample(self, slot: _Slot, index: int, result: StepResult) -> None:
+    def _sample(self, slot: SimulatedSlot, index: int, result: StepResult) -> None:
         """Append a row's next token to its slot and to the result."""
         if self._has_fault(slot):
             result.finite[index], slot.is_inert = False, True
@@ -311,7 +320,8 @@ class SimulatedExecutor:
     def _is_predictable(self) -> bool:
         """Whether every answer runs to its length limit and its tokens do not depend on context."""
         models = (self._answer_length, self._fault_length, self._accepted)
-        return all(model is None for model in models) and not self._reads_context
+        is_steady = all(model is None for model in models) and not self.config.num_proposed
+        return is_steady and not self._reads_context
 
     def _decode_at_once(self, plan: StepPlan, result: StepResult) -> list[int]:
         """Run a predictable decode loop; return the same as `_iterate` for rows of one token."""
@@ -332,7 +342,7 @@ class SimulatedExecutor:
         counts = result.num_tokens
         return [int(np.sum((lengths + i)[counts > i])) for i in range(int(counts.max(initial=0)))]
 
-    def _write(self, slot: _Slot, start: int, count: int) -> None:
+    def _write(self, slot: SimulatedSlot, start: int, count: int) -> None:
         """Write the hashes of `count` tokens from position `start` on."""
         if self.config.has_slot_state:
             if start not in (0, slot.num_in_state):
@@ -340,56 +350,51 @@ class SimulatedExecutor:
             slot.num_in_state = start + count
         context = self._read(slot, start - 1) if start else 1
         for position in range(start, start + count):
-            context = _mix(context, slot.tokens[position])
+            context = mix(context, slot.tokens[position])
             page, offset = self._cell(slot, position)
             self._cells[page, offset] = context
 
-    def _encode(self, slot: _Slot, row: Row) -> None:
+    def _encode(self, slot: SimulatedSlot, row: Row) -> None:
         """Write hashes of the whole prompt at each of its positions, padding included."""
         request = slot.request
         if (row.start, row.num_tokens) != (0, len(request.encoder_prompt)):
             raise AssertionError("an encoder's prompt is cut")
         whole = 1
         for token in slot.tokens[: row.num_tokens]:
-            whole = _mix(whole, token)
+            whole = mix(whole, token)
         for position in range(request.num_encoded if self._reads_context else 0):
             page, offset = self._cell(slot, position)
-            self._cells[page, offset] = _mix(whole, position)
+            self._cells[page, offset] = mix(whole, position)
 
-    def _read_all(self, slot: _Slot) -> int:
+    def _read_all(self, slot: SimulatedSlot) -> int:
         """Return a hash of all cells of the context."""
         num_tokens = len(slot.tokens)
         num_pages = -(-num_tokens // self.config.page_size)
         pages = [slot.page_table[index] for index in range(num_pages)]
         return int(np.bitwise_xor.reduce(self._cells[pages].ravel()[:num_tokens]))
 
-    def _read(self, slot: _Slot, position: int) -> int:
+    def _read(self, slot: SimulatedSlot, position: int) -> int:
         return int(self._cells[self._cell(slot, position)])
 
-    def _cell(self, slot: _Slot, position: int) -> tuple[int, int]:
+    def _cell(self, slot: SimulatedSlot, position: int) -> tuple[int, int]:
         page = slot.page_table.get(position // self.config.page_size, NULL_PAGE)
         if page == NULL_PAGE:
             raise AssertionError(f"position {position} lies outside the page table")
         return page, position % self.config.page_size
 
-    def _has_fault(self, slot: _Slot) -> bool:
+    def _has_fault(self, slot: SimulatedSlot) -> bool:
         if self._fault_length is None:
             return False
         return slot.num_outputs >= self._fault_length(slot.request, slot.sample_index)
 
-    def _append(self, slot: _Slot, context: int) -> int:
+    def _append(self, slot: SimulatedSlot, context: int) -> int:
         request = slot.request
         num_outputs = slot.num_outputs + 1
-        stream = 0 if request.params.is_greedy else _mix(request.seed, slot.sample_index)
-        token = 1 + _mix(context, stream) % (self._vocab_size - 1)
+        stream = 0 if request.params.is_greedy else mix(request.seed, slot.sample_index)
+        token = 1 + mix(context, stream) % (self._vocab_size - 1)
         if self._answer_length is not None:
             if num_outputs >= self._answer_length(request, slot.sample_index):
                 token = END_TOKEN
         slot.tokens.append(token)
         slot.is_inert = token in request.stop_token_ids or len(slot.tokens) >= slot.max_length
         return token
-
-
-def _mix(a: int, b: int) -> int:
-    value = (a * 6364136223846793005 + b * 1442695040888963407 + 1013904223) & _MASK
-    return (value ^ (value >> 29)) & _MASK

@@ -97,6 +97,14 @@ def decode_window(config: EngineConfig, plan: StepPlan, variant: Variant) -> ran
     return range(start, start + size)
 
 
+def pack_bounds(window: range, rows: Iterable[Row]) -> Int32[np.ndarray, " rows"]:
+    """Return the most tokens that each slot of a window may get: those of its row, or 0."""
+    most = np.zeros(len(window), np.int32)
+    for row in rows:
+        most[row.slot - window.start] = row.max_new_tokens
+    return most
+
+
 def pack_window(window: range, rows: Iterable[Row]) -> Bool[np.ndarray, " rows"]:
     """Return a flag for each slot of a window: whether one of the rows is of this slot."""
     decodes = np.zeros(len(window), np.bool_)

@@ -25,7 +25,7 @@ from jaxserve.steps.batches import MixedBatch, Params
 from jaxserve.steps.executable_identity import these_settings
 from jaxserve.steps.executable_store import ExecutableStore
 from jaxserve.steps.outputs import no_outputs
-from jaxserve.steps.packing import pack_rows
+from jaxserve.steps.packing import pack_bounds, pack_rows
 from jaxserve.steps.placement import Placement, staging_place
 from jaxserve.steps.preparation import prepared_together
 from jaxserve.steps.probing import Probe
@@ -96,7 +96,7 @@ class Programs:
             read(decode.decode_loop),
             shelf,
             donate_argnames=("cache", "slots"),
-            static_argnames="variant",
+            static_argnames=("variant", "num_proposed"),
             out_shardings=(pages, whole, whole),
         )
         self.prompt_logprobs = StepFunction(
@@ -156,10 +156,16 @@ class Programs:
         return None if self._planner is None else self._planner.mixed(batch)
 
     def plan_decode(
-        self, rows: Sequence[Row], window: range, num_iterations: int = 1
+        self,
+        rows: Sequence[Row],
+        window: range,
+        num_iterations: int = 1,
+        num_proposed: int = 0,
     ) -> Plan | None:
         """The plan of attention in a decode loop over the slots of a window, for `decode_loop`."""
-        return None if self._planner is None else self._planner.decode(rows, window, num_iterations)
+        if self._planner is None:
+            return None
+        return self._planner.decode(rows, window, num_iterations, num_proposed)
 
     def compiled_steps(
         self, params: Params, cache: KVCache, variant: Variant = Variant.FULL
@@ -172,7 +178,8 @@ class Programs:
         """
         batch, scalar, decodes = self._arguments()
         cache, slots = self._placed(cache)
-        decode_plan = self.plan_decode((), range(self.config.max_slots))
+        window, num_proposed = range(self.config.max_slots), self.config.num_proposed
+        decode_plan = self.plan_decode((), window, num_proposed=num_proposed)
         steps: list[Any] = prepared_together(
             partial(
                 self.mixed_body.prepare,
@@ -181,9 +188,10 @@ class Programs:
             ),
             partial(
                 self.decode_loop.prepare,
-                *(params, cache, slots, scalar, decodes, scalar, decode_plan),
+                *(params, cache, slots, scalar, pack_bounds(window, ()), scalar, decode_plan),
                 self.probe_params,
                 variant=variant,
+                num_proposed=num_proposed,
             ),
         )
         with self.place.in_force():
@@ -244,7 +252,6 @@ class Programs:
             steps.append(
                 self.stage_head.prepare(
                     *(params, slots, whole(row_hidden), index, jax.tree.map(whole, outputs)),
-                    scalar,
                     variant=Variant.FULL,
                 )
             )
