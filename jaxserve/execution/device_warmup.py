@@ -13,7 +13,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.state_moves import StateMoves
-from jaxserve.steps.packing import no_masks, pack_bounds, pack_rows
+from jaxserve.steps.packing import loop_sizes, no_masks, pack_bounds, pack_rows
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.step_function import abstract
@@ -89,11 +89,12 @@ class DeviceWarmup:
                 f"{name} decode loop, {num_rows} slots",
                 partial(self._decode, variant, num_rows, 0),
             )
-            if num := self._config.num_proposed:
-                name_of_loop = f"{name} speculating loop, {num_rows} slots"
-                yield name_of_loop, partial(self._decode, variant, num_rows, num)
         for num_rows in variant.sizes(self._config.head_buckets)[begin:most]:
             yield f"{name} sampling, {num_rows} rows", partial(self._head, variant, num_rows)
+        if num := self._config.num_proposed:
+            for num_rows in loop_sizes(self._config, variant, num)[begin:most]:
+                loop = partial(self._decode, variant, num_rows, num)
+                yield f"{name} speculating loop, {num_rows} slots", loop
 
     def _body(self, num_tokens: int) -> _Step:
         return f"mixed step, {num_tokens} tokens", partial(self._mixed, num_tokens, None)

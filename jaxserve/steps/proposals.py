@@ -32,7 +32,7 @@ def look_up(
         # What is rolled in from the end stands before the first token, and matches nothing.
         before = jnp.roll(tokens, back, axis=1)
         goes_on &= (before == newest) & (place >= back) & (last >= back)
-        matched += goes_on
+        matched += goes_on.astype(jnp.int32)
     rank = jnp.where(matched >= _SHORTEST, matched * tokens.shape[1] + place, -1)
     best = jnp.argmax(rank, axis=1)
     start = best[:, None] + 1
