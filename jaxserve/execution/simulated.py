@@ -7,8 +7,7 @@ therefore test whether scheduling and memory are correct.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import numpy as np
@@ -17,7 +16,8 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.execution.protocol import GroupRole
-from jaxserve.execution.simulated_slot import SimulatedSlot, mix
+from jaxserve.execution.simulated_handle import SimulatedHandle
+from jaxserve.execution.simulated_model import END_TOKEN, Accepted, AnswerLength, Reading, mix
 from jaxserve.execution.step_cost import FlatCost, StepCost, StepWork
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
@@ -26,28 +26,21 @@ from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import ProposalCount, Row, StepPlan, StepResult, nothing_computed
 from predictor import Refinement
 
-END_TOKEN = 0
-
-# (request, sample index) -> number of output tokens after which the model ends the answer
-AnswerLength = Callable[[Request, int], int]
-# (request, sample index, number of the sequence's tokens) -> number of tokens that its next row
-# delivers, of those that it may deliver
-Accepted = Callable[[Request, int, int], int]
-# (request, sample index, number of output tokens) -> logits of what remains, float [buckets]
-Reading = Callable[[Request, int, int], np.ndarray]
-
 
 @final
-class _SimulatedHandle:
-    def __init__(self, result: StepResult, ready_s: float, clock: VirtualClock):
-        self._result, self._ready_s, self._clock = result, ready_s, clock
+@dataclass
+class _Slot:
+    tokens: list[int]
+    request: Request
+    sample_index: int
+    max_length: int
+    is_inert: bool = False
+    page_table: dict[int, int] = field(default_factory=dict)
+    num_in_state: int = 0  # tokens, of a model with states in slots
 
-    def is_ready(self) -> bool:
-        return self._clock.now() >= self._ready_s
-
-    def collect(self) -> StepResult:
-        self._clock.advance_to(self._ready_s)
-        return self._result
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
 
 
 @final
@@ -104,7 +97,7 @@ class SimulatedExecutor:
         self._reads_context = reads_context
         # For each device group: its slots, and its cells. The value at (page, offset) is a hash of
         # the whole context up to that position.
-        self._slots_of: list[dict[int, SimulatedSlot]] = [{} for _ in range(self.num_device_groups)]
+        self._slots_of: list[dict[int, _Slot]] = [{} for _ in range(self.num_device_groups)]
         self._cells_of = np.zeros(
             (self.num_device_groups, config.num_pages, config.page_size), np.int64
         )
@@ -123,7 +116,7 @@ class SimulatedExecutor:
         """See `Executor`."""
         return False
 
-    def submit(self, plan: StepPlan) -> _SimulatedHandle:
+    def submit(self, plan: StepPlan) -> SimulatedHandle:
         self._clock.advance_to(self._clock.now() + self._cost.host_s(plan))
         if plan.handovers:
             return self._hand_over(plan)
@@ -144,18 +137,18 @@ class SimulatedExecutor:
         result = replace(result, remaining=self._read_remaining(plan))
         return self._handle(StepWork(plan, prefilled, tuple(decoded)), result)
 
-    def _hand_over(self, plan: StepPlan) -> _SimulatedHandle:
+    def _hand_over(self, plan: StepPlan) -> SimulatedHandle:
         for handover in plan.handovers:
             pages = list(handover.pages)
             self._cells_of[handover.target, pages] = self._cells_of[handover.source, pages]
         return self._handle(StepWork(plan, 0, ()), nothing_computed())
 
-    def _handle(self, work: StepWork, result: StepResult) -> _SimulatedHandle:
+    def _handle(self, work: StepWork, result: StepResult) -> SimulatedHandle:
         group = work.plan.group
         begin_s = max(self._free_at_s.get(group, 0.0), self._clock.now())
         ready_s = self._free_at_s[group] = begin_s + self._cost.device_s(work)
         self._clock.expect(ready_s)
-        return _SimulatedHandle(result, ready_s, self._clock)
+        return SimulatedHandle(result, ready_s, self._clock)
 
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""
@@ -208,7 +201,7 @@ class SimulatedExecutor:
         for new in plan.admissions:
             if new.slot in self._slots and not self._slots[new.slot].is_inert:
                 raise AssertionError(f"a sequence is admitted into slot {new.slot}, which is live")
-            self._slots[new.slot] = SimulatedSlot(
+            self._slots[new.slot] = _Slot(
                 new.tokens.tolist(),
                 new.request,
                 new.sample_index,
@@ -269,7 +262,7 @@ class SimulatedExecutor:
             return None
         return np.zeros((len(plan.rows), len(ProposalCount)), np.int32)
 
-    def _go_on(self, slot: SimulatedSlot, index: int, most: int, result: StepResult) -> int:
+    def _go_on(self, slot: _Slot, index: int, most: int, result: StepResult) -> int:
         """Deliver tokens that were proposed behind a row's newest one; return how many.
 
         Proposals are right as far as a row delivers tokens, in every loop.
@@ -284,7 +277,7 @@ class SimulatedExecutor:
         result.proposals[index] += (max(num, int(not slot.is_inert)), 0, num, 1)
         return num
 
-    def _start(self, slot: SimulatedSlot, row: Row, plan: StepPlan) -> int | None:
+    def _start(self, slot: _Slot, row: Row, plan: StepPlan) -> int | None:
         """Return the position at which a row begins; None if its slot is inert.
 
         A row that samples ends at the newest token.
@@ -307,7 +300,7 @@ class SimulatedExecutor:
         num = self._accepted(slot.request, slot.sample_index, len(slot.tokens))
         return min(row.max_new_tokens, max(0, num))
 
-    def _sample(self, slot: SimulatedSlot, index: int, result: StepResult) -> None:
+    def _sample(self, slot: _Slot, index: int, result: StepResult) -> None:
         """Append a row's next token to its slot and to the result."""
         if self._has_fault(slot):
             result.finite[index], slot.is_inert = False, True
@@ -342,7 +335,7 @@ class SimulatedExecutor:
         counts = result.num_tokens
         return [int(np.sum((lengths + i)[counts > i])) for i in range(int(counts.max(initial=0)))]
 
-    def _write(self, slot: SimulatedSlot, start: int, count: int) -> None:
+    def _write(self, slot: _Slot, start: int, count: int) -> None:
         """Write the hashes of `count` tokens from position `start` on."""
         if self.config.has_slot_state:
             if start not in (0, slot.num_in_state):
@@ -354,7 +347,7 @@ class SimulatedExecutor:
             page, offset = self._cell(slot, position)
             self._cells[page, offset] = context
 
-    def _encode(self, slot: SimulatedSlot, row: Row) -> None:
+    def _encode(self, slot: _Slot, row: Row) -> None:
         """Write hashes of the whole prompt at each of its positions, padding included."""
         request = slot.request
         if (row.start, row.num_tokens) != (0, len(request.encoder_prompt)):
@@ -366,28 +359,28 @@ class SimulatedExecutor:
             page, offset = self._cell(slot, position)
             self._cells[page, offset] = mix(whole, position)
 
-    def _read_all(self, slot: SimulatedSlot) -> int:
+    def _read_all(self, slot: _Slot) -> int:
         """Return a hash of all cells of the context."""
         num_tokens = len(slot.tokens)
         num_pages = -(-num_tokens // self.config.page_size)
         pages = [slot.page_table[index] for index in range(num_pages)]
         return int(np.bitwise_xor.reduce(self._cells[pages].ravel()[:num_tokens]))
 
-    def _read(self, slot: SimulatedSlot, position: int) -> int:
+    def _read(self, slot: _Slot, position: int) -> int:
         return int(self._cells[self._cell(slot, position)])
 
-    def _cell(self, slot: SimulatedSlot, position: int) -> tuple[int, int]:
+    def _cell(self, slot: _Slot, position: int) -> tuple[int, int]:
         page = slot.page_table.get(position // self.config.page_size, NULL_PAGE)
         if page == NULL_PAGE:
             raise AssertionError(f"position {position} lies outside the page table")
         return page, position % self.config.page_size
 
-    def _has_fault(self, slot: SimulatedSlot) -> bool:
+    def _has_fault(self, slot: _Slot) -> bool:
         if self._fault_length is None:
             return False
         return slot.num_outputs >= self._fault_length(slot.request, slot.sample_index)
 
-    def _append(self, slot: SimulatedSlot, context: int) -> int:
+    def _append(self, slot: _Slot, context: int) -> int:
         request = slot.request
         num_outputs = slot.num_outputs + 1
         stream = 0 if request.params.is_greedy else mix(request.seed, slot.sample_index)

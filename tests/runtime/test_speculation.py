@@ -82,7 +82,7 @@ def test_a_stop_string_and_an_end_token_end_an_answer_in_the_middle_of_what_was_
         for length in range(1, 12):
             limited = SamplingParams(max_tokens=length, logit_bias={5: 100.0})
             assert runtime.generate(prompt, limited).token_ids == first[:length]
-        ends = SamplingParams(max_tokens=50, logit_bias={5: 100.0}, stop_token_ids=[5])
+        ends = SamplingParams(max_tokens=50, logit_bias={5: 100.0}, stop_token_ids=(5,))
         assert runtime.generate(prompt, ends).finish_reason == "stop"
 
 
