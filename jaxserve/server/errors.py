@@ -43,6 +43,7 @@ STATUSES: Mapping[type[JaxserveError], Kind] = {
     errors.InvalidSamplingParamsError: Kind(400, _INVALID, "invalid_sampling_params"),
     errors.InvalidGrammarError: Kind(400, _INVALID, "invalid_grammar"),
     errors.GrammarTooComplexError: Kind(400, _INVALID, "grammar_too_complex"),
+    errors.AnswerTooShortError: Kind(400, _INVALID, "answer_too_short"),
     errors.GrammarsBusyError: Kind(429, "rate_limit_error", "grammars_busy", True),
     errors.InvalidConfigError: Kind(400, _INVALID),
     errors.UnknownConversationError: Kind(404, _INVALID, "conversation_not_found"),
