@@ -159,6 +159,8 @@ def test_text_prompts_become_chats(model):
     assert chat["prompt_tokens"] == len("system: be\nuser: hi\nassistant: ")
     raw = json.loads(run(*arguments, "--raw").stdout)
     assert (raw["prompt_tokens"], raw["prompt"]) == (2, "hi")
+    empty = run("generate", "", "--model", model, *SMALL)
+    assert empty.exit_code == 1 and "EmptyPromptError" in empty.stderr
 
 
 def test_chat_converses(model):
