@@ -108,6 +108,7 @@ class _Actor:
             pid=os.getpid(),
             host=platform.node(),
             max_context=runtime.config.max_context,
+            max_length=runtime.max_length,
             max_prompt_tokens=runtime.config.max_prompt_tokens,
             vocab_size=runtime.model_config.vocab_size,
             num_host_pages=runtime.config.num_host_pages,

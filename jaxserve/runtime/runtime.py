@@ -283,6 +283,11 @@ class Runtime(Planned):
         """Size of the vocabulary; token ids are below it."""
         return self.model_config.vocab_size
 
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of a prompt and its answer together."""
+        return self._replicas.max_length
+
     def stats(self) -> RuntimeStats:
         """Return a snapshot of the counters."""
         return RuntimeStats.of(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -84,12 +84,17 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
 
     async def _exit_when_idle(self) -> None:
+        limit_s, begun_s = self.backend.options.drain_timeout_s, time.monotonic()
         try:
-            async with asyncio.timeout(self.backend.options.drain_timeout_s):
+            async with asyncio.timeout(limit_s):
                 await self.backend.until_idle()
         except TimeoutError:
             _log.warning("the time to drain is over; open requests are cancelled")
             self._abort()
+        if limit_s is not None:
+            # Clients that have not read their answers yet have the rest of the time.
+            left_s: Any = max(0.0, begun_s + limit_s - time.monotonic())
+            self.config.timeout_graceful_shutdown = left_s
         self.should_exit = True
 
 
@@ -121,9 +126,6 @@ def _server(options: ServerOptions) -> _Server:
         server_header=False,
         # uvicorn refuses at this number of connections, with the present one counted.
         limit_concurrency=options.max_connections + 1,
-        timeout_graceful_shutdown=None
-        if options.drain_timeout_s is None
-        else math.ceil(options.drain_timeout_s),
         timeout_keep_alive=int(max(1, options.keep_alive_s)),
         h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
     )
@@ -198,9 +200,7 @@ def _publish(server: _Server, service: Service, outlook: OutlookOf | None) -> No
     """Let the server answer with a service, from the event loop's next iteration on."""
     # A fleet reads its tokenizer at the first access, which may take seconds.
     _ = service.tokenizer
-    # For an encoder-decoder model, whose prompts have a limit of their own, its context is longer.
-    most = service.conversations.client.max_prompt_tokens + 1
-    server.post(server.backend.serve, service, most, outlook)
+    server.post(server.backend.serve, service, service.max_length, outlook)
 
 
 @final

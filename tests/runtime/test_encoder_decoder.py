@@ -242,6 +242,7 @@ def test_bad_requests_are_refused_alone(t5):
     scored = SamplingParams(max_tokens=2, prompt_logprobs=1)
     with Runtime.from_pretrained(folder, **OPTIONS) as rt:
         assert rt.config.max_prompt_tokens == 64
+        assert rt.max_length == rt.config.max_context > 65
         answers = rt.generate([[], [5] * 65, PROMPTS[0]], PARAMS)
         assert isinstance(answers[0].error, EmptyPromptError)
         assert isinstance(answers[1].error, PromptTooLongError)
