@@ -272,6 +272,7 @@ def _joined(first: Piece, second: Piece) -> Piece:
         text=first.text + second.text,
         token_ids=first.token_ids + second.token_ids,
         logprobs=None if second.logprobs is None else (first.logprobs or ()) + second.logprobs,
+        estimate=second.estimate or first.estimate,
     )
 
 

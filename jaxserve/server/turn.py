@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
 from typing import Any, final
 
 from anyio import to_thread
@@ -146,24 +145,3 @@ class TurnExchange:
         self._backend.end(open_)
         if not self._has_ended:
             self._backend.metrics.aborted()
-
-
-async def begun(groups: AsyncGenerator[Group]) -> AsyncGenerator[Group]:
-    """Return the groups after the first has come, so that an error before it has its own status.
-
-    Raises:
-      JaxserveError: the turn failed before its first piece.
-    """
-    try:
-        first = await anext(groups)
-    except BaseException:
-        await groups.aclose()
-        raise
-    return _after(first, groups)
-
-
-async def _after(first: Group, others: AsyncGenerator[Group]) -> AsyncGenerator[Group]:
-    async with aclosing(others):
-        yield first
-        async for group in others:
-            yield group

@@ -22,6 +22,8 @@ from jaxserve.server.errors import invalid
 from jaxserve.server.events import EventStream, Replies, json_response
 from jaxserve.server.exchange import Exchange, Group, Job, unless_gone
 from jaxserve.server.guard import note, notes_here
+from jaxserve.server.lengths import LengthComments
+from jaxserve.server.relay import Relay
 from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
 from jaxserve.server.schema.base import FinishReason, Usage
 from jaxserve.server.schema.chat import (
@@ -36,7 +38,7 @@ from jaxserve.server.schema.chat import (
     as_template_message,
 )
 from jaxserve.server.tools import Tools
-from jaxserve.server.turn import TurnExchange, begun
+from jaxserve.server.turn import TurnExchange
 
 router = APIRouter()
 
@@ -62,7 +64,8 @@ async def chat(body: ChatRequest, http: Request, backend: Here) -> Response:
     if body.stream:
         await unless_gone(http, exchange.until_begun())
         prompt = exchange.jobs[0].prompt
-        return EventStream(answer.chunks(exchange.pieces(), lambda: len(prompt), prompt))
+        replies = answer.chunks(exchange.pieces(), lambda: len(prompt), prompt)
+        return EventStream(replies, exchange.close)
     return json_response(answer.reply((await unless_gone(http, exchange.completions()))[0]))
 
 
@@ -77,8 +80,10 @@ async def _turn(
     exchange = TurnExchange(backend, id, said, answer.params)
     if not body.stream:
         return json_response(answer.reply(await unless_gone(http, exchange.completion())))
-    groups = await unless_gone(http, begun(exchange.pieces()))
-    return EventStream(answer.chunks(groups, lambda: exchange.num_prompt_tokens))
+    relay = Relay(exchange.pieces())
+    await unless_gone(http, relay.until_begun())
+    replies = answer.chunks(relay.groups(), lambda: exchange.num_prompt_tokens)
+    return EventStream(replies, relay.close)
 
 
 @final
@@ -117,6 +122,7 @@ class _Chat:
             else scores.of_prompt(completion.prompt_logprobs, self.tokenizer),
             prompt_token_ids=list(prompt) if self.body.return_token_ids else None,
             conversation_id=self.body.conversation_id,
+            predicted_tokens=completion.predicted_tokens,
         )
 
     def _whole(self, index: int, sample: Sample) -> ChatChoice:
@@ -144,17 +150,22 @@ class _Chat:
     ) -> Replies:
         """Yield the chunks of a streamed answer."""
         options = self.body.stream_options
-        num_tokens = 0
+        num_tokens, lengths = 0, LengthComments(self.params.max_tokens)
+        has_begun = False
         async with aclosing(groups):
-            for i in range(self.params.n):
-                first = Delta(role="assistant", content="")
-                yield self._chunk(
-                    [ChunkChoice(index=i, delta=first)],
-                    prompt_token_ids=prompt if self.body.return_token_ids else None,
-                )
             async for group in groups:
                 if not group:
                     yield "waiting"
+                    continue
+                for comment in lengths.of((piece.sample_index, piece) for _, piece in group):
+                    yield comment
+                for i in () if has_begun else range(self.params.n):
+                    first = Delta(role="assistant", content="")
+                    yield self._chunk(
+                        [ChunkChoice(index=i, delta=first)],
+                        prompt_token_ids=prompt if self.body.return_token_ids else None,
+                    )
+                has_begun = True
                 for _, piece in group:
                     num_tokens += len(piece.token_ids)
                     yield self._chunk([self._choice(piece)])

@@ -22,7 +22,9 @@ from jaxserve.server.errors import invalid
 from jaxserve.server.events import EventStream, Replies, json_response
 from jaxserve.server.exchange import Exchange, Group, Job, unless_gone
 from jaxserve.server.guard import note, notes_here
+from jaxserve.server.lengths import LengthComments
 from jaxserve.server.params import of_format
+from jaxserve.server.relay import Relay
 from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
 from jaxserve.server.schema.base import Reply, ScoredChoice
 from jaxserve.server.schema.responses import (
@@ -35,7 +37,7 @@ from jaxserve.server.schema.responses import (
     ResponseRequest,
     ResponseUsage,
 )
-from jaxserve.server.turn import TurnExchange, begun
+from jaxserve.server.turn import TurnExchange
 
 router = APIRouter()
 
@@ -56,15 +58,17 @@ async def respond(body: ResponseRequest, http: Request, backend: Here) -> Respon
         turn = TurnExchange(backend, answer.conversation_id, answer.messages, answer.params)
         if not body.stream:
             return json_response(answer.reply(await unless_gone(http, turn.completion())))
-        groups = await unless_gone(http, begun(turn.pieces()))
-        return _stream(answer.events(groups, lambda: turn.num_prompt_tokens))
+        relay = Relay(turn.pieces())
+        await unless_gone(http, relay.until_begun())
+        replies = answer.events(relay.groups(), lambda: turn.num_prompt_tokens)
+        return _stream(replies, relay.close)
     exchange = Exchange(backend)
     await unless_gone(http, exchange.start(answer.jobs))
     if not body.stream:
         return json_response(answer.reply((await unless_gone(http, exchange.completions()))[0]))
     await unless_gone(http, exchange.until_begun())
     num_prompt = len(exchange.jobs[0].prompt)
-    return _stream(answer.events(exchange.pieces(), lambda: num_prompt))
+    return _stream(answer.events(exchange.pieces(), lambda: num_prompt), exchange.close)
 
 
 def _params(body: ResponseRequest) -> SamplingParams:
@@ -80,12 +84,12 @@ def _params(body: ResponseRequest) -> SamplingParams:
     )
 
 
-def _stream(replies: Replies) -> EventStream:
+def _stream(replies: Replies, close: Callable[[], None]) -> EventStream:
     def to_event(reply: Reply) -> bytes:
         event = cast(ResponseEvent, reply)
         return format_sse_event(event=event.type, data_str=event.model_dump_json())
 
-    return EventStream(replies, to_event, last=b"", error_event="error")
+    return EventStream(replies, close, to_event, last=b"", error_event="error")
 
 
 def _text(message: InputMessage) -> str:
@@ -130,13 +134,14 @@ class _Answer:
 
     def reply(self, completion: Completion) -> ResponseReply:
         """Return the whole answer."""
-        return self._ended(
+        reply = self._ended(
             completion.text,
             self._scored(completion.logprobs),
             completion.finish_reason,
             len(completion.prompt_token_ids),
             len(completion.token_ids),
         )
+        return reply.model_copy(update={"predicted_tokens": completion.predicted_tokens})
 
     async def events(
         self, groups: AsyncGenerator[Group], num_prompt_tokens: Callable[[], int]
@@ -145,6 +150,7 @@ class _Answer:
         empty = OutputText(text="")
         at: Any = {"output_index": 0, "content_index": 0, "item_id": self.item_id}
         text, found, reason, num_tokens = "", [], None, 0
+        lengths = LengthComments(self.params.max_tokens)
         async with aclosing(groups):
             for kind in ("response.created", "response.in_progress"):
                 yield self._event(kind, response=self._reply("in_progress"))
@@ -154,6 +160,8 @@ class _Answer:
             async for group in groups:
                 if not group:
                     yield "waiting"
+                for comment in lengths.of((0, piece) for _, piece in group):
+                    yield comment
                 for _, piece in group:
                     scored = self._scored(piece.logprobs)
                     text, reason = text + piece.text, piece.finish_reason or reason

@@ -20,6 +20,7 @@ from jaxserve.server.schema.base import (
     Strict,
     Usage,
     optional,
+    predicted,
 )
 from jaxserve.server.schema.structured import ResponseFormat, Tool, ToolChoice
 
@@ -172,6 +173,7 @@ class ChatReply(Reply):
     prompt_logprobs: PromptLogprobs | None = optional()
     prompt_token_ids: list[int] | None = optional()
     conversation_id: str | None = optional()
+    predicted_tokens: int | None = predicted()
 
 
 class Delta(Reply):

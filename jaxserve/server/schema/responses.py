@@ -14,6 +14,7 @@ from jaxserve.server.schema.base import (
     ScoredChoice,
     Strict,
     optional,
+    predicted,
 )
 from jaxserve.server.schema.structured import TextFormat
 
@@ -154,6 +155,7 @@ class ResponseReply(Reply):
     user: str | None
     metadata: dict[str, str]
     conversation: dict[str, str] | None = optional()
+    predicted_tokens: int | None = predicted()
 
 
 class ResponseEvent(Reply):
