@@ -280,11 +280,16 @@ def test_metrics_count_grammars(ai: openai.OpenAI):
 
 
 def test_streams_are_events(ai: openai.OpenAI):
-    """The chunk of a call has the index, the id, the type and the function."""
+    """A call's first chunk has its id, type and name; the others more of its arguments."""
     url = str(ai.base_url).removesuffix("/v1/")
     body = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required", "stream": True}
     chunks = events(post(url, "/v1/chat/completions", {**body, "max_tokens": 200}).text)
     calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", ())]
-    assert [call["index"] for call in calls] == list(range(len(calls))) != []
-    assert all(call["type"] == "function" and call["id"] for call in calls)
+    begins = [call for call in calls if "id" in call]
+    assert [call["index"] for call in begins] == list(range(len(begins))) != []
+    assert all(call["type"] == "function" and call["function"]["name"] for call in begins)
+    assert len(calls) > len(begins)
+    for call in begins:
+        added = [c["function"]["arguments"] for c in calls if c["index"] == call["index"]]
+        assert json.loads("".join(added))["place"] in ("Rome", "Oslo")
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"

@@ -27,7 +27,6 @@ from jaxserve.server.relay import Relay
 from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
 from jaxserve.server.schema.base import FinishReason, Usage
 from jaxserve.server.schema.chat import (
-    AnsweredCall,
     AnswerMessage,
     ChatChoice,
     ChatChunk,
@@ -54,7 +53,9 @@ async def chat(body: ChatRequest, http: Request, backend: Here) -> Response:
     backend.check_model(body.model)
     note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
     tokenizer = need_tokenizer(backend.ready_service())
-    tools = Tools(body, tokenizer)
+    if body.tools is not None and body.conversation_id is not None:
+        raise invalid("tools cannot be used with conversation_id; send all messages", "tools")
+    tools = Tools(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer)
     params = params_of.of_chat(body, tools)
     answer = _Chat(body, params, tools, backend.options.model_name, tokenizer)
     if body.conversation_id is not None:
@@ -100,7 +101,9 @@ class _Chat:
     def __post_init__(self) -> None:
         self.id = new_id("chatcmpl")
         self.created = now_s()
-        self.answered = [self.tools.reader() for _ in range(self.params.n)]
+        self.answered = [
+            self.tools.reader(is_streamed=bool(self.body.stream)) for _ in range(self.params.n)
+        ]
 
     def jobs(self, _: Service) -> list[Job]:
         """Return the one prompt."""
@@ -130,7 +133,7 @@ class _Chat:
         content, calls = answered.push(sample.text, is_last=True)
         message = AnswerMessage(
             content=content if content or not calls else None,
-            tool_calls=[AnsweredCall(id=call.id, function=call.function) for call in calls] or None,
+            tool_calls=[call.whole() for call in calls] or None,
         )
         return ChatChoice(
             index=index,

@@ -136,10 +136,26 @@ class AnsweredCall(Reply):
     function: AnsweredFunction
 
 
-class AddedCall(AnsweredCall):
-    """A call in a chunk, with its place among the calls."""
+class AddedFunction(Reply):
+    """What a chunk adds to a call: its name at its beginning, and arguments."""
+
+    name: str | None = optional()
+    arguments: str
+
+
+class AddedCall(Reply):
+    """What a chunk adds to the call at this place among the calls."""
 
     index: int
+    id: str | None = optional()
+    type: Literal["function"] | None = optional()
+    function: AddedFunction
+
+    def whole(self) -> AnsweredCall:
+        """Return the call, if this is all of it."""
+        assert self.id is not None and self.function.name is not None, "the rest of a call"
+        named = AnsweredFunction(name=self.function.name, arguments=self.function.arguments)
+        return AnsweredCall(id=self.id, function=named)
 
 
 class AnswerMessage(Reply):
