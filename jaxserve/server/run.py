@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import uvicorn
 
@@ -20,6 +20,9 @@ from jaxserve.server.app import make_app
 from jaxserve.server.backend import Backend, OutlookOf
 from jaxserve.server.options import ServerOptions
 from jaxserve.server.protocol import TimedProtocol
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 _log = logging.getLogger(__name__)
 
@@ -114,10 +117,10 @@ def listen(options: ServerOptions) -> socket.socket:
         ) from error
 
 
-def _server(options: ServerOptions) -> _Server:
+def _server(options: ServerOptions, traces: TracerProvider | None) -> _Server:
     backend = Backend(options)
     config = uvicorn.Config(
-        make_app(backend),
+        make_app(backend, traces),
         http=TimedProtocol.with_timeout(options.header_timeout_s),
         ws="none",
         lifespan="off",
@@ -138,6 +141,7 @@ def serve(
     *,
     listener: socket.socket | None = None,
     on_ready: Callable[[], None] = lambda: None,
+    traces: TracerProvider | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Call it on the main thread.
 
@@ -149,12 +153,13 @@ def serve(
         one (see `Backend.serve`); called on another thread.
       listener: socket to listen on, from `listen`.
       on_ready: called when the service is ready.
+      traces: gets a span of each request that generates; None for no traces.
 
     Raises:
       InvalidConfigError: the address cannot be used.
       JaxserveError: the service cannot be created; raised by `open_service`.
     """
-    server = _server(options)
+    server = _server(options, traces)
     listener = listener or listen(options)
     loading = _Loading(server, open_service, on_ready)
     try:
@@ -167,7 +172,11 @@ def serve(
 
 @contextmanager
 def running(
-    service: Service, options: ServerOptions, *, outlook: OutlookOf | None = None
+    service: Service,
+    options: ServerOptions,
+    *,
+    outlook: OutlookOf | None = None,
+    traces: TracerProvider | None = None,
 ) -> Iterator[str]:
     """Serve a service on a thread within the block, and yield the address ("http://...").
 
@@ -176,11 +185,12 @@ def running(
 
     Args:
       outlook: see `Backend.serve`.
+      traces: see `serve`.
 
     Raises:
       InvalidConfigError: the address cannot be used.
     """
-    server = _server(options)
+    server = _server(options, traces)
     listener = listen(options)
     thread = threading.Thread(
         target=server.run, args=([listener],), name="jaxserve-server", daemon=True

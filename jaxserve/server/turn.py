@@ -16,6 +16,7 @@ from jaxserve.engine.answers import Piece
 from jaxserve.server.backend import Backend, OpenRequest
 from jaxserve.server.exchange import Group
 from jaxserve.server.guard import note, notes_here
+from jaxserve.server.tracing import trace_here
 
 
 @final
@@ -38,6 +39,8 @@ class TurnExchange:
         self._said = list(said)
         self._params = params
         self._notes = notes_here()
+        self._trace = trace_here()
+        self._trace.asked(params, conversation_id)
         self._conversation: Conversation | None = None
         self._has_ended = False
 
@@ -133,6 +136,7 @@ class TurnExchange:
     def _ended(self, open_: OpenRequest, completion: Completion) -> None:
         self._backend.has_token(open_)
         self._backend.metrics.ended(completion, self._params)
+        self._trace.ended(completion)
         note(
             self._notes,
             conversation_id=self._id,

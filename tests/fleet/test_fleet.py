@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
+import httpx2
 import pytest
 from typer.testing import CliRunner
 
@@ -36,6 +37,7 @@ from jaxserve.engine.answers import Piece
 from jaxserve.fleet.checks import check_resources
 from jaxserve.fleet.replica import ReplicaState
 from jaxserve.runtime import Service
+from jaxserve.server import ServerOptions, running
 from jaxserve.testing.tiny import VOCAB_SIZE, random_prompts
 from tests.common.processes import HEED_INTERRUPTS
 
@@ -214,6 +216,32 @@ def test_a_stream_goes_on_when_its_replica_is_killed(fleet, wanted):
     _until(lambda: not any(state.num_unfinished for state in fleet.replicas))
     with pytest.raises(EmptyPromptError):
         list(fleet.stream([]))
+
+
+def test_requests_over_http_survive_a_killed_replica(fleet, wanted):
+    """Every accepted request, streamed or not, has its whole answer; the server stays healthy."""
+    options = ServerOptions(model_name="tiny", port=0, log_requests=False)
+
+    def ask(url: str, number: int) -> list[int]:
+        params = {"max_tokens": 1800, "temperature": LONG[number].temperature, "seed": number}
+        body: dict[str, Any] = {"token_ids": list(PROMPTS[number]), "sampling_params": params}
+        body["stream"] = bool(number % 2)
+        answer = httpx2.post(url + "/inference/v1/generate", json=body, timeout=WAIT_S)
+        assert answer.status_code == 200, answer.text
+        if not body["stream"]:
+            return answer.json()["choices"][0]["token_ids"]
+        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+        return [token for choice in choices for token in choice["token_ids"]]
+
+    with running(fleet, options) as url, ThreadPoolExecutor(len(PROMPTS)) as threads:
+        asked = [threads.submit(ask, url, number) for number in range(len(PROMPTS))]
+        _until(lambda: all(state.num_unfinished for state in fleet.replicas))
+        time.sleep(0.1)
+        _kill(fleet.replicas[0])
+        assert [tuple(one.result(WAIT_S)) for one in asked] == wanted.long
+        assert httpx2.get(url + "/health").status_code == 200
+    _until(lambda: all(state.started is not None for state in fleet.replicas))
 
 
 def _kill(state: ReplicaState) -> None:

@@ -30,10 +30,10 @@ def runtime(*, step_s: float = 0.0, **options: Any) -> Iterator[Runtime]:
 
 
 @contextmanager
-def server(rt: Runtime, **options: Any) -> Iterator[str]:
+def server(rt: Runtime, *, traces: Any = None, **options: Any) -> Iterator[str]:
     """Serve a runtime, and yield the address."""
     given = {"model_name": NAME, "port": 0, "log_requests": False, **options}
-    with running(rt, ServerOptions(**given)) as url:
+    with running(rt, ServerOptions(**given), traces=traces) as url:
         yield url
 
 
