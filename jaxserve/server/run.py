@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Opened = tuple[Service, OutlookOf | None]
+
+if sys.platform == "linux":
+    # Seconds of silence before a probe, seconds between probes, probes, milliseconds for data.
+    _KEEP_ALIVE = (
+        (socket.TCP_KEEPIDLE, 30),
+        (socket.TCP_KEEPINTVL, 10),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 60_000),
+    )
 
 # Bytes of the head of a request.
 _MAX_HEAD_BYTES = 64 << 10
@@ -109,12 +119,19 @@ def listen(options: ServerOptions) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
-        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+        listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
     except OSError as error:
         raise InvalidConfigError(
             f"{options.host}:{options.port} cannot be used: {error.strerror or error}; pass "
             "another --host or --port"
         ) from error
+    # Connections inherit these. A client whose machine or network is gone is noticed within about
+    # a minute; without them, only after hours, and its requests would run to their ends.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for name, value in _KEEP_ALIVE:
+            listener.setsockopt(socket.IPPROTO_TCP, name, value)
+    return listener
 
 
 def _server(options: ServerOptions, traces: TracerProvider | None) -> _Server:

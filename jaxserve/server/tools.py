@@ -65,6 +65,15 @@ class Tools:
             return self._tokenizer.apply_chat_template(said)
         return self._tokenizer.apply_chat_template(messages, tools=self._tools)
 
+    def as_said(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return new messages of a conversation as it keeps them.
+
+        Where the chat template has no tools, calls and results become text.
+        """
+        return (
+            list(messages) if self._form.in_template else tool_calls.with_instruction(messages, [])
+        )
+
     def reader(self, *, is_streamed: bool) -> Answered:
         """Return the reader of one sample, which comes in pieces or as a whole."""
         names = [tool["function"]["name"] for tool in self._tools] if is_streamed else ()

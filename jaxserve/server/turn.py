@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, final
 
 from anyio import to_thread
@@ -16,6 +16,7 @@ from jaxserve.engine.answers import Piece
 from jaxserve.server.backend import Backend, OpenRequest
 from jaxserve.server.exchange import Group
 from jaxserve.server.guard import note, notes_here
+from jaxserve.server.tools import Tools
 from jaxserve.server.tracing import trace_here
 
 
@@ -25,18 +26,21 @@ class TurnExchange:
 
     Args:
       said: the new messages; the service has the others.
+      tools: those of the request.
     """
 
     def __init__(
         self,
         backend: Backend,
         conversation_id: str,
-        said: Sequence[Mapping[str, Any]],
+        said: Sequence[dict[str, Any]],
         params: SamplingParams,
+        tools: Tools,
     ):
         self._backend = backend
         self._id = conversation_id
-        self._said = list(said)
+        self._said = tools.as_said(said)
+        self._render = tools.prompt if tools.is_given else None
         self._params = params
         self._notes = notes_here()
         self._trace = trace_here()
@@ -64,6 +68,7 @@ class TurnExchange:
                 self._params,
                 timeout_s=self._backend.options.request_timeout_s,
                 max_prompt_tokens=self._backend.options.max_prompt_tokens,
+                render=self._render,
             )
             self._ended(open_, completion)
         finally:
@@ -84,6 +89,7 @@ class TurnExchange:
                 self._params,
                 timeout_s=self._backend.options.request_timeout_s,
                 max_prompt_tokens=self._backend.options.max_prompt_tokens,
+                render=self._render,
             )
             try:
                 async for piece in pieces:

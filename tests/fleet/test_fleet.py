@@ -234,12 +234,12 @@ def test_requests_over_http_survive_a_killed_replica(fleet, wanted):
         choices = [choice for line in lines for choice in json.loads(line)["choices"]]
         return [token for choice in choices for token in choice["token_ids"]]
 
-    with running(fleet, options) as url, ThreadPoolExecutor(len(PROMPTS)) as threads:
-        asked = [threads.submit(ask, url, number) for number in range(len(PROMPTS))]
+    with running(fleet, options) as url, ThreadPoolExecutor(6) as threads:
+        asked = [threads.submit(ask, url, number) for number in range(6)]
         _until(lambda: all(state.num_unfinished for state in fleet.replicas))
         time.sleep(0.1)
         _kill(fleet.replicas[0])
-        assert [tuple(one.result(WAIT_S)) for one in asked] == wanted.long
+        assert [tuple(one.result(WAIT_S)) for one in asked] == wanted.long[:6]
         assert httpx2.get(url + "/health").status_code == 200
     _until(lambda: all(state.started is not None for state in fleet.replicas))
 

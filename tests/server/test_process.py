@@ -84,10 +84,11 @@ def test_turns_outlive_a_kill(tmp_path: Path):
         assert len(shown) == 4
         body = {**asked, "messages": said, "max_tokens": 60, "stream": True}
         with httpx2.stream("POST", url + "/v1/chat/completions", json=body) as cut:
-            next(cut.iter_lines())
+            lines = cut.iter_lines()
+            next(lines)
             process.kill()
             with pytest.raises(httpx2.TransportError):
-                cut.read()
+                list(lines)
         assert process.wait(30) == -9
     finally:
         process.kill()

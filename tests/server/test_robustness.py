@@ -14,7 +14,8 @@ import httpx2
 import pytest
 
 from jaxserve import Runtime
-from tests.server.serving import connect, post, request_of, runtime, server
+from jaxserve.server import ServerOptions, listen
+from tests.server.serving import NAME, connect, post, request_of, runtime, server
 
 BODY: dict[str, Any] = {"prompt": "a", "max_tokens": 100, "stream": True}
 # Bytes of a request after which its client is gone, and what it has received by then.
@@ -66,6 +67,18 @@ def test_clients_may_leave_at_any_stage(slow: Runtime, url: str, stage: str, is_
     _until(lambda: not slow.outlook() and not _num_open(url))
     slow.check_integrity()
     assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).is_success
+
+
+def test_dead_connections_are_noticed():
+    """Connections are probed, so that a client without a network is known to be gone."""
+    listener = listen(ServerOptions(model_name=NAME, port=0))
+    address = listener.getsockname()
+    with listener, socket.create_connection(address), listener.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle_s = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        every_s = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+        count = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+    assert idle_s + every_s * count <= 60
 
 
 @pytest.mark.parametrize("is_announced", [False, True])

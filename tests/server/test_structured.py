@@ -170,7 +170,6 @@ def test_fields_of_vllm(ai: openai.OpenAI, fields: dict[str, Any], pattern: str)
         ({"tool_choice": "required"}, "needs tools"),
         ({"parallel_tool_calls": True}, "needs tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
-        ({"tools": TOOLS, "conversation_id": "a"}, "conversation_id"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "names 'x'",
@@ -202,6 +201,35 @@ def test_required_tools_are_called(tooled: openai.OpenAI):
         streamed = final.message.tool_calls[0].function
         assert (streamed.name, streamed.arguments) == (call.function.name, call.function.arguments)
         assert len(call.id) > 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_conversations_have_tools(tooled: openai.OpenAI, stream: bool):
+    """A turn may call; the next ones send the result only, with the tools or without."""
+    url = str(tooled.base_url).removesuffix("/v1/")
+    id = f"tools {stream}"
+    common = {"conversation_id": id, "stream": stream, "temperature": 0}
+
+    def say(*messages: dict[str, Any], **others: Any) -> str:
+        body = {**common, "messages": messages, "max_tokens": 200, **others}
+        answer = post(url, "/v1/chat/completions", body)
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
+    required: Any = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    told = say({"role": "user", "content": "hi"}, **required)
+    (call_id,) = re.findall(r'"id":"(call_\w+)"', told)
+    assert "tool_calls" in told
+    result = {"role": "tool", "tool_call_id": call_id, "content": "sunny"}
+    say(result, tools=TOOLS, max_tokens=3)
+    say({"role": "user", "content": "so"}, max_tokens=3)
+    # Other tools, so that the history is written again, and a turn that has to call one.
+    told = say({"role": "user", "content": "so"}, **{**required, "tools": TOOLS[:1]})
+    assert "weather" in told
+    shown = httpx2.get(f"{url}/conversations/{id}").json()["messages"]
+    assert len(shown) == 8 and "place" in shown[1]["content"]
+    assert "sunny" in shown[2]["content"]
+    assert not any(message["role"] == "system" for message in shown)
 
 
 FLAT: Any = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]

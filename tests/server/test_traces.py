@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +46,16 @@ def served(rt: Runtime) -> Iterator[tuple[str, InMemorySpanExporter]]:
     provider.shutdown()
 
 
+def _span(exporter: InMemorySpanExporter) -> Any:
+    """Wait for the one span, which ends a moment after the client has the answer."""
+    end_s = time.monotonic() + 10
+    while not (spans := exporter.get_finished_spans()):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    (span,) = spans
+    return span
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
 def test_a_request_has_a_span(served: Any, path: str, stream: bool):
@@ -55,7 +66,7 @@ def test_a_request_has_a_span(served: Any, path: str, stream: bool):
         url, path, {**BODIES[path], "stream": stream}, traceparent=f"00-{trace}-{parent}-01"
     )
     assert told.status_code == 200
-    (span,) = exporter.get_finished_spans()
+    span = _span(exporter)
     assert f"{span.context.trace_id:032x}" == trace
     assert f"{span.parent.span_id:016x}" == parent
     operation = "chat" if path in ("/v1/chat/completions", "/v1/responses") else "text_completion"
@@ -84,7 +95,7 @@ def test_turns_have_their_conversation(served: Any, stream: bool):
     url, exporter = served
     body = {**BODIES["/v1/chat/completions"], "conversation_id": "mine", "stream": stream}
     post(url, "/v1/chat/completions", body)
-    (span,) = exporter.get_finished_spans()
+    span = _span(exporter)
     assert span.parent is None
     assert span.attributes["gen_ai.conversation.id"] == "mine"
     assert span.attributes["gen_ai.usage.output_tokens"] == 4
@@ -95,6 +106,6 @@ def test_refused_requests_have_their_status(served: Any):
     url, exporter = served
     assert post(url, "/v1/completions", {"prompt": "a", "top_p": 7}).status_code == 400
     assert post(url, "/tokenize", {"prompt": "a"}).status_code == 200
-    (span,) = exporter.get_finished_spans()
+    span = _span(exporter)
     assert span.attributes["error.type"] == "400"
     assert span.attributes["http.response.status_code"] == 400

@@ -53,8 +53,6 @@ async def chat(body: ChatRequest, http: Request, backend: Here) -> Response:
     backend.check_model(body.model)
     note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
     tokenizer = need_tokenizer(backend.ready_service())
-    if body.tools is not None and body.conversation_id is not None:
-        raise invalid("tools cannot be used with conversation_id; send all messages", "tools")
     tools = Tools(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer)
     params = params_of.of_chat(body, tools)
     answer = _Chat(body, params, tools, backend.options.model_name, tokenizer)
@@ -78,7 +76,7 @@ async def _turn(
         if getattr(body, name) is not None:
             raise invalid(f"{name} cannot be used with conversation_id; leave it out", name)
     said = [as_template_message(message) for message in body.messages]
-    exchange = TurnExchange(backend, id, said, answer.params)
+    exchange = TurnExchange(backend, id, said, answer.params, answer.tools)
     if not body.stream:
         return json_response(answer.reply(await unless_gone(http, exchange.completion())))
     relay = Relay(exchange.pieces())

@@ -69,10 +69,8 @@ async def respond(body: ResponseRequest, http: Request, backend: Here) -> Respon
     choice = choice.as_tool() if isinstance(choice, NamedResponseTool) else choice
     tools = Tools(given, choice, body.parallel_tool_calls, tokenizer)
     answer = _Answer(body, _params(body, tools), tools, backend.options.model_name, tokenizer)
-    if given is not None and answer.conversation_id is not None:
-        raise invalid("tools cannot be used with conversation; send all of the input", "tools")
     if answer.conversation_id is not None:
-        turn = TurnExchange(backend, answer.conversation_id, answer.messages, answer.params)
+        turn = TurnExchange(backend, answer.conversation_id, answer.messages, answer.params, tools)
         if not body.stream:
             return json_response(answer.reply(await unless_gone(http, turn.completion())))
         relay = Relay(turn.pieces())
