@@ -19,104 +19,87 @@ from jaxserve.server.schema.responses import (
 
 @final
 class OutputItems:
-    """The items of one response, one after the other. The last one may still be open.
+    """The items of one response, one after the other.
 
     Args:
       make: returns an event, of a type and with fields.
 
     Attributes:
-      items: as far as they have come.
+      items: those that are complete.
     """
 
     def __init__(self, make: Callable[..., ResponseEvent]):
         self.items: list[OutputItem] = []
         self._make = make
-        self._is_open = False
+        # The item that is open, as it began, and what has come of it.
+        self._open: OutputItem | None = None
+        self._texts: list[str] = []
+        self._scored: list[ScoredChoice] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no item has begun."""
+        return self._open is None and not self.items
 
     def text(self, delta: str, scored: list[ScoredChoice]) -> Iterator[ResponseEvent]:
         """Add text to the message, which begins unless it is open."""
-        if not (self._is_open and isinstance(self.items[-1], OutputMessage)):
+        if self._open is None or self._open.type != "message":
             yield from self.close("completed")
-            message = OutputMessage(id=new_id("msg"), status="in_progress", content=[])
-            yield self._begin(message)
+            yield self._begin(OutputMessage(id=new_id("msg"), status="in_progress", content=[]))
             empty = OutputText(text="")
-            yield self._make("response.content_part.added", part=empty, **self._at_part)
-            message.content.append(OutputText(text=""))
-        part = self._part
-        part.text += delta
-        part.logprobs = part.logprobs + scored
+            yield self._make("response.content_part.added", part=empty, **self._at())
+        self._texts.append(delta)
+        self._scored += scored
         if delta or scored:
             yield self._make(
-                "response.output_text.delta", delta=delta, logprobs=scored, **self._at_part
+                "response.output_text.delta", delta=delta, logprobs=scored, **self._at()
             )
 
     def call(self, added: AddedCall) -> Iterator[ResponseEvent]:
         """Add to the call that is open, or begin one."""
         if added.id is not None:
             yield from self.close("completed")
-            name = added.function.name or ""
             yield self._begin(
                 OutputCall(
                     id=new_id("fc"),
                     call_id=added.id,
-                    name=name,
+                    name=added.function.name or "",
                     arguments="",
                     status="in_progress",
                 )
             )
-        call = self.items[-1]
-        assert isinstance(call, OutputCall), "arguments without a call"
-        if added.function.arguments:
-            call.arguments += added.function.arguments
-            yield self._make(
-                "response.function_call_arguments.delta",
-                delta=added.function.arguments,
-                **self._at,
-            )
+        arguments = added.function.arguments
+        if arguments:
+            self._texts.append(arguments)
+            kind = "response.function_call_arguments.delta"
+            yield self._make(kind, delta=arguments, **self._at())
 
     def close(self, status: Literal["completed", "incomplete"]) -> Iterator[ResponseEvent]:
         """End the item that is open, if there is one."""
-        if not self._is_open:
+        item, text, scored = self._open, "".join(self._texts), self._scored
+        if item is None:
             return
-        item = self.items[-1]
-        if isinstance(item, OutputMessage):
-            part = self._part
-            yield self._make(
-                "response.output_text.done",
-                text=part.text,
-                logprobs=part.logprobs,
-                **self._at_part,
-            )
-            yield self._make("response.content_part.done", part=part, **self._at_part)
+        if item.type == "message":
+            part = OutputText(text=text, logprobs=scored)
+            kind = "response.output_text.done"
+            yield self._make(kind, text=text, logprobs=scored, **self._at())
+            yield self._make("response.content_part.done", part=part, **self._at())
+            ended: OutputItem = item.model_copy(update={"status": status, "content": [part]})
         else:
-            yield self._make(
-                "response.function_call_arguments.done",
-                name=item.name,
-                arguments=item.arguments,
-                **self._at,
-            )
-        item.status, self._is_open = status, False
-        index = len(self.items) - 1
-        yield self._make("response.output_item.done", output_index=index, item=item)
+            kind = "response.function_call_arguments.done"
+            yield self._make(kind, name=item.name, arguments=text, **self._at())
+            ended = item.model_copy(update={"status": status, "arguments": text})
+        index = len(self.items)
+        self.items.append(ended)
+        self._open, self._texts, self._scored = None, [], []
+        yield self._make("response.output_item.done", output_index=index, item=ended)
 
     def _begin(self, item: OutputItem) -> ResponseEvent:
-        self.items.append(item)
-        self._is_open = True
-        index = len(self.items) - 1
-        return self._make(
-            "response.output_item.added", output_index=index, item=item.model_copy(deep=True)
-        )
+        self._open = item
+        index = len(self.items)
+        return self._make("response.output_item.added", output_index=index, item=item)
 
-    @property
-    def _part(self) -> OutputText:
-        message = self.items[-1]
-        assert isinstance(message, OutputMessage)
-        return message.content[0]
-
-    @property
     def _at(self) -> dict[str, Any]:
-        return {"output_index": len(self.items) - 1, "item_id": self.items[-1].id}
-
-    @property
-    def _at_part(self) -> dict[str, Any]:
-        return {**self._at, "content_index": 0}
+        assert self._open is not None, "no item is open"
+        at = {"output_index": len(self.items), "item_id": self._open.id}
+        return {**at, "content_index": 0} if self._open.type == "message" else at

@@ -62,6 +62,9 @@ class _Server(uvicorn.Server):
         if self.force_exit:
             self._abort()
         await super().shutdown(sockets)
+        # Those whose clients have not read their answers; the loop's end would wait for them.
+        self._abort_connections()
+        await asyncio.sleep(0)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Not appended to uvicorn's list: it would raise the signal again after the drain, and the
@@ -93,6 +96,9 @@ class _Server(uvicorn.Server):
 
     def _abort(self) -> None:
         self.force_exit = self.should_exit = True
+        self._abort_connections()
+
+    def _abort_connections(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 

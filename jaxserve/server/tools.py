@@ -130,9 +130,11 @@ class Answered:
                     added.append(self._added(part))
             elif isinstance(part, MoreArguments) and not self._num_dropped:
                 index = self.num_calls - 1
-                if not added or added[-1].index != index:
-                    added.append(AddedCall(index=index, function=AddedFunction(arguments="")))
-                added[-1].function.arguments += part.text
+                if added and added[-1].index == index:
+                    added[-1] = added[-1].extended(part.text)
+                else:
+                    more = AddedFunction(arguments=part.text)
+                    added.append(AddedCall(index=index, function=more))
         return content, added
 
     def finish_reason(self, reason: str) -> str:

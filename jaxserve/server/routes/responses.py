@@ -202,7 +202,7 @@ class _Answer:
         """Add a piece to the output, and yield its events; the last one closes the output."""
         content, calls = self._answered.push(text, is_last=reason is not None)
         scored = scores.of_chat(logprobs, self.tokenizer).content if logprobs else []
-        is_empty = reason is not None and not calls and not self._output.items
+        is_empty = reason is not None and not calls and self._output.is_empty
         if content or is_empty or (scored and not self.tools.is_given):
             yield from self._output.text(content, scored)
         for call in calls:

@@ -151,6 +151,13 @@ class AddedCall(Reply):
     type: Literal["function"] | None = optional()
     function: AddedFunction
 
+    def extended(self, arguments: str) -> AddedCall:
+        """Return the chunk with more of the arguments."""
+        function = AddedFunction(
+            name=self.function.name, arguments=self.function.arguments + arguments
+        )
+        return AddedCall(index=self.index, id=self.id, type=self.type, function=function)
+
     def whole(self) -> AnsweredCall:
         """Return the call, if this is all of it."""
         assert self.id is not None and self.function.name is not None, "the rest of a call"
