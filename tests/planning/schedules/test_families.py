@@ -233,23 +233,23 @@ def test_families_are_checked():
 
 
 def test_families_replace_each_other_while_requests_run():
-    """Answers become longer and a class of bounds appears: nothing is lost."""
+    """RRA begins, answers become longer and a class of bounds appears: nothing is lost."""
     planner = _planner()
     rng = random.Random(4)
-    lengths = [(rng.randint(20, 60), rng.randint(8, 40 if i < 300 else 90)) for i in range(900)]
+    lengths = [(rng.randint(20, 60), rng.randint(8, 40 if i < 300 else 90)) for i in range(600)]
     known = [
         AnswerLength(admitted_s=-math.inf, num_prompt=p, num_output=o) for p, o in lengths[:300]
     ]
     task = lengths_of(lengths[:300])
     bounds = LatencyBounds(latency_s=4.5)
-    plan = planner.plan(task, bounds, num_lengths=300)
+    plan = planner.rra.plan(task, bounds, num_lengths=300)
     pilot = AdaptingPilot(Adaptation(planner, bounds, plan=plan, answers=known))
     items = [
         WorkloadItem(
             prompt_token_ids=(1,) * p,
             num_output_tokens=o,
             max_tokens=o,
-            sampling=SamplingParams(latency_bound=250.0 if 400 < i < 500 else None),
+            sampling=SamplingParams(latency_bound=250.0 if 350 < i < 450 else None),
         )
         for i, (p, o) in enumerate(lengths)
     ]
@@ -258,6 +258,7 @@ def test_families_replace_each_other_while_requests_run():
     assert [len(c.token_ids) for c in run.completions] == [o for _, o in lengths]
     families = [plan.family, *(each.family for _, each in pilot.adopted)]
     assert {"rra", "continuous"} <= set(families), families
+    assert any(each.reserved_slots for _, each in pilot.adopted)
 
 
 def test_the_frontier_has_both_families():
