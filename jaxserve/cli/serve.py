@@ -129,7 +129,7 @@ def serve(
         def open_service() -> Any:
             service: Any = service_options.open(model, conversations=journal)
             # A fleet has no outlook.
-            return service, service.outlook if service_options.replicas == 1 else None
+            return service, None if service_options.is_fleet else service.outlook
 
         if not processes.join():
             open_service()  # it follows the leader, and then exits

@@ -272,6 +272,39 @@ def test_a_few_stalled_steps_refuse_nothing():
     assert sequence.error is None
 
 
+@pytest.mark.parametrize("num_iterations", [1, 4])
+def test_a_slow_spell_is_forgotten_on_a_busy_engine(num_iterations: int):
+    """For 100 steps an iteration takes 50 s, then 1 s again, and the engine is never idle.
+
+    A request is refused in the spell. Six fast steps later it is not refused any more. Three slow
+    steps among fast ones do not count.
+    """
+    clock = VirtualClock()
+    config = replace(CONFIG, max_context=4000, max_decode_iterations=num_iterations)
+    engine = Engine(SimulatedExecutor(config, clock, cost=SECOND), PRESETS["auto"], clock)
+    engine.add(_request("busy", 3000, 1e9, clock))
+
+    def advance(num_steps: int, extra_s: float) -> None:
+        for _ in range(num_steps):
+            engine.step()
+            clock.advance_to(clock.now() + extra_s)
+
+    advance(10, 0.0)
+    advance(100, 49.0 * num_iterations)
+    assert (engine.recorder.iteration_s or 0.0) > 20
+    [refused] = engine.add(_request("in the spell", 20, 60.0, clock))
+    assert isinstance(refused.error, BoundNotMetError)
+    advance(6, 0.0)
+    assert engine.recorder.iteration_s == pytest.approx(1.0)
+    [served] = engine.add(_request("after it", 20, 60.0, clock))
+    assert served.error is None
+    advance(3, 49.0 * num_iterations)
+    assert engine.recorder.iteration_s == pytest.approx(1.0)
+    while not served.finish_reason:
+        engine.step()
+    assert served.error is None and len(served.output) == 20
+
+
 def test_an_idle_engine_refuses_nothing():
     """After steps of 100 s each, a request with a bound of 50 s is served by an idle engine."""
     clock = VirtualClock()
