@@ -213,16 +213,24 @@ class HostPages:
     def settle(self, *, wait: bool) -> None:
         """Store the pages that have arrived on the host; with `wait`, wait for all of them."""
         while self._leaving and (wait or all(map(_is_ready, self._leaving[0][1]))):
-            host_pages, arrived = self._leaving.popleft()
-            self._allocate(arrived)
-            for buffer, each in zip(self._buffers, arrived, strict=True):
-                pages = np.asarray(each)
-                for i, host_page in enumerate(host_pages):
-                    buffer[host_page] = pages[:, i]
+            self._store_oldest()
+
+    def _store_oldest(self) -> None:
+        host_pages, arrived = self._leaving.popleft()
+        self._allocate(arrived)
+        for buffer, each in zip(self._buffers, arrived, strict=True):
+            pages = np.asarray(each)
+            for i, host_page in enumerate(host_pages):
+                buffer[host_page] = pages[:, i]
 
     def read(self, cache: KVCache, host_page: int) -> bytes:
-        """Return the contents of a host page; arbitrary ones if nothing was copied to it yet."""
-        self.settle(wait=True)
+        """Return the contents of a host page; arbitrary ones if nothing was copied to it yet.
+
+        It waits for the copy of this page, and for no later one.
+        """
+        self.settle(wait=False)
+        while any(host_page in host_pages for host_pages, _ in self._leaving):
+            self._store_oldest()
         self._allocate(jax.tree.leaves(cache))
         return b"".join(buffer[host_page].tobytes() for buffer in self._buffers)
 

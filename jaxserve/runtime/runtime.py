@@ -214,6 +214,15 @@ class Runtime(Planned):
             conversation_id=conversation_id, on_piece=on_piece,
         )  # fmt: skip
 
+    def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the token ids of a prompt, a text or a chat, as `submit` makes them.
+
+        Raises:
+          InvalidRequestError: the prompt cannot be served; a subclass of it.
+          MissingExtraError
+        """
+        return self._intake.prompt_tokens(prompt)
+
     def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
         """Submit requests of a workload that arrive now; a replica starts its own in one iteration.
 

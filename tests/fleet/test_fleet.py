@@ -366,19 +366,20 @@ def test_a_runtime_and_a_fleet_are_one_service(fleet, model):
 
 
 def test_the_command_line_serves_from_a_fleet(ray, model, tmp_path):
-    """`jaxserve generate --replicas 2` prints the same as without the option."""
+    """`jaxserve generate` with --replicas or --roles prints the same as without the option."""
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS[:4]))
     arguments = ("generate", "--jsonl", str(jobs), "--model", model, "--load", "random", "--quiet")
     sizes = ("--max-tokens", "8", "--max-slots", "4", "--max-context", "128")
     runs = [
-        CliRunner().invoke(app, [*arguments, *sizes, "--replicas", replicas])
-        for replicas in ("1", "2")
+        CliRunner().invoke(app, [*arguments, *sizes, *options])
+        for options in ((), ("--replicas", "2"), ("--roles", "prefill=1,decode=1"))
     ]
-    assert [run.exit_code for run in runs] == [0, 0], runs[1].stderr
-    alone, fleet = ([json.loads(line) for line in run.stdout.splitlines()] for run in runs)
-    assert len(alone) == 4
-    assert [line["token_ids"] for line in fleet] == [line["token_ids"] for line in alone]
+    assert [run.exit_code for run in runs] == [0, 0, 0], [run.stderr for run in runs]
+    alone, *fleets = (
+        [json.loads(line)["token_ids"] for line in run.stdout.splitlines()] for run in runs
+    )
+    assert len(alone) == 4 and fleets == [alone, alone]
 
 
 def test_an_id_of_the_fleets_own_is_refused(fleet):
