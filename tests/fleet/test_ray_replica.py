@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from typing import Any, cast, final
 
@@ -62,17 +62,26 @@ def test_pages_are_sent_as_chunks_are_computed():
     assert [page for kv in sent for page in kv.pages] == [b"%d" % page for page in range(6)]
 
 
+@final
+class _Sent:
+    """A reference to a part, which may be lost."""
+
+    def __init__(self, part: KVPages | Exception):
+        self._part = part
+
+    def __await__(self) -> Generator[None, None, tuple[Sequence[int], KVPages]]:
+        yield
+        if isinstance(self._part, Exception):
+            raise self._part
+        return (1, 2, 3), self._part
+
+
 def test_parts_are_taken_as_far_as_all_before_them_came(caplog):
     """A lost part, or one of other weights, ends the KV; what is behind it is not used."""
 
     def taken(*parts: KVPages | Exception) -> list[bytes]:
-        async def sent(part: KVPages | Exception) -> Any:
-            if isinstance(part, Exception):
-                raise part
-            return (1, 2, 3), part
-
         runtime = _Importing()
-        asyncio.run(take_kv(cast(Any, runtime), [sent(part) for part in parts]))
+        asyncio.run(take_kv(cast(Any, runtime), [_Sent(part) for part in parts]))
         return [page for _, kv in runtime.taken for page in kv.pages]
 
     one, two, three = (KVPages(b"weights", [name]) for name in (b"1", b"2", b"3"))

@@ -95,7 +95,7 @@ def test_pages_are_read_while_others_run_and_again_later():
 
 def test_pages_are_read_in_parts_while_a_prompt_is_computed():
     """Each part follows the one before, comes after its copy, and is that of the whole export."""
-    config = replace(CONFIG, max_step_tokens=8)
+    config = replace(CONFIG, max_step_tokens=8, token_buckets=())
     engine, other = _engine(config), _engine(config)
     wanted = _answer(_engine(), PROMPT, 10, "alone")
     [sequence] = engine.add(
@@ -120,7 +120,7 @@ def test_pages_are_read_in_parts_while_a_prompt_is_computed():
 
 def test_a_page_on_its_way_to_the_host_is_not_read():
     """Neither before a plan copies it, nor while that plan is in flight."""
-    engine = _engine(replace(CONFIG, max_step_tokens=8))
+    engine = _engine(replace(CONFIG, max_step_tokens=8, token_buckets=()))
     engine.add(Request(id="a", prompt=PROMPT, params=SamplingParams(max_tokens=9), arrival_s=0.0))
     assert engine.export_kv(PROMPT, waits=False).pages == []
     engine.step()  # plans the first two pages
