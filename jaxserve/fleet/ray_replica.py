@@ -37,8 +37,9 @@ _log = logging.getLogger(__name__)
 # Maximum number of concurrent requests of one actor. Ray queues the others.
 _MAX_OPEN = 4096
 
-# Seconds between two looks at which pages of a prompt have been computed.
-_BETWEEN_EXPORTS_S = 0.01
+# Seconds between two looks at which pages of a prompt have been computed: after a look that found
+# some, and at most. They double while there are none, as for a prompt that waits.
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.01, 0.32
 
 # Errors after which a runtime can answer no further request.
 _FATAL = (EngineFailedError, DeviceMemoryError, RuntimeClosedError)
@@ -98,25 +99,33 @@ async def take_kv(runtime: Runtime, kv: Sequence[Awaitable[tuple[Sequence[int], 
 
 
 async def send_kv(
-    runtime: Runtime, tokens: Sequence[int], pending: Pending, put: Callable[[KVPages], Any]
+    runtime: Runtime,
+    tokens: Sequence[int],
+    pending: Pending,
+    put: Callable[[KVPages], Any],
+    turn: asyncio.Lock,
 ) -> tuple[list[Any], int]:
     """Export the pages of a prompt while it is computed, as its chunks are.
 
     Args:
       pending: the request that computes it.
       put: sends pages, and returns a reference to them; called on other threads.
+      turn: held while the runtime is asked for pages, so that many prompts ask one after another
+        and take little of its time.
 
     Returns:
       The references in the order of the pages, and the number of pages.
     """
     sent: list[Any] = []
-    first, ended = 0, asyncio.wrap_future(pending.future)
+    first, ended, pause_s = 0, asyncio.wrap_future(pending.future), _LEAST_PAUSE_S
     while not pending.future.done():
-        found = await asyncio.to_thread(runtime.export_kv, tokens, first, waits=False)
+        async with turn:
+            found = await asyncio.to_thread(runtime.export_kv, tokens, first, waits=False)
         if found.pages:
             sent.append(await asyncio.to_thread(put, found))
             first += len(found.pages)
-        await asyncio.wait([ended], timeout=_BETWEEN_EXPORTS_S)
+        pause_s = _LEAST_PAUSE_S if found.pages else min(2 * pause_s, _MOST_PAUSE_S)
+        await asyncio.wait([ended], timeout=pause_s)
     return sent, first
 
 
@@ -128,6 +137,7 @@ class _Actor:
         self._runtime: Runtime | None = None
         # Requests that are being submitted, and which of them were cancelled meanwhile.
         self._submitting: dict[str, bool] = {}
+        self._exporting = asyncio.Lock()
 
     async def start(self, model: str, tensor_parallel: int, options: Mapping[str, Any]) -> Started:
         """See `Replica.start`."""
@@ -170,7 +180,9 @@ class _Actor:
         sent: list[Any] = []
         try:
             tokens = () if pending.future.done() else runtime.prompt_tokens(prompt)
-            sent, first = await send_kv(runtime, tokens, pending, lambda kv: ray.put((tokens, kv)))
+            sent, first = await send_kv(
+                runtime, tokens, pending, lambda kv: ray.put((tokens, kv)), self._exporting
+            )
             completion = await pending.aresult()
             if completion.finish_reason == "length":
                 tokens = completion.prompt_token_ids

@@ -57,7 +57,8 @@ def test_pages_are_sent_as_chunks_are_computed():
     """Until the prompt has ended, each look begins where the one before has ended."""
     pending = Pending("a", Future(), lambda _: None)
     runtime, sent = _Exporting(pending, num_looks=4), []
-    found = asyncio.run(send_kv(cast(Any, runtime), (1, 2), pending, sent.append))
+    send = send_kv(cast(Any, runtime), (1, 2), pending, sent.append, asyncio.Lock())
+    found = asyncio.run(send)
     assert runtime.asked == [0, 2, 4, 6] and found == ([None] * 3, 6)
     assert [page for kv in sent for page in kv.pages] == [b"%d" % page for page in range(6)]
 
