@@ -8,6 +8,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.models.encoder import Encoder, EncoderBatch, EncoderContext
@@ -28,6 +29,7 @@ class EncoderLayer:
     def __init__(self, encoder: Encoder, place: Placement):
         self._config = encoder.config
         self._place = place
+        assert isinstance(encoder.blocks, nnx.List), "layers that are not stacked"
         self._block = TimedBlock(encoder.blocks[0], encoder.config.group, place)
         with place.in_force():
             biases = both_ways_biases(encoder.relative_bias[...], encoder.max_distance)
