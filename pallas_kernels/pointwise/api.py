@@ -37,17 +37,16 @@ def rms_norm(
     """
     if x.ndim < 1 or scale.shape != x.shape[-1:]:
         raise ValueError(f"x{x.shape} and scale{scale.shape} do not fit; pass [..., n] and [n]")
-    out = dispatch.call(
+    return dispatch.call(
         "rms_norm",
         {"xla": xla.rms_norm, "cpu": cpu.rms_norm},
         _PREFERRED,
         implementation,
-        x=x.reshape(-1, x.shape[-1]),
+        x=x,
         scale=scale,
         eps=eps,
         offset=offset,
     )
-    return out.reshape(x.shape)
 
 
 def gated_silu(

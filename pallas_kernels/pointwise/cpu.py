@@ -20,11 +20,12 @@ SOURCE = Path(__file__).with_name("cpu.cc")
 
 
 def rms_norm(
-    x: Float[Array, "rows width"], scale: Float[Array, " width"], *, eps: float, offset: float
-) -> Float[Array, "rows width"]:
+    x: Float[Array, "*rows width"], scale: Float[Array, " width"], *, eps: float, offset: float
+) -> Float[Array, "*rows width"]:
     """See `api.rms_norm`."""
     _check(x, scale)
-    return norm_by(build.cpu_target(SOURCE, "RmsNorm"), eps, offset, x, scale)
+    target = build.cpu_target(SOURCE, "RmsNorm")
+    return norm_by(target, eps, offset, x.reshape(-1, x.shape[-1]), scale).reshape(x.shape)
 
 
 def gated_silu(x: Float[Array, "rows 2 width"]) -> Float[Array, "rows width"]:

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 
 
 def rms_norm(
-    x: Float[Array, "rows width"], scale: Float[Array, " width"], *, eps: float, offset: float
-) -> Float[Array, "rows width"]:
+    x: Float[Array, "*rows width"], scale: Float[Array, " width"], *, eps: float, offset: float
+) -> Float[Array, "*rows width"]:
     """See `api.rms_norm`."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
