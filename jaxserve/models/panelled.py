@@ -23,7 +23,7 @@ class PanelledWeight(nnx.Module):
     Axes that a product sums over are one, and so are those of its result.
     """
 
-    def __init__(self, panels: Float32[Array, "panels in width"], out: tuple[int, ...]):
+    def __init__(self, panels: Float32[Array, "panels depth width"], out: tuple[int, ...]):
         self.panels = nnx.Param(panels, logical_axes=(None, None, None))
         self.out = out
 
@@ -77,7 +77,7 @@ class PanelledWeight(nnx.Module):
 @partial(jax.jit, static_argnums=1)
 def _in_panels(
     array: Float32[Array, " *axes"], axes: WeightAxes
-) -> Float32[Array, "panels in width"]:
+) -> Float32[Array, "panels depth width"]:
     _, summed, out = axes.split(range(array.ndim))
     width = math.prod(axes.split(array.shape)[1])
     return to_panels(array.transpose(*summed, *out).reshape(width, -1))

@@ -92,8 +92,8 @@ def load_model(
       load: `random` draws the weights from `seed`; only a config.json is needed then.
       mesh: where the parameters go, by the rules of `sharding`, or stage by stage; None for the
         default device. Of two device groups, the encode group gets them.
-      quantisation: how the weights are stored, into which they are changed one by one while they are
-        read; by default all are dense.
+      quantisation: how the weights are stored; they are changed one by one while they are read. By
+        default all are dense.
       cache: keep the converted form of a GGUF file for the next start; has no effect where the mesh
         spans several processes.
       layer_layout: the layout of layers that are alike; layers that differ, and layers of stages,

@@ -56,7 +56,8 @@ def rotate_and_write(
         `quantize`), written with them; both or none.
       implementation: overrides the platform's choice, which is made when the call is traced and
         logged once: "triton" on NVIDIA GPUs, "cpu" on the CPU if a compiler is found, and "xla"
-        elsewhere or if those refuse. "triton_interpreted" runs the kernel on any platform, for tests.
+        elsewhere or if those refuse. "triton_interpreted" runs the GPU's kernel on any platform,
+        for tests.
 
     Returns:
       Queries [tokens, kv_heads * group, head_dim] in qkv's dtype, and `k_pages`, `v_pages`,

@@ -24,7 +24,7 @@ SYMBOL = "PanelMatmul"
 Implementation = Literal["xla", "cpu"]
 
 
-def to_panels(weight: Float32[Array, "in out"]) -> Float32[Array, "panels in width"]:
+def to_panels(weight: Float32[Array, "in out"]) -> Float32[Array, "panels depth width"]:
     """Return a weight in panels."""
     depth, columns = weight.shape
     padded = jnp.pad(weight, ((0, 0), (0, -columns % PANEL)))
@@ -32,14 +32,14 @@ def to_panels(weight: Float32[Array, "in out"]) -> Float32[Array, "panels in wid
 
 
 def from_panels(
-    panels: Float32[Array, "panels in width"], columns: int
+    panels: Float32[Array, "panels depth width"], columns: int
 ) -> Float32[Array, "in out"]:
     """Return the weight of `columns` columns that is in panels."""
     return panels.transpose(1, 0, 2).reshape(panels.shape[1], -1)[:, :columns]
 
 
 def columns_of(
-    panels: Float32[Array, "panels in width"], index: Int[Array, " tokens"]
+    panels: Float32[Array, "panels depth width"], index: Int[Array, " tokens"]
 ) -> Float32[Array, "tokens in"]:
     """Return columns of the weight, as rows."""
     return panels[index // PANEL, :, index % PANEL]
@@ -47,7 +47,7 @@ def columns_of(
 
 def panel_matmul(
     x: Float32[Array, "tokens in"],
-    panels: Float32[Array, "panels in width"],
+    panels: Float32[Array, "panels depth width"],
     *,
     columns: int,
     implementation: Implementation | None = None,
@@ -87,7 +87,7 @@ def panel_matmul(
 def call(
     target: str,
     x: Float32[Array, "tokens in"],
-    panels: Float32[Array, "panels in width"],
+    panels: Float32[Array, "panels depth width"],
     *,
     columns: int,
 ) -> Float32[Array, "tokens out"]:
@@ -96,7 +96,7 @@ def call(
 
 
 def _by_kernel(
-    x: Float32[Array, "tokens in"], panels: Float32[Array, "panels in width"], *, columns: int
+    x: Float32[Array, "tokens in"], panels: Float32[Array, "panels depth width"], *, columns: int
 ) -> Float32[Array, "tokens out"]:
     platform = dispatch.target_platform()
     if platform != "cpu":
@@ -109,7 +109,7 @@ def _by_kernel(
 
 
 def _by_xla(
-    x: Float32[Array, "tokens in"], panels: Float32[Array, "panels in width"], *, columns: int
+    x: Float32[Array, "tokens in"], panels: Float32[Array, "panels depth width"], *, columns: int
 ) -> Float32[Array, "tokens out"]:
     weight = from_panels(panels, columns)
     return xla.matmul(x, weight, transposed=False, out_dtype=x.dtype)
@@ -120,7 +120,7 @@ def _product(
     target: str,
     columns: int,
     x: Float32[Array, "tokens in"],
-    panels: Float32[Array, "panels in width"],
+    panels: Float32[Array, "panels depth width"],
 ) -> Float32[Array, "tokens out"]:
     return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype))(x, panels)
 

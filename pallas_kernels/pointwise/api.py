@@ -64,5 +64,9 @@ def gated_silu(
     if x.ndim != 3 or x.shape[1] != 2:
         raise ValueError(f"x{x.shape} does not fit; pass [rows, 2, width]")
     return dispatch.call(
-        "gated_silu", {"xla": xla.gated_silu, "cpu": cpu.gated_silu}, _PREFERRED, implementation, x=x
+        "gated_silu",
+        {"xla": xla.gated_silu, "cpu": cpu.gated_silu},
+        _PREFERRED,
+        implementation,
+        x=x,
     )
