@@ -106,6 +106,8 @@ void write_tokens(ffi::ThreadPool& pool, const Problem& p) {
   });
 }
 
+using Heads = ffi::Buffer<ffi::F32, 4>;
+using Scalar = ffi::Buffer<ffi::S32, 0>;
 using Floats = ffi::Buffer<ffi::F32>;
 using Table = ffi::Buffer<ffi::F32, 2>;
 using Ints = ffi::Buffer<ffi::S32, 1>;
@@ -118,8 +120,8 @@ auto* in_place(const Buffer& from, ffi::Result<Buffer>& to) {
   return to->untyped_data();
 }
 
-ffi::Error rotate_and_write(ffi::ThreadPool pool, ffi::Buffer<ffi::F32, 4> qkv, Table cos,
-                            Table sin, ffi::Buffer<ffi::S32, 0> layer, Ints page, Ints offset,
+ffi::Error rotate_and_write(ffi::ThreadPool pool, Heads qkv, Table cos, Table sin, Scalar layer,
+                            Ints page, Ints offset,
                             ffi::AnyBuffer k, ffi::AnyBuffer v, Floats k_scales, Floats v_scales,
                             ffi::Result<Floats> q, ffi::Result<ffi::AnyBuffer> k_out,
                             ffi::Result<ffi::AnyBuffer> v_out, ffi::Result<Floats> k_scales_out,
@@ -159,10 +161,10 @@ ffi::Error rotate_and_write(ffi::ThreadPool pool, ffi::Buffer<ffi::F32, 4> qkv, 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RotateAndWrite, rotate_and_write,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32, 4>>()
+                                  .Arg<Heads>()
                                   .Arg<Table>()
                                   .Arg<Table>()
-                                  .Arg<ffi::Buffer<ffi::S32, 0>>()
+                                  .Arg<Scalar>()
                                   .Arg<Ints>()
                                   .Arg<Ints>()
                                   .Arg<ffi::AnyBuffer>()

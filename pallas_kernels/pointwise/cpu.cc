@@ -66,6 +66,7 @@ void for_each_row(ffi::ThreadPool& pool, int64_t rows, int64_t width, F f) {
 }
 
 using Matrix = ffi::Buffer<ffi::F32, 2>;
+using Halves = ffi::Buffer<ffi::F32, 3>;
 using Vector = ffi::Buffer<ffi::F32, 1>;
 
 ffi::Error rms_norm(ffi::ThreadPool pool, Matrix x, Vector scale, ffi::Result<Matrix> y, float eps,
@@ -79,7 +80,7 @@ ffi::Error rms_norm(ffi::ThreadPool pool, Matrix x, Vector scale, ffi::Result<Ma
   return ffi::Error::Success();
 }
 
-ffi::Error gated_silu(ffi::ThreadPool pool, ffi::Buffer<ffi::F32, 3> x, ffi::Result<Matrix> y) {
+ffi::Error gated_silu(ffi::ThreadPool pool, Halves x, ffi::Result<Matrix> y) {
   const float* from = x.typed_data();
   float* to = y->typed_data();
   const int64_t n = x.dimensions()[2];
@@ -103,5 +104,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RmsNorm, rms_norm,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GatedSilu, gated_silu,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32, 3>>()
+                                  .Arg<Halves>()
                                   .Ret<Matrix>());
