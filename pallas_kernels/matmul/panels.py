@@ -103,6 +103,8 @@ def _by_kernel(
         raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
     if dispatch.is_partitioned():
         raise NotImplementedError("XLA cannot partition it over a mesh")
+    if {str(x.dtype), str(panels.dtype)} != {"float32"}:
+        raise NotImplementedError(f"it serves float32 only, not {x.dtype} with {panels.dtype}")
     if 0 in (*x.shape, *panels.shape):
         raise NotImplementedError(f"x{x.shape} or panels{panels.shape} is empty")
     return call(build.cpu_target(SOURCE, SYMBOL), x, panels, columns=columns)
