@@ -91,14 +91,8 @@ class Quantisation:
         """Return the same with dense float32 weights in panels."""
         if other is not None:
             return replace(other, name=f"{other.name}-panels", has_panels=True)
-        return cls(
-            name="panels",
-            layers=None,
-            embeddings=None,
-            keeps_blocks=False,
-            rounds_activations=False,
-            has_panels=True,
-        )
+        # A folder whose weights are in few bits is read with these settings, too.
+        return replace(cls.stored(), name="panels", keeps_blocks=False, has_panels=True)
 
     @classmethod
     def stored(cls) -> Self:
