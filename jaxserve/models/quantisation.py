@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self, cast, final
 
 import jax
@@ -135,26 +137,30 @@ class Quantiser:
                 "bits, and this model has dense weights; pass quantize='int8' or 'int4' to round "
                 "them"
             )
+        graphdef, state = nnx.split(model)
         is_changed = is_quantised or has_panels(model)
         if is_changed and not quantisation.keeps_blocks:
             decoder = cast(Any, model)
-            self._graphdef, state = abstract_model(
-                decoder.config, layer_layout=decoder.layer_layout
+            # Traced when it is first needed: that takes a good part of a second of a start.
+            self._dense_model = functools.cache(
+                partial(abstract_model, decoder.config, layer_layout=decoder.layer_layout)
             )
+            self._own_paths = _paths(state)
         else:
-            self._graphdef, state = nnx.split(model)
-        self._dense = {path: v.get_value() for path, v in nnx.to_flat_state(state)}
+            self._dense_model = lambda: (graphdef, state)
+            self._own_paths = set()
         self._quantisation = quantisation
 
     def model(self, params: nnx.State) -> nnx.Module:
         """Return the model that stores these dense parameters as it does."""
-        model = nnx.merge(self._graphdef, params)
+        model = nnx.merge(self._dense_model()[0], params)
         replace_weights(model, self._quantisation.change)
         return model
 
     def is_dense(self, params: nnx.State) -> bool:
         """Return whether parameters have the structure of the model with dense weights."""
-        return {path for path, _ in nnx.to_flat_state(params)} == self._dense.keys()
+        paths = _paths(params)
+        return paths != self._own_paths and paths == _paths(self._dense_model()[1])
 
     def params(self, params: nnx.State) -> nnx.State:
         """Return parameters as the model stores them.
@@ -164,9 +170,16 @@ class Quantiser:
         """
         if not self.is_dense(params):
             return params
-        flat = nnx.to_flat_state(params)
-        cast = [(path, v.replace(_cast(v.get_value(), self._dense[path]))) for path, v in flat]
+        dense = dict(nnx.to_flat_state(self._dense_model()[1]))
+        cast = [
+            (path, v.replace(_cast(v.get_value(), dense[path].get_value())))
+            for path, v in nnx.to_flat_state(params)
+        ]
         return nnx.split(self.model(nnx.from_flat_state(cast)))[1]
+
+
+def _paths(params: nnx.State) -> set[tuple[Any, ...]]:
+    return {path for path, _ in nnx.to_flat_state(params)}
 
 
 def has_panels(model: nnx.Module) -> bool:
