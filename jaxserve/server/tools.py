@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -54,7 +54,7 @@ class Tools:
         if self.is_given:  # a tag may be a control token, which answers leave out otherwise
             self.params["skip_special_tokens"] = False
 
-    def prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens of a chat that offers the tools.
 
         Raises:
@@ -65,14 +65,14 @@ class Tools:
             return self._tokenizer.apply_chat_template(said)
         return self._tokenizer.apply_chat_template(messages, tools=self._tools)
 
-    def as_said(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def as_said(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return new messages of a conversation as it keeps them.
 
         Where the chat template has no tools, calls and results become text.
         """
-        return (
-            list(messages) if self._form.in_template else tool_calls.with_instruction(messages, [])
-        )
+        if self._form.in_template:
+            return [dict(message) for message in messages]
+        return tool_calls.with_instruction(messages, [])
 
     def reader(self, *, is_streamed: bool) -> Answered:
         """Return the reader of one sample, which comes in pieces or as a whole."""
@@ -99,7 +99,7 @@ def _check(
         )
 
 
-def _has_calls(messages: Sequence[dict[str, Any]]) -> bool:
+def _has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
 
 

@@ -33,7 +33,7 @@ class TurnExchange:
         self,
         backend: Backend,
         conversation_id: str,
-        said: Sequence[dict[str, Any]],
+        said: Sequence[Mapping[str, Any]],
         params: SamplingParams,
         tools: Tools,
     ):
